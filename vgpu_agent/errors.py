@@ -1,0 +1,84 @@
+"""Every exception that this agent raises on purpose, so that a caller can tell whose fault a failure is.
+
+Adapters (`gpu`, `kubelet`, `web`, `sim`) translate their library's exceptions into these at the edge, chained; nothing above an adapter
+catches a library's exception. A message names the thing, the value and the remedy, because it ends up in a pod's status or a log line.
+"""
+
+from __future__ import annotations
+
+
+class AgentError(Exception):
+    """Raised by this agent on purpose; the message is written for an operator."""
+
+
+class ConfigError(AgentError):
+    """The configuration cannot be used.
+
+    Attributes:
+        problems: one full sentence each, in the order of the file (``config.yaml:12: sharing.…: expected …, got …``).
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class NvmlError(AgentError):
+    """An NVML call failed.
+
+    Attributes:
+        code: NVML's return code (nvmlReturn_t), e.g. 15 for "GPU is lost".
+        call: the NVML function's name.
+    """
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        self.call, self.code = call, code
+        super().__init__(f"{call}: {text} (NVML code {code})")
+
+
+class DriverMissingError(AgentError):
+    """There is no usable NVIDIA driver; the message says what was looked for and where."""
+
+
+class NvmlHungError(AgentError):
+    """An NVML call did not return within its time; the owner thread is still inside it."""
+
+
+class LedgerError(AgentError):
+    """The ledger refuses a change that would break one of its invariants."""
+
+
+class UnknownDeviceError(LedgerError):
+    """A device id that this node does not offer."""
+
+
+class UnhealthyDeviceError(LedgerError):
+    """A device id whose device must not be given to anybody now."""
+
+
+class CapacityError(LedgerError):
+    """More memory, cores or holders than a device has."""
+
+
+class RequestRefusedError(AgentError):
+    """A container's request is final nonsense (kubelet contract §8: it fails the pod); the message is shown in the pod's status."""
+
+
+class KubeletError(AgentError):
+    """The kubelet did not do what its contract says, or could not be reached."""
+
+
+class RegistrationRefusedError(KubeletError):
+    """The kubelet refused a registration for good (version or resource name); trying again cannot help."""
+
+
+class CheckpointError(KubeletError):
+    """The kubelet's checkpoint exists but cannot be understood."""
+
+
+class ListenError(AgentError):
+    """An address or a socket path cannot be listened on."""
+
+
+class SimulationError(AgentError):
+    """The simulated GPUs cannot be built, created or changed as asked."""
