@@ -1,0 +1,191 @@
+"""The two pieces of asyncio that every room of the agent shares: a value that can be awaited, and a loop that is looked after.
+
+State flows through the agent as immutable snapshots held by a `Latest`; a reader waits for "something newer than version N", so any number
+of readers (each ListAndWatch stream, metrics, the health watch) see every final state and none of them can hold another up.
+
+Loops are `Supervisor` tasks: named, restarted with back-off, counted, and visible under ``/debug/tasks``. Nobody else calls `create_task`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import time
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+from vgpu_agent import log
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+T = TypeVar("T")
+
+_logger = log.get(__name__)
+
+
+class Latest(Generic[T]):
+    """The newest version of a value, for readers that must not miss the last change but may skip the ones before.
+
+    Only the event loop's thread may call it; another thread goes through ``loop.call_soon_threadsafe``.
+    """
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+        self._version = 0
+        self._newer = asyncio.Event()
+
+    @property
+    def value(self) -> T:
+        """The current value."""
+        return self._value
+
+    @property
+    def version(self) -> int:
+        """How often the value was replaced; 0 for the first one."""
+        return self._version
+
+    def publish(self, value: T) -> None:
+        """Replace the value and wake all who wait for something newer."""
+        self._value = value
+        self._version += 1
+        self._newer.set()
+        self._newer = asyncio.Event()
+
+    async def newer_than(self, version: int) -> T:
+        """The value as soon as its version is above ``version``; at once when it already is."""
+        while self._version <= version:
+            await self._newer.wait()
+        return self._value
+
+    async def changes(self) -> AsyncIterator[T]:
+        """The current value, then each later one that the reader is quick enough to see."""
+        version = -1
+        while True:
+            value = await self.newer_than(version)
+            version = self._version
+            yield value
+
+
+class TaskState(enum.StrEnum):
+    """What a supervised loop is doing."""
+
+    RUNNING = "running"
+    BACKING_OFF = "backing off"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass
+class TaskReport:
+    """One line of ``/debug/tasks``; times are unix seconds."""
+
+    name: str
+    state: TaskState = TaskState.RUNNING
+    restarts: int = 0
+    last_error: str = ""
+    started_at: float = 0.0
+    last_beat_at: float = 0.0
+    stuck_after_seconds: float | None = None
+
+    def stuck_for(self, now: float) -> float:
+        """Seconds by which the loop is late with its sign of life; 0 when it is on time or never promised one."""
+        if self.stuck_after_seconds is None or self.state is not TaskState.RUNNING:
+            return 0.0
+        return max(0.0, now - self.last_beat_at - self.stuck_after_seconds)
+
+
+class Supervisor:
+    """Runs named loops inside one TaskGroup and restarts the ones that fail.
+
+    A loop that returns has ended by its own will. A loop that raises is logged with its traceback and started again after a back-off that
+    doubles from ``backoff_min_seconds`` to ``backoff_max_seconds`` and falls back after a minute of health.
+    """
+
+    def __init__(self, *, backoff_min_seconds: float, backoff_max_seconds: float, healthy_seconds: float = 60.0) -> None:
+        self._min, self._max, self._healthy = backoff_min_seconds, backoff_max_seconds, healthy_seconds
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reports: dict[str, TaskReport] = {}
+
+    async def __aenter__(self) -> Self:
+        self._group = await asyncio.TaskGroup().__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._group is None:  # pragma: no cover - __aenter__ always ran
+            return
+        for task in self._tasks.values():
+            task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    @property
+    def reports(self) -> list[TaskReport]:
+        """One report a loop, by name."""
+        return [self._reports[name] for name in sorted(self._reports)]
+
+    def start(
+        self,
+        name: str,
+        loop: Callable[[], Awaitable[None]],
+        *,
+        stuck_after_seconds: float | None = None,
+        fatal: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """Run ``loop`` under ``name`` until it returns or `stop` is called.
+
+        Args:
+            name: what ``/debug/tasks``, the log and the metric call it; a running task of that name must not exist.
+            loop: called again after each failure, so it must begin with a clean slate.
+            stuck_after_seconds: how long the loop may go without calling `beat` before it counts as stuck; None when it makes no promise.
+            fatal: exceptions that no restart can mend; they end the loop (state ``failed``) and leave the agent running.
+
+        Raises:
+            RuntimeError: the supervisor was not entered, or the name is in use.
+        """
+        if self._group is None:
+            raise RuntimeError("the supervisor has not been entered")
+        if name in self._tasks and not self._tasks[name].done():
+            raise RuntimeError(f"a task named {name!r} is already running")
+        now = time.time()
+        report = TaskReport(name, started_at=now, last_beat_at=now, stuck_after_seconds=stuck_after_seconds)
+        self._reports[name] = report
+        self._tasks[name] = self._group.create_task(self._look_after(report, loop, fatal), name=name)
+
+    def beat(self, name: str) -> None:
+        """Give a sign of life for the loop ``name``."""
+        if report := self._reports.get(name):
+            report.last_beat_at = time.time()
+
+    async def stop(self, name: str) -> None:
+        """Cancel the loop ``name``, wait for its end and forget it; unknown names are fine."""
+        task = self._tasks.pop(name, None)
+        self._reports.pop(name, None)
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+
+    async def _look_after(self, report: TaskReport, loop: Callable[[], Awaitable[None]], fatal: tuple[type[Exception], ...]) -> None:
+        delay = self._min
+        while True:
+            began = time.monotonic()
+            report.state, report.last_beat_at = TaskState.RUNNING, time.time()
+            try:
+                await loop()
+            except fatal as err:
+                report.state, report.last_error = TaskState.FAILED, str(err)
+                _logger.error("task.failed", task=report.name, error=str(err))
+                return
+            except Exception as err:  # a loop's bug must not end the other loops; it is logged whole and counted
+                if time.monotonic() - began > self._healthy:
+                    delay = self._min
+                report.restarts += 1
+                report.state, report.last_error = TaskState.BACKING_OFF, f"{type(err).__name__}: {err}"
+                _logger.error("task.restarting", task=report.name, restarts=report.restarts, in_seconds=delay, exc_info=err)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, self._max)
+            else:
+                report.state = TaskState.ENDED
+                return

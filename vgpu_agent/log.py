@@ -1,0 +1,99 @@
+"""The agent's log: one JSON object a line on stderr, the same shape for our own lines and those of libraries.
+
+Set up once by the command line; every room asks `get` for a logger. Event names are fixed words with a dot (``gpu.unhealthy``), never
+sentences with values in them, so that a log search written today still works next year. Pods are ``namespace/name``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+import msgspec
+import structlog
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
+
+LEVELS = ("debug", "info", "warning", "error")
+
+# Libraries that report a normal kubelet disconnect as news (python-stack: grpclib logs each cancelled request at INFO).
+_QUIET_LIBRARIES = {"grpclib": logging.WARNING, "asyncio": logging.WARNING, "aiohttp": logging.WARNING, "hpack": logging.WARNING}
+
+
+def get(name: str) -> FilteringBoundLogger:
+    """The logger of the module ``name``; its lines carry the name without the package."""
+    return cast("FilteringBoundLogger", structlog.stdlib.get_logger(name.removeprefix("vgpu_agent.")))
+
+
+def configure(*, log_format: str = "json", level: str = "info", stream: TextIO | None = None) -> None:
+    """Route every line of this process to ``stream`` (stderr by default).
+
+    Args:
+        log_format: ``json`` or ``console``.
+        level: one of `LEVELS`.
+        stream: where lines go; a test passes its own.
+    """
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.stdlib.filter_by_level,
+            *_shared(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    render: Any = (
+        structlog.processors.JSONRenderer(serializer=_to_json)
+        if log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=(stream or sys.stderr).isatty())
+    )
+    last = [structlog.processors.dict_tracebacks] if log_format == "json" else []
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=_shared(),
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last, render],
+    )
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    set_level(level)
+    for name, quiet in _QUIET_LIBRARIES.items():
+        logging.getLogger(name).setLevel(quiet)
+
+
+def set_level(level: str) -> None:
+    """Log ``level`` and above from now on.
+
+    Raises:
+        ValueError: the level is none of `LEVELS`; the message lists them.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"log level {level!r} is not known; use one of {', '.join(LEVELS)}")
+    logging.getLogger().setLevel(level.upper())
+
+
+def current_level() -> str:
+    """The level in force, as in `LEVELS`."""
+    return logging.getLevelName(logging.getLogger().level).lower()
+
+
+def _shared() -> list[Any]:
+    return [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
+        _name_keys,
+    ]
+
+
+def _name_keys(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    event["msg"] = event.pop("event")
+    return event
+
+
+def _to_json(event: EventDict, **_: object) -> str:
+    return msgspec.json.encode(event, enc_hook=repr).decode()

@@ -1,0 +1,288 @@
+"""The plain facts that every room talks about: devices, what may be had of them, and who has it.
+
+Words as in the glossary of docs/architecture.md. All values are immutable and carry no behaviour beyond answering about themselves, so
+they can be handed to any task, kept in a snapshot and compared in a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+# What kubelet wants to read in a Device message; anything else counts as unhealthy (kubelet contract §4).
+HEALTHY = "Healthy"
+UNHEALTHY = "Unhealthy"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a device may be given to a new container, and why not.
+
+    Attributes:
+        ok: True when it may.
+        reason: one sentence for an operator; empty when ``ok``.
+        since: unix seconds of the last change; 0 when it never changed.
+    """
+
+    ok: bool = True
+    reason: str = ""
+    since: float = 0.0
+
+    @property
+    def word(self) -> str:
+        """The kubelet's word for it."""
+        return HEALTHY if self.ok else UNHEALTHY
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MigInstance:
+    """A hardware slice of a GPU (NVML: one compute instance inside one GPU instance).
+
+    Attributes:
+        uuid: ``MIG-…``.
+        index: position below its GPU, the ``j`` of NVIDIA's ``i:j``.
+        gpu_instance_id: NVML's GI id.
+        compute_instance_id: NVML's CI id.
+        profile: e.g. ``1g.10gb``, as NVML names it.
+        memory_mib: memory of the slice.
+    """
+
+    uuid: str
+    index: int
+    gpu_instance_id: int
+    compute_instance_id: int
+    profile: str
+    memory_mib: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """A physical card as NVML and sysfs describe it.
+
+    Attributes:
+        uuid: ``GPU-…``; the identity everywhere in the agent.
+        index: NVML's order at the last enumeration; it shifts when a card is unplugged.
+        minor: the number in ``/dev/nvidia<minor>``; it does not shift.
+        name: product name.
+        memory_mib: total memory.
+        pci_bus_id: ``0000:07:00.0``, lower case, four-digit domain, as in sysfs.
+        numa_node: the NUMA node of its slot; None when the kernel does not say.
+        compute_capability: (major, minor).
+        mig_enabled: MIG mode is on; ``mig_instances`` may still be empty.
+        present: False for a card that answered earlier and no longer does or is gone.
+    """
+
+    uuid: str
+    index: int
+    minor: int
+    name: str
+    memory_mib: int
+    pci_bus_id: str = ""
+    numa_node: int | None = None
+    compute_capability: tuple[int, int] = (0, 0)
+    mig_enabled: bool = False
+    mig_instances: tuple[MigInstance, ...] = ()
+    health: Health = Health()
+    present: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """How close two GPUs are.
+
+    Attributes:
+        pci: NVML's common-ancestor level: 0 same board, 10 single switch, 20 multi switch, 30 host bridge, 40 same CPU, 50 cross-CPU.
+        nvlinks: number of active direct NVLink connections.
+    """
+
+    pci: int
+    nvlinks: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inventory:
+    """Everything known about the node's GPUs at one moment; published as a whole, replaced and never changed.
+
+    Attributes:
+        version: grows by one with each published change.
+        gpus: by index; lost cards keep their place with ``present=False``.
+        links: by pair of UUIDs, both directions.
+        driver_version: e.g. ``580.65.06``; empty before the driver answered.
+        cuda_version: e.g. ``13.0``.
+        simulated: the library under NVML is `sim`'s.
+        failures: cards that did not answer at enumeration: ``index: text``.
+        taken_at: unix seconds.
+    """
+
+    version: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    links: dict[tuple[str, str], Link] = dataclasses.field(default_factory=dict)
+    driver_version: str = ""
+    cuda_version: str = ""
+    simulated: bool = False
+    failures: tuple[str, ...] = ()
+    taken_at: float = 0.0
+
+    def gpu(self, uuid: str) -> Gpu | None:
+        """The GPU of that UUID, or None."""
+        return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuUsage:
+    """What a GPU is doing now; None where the driver does not say. Memory in MiB, shares in percent, power in watts, °C."""
+
+    uuid: str
+    memory_used_mib: int | None = None
+    memory_total_mib: int | None = None
+    utilisation_percent: int | None = None
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
+    ecc_uncorrected_total: int | None = None
+    processes: tuple[tuple[int, int], ...] = ()  # (host pid, MiB)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceId:
+    """One opaque id that a resource offers to kubelet, and the device behind it.
+
+    Attributes:
+        id: what kubelet hands back; unique across all resources of the node (kubelet contract §11, V17).
+        device: UUID of the GPU or MIG instance.
+        numa_node: NUMA node told to kubelet, or None for no topology.
+    """
+
+    id: str
+    device: str
+    numa_node: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListedDevice:
+    """One entry of the list that kubelet is to see: the id and whether it may be given to somebody."""
+
+    id: DeviceId
+    healthy: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resource:
+    """A name that containers put into ``limits``, and the ids behind it.
+
+    Attributes:
+        name: ``nvidia.com/gpu``.
+        family: whose vocabulary it belongs to, e.g. ``nvidia``.
+        ids: in the order in which kubelet sees them; deterministic.
+        holders_per_device: how many containers may hold a share of one device at once (replicas).
+        pre_start_required: kubelet is to call PreStartContainer before each start.
+    """
+
+    name: str
+    family: str
+    ids: tuple[DeviceId, ...]
+    holders_per_device: int = 1
+    pre_start_required: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What one container asks for.
+
+    Attributes:
+        resource: the resource's name.
+        ids: the ids kubelet chose; their number is the number of shares.
+        memory_mib: memory wanted on each device; None for whatever the device has.
+        cores_percent: compute wanted on each device; None for no claim.
+    """
+
+    resource: str
+    ids: tuple[str, ...]
+    memory_mib: int | None = None
+    cores_percent: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """A part of one device: ``memory_mib`` and ``cores_percent`` are what is booked, 0 where nothing is limited."""
+
+    device: str
+    memory_mib: int = 0
+    cores_percent: int = 0
+    exclusive: bool = False
+
+
+class GrantState(enum.StrEnum):
+    """The life of a grant, in order (docs/architecture.md, "The ledger")."""
+
+    RESERVED = "reserved"
+    GRANTED = "granted"
+    PROVEN = "proven"
+    RELEASED = "released"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Owner:
+    """The container that holds a grant, as far as it is known.
+
+    Attributes:
+        pod_uid: from kubelet's checkpoint; empty when only pod-resources knew the container.
+        namespace: from pod-resources; empty when only the checkpoint knew it.
+        pod: the pod's name; same.
+        container: the container's name.
+    """
+
+    container: str
+    pod_uid: str = ""
+    namespace: str = ""
+    pod: str = ""
+
+    @property
+    def pod_name(self) -> str:
+        """``namespace/name`` for logs and metrics; the UID while the name is not known."""
+        return f"{self.namespace}/{self.pod}" if self.pod else self.pod_uid
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grant:
+    """The shares that one container holds through one resource.
+
+    Attributes:
+        number: unique in this process; the correlation id of its log lines.
+        ids: the device ids kubelet gave, in kubelet's order.
+        shares: one for each distinct device behind the ids.
+        owner: None until kubelet's records name it.
+        reserved_at: unix seconds of the Allocate call, or of the rebuild that found it.
+    """
+
+    number: int
+    family: str
+    resource: str
+    ids: tuple[str, ...]
+    shares: tuple[Share, ...]
+    state: GrantState = GrantState.RESERVED
+    owner: Owner | None = None
+    reserved_at: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Holding:
+    """One line of kubelet's own records: these ids of this resource are in this container's hands."""
+
+    resource: str
+    ids: tuple[str, ...]
+    owner: Owner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KubeletRecords:
+    """What kubelet says about who holds what, joined from its checkpoint and pod-resources.
+
+    Attributes:
+        holdings: for every resource on the node, also those of other plugins.
+        complete: both sources answered; an incomplete picture may add to the ledger but never take away.
+        trouble: why it is incomplete; empty otherwise.
+    """
+
+    holdings: tuple[Holding, ...] = ()
+    complete: bool = True
+    trouble: str = ""

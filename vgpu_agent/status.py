@@ -1,0 +1,145 @@
+"""How the running parts are doing, as plain data: written by each room about itself, read by `web` and the command line.
+
+`web` may not look into `kubelet` or `gpu`; `agent` collects these reports into one `AgentStatus` whenever somebody asks. Collecting must
+stay cheap and must never block: every field is already in memory. Times are unix seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.model import Inventory
+
+if TYPE_CHECKING:
+    from vgpu_agent.concurrency import TaskReport
+    from vgpu_agent.journal import Entry
+    from vgpu_agent.model import Grant, GpuUsage
+
+
+class PluginState(enum.StrEnum):
+    """Where a plugin server stands with kubelet."""
+
+    WAITING = "waiting for kubelet"
+    SERVING = "serving, not registered"
+    REGISTERED = "registered"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass
+class PluginStatus:
+    """One device plugin server: one resource."""
+
+    resource: str
+    family: str
+    state: PluginState = PluginState.WAITING
+    endpoint: str = ""
+    registered_at: float = 0.0
+    registrations: int = 0
+    registration_failures: int = 0
+    stream_open: bool = False
+    streams_opened: int = 0
+    ids_sent: int = 0
+    healthy_sent: int = 0
+    bytes_sent: int = 0
+    messages_sent: int = 0
+    allocations: int = 0
+    allocations_refused: int = 0
+    allocate_seconds_last: float = 0.0
+    allocate_seconds_sum: float = 0.0
+    preferred_calls: int = 0
+    pre_starts: int = 0
+    pre_starts_refused: int = 0
+    last_error: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """kubelet knows the resource and listens to it."""
+        return self.state is PluginState.REGISTERED and self.stream_open
+
+
+@dataclasses.dataclass
+class KubeletStatus:
+    """The kubelet as seen through its sockets and files."""
+
+    directory: str = ""
+    socket_present: bool = False
+    restarts_seen: int = 0
+    records_read_at: float = 0.0
+    records_trouble: str = ""
+
+
+class NvmlState(enum.StrEnum):
+    """Whether the driver answers."""
+
+    STARTING = "starting"
+    ANSWERING = "answering"
+    MISSING = "driver missing"
+    HUNG = "hung"
+
+
+@dataclasses.dataclass
+class NvmlStatus:
+    """The NVML owner thread."""
+
+    state: NvmlState = NvmlState.STARTING
+    call: str = ""  # the call in flight longest, while HUNG
+    gpu: str = ""  # its GPU's UUID, when it has one
+    since: float = 0.0
+    calls: int = 0
+    errors: int = 0
+    hangs: int = 0
+    last_error: str = ""
+    library: str = ""
+
+
+@dataclasses.dataclass
+class LedgerStatus:
+    """The book in numbers, and its grants."""
+
+    revision: int = 0
+    grants: tuple[Grant, ...] = ()
+    drift_total: int = 0
+    drift_last: tuple[str, ...] = ()
+    verified_at: float = 0.0
+    foreign: tuple[str, ...] = ()  # ids in kubelet's records that this node does not offer
+    capacity: dict[str, int] = dataclasses.field(default_factory=dict)  # holders allowed, by device
+    free: dict[str, int] = dataclasses.field(default_factory=dict)  # ids free and healthy, by resource
+
+
+@dataclasses.dataclass
+class ReadyProblem:
+    """A reason why ``/readyz`` or ``/livez`` fails: which part, and a sentence with the remedy."""
+
+    part: str
+    reason: str
+
+
+@dataclasses.dataclass
+class AgentStatus:
+    """Everything at one moment."""
+
+    node: str = ""
+    version: str = ""
+    commit: str = ""
+    simulated: bool = False
+    started_at: float = 0.0
+    inventory: Inventory = dataclasses.field(default_factory=Inventory)
+    usage: tuple[GpuUsage, ...] = ()
+    usage_at: float = 0.0
+    nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)
+    kubelet: KubeletStatus = dataclasses.field(default_factory=KubeletStatus)
+    plugins: tuple[PluginStatus, ...] = ()
+    ledger: LedgerStatus = dataclasses.field(default_factory=LedgerStatus)
+    tasks: tuple[TaskReport, ...] = ()
+    events: tuple[Entry, ...] = ()
+    loop_lag_seconds: float = 0.0
+    loop_lag_max_seconds: float = 0.0
+    config: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)  # key path → (value, where it came from)
+    config_problem: str = ""  # why the newest configuration file is not in force
+    config_needs_restart: tuple[str, ...] = ()
+    not_ready: tuple[ReadyProblem, ...] = ()
+    not_alive: tuple[ReadyProblem, ...] = ()
