@@ -1,0 +1,103 @@
+"""Rules that tie several settings together, or that need more than a type: pairs, addresses, resource names, XID lists.
+
+`load` calls them after every value has been accepted by itself; they speak in dotted paths and know nothing of files and flags.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from vgpu_agent.config import schema
+from vgpu_agent.config.problems import shown
+from vgpu_agent.config.settings import NVIDIA_GPU, split_address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vgpu_agent.config.settings import Settings
+
+KNOWN_RESOURCES = (NVIDIA_GPU,)
+RESOURCES_PATH = "sharing.timeSlicing.resources"
+
+# The first of a pair must not be above the second.
+_ORDERED = (
+    ("kubelet.retryMinSeconds", "kubelet.retryMaxSeconds"),
+    ("kubelet.drainSeconds", "shutdownSeconds"),
+    ("gpu.callTimeoutSeconds", "gpu.hungUnhealthySeconds"),
+    ("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),
+    ("tasks.backoffMinSeconds", "tasks.backoffMaxSeconds"),
+)
+_XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_DOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*\Z")
+_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z")
+
+
+class Conflict(NamedTuple):
+    """Values that do not go together: the paths that could be changed, the likeliest first, each with its sentence."""
+
+    blame: tuple[tuple[str, str], ...]
+
+
+def conflicts(settings: Settings) -> Iterator[Conflict]:
+    """Every rule that ``settings`` breaks as a whole."""
+    values = dict(schema.values(settings))
+    for low, high in _ORDERED:
+        if values[low] > values[high]:
+            yield Conflict(
+                (
+                    (low, f"expected at most {high} ({values[high]:g}), got {values[low]:g}"),
+                    (high, f"expected at least {low} ({values[low]:g}), got {values[high]:g}"),
+                )
+            )
+    if _collide(settings.listen, settings.debug_listen):
+        text = "expected another port than {} ({}), got {}"
+        yield Conflict(
+            (
+                ("debugListen", text.format("listen", settings.listen, shown(settings.debug_listen))),
+                ("listen", text.format("debugListen", settings.debug_listen, shown(settings.listen))),
+            )
+        )
+
+
+def resource_name_problem(name: str) -> str | None:
+    """Why ``name`` (complete, with its domain) cannot be shared, as the end of a sentence; None when it can.
+
+    Rules of extended resource names: Kubernetes, IsExtendedResourceName and IsQualifiedName; nvidia contract §2.
+    """
+    domain, _, base = name.partition("/")
+    if len(domain) > 253 or not _DOMAIN.match(domain):
+        return f"expected a DNS name before the slash, got {shown(name)}"
+    if len(base) > 63 or not _NAME.match(base):
+        return f"expected up to 63 letters, digits, '-', '_' and '.' after the slash, got {shown(name)}"
+    if name not in KNOWN_RESOURCES:
+        return f"expected a resource that this version can share ({', '.join(KNOWN_RESOURCES)}), got {shown(name)}"
+    return None
+
+
+def complete_resource_name(name: str) -> str:
+    """``name`` with NVIDIA's domain when it has none (nvidia contract §2)."""
+    return name if "/" in name else f"nvidia.com/{name}"
+
+
+def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Path and entry of each health-check entry that means nothing; NVIDIA's plugin ignores them in silence (nvidia contract §10.1)."""
+    values = dict(schema.values(settings))
+    for path in _XID_PATHS:
+        for entry in values[path].split(","):
+            word = entry.strip()
+            if word and word.lower() not in {"all", "xids"} and not (word.isascii() and word.isdigit()):
+                yield path, word
+
+
+def _collide(one: str, other: str) -> bool:
+    (host, port), (other_host, other_port) = split_address(one), split_address(other)
+    if port != other_port or port == 0:
+        return False
+    return host == other_host or _covers(host, other_host) or _covers(other_host, host)
+
+
+def _covers(host: str, other: str) -> bool:
+    """Whether listening on ``host`` takes the port of ``other`` too."""
+    return host == "" or (host == "0.0.0.0" and ":" not in other) or (host == "::" and ":" in other)  # noqa: S104 - compared, not bound

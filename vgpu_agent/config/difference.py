@@ -1,0 +1,55 @@
+"""What a new configuration changes, and which of it can be put in force without a restart.
+
+Called by `agent` when `watch` brings new settings: the one list is applied at once, the other is logged and shown under ``/debug/config``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.config import schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import msgspec
+
+    from vgpu_agent.config.settings import Settings
+
+# Everything else is a path, an address or a time limit that a running part was built with.
+AT_ONCE = ("sharing.", "plugin.", "gpu.recovery.", "gpu.disableHealthChecks", "gpu.enableHealthChecks", "log.level")
+
+
+def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
+    """Dotted paths whose values differ: those that take effect at once, and those that need a restart; each in the schema's order.
+
+    A list whose length changed is one path; in lists of the same length each value is.
+    """
+    changed = list(_differing(old, new, ""))
+    now = [path for path in changed if takes_effect_at_once(path)]
+    return now, [path for path in changed if path not in now]
+
+
+def takes_effect_at_once(path: str) -> bool:
+    """Whether a running agent follows a change of the value at ``path``."""
+    return path.startswith(AT_ONCE)
+
+
+def _differing(old: msgspec.Struct, new: msgspec.Struct, path: str) -> Iterator[str]:
+    if old == new:
+        return
+    for key in schema.keys(type(new)).values():
+        before, after = getattr(old, key.attribute), getattr(new, key.attribute)
+        yield from _differing_value(key, before, after, path + key.name)
+
+
+def _differing_value(key: schema.Key, before: Any, after: Any, path: str) -> Iterator[str]:
+    if before == after:
+        return
+    if key.section is not None:
+        yield from _differing(before, after, path + ".")
+    elif key.items is not None and len(before) == len(after):
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from _differing(one, other, f"{path}[{index}].")
+    else:
+        yield path

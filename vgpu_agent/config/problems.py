@@ -1,0 +1,77 @@
+"""What is wrong with a configuration, collected, so that a person mends everything at once.
+
+`load` fills it. A problem names the place (a line of the file, a flag, a variable), the key, what was expected and what was there. Only the
+first ones are kept in full, because a megabyte of junk must not become a megabyte of log.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from vgpu_agent.errors import ConfigError
+
+SHOWN = 20
+_LONGEST_VALUE = 60
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_<-][A-Za-z0-9_./<-]*\Z")
+
+
+class Problems:
+    """Problems of one configuration; `raise_if_any` ends the collection."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, str]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def enough(self) -> bool:
+        """Whether further ones are only counted, so that nobody need think of a good text for them."""
+        return len(self._found) >= SHOWN
+
+    def add(self, place: str, path: str, text: str, *, line: int = 0) -> None:
+        """Note that ``path`` at ``place`` is wrong; those with a ``line`` are shown in the order of the file, the others after them."""
+        self._count += 1
+        if not self.enough:
+            self._found.append((line or 2**31, ": ".join(part for part in (place, path, text) if part)))
+
+    def raise_if_any(self) -> None:
+        """Raise what was collected.
+
+        Raises:
+            ConfigError: there is at least one problem.
+        """
+        if not self._found:
+            return
+        sentences = [sentence for _, sentence in sorted(self._found, key=lambda found: found[0])]
+        if (more := self._count - len(sentences)) > 0:
+            sentences.append(f"and {more} more like these")
+        raise ConfigError(sentences)
+
+
+def shown(value: Any) -> str:
+    """``value`` for the end of "got …": one printable line, shortened."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, str):
+        return f'"{_printable(value)}"'
+    return _shortened(json.dumps(value))
+
+
+def shown_key(key: str) -> str:
+    """``key`` as a part of a dotted path, in quotes when it would be mistaken for something else."""
+    return key if len(key) <= _LONGEST_VALUE and _PLAIN_KEY.match(key) else f'"{_printable(key)}"'
+
+
+def _printable(text: str) -> str:
+    start = text[: _LONGEST_VALUE + 1]
+    return _shortened("".join(char if char.isprintable() and char not in '"\\' else json.dumps(char)[1:-1] for char in start))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"

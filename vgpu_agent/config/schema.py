@@ -1,0 +1,168 @@
+"""The schema as a tree that can be walked: what each key of `settings` accepts and how to say so.
+
+`load` walks it beside the YAML, `options` looks types up in it, `example`, ``config show`` and the documentation generator print it. So a
+key is described once, in its annotation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from vgpu_agent.config.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Struct = type[msgspec.Struct]
+
+# What strconv.ParseBool of Go reads, because NVIDIA's plugin read PASS_DEVICE_SPECS with it.
+_TRUE, _FALSE = {"1", "t", "T", "true", "TRUE", "True"}, {"0", "f", "F", "false", "FALSE", "False"}
+
+
+class NotAcceptedError(ValueError):
+    """A value that its key does not accept; the message is the expectation alone (``an integer ≥ 1``)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a section.
+
+    Attributes:
+        name: as in YAML.
+        attribute: as in Python.
+        annotation: the full type, with its constraints.
+        section: the Struct below the key, None for a value.
+        items: the Struct of a list's items, None when it is no list.
+        default: the value when nobody sets it; ``msgspec.NODEFAULT`` when somebody must.
+        text: what the documentation says about it.
+        is_path: whether a relative path from the command line is completed.
+        example: a value for a key without a default, else None.
+    """
+
+    name: str
+    attribute: str
+    annotation: Any
+    section: Struct | None
+    items: Struct | None
+    default: Any
+    text: str
+    is_path: bool
+    example: Any
+
+    @property
+    def expectation(self) -> str:
+        """What the key accepts, as the end of "expected …"."""
+        return _expectation(self.annotation)
+
+    def accept(self, value: Any) -> Any:
+        """``value`` as the type of this key, which is not a section.
+
+        Raises:
+            NotAcceptedError: it is of another type, too large or small, or has the wrong form.
+        """
+        if isinstance(value, str) and not value.isprintable():
+            raise NotAcceptedError("text without control characters")
+        try:
+            return msgspec.convert(value, self.annotation)
+        except msgspec.ValidationError as err:
+            raise NotAcceptedError(self.expectation) from err
+
+    def accept_text(self, text: str) -> Any:
+        """``text`` of a flag or an environment variable as the type of this key.
+
+        Raises:
+            NotAcceptedError: as for `accept`.
+        """
+        if _bare(self.annotation) is bool:
+            if text not in _TRUE | _FALSE:
+                raise NotAcceptedError(self.expectation)
+            return text in _TRUE
+        return self.accept(text)
+
+
+@functools.cache
+def keys(section: Struct) -> dict[str, Key]:
+    """The keys of a section by their YAML names, in the order of `settings`."""
+    return {field.encode_name: _key(field) for field in msgspec.structs.fields(section)}
+
+
+@functools.cache
+def value_paths() -> dict[str, Key]:
+    """Every key that holds a value, by its dotted path; list items are not entered."""
+
+    def below(section: Struct, prefix: str) -> Iterator[tuple[str, Key]]:
+        for key in keys(section).values():
+            path = prefix + key.name
+            if key.section is None:
+                yield path, key
+            else:
+                yield from below(key.section, path + ".")
+
+    return dict(below(Settings, ""))
+
+
+def values(settings: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of ``settings`` with its dotted path; an empty list is a value, a full one is entered (``resources[0].name``)."""
+    for key in keys(type(settings)).values():
+        value, path = getattr(settings, key.attribute), prefix + key.name
+        if key.section is not None:
+            yield from values(value, path + ".")
+        elif key.items is not None and value:
+            for index, item in enumerate(value):
+                yield from values(item, f"{path}[{index}].")
+        else:
+            yield path, value
+
+
+def _key(field: msgspec.structs.FieldInfo) -> Key:
+    bare, metas = _bare(field.type), _metas(field.type)
+    default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+    is_list = typing.get_origin(bare) is tuple
+    return Key(
+        name=field.encode_name,
+        attribute=field.name,
+        annotation=field.type,
+        section=bare if _is_struct(bare) else None,
+        items=typing.get_args(bare)[0] if is_list else None,
+        default=default,
+        text=next((meta.description for meta in reversed(metas) if meta.description), bare.__doc__ or ""),
+        is_path=any((meta.extra or {}).get("path") for meta in metas),
+        example=next((meta.examples[0] for meta in metas if meta.examples), None),
+    )
+
+
+def _is_struct(bare: Any) -> bool:
+    return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
+
+
+def _bare(annotation: Any) -> Any:
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+
+
+def _metas(annotation: Any) -> list[msgspec.Meta]:
+    return [meta for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+
+
+def _expectation(annotation: Any) -> str:
+    bare, metas = _bare(annotation), _metas(annotation)
+    for meta in metas:
+        if meta.extra and "expected" in meta.extra:
+            return str(meta.extra["expected"])
+    if typing.get_origin(bare) is Literal:
+        *others, last = typing.get_args(bare)
+        return f"{', '.join(others)} or {last}"
+    if typing.get_origin(bare) is tuple:
+        return "a list"
+    if _is_struct(bare):
+        return "a mapping"
+    noun = {bool: "true or false", int: "an integer", float: "a number", str: "text in quotes"}[bare]
+    low = next((meta.ge for meta in metas if meta.ge is not None), None)
+    high = next((meta.le for meta in metas if meta.le is not None), None)
+    if low is not None and high is not None:
+        return f"{noun} from {low} to {high}"
+    return noun if low is None else f"{noun} ≥ {low}"

@@ -1,0 +1,292 @@
+"""The configuration, schema v1: every key with its unit, default and reason, in one place.
+
+The loader, ``config show``, ``config example`` and docs/configuration.md all read this file, so a key that is described here is
+complete. Keys are camelCase in YAML and snake_case in Python. `agent` hands each room its section; nobody else reads the environment.
+
+A Struct does not check itself when it is built by hand (a test may use any number); `load` checks every value against the types here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+NVIDIA_GPU = "nvidia.com/gpu"
+
+# kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the stream that carried it.
+MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
+
+_PORT = r"(0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"  # 0 to 65535
+_HOST = r"(\[[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?\]|[0-9A-Za-z._-]*)"  # [IPv6], IPv4, a name, or nothing
+_NODE_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+
+Address = Annotated[str, Meta(pattern=rf"\A{_HOST}:{_PORT}\Z", extra={"expected": "an address HOST:PORT or :PORT, port 0 to 65535"})]
+Directory = Annotated[str, Meta(pattern=r"\A/", extra={"expected": "an absolute path", "path": True})]
+OptionalPath = Annotated[str, Meta(pattern=r"\A(/|\Z)", extra={"expected": 'an absolute path or ""', "path": True})]
+# The ends keep a typing error from becoming a busy loop or a wait that the operating system refuses.
+Seconds = Annotated[float, Meta(ge=0.01, le=86400)]
+
+
+class Log(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """What the agent writes to stderr."""
+
+    format: Annotated[
+        Literal["json", "console"], Meta(description="json: one object a line, for a log collector. console: for a person's eyes.")
+    ] = "json"
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="The least important lines that are written. `PUT /debug/loglevel` changes it until the next restart."),
+    ] = "info"
+
+
+class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """How the agent talks with the kubelet."""
+
+    directory: Annotated[
+        Directory,
+        Meta(description="The kubelet's root directory on this node; `device-plugins/` and `pod-resources/` lie below it."),
+    ] = "/var/lib/kubelet"
+    register_timeout_seconds: Annotated[
+        Seconds, Meta(description="How long one Register call may take. A kubelet that has just started answers late, not never.")
+    ] = 15.0
+    stream_open_timeout_seconds: Annotated[
+        Seconds,
+        Meta(description="How long after a successful Register the kubelet may take to open ListAndWatch, before we register again."),
+    ] = 5.0
+    retry_min_seconds: Annotated[
+        Seconds, Meta(description="First pause after a failed registration; it doubles each time. Short, because pods wait for it.")
+    ] = 0.2
+    retry_max_seconds: Annotated[Seconds, Meta(description="Longest pause between two tries to register.")] = 30.0
+    socket_poll_seconds: Annotated[
+        Seconds, Meta(description="How often kubelet.sock is looked at besides inotify, in case the kernel's notice was lost.")
+    ] = 5.0
+    coalesce_seconds: Annotated[
+        Seconds, Meta(description="Quiet time before a changed device list is sent, so that a burst of changes becomes one message.")
+    ] = 0.1
+    pod_resources_timeout_seconds: Annotated[Seconds, Meta(description="How long one call to the pod-resources socket may take.")] = 5.0
+    verify_seconds: Annotated[
+        Seconds, Meta(description="How often the ledger is compared with the kubelet's own records; drift is counted and corrected.")
+    ] = 30.0
+    reservation_seconds: Annotated[
+        Seconds,
+        Meta(description="How long device ids stay booked after an Allocate that the kubelet never confirms in its records."),
+    ] = 60.0
+    drain_seconds: Annotated[
+        Seconds, Meta(description="How long a stopping agent waits for calls in flight; the kubelet keeps its connection open by itself.")
+    ] = 3.0
+    message_budget_bytes: Annotated[
+        int,
+        Meta(
+            ge=4096,
+            le=MESSAGE_LIMIT_BYTES,
+            description="Largest device list that is sent. The kubelet refuses 4 MiB; the default leaves room for ids that grow.",
+        ),
+    ] = 3670016
+    allocate_timeout_seconds: Annotated[
+        Seconds, Meta(description="Longest time an Allocate may take; the kubelet admits no other pod while it waits.")
+    ] = 1.0
+
+    @property
+    def device_plugin_directory(self) -> Path:
+        """Where plugin sockets lie, ours and the kubelet's."""
+        return Path(self.directory) / "device-plugins"
+
+    @property
+    def kubelet_socket(self) -> Path:
+        """The kubelet's registration socket."""
+        return self.device_plugin_directory / "kubelet.sock"
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The kubelet's record of which container holds which device ids."""
+        return self.device_plugin_directory / "kubelet_internal_checkpoint"
+
+    @property
+    def pod_resources_socket(self) -> Path:
+        """The kubelet's pod-resources API."""
+        return Path(self.directory) / "pod-resources" / "kubelet.sock"
+
+
+class Recovery(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """When a GPU that was Unhealthy is offered again."""
+
+    mode: Annotated[
+        Literal["auto", "never"],
+        Meta(description="auto: when the driver asks for no reset and the GPU has been quiet. never: only after a restart of the agent."),
+    ] = "auto"
+    quiet_seconds: Annotated[Seconds, Meta(description="How long a GPU must answer without a new fault before it is offered again.")] = 60.0
+    flap_window_seconds: Annotated[
+        Seconds, Meta(description="A GPU that fails again within this time must be quiet for twice as long as the time before.")
+    ] = 3600.0
+    max_quiet_seconds: Annotated[Seconds, Meta(description="The longest quiet time that flapping can lead to.")] = 3600.0
+
+
+class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Where the driver is and how its GPUs are watched."""
+
+    driver_root: Annotated[
+        Directory, Meta(description="Root of the file system in which the NVIDIA driver is installed, e.g. `/run/nvidia/driver`.")
+    ] = "/"
+    dev_root: Annotated[
+        OptionalPath, Meta(description="Root of the file system in which `/dev/nvidia*` lie on the host. Empty: the same as driverRoot.")
+    ] = ""
+    sysfs_root: Annotated[Directory, Meta(description="Where sysfs is mounted; NUMA nodes and PCI paths are read from it.")] = "/sys"
+    proc_root: Annotated[Directory, Meta(description="Where the host's procfs is mounted; GPU processes are looked up in it.")] = "/proc"
+    fail_on_init_error: Annotated[
+        bool, Meta(description="Without a usable driver: true ends the agent with an error, false waits and tries again.")
+    ] = True
+    init_retry_seconds: Annotated[Seconds, Meta(description="Pause between two tries to find a driver, with failOnInitError: false.")] = (
+        30.0
+    )
+    poll_seconds: Annotated[
+        Seconds, Meta(description="How often every GPU is asked for its state besides waiting for events; a card can vanish silently.")
+    ] = 5.0
+    event_wait_milliseconds: Annotated[
+        int,
+        Meta(
+            ge=50,
+            le=500,
+            description="Longest single wait for NVML events. All NVML calls share one thread, so other calls wait this long at worst.",
+        ),
+    ] = 500
+    call_timeout_seconds: Annotated[
+        Seconds, Meta(description="An NVML call that takes longer is reported as hung (`/debug/tasks`, metric, readiness).")
+    ] = 5.0
+    hung_unhealthy_seconds: Annotated[
+        Seconds, Meta(description="A GPU whose NVML call hangs for longer than this is reported Unhealthy.")
+    ] = 15.0
+    disable_health_checks: Annotated[
+        str,
+        Meta(description='XID numbers, separated by commas, that do not make a GPU Unhealthy; "all" or "xids" for every one.'),
+    ] = ""
+    enable_health_checks: Annotated[
+        str,
+        Meta(description='XID numbers that do make a GPU Unhealthy although they are ignored by default or disabled above; or "all".'),
+    ] = ""
+    usage_seconds: Annotated[Seconds, Meta(description="How often memory use, utilisation and processes are read for the metrics.")] = 5.0
+    recovery: Recovery = msgspec.field(default_factory=Recovery)
+
+    @property
+    def device_node_root(self) -> Path:
+        """Root of the host's ``/dev/nvidia*``: ``devRoot``, or ``driverRoot`` when that is empty."""
+        return Path(self.dev_root or self.driver_root)
+
+
+class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """What containers are told, and which devices the kubelet is advised to take."""
+
+    pass_device_specs: Annotated[
+        bool,
+        Meta(description="Name the device nodes in each answer; needed where the kubelet's CPU manager rewrites device cgroups."),
+    ] = False
+    device_id_strategy: Annotated[
+        Literal["uuid", "index"], Meta(description="How NVIDIA_VISIBLE_DEVICES names a GPU. An index can change with a reboot.")
+    ] = "uuid"
+    shared_devices_allocation_policy: Annotated[
+        Literal["distributed", "packed"],
+        Meta(description="Replicas of several GPUs: distributed takes the least used GPU first, packed the most used."),
+    ] = "distributed"
+
+
+class SharedResource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """One resource whose devices are offered several times."""
+
+    name: Annotated[
+        str,
+        Meta(description="The resource to share; `gpu` means `nvidia.com/gpu`, the only one this version knows.", examples=[NVIDIA_GPU]),
+    ]
+    replicas: Annotated[int, Meta(ge=1, description="How many containers may use each device at the same time.", examples=[4])]
+
+
+class TimeSlicing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Several containers on one GPU, in turns; nothing limits the memory or the time that one of them takes."""
+
+    rename_by_default: Annotated[
+        bool, Meta(description="Offer shared devices as `<name>.shared`, so that nobody takes a share for a whole GPU.")
+    ] = False
+    fail_requests_greater_than_one: Annotated[
+        bool, Meta(description="Refuse a container that asks for more than one replica; two replicas are not twice the time.")
+    ] = False
+    resources: Annotated[
+        tuple[SharedResource, ...], Meta(description="What is shared. Required, and not empty, when `timeSlicing` is there at all.")
+    ] = ()
+
+
+class Sharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """How one GPU serves several containers; without it each container gets whole GPUs."""
+
+    time_slicing: TimeSlicing = msgspec.field(default_factory=TimeSlicing)
+
+
+class Tasks(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """How the agent's own loops are looked after."""
+
+    backoff_min_seconds: Annotated[
+        Seconds, Meta(description="First pause before a failed loop is started again; it doubles each time.")
+    ] = 0.5
+    backoff_max_seconds: Annotated[Seconds, Meta(description="Longest pause before a failed loop is started again.")] = 30.0
+    stuck_seconds: Annotated[
+        Seconds, Meta(description="A loop that gives no sign of life for this long beyond its promise is stuck, and `/livez` fails.")
+    ] = 30.0
+
+
+class Web(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Limits of the HTTP servers."""
+
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024, description="Largest request body that is read.")] = 65536
+    request_timeout_seconds: Annotated[Seconds, Meta(description="How long one request may take before it is answered with an error.")] = (
+        10.0
+    )
+
+
+class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Everything that can be set; `Settings()` are the defaults."""
+
+    node_name: Annotated[
+        str,
+        Meta(
+            pattern=rf"\A({_NODE_NAME})?\Z",
+            extra={"expected": "a Kubernetes node name (lower case letters, digits, '-' and '.')"},
+            description="This node's name in Kubernetes. Empty: the host's name.",
+        ),
+    ] = ""
+    listen: Annotated[
+        Address, Meta(description="Where metrics and probes are served. Port 0 takes a free port, which the log then names.")
+    ] = ":9394"
+    debug_listen: Annotated[
+        Address, Meta(description="Where `/debug` is served. It shows everything and can change the log level, hence only locally.")
+    ] = "127.0.0.1:9395"
+    kubeconfig: Annotated[OptionalPath, Meta(description="Credentials for the API server. Empty: the pod's service account.")] = ""
+    simulate: Annotated[
+        OptionalPath,
+        Meta(
+            description="Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a driver. "
+            "driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. Empty: real GPUs."
+        ),
+    ] = ""
+    config_reload_seconds: Annotated[Seconds, Meta(description="How often the configuration file is looked at for new content.")] = 2.0
+    shutdown_seconds: Annotated[
+        Seconds, Meta(description="Longest time an orderly stop may take before the agent leaves whatever still runs.")
+    ] = 10.0
+    log: Log = msgspec.field(default_factory=Log)
+    kubelet: Kubelet = msgspec.field(default_factory=Kubelet)
+    gpu: Gpu = msgspec.field(default_factory=Gpu)
+    plugin: Plugin = msgspec.field(default_factory=Plugin)
+    sharing: Sharing = msgspec.field(default_factory=Sharing)
+    tasks: Tasks = msgspec.field(default_factory=Tasks)
+    web: Web = msgspec.field(default_factory=Web)
+
+    @property
+    def node_name_or_hostname(self) -> str:
+        """The node's name; the kubelet, too, takes the lower-case host name when nobody gave it another."""
+        return self.node_name or os.uname().nodename.lower()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of a checked ``HOST:PORT``; the host is ``""`` for every interface and an IPv6 address comes without brackets."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
