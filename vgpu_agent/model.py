@@ -173,7 +173,9 @@ class Resource:
         name: ``nvidia.com/gpu``.
         family: whose vocabulary it belongs to, e.g. ``nvidia``.
         ids: in the order in which kubelet sees them; deterministic.
-        holders_per_device: how many containers may hold a share of one device at once (replicas).
+        holders_per_device: how many ids of one device may be held at once (replicas).
+        memory_scaling: how many times a device's memory may be booked; 1.0 never promises what is not there.
+        cores_scaling: the same for compute.
         pre_start_required: kubelet is to call PreStartContainer before each start.
     """
 
@@ -181,6 +183,8 @@ class Resource:
     family: str
     ids: tuple[DeviceId, ...]
     holders_per_device: int = 1
+    memory_scaling: float = 1.0
+    cores_scaling: float = 1.0
     pre_start_required: bool = False
 
 
@@ -240,6 +244,16 @@ class Owner:
     def pod_name(self) -> str:
         """``namespace/name`` for logs and metrics; the UID while the name is not known."""
         return f"{self.namespace}/{self.pod}" if self.pod else self.pod_uid
+
+    def may_be(self, other: Owner) -> bool:
+        """Whether both can describe one container: nothing that both of them know differs."""
+        ours = (self.pod_uid, self.namespace, self.pod, self.container)
+        theirs = (other.pod_uid, other.namespace, other.pod, other.container)
+        return all(not mine or not his or mine == his for mine, his in zip(ours, theirs, strict=True))
+
+    def filled_from(self, other: Owner) -> Owner:
+        """This owner, with what only ``other`` knows added."""
+        return Owner(self.container, self.pod_uid or other.pod_uid, self.namespace or other.namespace, self.pod or other.pod)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

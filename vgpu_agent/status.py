@@ -15,7 +15,7 @@ from vgpu_agent.model import Inventory
 if TYPE_CHECKING:
     from vgpu_agent.concurrency import TaskReport
     from vgpu_agent.journal import Entry
-    from vgpu_agent.model import Grant, GpuUsage
+    from vgpu_agent.model import GpuUsage, Grant
 
 
 class PluginState(enum.StrEnum):

@@ -1,0 +1,1 @@
+"""Choosing devices for a request: pure functions on plain data, called by `families` and `allocation`."""
