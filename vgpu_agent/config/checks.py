@@ -47,8 +47,8 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         if values[low] > values[high]:
             yield Conflict(
                 (
-                    (low, f"expected at most {high} ({values[high]:g}), got {values[low]:g}"),
-                    (high, f"expected at least {low} ({values[low]:g}), got {values[high]:g}"),
+                    (low, f"expected at most {high} ({shown(values[high])}), got {shown(values[low])}"),
+                    (high, f"expected at least {low} ({shown(values[low])}), got {shown(values[high])}"),
                 )
             )
     if _collide(settings.listen, settings.debug_listen):

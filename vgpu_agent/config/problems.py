@@ -53,13 +53,15 @@ class Problems:
 
 
 def shown(value: Any) -> str:
-    """``value`` for the end of "got …": one printable line, shortened."""
+    """``value`` as in the file, for the end of "got …": one printable line, shortened."""
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list):
         return "a list"
     if isinstance(value, str):
         return f'"{_printable(value)}"'
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return _shortened(json.dumps(value))
 
 

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Write docs/configuration.md from the schema; with ``--check``, fail when the file is not what would be written.
+
+Called by ``scripts/generate`` and, with ``--check``, by the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
+
+from vgpu_agent.config import difference, options, schema  # noqa: E402 - the path comes first
+from vgpu_agent.config.example import example, yaml_value  # noqa: E402
+from vgpu_agent.config.settings import Settings  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TARGET = ROOT / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+<!-- Written by scripts/generate_configuration_docs.py from vgpu_agent/config; change those. -->
+# Configuration
+
+Nothing needs to be configured: without a file the agent offers every GPU whole, as `nvidia.com/gpu`. What you want otherwise goes
+into one YAML file, `--config FILE`:
+
+```yaml
+version: v1
+sharing:
+  timeSlicing:
+    resources:
+      - name: nvidia.com/gpu
+        replicas: 4
+```
+
+| command | what it does |
+|---|---|
+| `vgpu-agent config example` | writes a commented file with every key and its default (it stands at the end of this page) |
+| `vgpu-agent config check FILE` | says what is wrong with a file, everything at once; exit status 0 or 2 |
+| `vgpu-agent config show --config FILE` | each value and where it came from; `--json` for programs |
+| `curl localhost:9395/debug/config` | the same from the running agent |
+
+## Who wins
+
+A flag beats an environment variable, which beats the file, which beats the default. An empty variable counts as not set. A relative path
+in a flag or a variable starts from the working directory; paths in the file are absolute.
+
+"""
+
+RULES = """\
+A variable that begins with `VGPU_AGENT_` and stands in no table is reported as a warning, unless Kubernetes put it there for a Service.
+
+## What the file may look like
+
+* `version: v1` must be there; an empty file means the defaults.
+* A key that does not exist is an error, with a suggestion. A key that stands twice is an error, too.
+* Plain values are what JSON would call them: `true`, `false`, `null`, numbers, else text. So `yes`, `on`, `012` and `1:30` are text, and a
+  key that wants true or false refuses `yes`.
+* Anchors, aliases, tags, a second document, and more than 1 MiB are refused.
+
+All mistakes are reported together, one a line, and the agent ends with status 2 before anything is registered:
+
+```
+config.yaml:7: sharing.timeSlicing.renameByDefualt: unknown key, did you mean renameByDefault?
+config.yaml:12: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got "four"
+--listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "9394"
+```
+
+## Changes while the agent runs
+
+The file's content is looked at every `configReloadSeconds`. It makes no difference whether it was edited, replaced, or swapped by a
+ConfigMap (mount the ConfigMap as a directory: Kubernetes never updates a `subPath` mount). Keys marked *live* below take effect at once; a
+change of another key is logged and waits for a restart. A file that cannot be used is logged line by line and the settings from before
+stay in force; so they do when the file vanishes.
+
+## Every key
+
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION, *_options(), "\n", RULES, *_section(Settings, ""), "## The example file\n\n```yaml\n", example(), "```\n"]
+    return "".join(parts)
+
+
+def _options() -> Iterator[str]:
+    yield "| flag | environment variable | key |\n|---|---|---|\n"
+    yield f"| `{options.CONFIG_FLAG}` | `{options.CONFIG_VARIABLE}` | the file itself |\n"
+    for option in options.OPTIONS:
+        flag = f"`{option.flag}`" if option.flag else ""
+        yield f"| {flag} | `{option.variable}` | `{option.path}` |\n"
+
+
+def _section(section: schema.Struct, path: str) -> Iterator[str]:
+    keys = schema.keys(section).values()
+    if path:
+        yield f"### {path}\n\n{(section.__doc__ or '').strip()}\n\n"
+    if any(key.section is None for key in keys):
+        yield "| key | default | accepts | live | meaning |\n|---|---|---|---|---|\n"
+        for key in keys:
+            if key.section is None:
+                yield _row(key, f"{path}.{key.name}" if path else key.name)
+        yield "\n"
+    for key in keys:
+        if below := key.section:
+            yield from _section(below, f"{path}.{key.name}" if path else key.name)
+
+
+def _row(key: schema.Key, path: str) -> str:
+    live = "yes" if difference.takes_effect_at_once(path) else ""
+    row = f"| `{key.name}` | `{yaml_value(key.default)}` | {key.expectation} | {live} | {key.text} |\n"
+    for item in schema.keys(key.items).values() if key.items else ():
+        row += f"| `{key.name}[].{item.name}` | required | {item.expectation} | {live} | {item.text} |\n"
+    return row
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 when docs/configuration.md is not up to date; write nothing")
+    if parser.parse_args().check:
+        if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != document():
+            print("docs/configuration.md is not up to date; run scripts/generate_configuration_docs.py", file=sys.stderr)
+            return 1
+        return 0
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_text(document(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""``vgpu-agent config check|show|example``: what a configuration means, before and without running it.
+
+Called by the command line, which turns the ConfigError of a wrong configuration into one line a problem and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from vgpu_agent.config import load, options, schema
+from vgpu_agent.config.example import example, yaml_value
+from vgpu_agent.errors import ConfigError
+
+_DESCRIPTION = """\
+examples:
+  vgpu-agent config example > config.yaml
+  vgpu-agent config check config.yaml
+  vgpu-agent config show --config config.yaml --log-level debug
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``config``; each of its commands leaves ``run`` in the parsed arguments, which returns the exit status."""
+    command = subparsers.add_parser(
+        "config",
+        help="check, show or write a configuration",
+        epilog=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = command.add_subparsers(metavar="COMMAND", required=True)
+
+    check = commands.add_parser("check", help="say what is wrong with a configuration; exit 0 when nothing is, else 2")
+    check.add_argument("file", nargs="?", metavar="FILE", help="the file to check, the same as --config FILE")
+    options.add_arguments(check)
+    check.set_defaults(run=_check)
+
+    show = commands.add_parser("show", help="each value and where it comes from")
+    show.add_argument("--json", action="store_true", help="one JSON object: path → {value, origin}")
+    options.add_arguments(show)
+    show.set_defaults(run=_show)
+
+    write = commands.add_parser("example", help="a commented file with every key and its default")
+    write.set_defaults(run=_example)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    flags = options.given(arguments)
+    if arguments.file is not None:
+        if flags.get(options.CONFIG_FLAG, arguments.file) != arguments.file:
+            raise ConfigError([f"two files to check, {arguments.file} and {options.CONFIG_FLAG} {flags[options.CONFIG_FLAG]}; name one"])
+        flags[options.CONFIG_FLAG] = arguments.file
+    loaded = load.load(flags, os.environ)
+    _warn(loaded)
+    print(f"{loaded.sources.file or 'defaults, environment and flags (no file)'}: ok")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    loaded = load.load(options.given(arguments), os.environ)
+    _warn(loaded)
+    rows = [(path, value, loaded.origins[path]) for path, value in schema.values(loaded.settings)]
+    if arguments.json:
+        answer: dict[str, dict[str, Any]] = {path: {"value": value, "origin": origin} for path, value, origin in rows}
+        print(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        return 0
+    lines = [(path, yaml_value(value), origin) for path, value, origin in rows]
+    path_width, value_width = (max(len(line[column]) for line in lines) for column in (0, 1))
+    for path, value, origin in lines:
+        print(f"{path:{path_width}}  {value:{value_width}}  {origin}")
+    return 0
+
+
+def _example(_: argparse.Namespace) -> int:
+    print(example(), end="")
+    return 0
+
+
+def _warn(loaded: load.Loaded) -> None:
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)

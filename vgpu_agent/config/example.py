@@ -1,0 +1,99 @@
+"""The commented example configuration, written from the schema, so that it can neither lack a key nor lie about a default.
+
+Called by ``config example`` and by the documentation generator; a test loads it and gets the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vgpu_agent.config import difference, options, schema
+from vgpu_agent.config.problems import shown
+from vgpu_agent.config.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_WIDTH = 110
+_HEADER = """\
+Configuration of vgpu-agent, schema v1. Every value here is the default; keep the lines that you change.
+A flag beats an environment variable, which beats this file; (in brackets) what they are called.
+[live]: a running agent follows a change of this file; the rest needs a restart."""
+# Text that YAML and we read as the same text without quotes.
+_UNQUOTED = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*\Z")
+_NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off"}  # we read the last four as text, others do not
+
+
+def example() -> str:
+    """A complete YAML file that loads to the defaults."""
+    lines = [*_comment(_HEADER, ""), "version: v1", *_section(Settings, "", "")]
+    return "\n".join(lines) + "\n"
+
+
+def yaml_value(value: Any) -> str:
+    """``value`` as it is written in the file."""
+    if isinstance(value, str):
+        return value if _UNQUOTED.match(value) and value not in _NOT_TEXT else json.dumps(value)
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
+    return shown(value)
+
+
+def _section(section: schema.Struct, path: str, indent: str) -> Iterator[str]:
+    for number, key in enumerate(schema.keys(section).values()):
+        key_path = f"{path}.{key.name}" if path else key.name
+        if number or not path:
+            yield ""
+        if key.section is None:
+            yield from _comment(key.text + _outside(key_path), indent)
+            yield f"{indent}{key.name}: {yaml_value(key.default)}"
+        elif _has_list(key.section):
+            yield from _comment(f"{key.text} To share, remove the first # of each line.", indent)
+            yield from (f"{indent}# {line}".rstrip() for line in _sharing(key, key_path))
+        else:
+            yield from _comment(key.text, indent)
+            yield f"{indent}{key.name}:"
+            yield from _section(key.section, key_path, indent + "  ")
+
+
+def _sharing(sharing: schema.Key, path: str) -> Iterator[str]:
+    """The block that cannot stand with its default, because its list must not be empty."""
+    yield f"{sharing.name}:"
+    for key in schema.keys(sharing.section).values() if sharing.section else ():
+        yield from _comment(key.text + _outside(f"{path}.{key.name}"), "  ")
+        if key.items is None:
+            yield f"  {key.name}: {yaml_value(key.default)}"
+        else:
+            yield f"  {key.name}:"
+            yield from _item(key.items)
+
+
+def _item(items: schema.Struct) -> Iterator[str]:
+    dash = "- "
+    for key in schema.keys(items).values():
+        yield from _comment(key.text, "    ")
+        yield f"    {dash}{key.name}: {yaml_value(key.example if key.default is msgspec.NODEFAULT else key.default)}"
+        dash = "  "
+
+
+def _outside(path: str) -> str:
+    """How else the key can be given, and when a change counts."""
+    live = " [live]" if difference.takes_effect_at_once(path) else ""
+    for option in options.OPTIONS:
+        if option.path == path:
+            return f" ({', '.join(name for name in (option.flag, option.variable) if name)}){live}"
+    return live
+
+
+def _has_list(section: schema.Struct) -> bool:
+    return any(key.items is not None for key in schema.keys(section).values())
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    wrap = textwrap.TextWrapper(_WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False)
+    return [line for paragraph in text.splitlines() for line in wrap.wrap(paragraph)]
