@@ -1,0 +1,398 @@
+"""NVML with types, our own exceptions, and a record of the call in flight.
+
+pynvml has no types, an error class without a hash, and calls that may block for seconds or for ever when a card dies. This wrapper is the
+only place that calls it: each method is one NVML function (or the pair of versions that drivers know it by), each failure is an
+`NvmlError`, and while a call runs `Nvml.in_flight` says which and for which GPU, so that another thread can name a hung driver.
+
+Used inside the owner thread only (`thread`), by `session` and what it calls. Optional facts are None where a driver or card does not
+have them; that is normal, not an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any, NewType
+
+import pynvml
+
+from vgpu_agent.errors import DriverMissingError, NvmlError
+from vgpu_agent.gpu import library
+from vgpu_agent.gpu.health import RecoveryAction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+# A handle of a GPU or MIG device; valid until the next shutdown. An event set likewise.
+Handle = NewType("Handle", object)
+EventSet = NewType("EventSet", object)
+
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+NOT_FOUND = 6
+TIMEOUT = 10
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+
+_LIBRARY_NOT_FOUND = 12
+_VERSION_MISMATCH = 18
+
+# "This card, driver or container does not have that": no fault of anybody (python-stack's list of normal answers).
+_ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
+_NORMAL = _ABSENT | {NOT_FOUND, TIMEOUT}
+
+_MIB = 1024 * 1024
+_NO_INSTANCE = 0xFFFFFFFF
+_LARGEST_PID = 1 << 22  # the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
+
+# Events that tell of a card's trouble. XIDs carry the number; the other two, which newer drivers know, only call for a look at the card.
+XID_EVENT = pynvml.nvmlEventTypeXidCriticalError
+_WANTED_EVENTS = XID_EVENT | pynvml.nvmlEventTypeGpuUnavailableError | pynvml.nvmlEventTypeGpuRecoveryAction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallInFlight:
+    """A driver call that has not returned: its name, its GPU's UUID if it has one, and when it began (monotonic seconds)."""
+
+    name: str
+    gpu: str
+    started: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceEvent:
+    """What the driver reported.
+
+    Attributes:
+        gpu: the GPU's UUID; empty when the driver would not say whose event it is.
+        xid: the XID; None for an event of another kind.
+        gpu_instance: the MIG GPU instance it hit; None for the whole GPU.
+        compute_instance: same, the compute instance.
+    """
+
+    gpu: str
+    xid: int | None
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+
+
+class Nvml:
+    """The driver, as long as `init` succeeded and `shutdown` has not followed.
+
+    State: what NVML keeps in this process. Handles die with `shutdown`. ``calls``, ``errors`` and ``in_flight`` may be read from any
+    thread at any time.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.errors = 0
+        self.last_error = ""
+        self.in_flight: CallInFlight | None = None
+        self.library = ""
+        self._uuids: dict[int, str] = {}  # by handle, so that a lost card's calls and events can still be named
+        self._uuid_by_index: dict[int, str] = {}
+
+    # ---- the library as a whole
+
+    def load(self, driver_root: Path) -> None:
+        """Load the library and initialise the driver.
+
+        Args:
+            driver_root: root of the file system in which the driver is installed.
+
+        Raises:
+            DriverMissingError: no library, or it does not find a driver; the message says where was looked and what NVML answered.
+        """
+        tried: list[str] = []
+        if not self.library:  # it is never unloaded, so a second try is about the driver behind it
+            with self.watched("dlopen"):
+                self.library, tried = library.load(driver_root)
+        try:
+            self.init()
+        except NvmlError as err:
+            where = f"loaded {self.library}" if self.library else f"looked for {library.SONAME} at {', '.join(tried)}"
+            raise DriverMissingError(f"no usable NVIDIA driver: {where}; {err}. {_remedy(err.code, driver_root)}") from err
+
+    def init(self) -> None:
+        """Initialise, or see the cards that were plugged in since.
+
+        Raises:
+            NvmlError: the driver is not there or not ready.
+        """
+        self._call("nvmlInit")
+
+    def shutdown(self) -> None:
+        """Let go of the driver; all handles and event sets are void.
+
+        Raises:
+            NvmlError: it was not initialised.
+        """
+        self._uuids.clear()
+        self._call("nvmlShutdown")
+
+    @property
+    def simulated(self) -> bool:
+        """The loaded library is the simulation's: it exports a symbol that no driver has."""
+        return pynvml.nvmlLib is not None and hasattr(pynvml.nvmlLib, "vgpusim_layout")
+
+    def driver_version(self) -> str:
+        """``580.65.06``; empty when the driver does not say."""
+        return str(self._optional("nvmlSystemGetDriverVersion") or "")
+
+    def cuda_version(self) -> str:
+        """The newest CUDA the driver can run, ``13.0``; empty when the driver does not say."""
+        version = self._optional("nvmlSystemGetCudaDriverVersion_v2")
+        return f"{version // 1000}.{version % 1000 // 10}" if version else ""
+
+    # ---- what there is
+
+    def count(self) -> int:
+        """The number of GPUs as of the last `init`."""
+        return int(self._call("nvmlDeviceGetCount"))
+
+    def handle(self, index: int) -> Handle:
+        """The GPU at ``index``; a lost card fails here (code 15)."""
+        return Handle(self._call("nvmlDeviceGetHandleByIndex", index, gpu=self._uuid_by_index.get(index, f"index {index}")))
+
+    def uuid(self, handle: Handle, *, index: int | None = None) -> str:
+        """``GPU-…`` or ``MIG-…``; with its ``index`` given, calls about the GPU are named by this UUID from now on."""
+        uuid = str(self._call("nvmlDeviceGetUUID", handle))
+        if index is not None:
+            self._uuid_by_index[index] = self._uuids[_address(handle)] = uuid
+        return uuid
+
+    def name(self, handle: Handle) -> str:
+        """The product name."""
+        return str(self._call("nvmlDeviceGetName", handle))
+
+    def minor(self, handle: Handle) -> int:
+        """The number in ``/dev/nvidia<minor>``."""
+        return int(self._call("nvmlDeviceGetMinorNumber", handle))
+
+    def pci_bus_id(self, handle: Handle) -> str:
+        """``0000:07:00.0``, as sysfs writes it."""
+        return sysfs_address(self._call("nvmlDeviceGetPciInfo_v3", handle).busId)
+
+    def compute_capability(self, handle: Handle) -> tuple[int, int]:
+        """(major, minor); (0, 0) when the driver does not say."""
+        answer = self._optional("nvmlDeviceGetCudaComputeCapability", handle)
+        return (int(answer[0]), int(answer[1])) if answer else (0, 0)
+
+    def memory_mib(self, handle: Handle) -> tuple[int, int]:
+        """(total, used); used is without the driver's own reserve where the driver tells it apart."""
+        memory = self._optional("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2) or self._call("nvmlDeviceGetMemoryInfo", handle)
+        return int(memory.total) // _MIB, int(memory.used) // _MIB
+
+    # ---- MIG
+
+    def mig_enabled(self, handle: Handle) -> bool:
+        """MIG mode is on now."""
+        modes = self._optional("nvmlDeviceGetMigMode", handle)
+        return bool(modes and modes[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+
+    def mig_slots(self, handle: Handle) -> int:
+        """How many MIG devices the GPU could have."""
+        return int(self._optional("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+
+    def mig_handle(self, handle: Handle, index: int) -> Handle | None:
+        """The MIG device at ``index``, None where there is a hole."""
+        try:
+            mig = Handle(self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index))
+        except NvmlError as err:
+            if err.code in {NOT_FOUND, NOT_SUPPORTED}:
+                return None
+            raise
+        self._uuids[_address(mig)] = self._uuids.get(_address(handle), "")  # a call about a slice is a call about its GPU
+        return mig
+
+    def mig_instance_ids(self, mig: Handle) -> tuple[int, int]:
+        """(GPU instance id, compute instance id)."""
+        return int(self._call("nvmlDeviceGetGpuInstanceId", mig)), int(self._call("nvmlDeviceGetComputeInstanceId", mig))
+
+    def mig_slices(self, mig: Handle) -> tuple[int, int, int]:
+        """(compute slices of the GPU instance, of the compute instance, MiB)."""
+        attributes = self._call("nvmlDeviceGetAttributes_v2", mig)
+        return int(attributes.gpuInstanceSliceCount), int(attributes.computeInstanceSliceCount), int(attributes.memorySizeMB)
+
+    # ---- how the GPUs are connected
+
+    def common_ancestor(self, one: Handle, other: Handle) -> int | None:
+        """NVML's level: 0 same board … 50 across CPUs."""
+        level = self._optional("nvmlDeviceGetTopologyCommonAncestor", one, other)
+        return None if level is None else int(level)
+
+    def nvlink_peers(self, handle: Handle) -> list[str]:
+        """The sysfs PCI address at the far end of each active NVLink, one entry a link; switches are among them."""
+        peers: list[str] = []
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                if not self._call("nvmlDeviceGetNvLinkState", handle, link):
+                    continue
+                remote = self._call("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            except NvmlError as err:
+                if err.code == GPU_IS_LOST:
+                    raise
+                break  # the first link that the card does not have ends the list
+            peers.append(sysfs_address(remote.busId))
+        return peers
+
+    # ---- how it is
+
+    def temperature_celsius(self, handle: Handle) -> int | None:
+        """Of the GPU's core. A lost card fails here (code 15)."""
+        value = self._optional("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
+        return None if value is None else int(value)
+
+    def recovery_action(self, handle: Handle) -> RecoveryAction:
+        """What the driver wants done before the card is used again; NONE where the driver does not know the field."""
+        values = self._optional("nvmlDeviceGetFieldValues", handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
+            return RecoveryAction.NONE
+        return RecoveryAction(int(values[0].value.uiVal))
+
+    def remap_pending(self, handle: Handle) -> bool:
+        """A row of memory waits for a reset to be replaced."""
+        rows = self._optional("nvmlDeviceGetRemappedRows", handle)
+        return bool(rows and rows[2])
+
+    # ---- what it does
+
+    def utilisation_percent(self, handle: Handle) -> int | None:
+        """Time in which at least one kernel ran, over the driver's last sample."""
+        rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
+        return None if rates is None else int(rates.gpu)
+
+    def power_watts(self, handle: Handle) -> float | None:
+        """Draw of the whole board."""
+        milliwatts = self._optional("nvmlDeviceGetPowerUsage", handle)
+        return None if milliwatts is None else milliwatts / 1000
+
+    def ecc_uncorrected_total(self, handle: Handle) -> int | None:
+        """Uncorrectable memory errors over the life of the card."""
+        value = self._optional("nvmlDeviceGetTotalEccErrors", handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC)
+        return None if value is None else int(value)
+
+    def processes(self, handle: Handle) -> tuple[tuple[int, int], ...]:
+        """(host pid, MiB) of each process that has memory on the GPU, by pid; implausible pids are left out."""
+        memory: dict[int, int] = {}
+        for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v3"):
+            for process in self._optional(name, handle) or ():
+                if 0 < process.pid <= _LARGEST_PID:
+                    memory[process.pid] = memory.get(process.pid, 0) + (process.usedGpuMemory or 0) // _MIB
+        return tuple(sorted(memory.items()))
+
+    # ---- events
+
+    def create_event_set(self) -> EventSet:
+        """A queue for events; those that happened before are not in it."""
+        return EventSet(self._call("nvmlEventSetCreate"))
+
+    def free_event_set(self, events: EventSet) -> None:
+        """Give the queue back."""
+        self._call("nvmlEventSetFree", events)
+
+    def register(self, handle: Handle, events: EventSet) -> bool:
+        """Have the GPU's errors put into the queue; False when this card cannot report them, which is normal for some."""
+        supported = self._optional("nvmlDeviceGetSupportedEventTypes", handle)
+        if not supported or not supported & XID_EVENT:
+            return False
+        try:
+            self._call("nvmlDeviceRegisterEvents", handle, supported & _WANTED_EVENTS, events)
+        except NvmlError as err:
+            if err.code == NOT_SUPPORTED:
+                return False
+            raise
+        return True
+
+    def wait(self, events: EventSet, timeout_seconds: float) -> DeviceEvent | None:
+        """The next event, None when none came in time."""
+        try:
+            event = self._call("nvmlEventSetWait_v2", events, int(timeout_seconds * 1000), gpu="")
+        except NvmlError as err:
+            if err.code == TIMEOUT:
+                return None
+            raise
+        return DeviceEvent(
+            gpu=self._event_uuid(Handle(event.device)),
+            xid=int(event.eventData) if event.eventType == XID_EVENT else None,
+            gpu_instance=None if event.gpuInstanceId == _NO_INSTANCE else int(event.gpuInstanceId),
+            compute_instance=None if event.computeInstanceId == _NO_INSTANCE else int(event.computeInstanceId),
+        )
+
+    # ---- the edge
+
+    @contextlib.contextmanager
+    def watched(self, name: str, gpu: str = "") -> Iterator[None]:
+        """Count what is inside as a call in flight; for the few things besides NVML that could block this thread."""
+        self.in_flight = CallInFlight(name, gpu, time.monotonic())
+        try:
+            yield
+        finally:
+            self.in_flight = None
+
+    def _event_uuid(self, handle: Handle) -> str:
+        known = self._uuids.get(_address(handle))
+        if known is not None:
+            return known
+        try:
+            return str(self._call("nvmlDeviceGetUUID", handle))
+        except NvmlError:
+            return ""
+
+    def _optional(self, name: str, /, *arguments: Any) -> Any:
+        """As `_call`, and None for what this card, driver or container does not have."""
+        try:
+            return self._call(name, *arguments)
+        except NvmlError as err:
+            if err.code in _ABSENT:
+                return None
+            raise
+
+    def _call(self, name: str, /, *arguments: Any, gpu: str | None = None) -> Any:
+        """One NVML function, counted and named while it runs.
+
+        Raises:
+            NvmlError: whatever it answered but success.
+        """
+        self.calls += 1
+        about = self._uuids.get(_address(arguments[0]), "") if gpu is None and arguments else gpu or ""
+        with self.watched(name, about):
+            try:
+                return getattr(pynvml, name)(*arguments)
+            except pynvml.NVMLError as err:
+                raise self._failed(name, err.value, str(err)) from err
+            except pynvml.NVMLLibraryMismatchError as err:
+                raise self._failed(name, FUNCTION_NOT_FOUND, "Function Not Found") from err
+            except UnicodeDecodeError as err:
+                raise self._failed(name, pynvml.NVML_ERROR_UNKNOWN, "answered with a text that is not UTF-8") from err
+
+    def _failed(self, name: str, code: int, text: str) -> NvmlError:
+        error = NvmlError(name, code, text)
+        if code not in _NORMAL:
+            self.errors += 1
+            self.last_error = str(error)
+        return error
+
+
+def sysfs_address(bus_id: str | bytes) -> str:
+    """NVML's ``00000000:07:00.0`` as sysfs writes it: lower case, domain of four digits (nvidia contract §4)."""
+    text = (bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else bus_id).lower()
+    domain, colon, rest = text.partition(":")
+    return f"{domain[-4:].rjust(4, '0')}:{rest}" if colon else text
+
+
+def _address(handle: object) -> int:
+    """The pointer behind a handle, 0 for anything else: NVML gives one card one pointer, pynvml wraps it anew in each answer."""
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0 if isinstance(handle, pynvml.c_nvmlDevice_t) else 0
+
+
+def _remedy(code: int, driver_root: Path) -> str:
+    simulate = "or use --simulate DIR for simulated GPUs"
+    if code == _VERSION_MISMATCH:
+        return "The driver was updated under a running agent: restart the agent, and the node if that does not help"
+    if code == _LIBRARY_NOT_FOUND:
+        return f"Install the NVIDIA driver, set driverRoot (now {driver_root}) to where it is installed, {simulate}"
+    return f"Check that the nvidia kernel module is loaded (lsmod) and /dev/nvidiactl can be opened, {simulate}"

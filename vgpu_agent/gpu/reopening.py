@@ -1,0 +1,63 @@
+"""When to open the driver anew, which is the only way to see cards that came or went.
+
+Opening takes the driver seconds on some nodes, so it is done when there is a reason and not at every poll: cards do not answer, answer
+again, or the kernel module drives other cards than before. A reason that stays is tried again after pauses that double.
+
+Called by `watch` after each reading.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vgpu_agent.gpu.session import Snapshot
+
+_LONGEST_PAUSE_POLLS = 6
+
+
+class Reopening:
+    """Decides on the next opening.
+
+    Attributes:
+        interval_seconds: the poll's, and the first pause.
+        queue_broken: set by the caller when waiting for events or counting the cards failed; an opening clears it.
+    """
+
+    def __init__(self, interval_seconds: float) -> None:
+        self.interval_seconds = interval_seconds
+        self.queue_broken = False
+        self._wanted = False
+        self._not_before = 0.0
+        self._pause = 0.0
+        self._answering: frozenset[str] | None = None
+        self._bound: frozenset[str] | None = None
+
+    def due(self, now: float) -> bool:
+        """The next reading should open the driver anew (``now``: monotonic seconds)."""
+        return (self._wanted or self.queue_broken) and now >= self._not_before
+
+    def read(self, snapshot: Snapshot, known: Iterable[str], *, reopened: bool, now: float) -> None:
+        """Learn from a reading.
+
+        Args:
+            snapshot: what was read.
+            known: UUIDs of the inventory before it.
+            reopened: the driver was opened anew for it.
+            now: monotonic seconds.
+        """
+        answering = frozenset(card.gpu.uuid for card in snapshot.reading.cards)
+        incomplete = bool(snapshot.reading.failures) or not answering >= set(known)
+        changed = self._answering not in {None, answering} or self._bound not in {None, snapshot.bound}
+        if changed and not reopened:
+            self._not_before = self._pause = 0.0  # news: at once, whatever the pauses were
+        if reopened:
+            self.queue_broken = False
+            self._pause = min(max(self.interval_seconds, self._pause * 2), self.interval_seconds * _LONGEST_PAUSE_POLLS)
+            self._not_before = now + self._pause
+        self._wanted = incomplete or (changed and not reopened)
+        if not self._wanted and not reopened:
+            self._not_before = self._pause = 0.0
+        self._answering, self._bound = answering, snapshot.bound

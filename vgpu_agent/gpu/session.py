@@ -1,0 +1,196 @@
+"""The agent's connection to the driver: opened, asked, closed and opened again, always inside the owner thread.
+
+NVML fixes the set of cards when it is initialised, so a card that was pulled or plugged in shows only after a shutdown and a new
+initialisation, which also voids every handle and the event queue. This class owns all three, so that nobody else holds something void.
+
+`watch` sends its methods to `thread.NvmlThread` as jobs; `wait` runs there between jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import NvmlError
+from vgpu_agent.gpu import inventory, topology
+from vgpu_agent.model import GpuUsage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vgpu_agent.gpu.nvml import DeviceEvent, EventSet, Handle, Nvml
+    from vgpu_agent.model import Link
+
+
+_LONGEST_DRAIN = 1000  # events; a card that reports faster than they are read must not keep us from reopening
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one look at the driver brought.
+
+    Attributes:
+        reading: the GPUs.
+        links: the pairs of the GPUs that answer; None when nothing changed since the last snapshot.
+        bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where that cannot be read.
+        events: what was still in the event queue when it was closed for a reopening.
+        warnings: what had to be left out, one sentence each, said once.
+        driver_version: as in `Inventory`.
+        cuda_version: same.
+        simulated: same.
+    """
+
+    reading: inventory.Reading
+    links: dict[tuple[str, str], Link] | None
+    bound: frozenset[str]
+    events: tuple[DeviceEvent, ...]
+    warnings: tuple[str, ...]
+    driver_version: str
+    cuda_version: str
+    simulated: bool
+
+
+class Session:
+    """The driver, open or closed.
+
+    State: NVML's initialisation, the handles of the last reading and one event set; all of it ends with the process, and nothing of it is
+    worth keeping.
+    """
+
+    def __init__(self, nvml: Nvml, *, driver_root: Path, sysfs_root: Path) -> None:
+        self._nvml = nvml
+        self._driver_root = driver_root
+        self._numa = inventory.NumaNodes(sysfs_root)
+        self._bound = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
+        self._open = False
+        self._events: EventSet | None = None
+        self._heard: dict[str, bool] = {}  # by UUID: registered for events, or known to have none
+        self._handles: dict[str, Handle] = {}
+        self._links_of: frozenset[tuple[str, str]] | None = None
+        self._drained: list[DeviceEvent] = []  # kept over a reopening that fails
+
+    def read(self, *, reopen: bool = False) -> Snapshot:
+        """Open the driver if it is not open, and read everything.
+
+        Args:
+            reopen: close it first, to see cards that came or went; `Snapshot.events` has what was still queued.
+
+        Raises:
+            DriverMissingError: the driver is not there (any more); the next call tries again.
+            NvmlError: it is there and does not even count its GPUs.
+        """
+        if reopen:
+            self._drain()
+            self.close()
+        if not self._open:
+            self._nvml.load(self._driver_root)
+            self._open = True
+        reading = inventory.read(self._nvml, self._numa)
+        warnings = [*reading.warnings, *self._listen(reading)]
+        self._handles = {card.gpu.uuid: card.handle for card in reading.cards}
+        links = self._read_links(reading, warnings)
+        events, self._drained = tuple(self._drained), []
+        return Snapshot(
+            reading=reading,
+            links=links,
+            bound=self._bound_cards(),
+            events=events,
+            warnings=tuple(warnings),
+            driver_version=self._nvml.driver_version(),
+            cuda_version=self._nvml.cuda_version(),
+            simulated=self._nvml.simulated,
+        )
+
+    def usage(self) -> tuple[GpuUsage, ...]:
+        """What each GPU that answered last time is doing; a GPU that fails now is left out."""
+        usages: list[GpuUsage] = []
+        for uuid, handle in self._handles.items():
+            with contextlib.suppress(NvmlError):  # the next poll finds out what is wrong with it
+                usages.append(self._usage(uuid, handle))
+        return tuple(usages)
+
+    def wait(self, timeout_seconds: float) -> DeviceEvent | None:
+        """The next event of any GPU; None when none came in time.
+
+        Raises:
+            NvmlError: the queue is broken, or no GPU has one: see `listening`.
+        """
+        if self._events is None:
+            return None
+        return self._nvml.wait(self._events, timeout_seconds)
+
+    @property
+    def listening(self) -> bool:
+        """There is an event queue; without one `wait` returns at once."""
+        return self._events is not None
+
+    def close(self) -> None:
+        """Let go of the driver, whatever it says to that."""
+        if self._events is not None:
+            with contextlib.suppress(NvmlError):
+                self._nvml.free_event_set(self._events)
+        if self._open:
+            with contextlib.suppress(NvmlError):
+                self._nvml.shutdown()
+        self._events, self._open = None, False
+        self._heard.clear()
+        self._handles.clear()
+        self._links_of = None
+
+    def _drain(self) -> None:
+        with contextlib.suppress(NvmlError):
+            while len(self._drained) < _LONGEST_DRAIN and (event := self.wait(0)) is not None:
+                self._drained.append(event)
+
+    def _listen(self, reading: inventory.Reading) -> list[str]:
+        """Register the cards that are new for events; one that has none is polled and nothing else (nvidia contract §10.5)."""
+        warnings: list[str] = []
+        new = [card for card in reading.cards if card.gpu.uuid not in self._heard]
+        if not new:
+            return warnings
+        try:
+            if self._events is None:
+                self._events = self._nvml.create_event_set()
+        except NvmlError as err:
+            self._heard.update((card.gpu.uuid, False) for card in new)
+            return [f"no GPU events, only polling: {err}"]
+        for card in new:
+            reason = "this GPU does not report XIDs"
+            try:
+                registered = self._nvml.register(card.handle, self._events)
+            except NvmlError as err:
+                registered, reason = False, str(err)
+            self._heard[card.gpu.uuid] = registered
+            if not registered:
+                warnings.append(f"{card.gpu.uuid} is polled only, its XIDs are not seen: {reason}")
+        return warnings
+
+    def _read_links(self, reading: inventory.Reading, warnings: list[str]) -> dict[tuple[str, str], Link] | None:
+        cards = frozenset((card.gpu.uuid, card.gpu.pci_bus_id) for card in reading.cards)
+        if cards == self._links_of:
+            return None
+        links, troubles = topology.read_links(self._nvml, [(card.gpu, card.handle) for card in reading.cards])
+        warnings.extend(troubles)
+        self._links_of = cards
+        return links
+
+    def _bound_cards(self) -> frozenset[str]:
+        with self._nvml.watched("list PCI devices"):
+            try:
+                return frozenset(entry.name for entry in self._bound.iterdir() if entry.name.count(":") == 2)
+            except OSError:  # no sysfs, or not the host's: then only NVML tells of cards
+                return frozenset()
+
+    def _usage(self, uuid: str, handle: Handle) -> GpuUsage:
+        total_mib, used_mib = self._nvml.memory_mib(handle)
+        return GpuUsage(
+            uuid=uuid,
+            memory_used_mib=used_mib,
+            memory_total_mib=total_mib,
+            utilisation_percent=self._nvml.utilisation_percent(handle),
+            temperature_celsius=self._nvml.temperature_celsius(handle),
+            power_watts=self._nvml.power_watts(handle),
+            ecc_uncorrected_total=self._nvml.ecc_uncorrected_total(handle),
+            processes=self._nvml.processes(handle),
+        )

@@ -1,0 +1,226 @@
+"""The one thread that talks to the driver, and how the event loop asks it for things without ever waiting inside a driver call.
+
+A driver call can block for seconds while a card resets, or for ever when it dies. So a single daemon thread owns NVML: it runs jobs
+from the event loop one by one and waits for driver events in between. When a call does not return in time the loop says which call and
+which GPU, tells everybody who waits, and refuses new jobs until the thread is back. A daemon thread never keeps the process from ending.
+
+Used by `watch`, which also calls `look` regularly, so that a hang is noticed when nobody waits for a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from vgpu_agent.errors import AgentError, NvmlHungError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.gpu.nvml import CallInFlight, DeviceEvent, Nvml
+    from vgpu_agent.gpu.session import Session
+
+T = TypeVar("T")
+
+# A job that arrives while the thread waits for events starts after this long at worst.
+_LONGEST_TICK_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listener:
+    """What the thread reports on its own; each function is called on the event loop.
+
+    Attributes:
+        event: the driver reported something.
+        wait_failed: waiting for events failed with this text.
+        hung: a call does not return; once for each hang.
+        answering: the call that hung has returned, after this many seconds.
+    """
+
+    event: Callable[[DeviceEvent], None]
+    wait_failed: Callable[[str], None]
+    hung: Callable[[CallInFlight], None]
+    answering: Callable[[CallInFlight, float], None]
+
+
+class _Job(Generic[T]):
+    """A function to run in the thread, and the future of its result on the loop."""
+
+    def __init__(self, name: str, function: Callable[[], T], future: asyncio.Future[T]) -> None:
+        self.name, self.function, self.future = name, function, future
+
+
+class NvmlThread:
+    """Owns NVML.
+
+    State: the queue of jobs, which is empty or gone when nobody waits. While a call hangs, `hang` names it. Everything but `_main` and what
+    it calls runs on the event loop.
+    """
+
+    def __init__(
+        self,
+        nvml: Nvml,
+        session: Session,
+        listener: Listener,
+        *,
+        event_wait_seconds: float,
+        call_timeout_seconds: float,
+    ) -> None:
+        self._nvml, self._session, self._listener = nvml, session, listener
+        self.event_wait_seconds = event_wait_seconds
+        self.call_timeout_seconds = call_timeout_seconds
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._hang: CallInFlight | None = None
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._main, name="nvml", daemon=True)
+
+    @property
+    def hang(self) -> CallInFlight | None:
+        """The call that does not return; None while the driver answers."""
+        return self._hang
+
+    def start(self) -> None:
+        """Begin, with the running event loop as the one that gets the results."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def call(self, name: str, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
+        """Run ``function`` in the thread and wait for its result; its exceptions come out here.
+
+        Args:
+            name: what an error calls it.
+            function: may use NVML; nothing on the event loop.
+            timeout_seconds: how long to wait at most, whatever the thread is doing; None to wait as long as the driver answers.
+
+        Raises:
+            NvmlHungError: a driver call hangs, now or before this job had its turn; the job may still run later, or never.
+        """
+        if self._loop is None or self._ended.is_set():
+            raise NvmlHungError(f"{name}: the NVML thread is not running")
+        self.look()
+        if self._hang is not None:
+            raise self._hung_error(name, self._hang)
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._waiting.add(future)
+        self._jobs.put(_Job(name, function, future))
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        try:
+            while not future.done():
+                await asyncio.wait({future}, timeout=self._until_next_look(deadline))
+                if not future.done():
+                    self.look()
+                    if self._ended.is_set():
+                        raise NvmlHungError(f"{name}: the NVML thread has ended")
+                    if deadline is not None and time.monotonic() >= deadline and not future.done():
+                        raise NvmlHungError(f"{name}: no answer from the driver within {timeout_seconds:g} s")
+            return future.result()
+        finally:
+            self._waiting.discard(future)
+            future.cancel()  # of no effect on a finished one; tells the thread not to begin a job that nobody waits for
+
+    def look(self) -> None:
+        """Notice that a call hangs, or that it has returned."""
+        running = self._nvml.in_flight
+        if self._hang is not None and running is not self._hang:
+            returned, self._hang = self._hang, None
+            self._listener.answering(returned, time.monotonic() - returned.started)
+        if self._hang is None and running is not None and time.monotonic() - running.started > self.call_timeout_seconds:
+            self._hang = running
+            for future in self._waiting:
+                if not future.done():
+                    future.set_exception(self._hung_error("NVML", running))
+            self._listener.hung(running)
+
+    def stop(self) -> None:
+        """Let the thread close the driver and end when it comes out of its call; does not wait for that."""
+        self._stopping = True
+        self._jobs.put(None)
+
+    async def stopped(self, timeout_seconds: float) -> bool:
+        """Wait for the end of the thread; False when it is still inside a call after that time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._ended.wait()
+        return self._ended.is_set()
+
+    def _until_next_look(self, deadline: float | None) -> float:
+        now = time.monotonic()
+        running = self._nvml.in_flight
+        until_hung = self.call_timeout_seconds if running is None else running.started + self.call_timeout_seconds - now
+        if deadline is not None:
+            until_hung = min(until_hung, deadline - now)
+        return max(until_hung, 0.01)  # a call that began a moment after the look is caught by the next one
+
+    @staticmethod
+    def _hung_error(name: str, call: CallInFlight) -> NvmlHungError:
+        about = f" about {call.gpu}" if call.gpu else ""
+        seconds = time.monotonic() - call.started
+        return NvmlHungError(
+            f"{name}: the NVIDIA driver hangs in {call.name}{about} for {seconds:.1f} s; see dmesg, the node may need a reboot"
+        )
+
+    # ---- inside the thread
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                try:
+                    job = self._jobs.get_nowait()
+                except queue.Empty:
+                    job = self._wait()
+                if job is not None:
+                    self._run(job)
+                if self._hang is not None:
+                    self._report(self.look)
+            self._session.close()
+        finally:
+            self._report(self._ended.set)
+
+    def _wait(self) -> _Job[Any] | None:
+        """Pass the time until the next job: in the driver's event queue if there is one, else in ours."""
+        tick = min(self.event_wait_seconds, _LONGEST_TICK_SECONDS)
+        if self._session.listening:
+            try:
+                event = self._session.wait(tick)
+            except AgentError as err:
+                self._report(self._listener.wait_failed, str(err))
+            else:
+                if event is not None:
+                    self._report(self._listener.event, event)
+                return None
+        with contextlib.suppress(queue.Empty):
+            return self._jobs.get(timeout=tick)
+        return None
+
+    def _run(self, job: _Job[Any]) -> None:
+        if job.future.cancelled():
+            return
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = job.function()
+        except BaseException as err:  # noqa: BLE001 - whatever it is, it belongs to the one who waits for the job, not to this thread
+            error = err
+        self._report(_settle, job.future, result, error)
+
+    def _report(self, function: Callable[..., None], *arguments: Any) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending and nobody listens
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _settle(future: asyncio.Future[T], result: T, error: BaseException | None) -> None:
+    if future.done():  # given up by its caller
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,61 @@
+"""How close the GPUs are to each other: the PCI level and the number of direct NVLinks of each pair.
+
+Read by `session` once per change of the set of GPUs, because nothing else changes it and it takes a few calls for each pair. A GPU that
+is lost while it is read leaves its own pairs out and no others.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import NvmlError
+from vgpu_agent.model import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vgpu_agent.gpu.nvml import Handle, Nvml
+    from vgpu_agent.model import Gpu
+
+Links = dict[tuple[str, str], Link]
+
+
+def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, list[str]]:
+    """The links of all pairs, in both directions, and a sentence for each GPU or pair that could not be read."""
+    troubles: list[str] = []
+    peers: dict[str, list[str]] = {}
+    for gpu, handle in cards:
+        try:
+            peers[gpu.uuid] = nvml.nvlink_peers(handle)
+        except NvmlError as err:
+            troubles.append(f"NVLinks of {gpu.uuid}: {err}")
+    nvlinks = count_nvlinks({gpu.uuid: gpu.pci_bus_id for gpu, _ in cards}, peers)
+    links: Links = {}
+    for (one, one_handle), (other, other_handle) in itertools.combinations(cards, 2):
+        try:
+            level = nvml.common_ancestor(one_handle, other_handle)
+        except NvmlError as err:
+            troubles.append(f"PCI distance of {one.uuid} and {other.uuid}: {err}")
+            continue
+        if level is not None:
+            link = Link(pci=level, nvlinks=nvlinks[frozenset((one.uuid, other.uuid))])
+            links[one.uuid, other.uuid] = links[other.uuid, one.uuid] = link
+    return links, troubles
+
+
+def count_nvlinks(addresses: Mapping[str, str], peers: Mapping[str, Sequence[str]]) -> collections.Counter[frozenset[str]]:
+    """Direct links of each pair of UUIDs.
+
+    Args:
+        addresses: PCI address by UUID.
+        peers: PCI addresses at the far ends, by UUID. Each link shows at both of its ends; a switch is the end of none of our GPUs.
+    """
+    uuids = {address: uuid for uuid, address in addresses.items()}
+    seen: dict[frozenset[str], int] = {}
+    for uuid, far_ends in peers.items():
+        for far_uuid, count in collections.Counter(uuids[end] for end in far_ends if end in uuids).items():
+            pair = frozenset((uuid, far_uuid))
+            seen[pair] = max(seen.get(pair, 0), count)  # one end may be lost or still training; the other knows
+    return collections.Counter(seen)

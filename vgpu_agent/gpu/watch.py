@@ -1,0 +1,362 @@
+"""The watch over the node's GPUs: the door of this room.
+
+`GpuWatch` keeps two snapshots that anybody may read or wait for: what GPUs there are and how healthy they are (`inventory`), and what
+they do (`usage`). It hears of trouble in three ways, because each alone misses some: events from the driver, a regular look at every
+card, since a card can vanish without an event, and calls that do not return.
+
+Built and started by `agent`, which runs `run` under its supervisor and hands `inventory` to the ledger and the plugin servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent import log
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import AgentError, DriverMissingError, NvmlError, NvmlHungError
+from vgpu_agent.gpu import inventory as inventories
+from vgpu_agent.gpu.health import GpuHealth, Probe, RecoveryPolicy
+from vgpu_agent.gpu.nvml import Nvml
+from vgpu_agent.gpu.reopening import Reopening
+from vgpu_agent.gpu.session import Session
+from vgpu_agent.gpu.thread import Listener, NvmlThread
+from vgpu_agent.gpu.xid import XidPolicy, describe
+from vgpu_agent.model import GpuUsage, Inventory
+from vgpu_agent.status import NvmlState, NvmlStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.config.settings import Gpu as GpuSettings
+    from vgpu_agent.config.settings import Recovery
+    from vgpu_agent.gpu.nvml import CallInFlight, DeviceEvent
+    from vgpu_agent.gpu.session import Snapshot
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.model import Gpu, Link
+
+_logger = log.get(__name__)
+
+# A poll that something calls for comes no sooner than this part of the regular interval after the one before: a card may send a
+# thousand events a second.
+_SHORTEST_INTERVAL = 0.1
+
+
+class GpuWatch:
+    """Everything the agent knows of its GPUs.
+
+    State: the health of each GPU seen since the start, in memory only; after a restart the first reading judges anew. All methods belong to
+    the event loop; the driver itself is touched by the owner thread alone.
+    """
+
+    def __init__(self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None) -> None:
+        self.inventory: Latest[Inventory] = Latest(Inventory())
+        self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
+        self._settings = settings
+        self._journal = journal
+        self._beat = beat
+        self._status = NvmlStatus()
+        self._nvml = Nvml()
+        self._session = Session(self._nvml, driver_root=Path(settings.driver_root), sysfs_root=Path(settings.sysfs_root))
+        self._thread = NvmlThread(
+            self._nvml,
+            self._session,
+            Listener(self._on_event, self._on_wait_failed, self._on_hung, self._on_answering),
+            event_wait_seconds=settings.event_wait_milliseconds / 1000,
+            call_timeout_seconds=settings.call_timeout_seconds,
+        )
+        self._healths: dict[str, GpuHealth] = {}
+        self._links: dict[tuple[str, str], Link] = {}
+        self._reopening = Reopening(settings.poll_seconds)
+        self._wait_trouble = ""
+        self._driver_problem = ""
+        self._wake = asyncio.Event()
+        self._polled_at = self._next_poll = self._next_usage = 0.0  # monotonic
+        self.apply(settings)
+
+    # ---- what `agent` calls
+
+    async def start(self) -> None:
+        """Open the driver and read the GPUs; afterwards `inventory` is filled.
+
+        Without a driver and with ``failOnInitError: false`` it returns with an empty inventory, and `run` tries again.
+
+        Raises:
+            DriverMissingError: no usable driver, and ``failOnInitError`` is true.
+            NvmlHungError: the driver hangs, same.
+        """
+        self._thread.start()
+        try:
+            await self._poll()
+        except NvmlError as err:
+            raise DriverMissingError(f"the NVIDIA driver does not list its GPUs: {err}; see dmesg") from err
+        except (DriverMissingError, NvmlHungError):
+            if self._settings.fail_on_init_error:
+                self._thread.stop()
+                raise
+
+    async def run(self) -> None:
+        """Poll, measure and watch for hangs, for ever; a loop for the supervisor, which may start it again."""
+        while True:
+            self._beat()
+            self._thread.look()
+            self._judge_hang()
+            now = time.monotonic()
+            if now >= self._next_poll:
+                with contextlib.suppress(AgentError):  # said and shown where it was noticed; the next round tries again
+                    await self._poll()
+            elif now >= self._next_usage:
+                await self._measure()
+            else:
+                await self._sleep(min(self._next_poll, self._next_usage) - now)
+
+    async def stop(self, timeout_seconds: float) -> bool:
+        """Close the driver; False when a call still hangs after ``timeout_seconds``, which keeps nobody from exiting."""
+        self._thread.stop()
+        return await self._thread.stopped(timeout_seconds)
+
+    def apply(self, settings: GpuSettings) -> None:
+        """Use other settings from now on; `driver_root` and `sysfs_root` stay as they were until a restart."""
+        self._settings = settings
+        self._policy = XidPolicy.from_lists(settings.disable_health_checks, settings.enable_health_checks)
+        for warning in self._policy.warnings:
+            _logger.warning("gpu.xid_list", problem=warning)
+        for health in self._healths.values():
+            health.policy = _recovery_policy(settings.recovery)
+        self._thread.event_wait_seconds = settings.event_wait_milliseconds / 1000
+        self._thread.call_timeout_seconds = settings.call_timeout_seconds
+        self._reopening.interval_seconds = settings.poll_seconds
+        self._next_poll = self._next_usage = 0.0
+        self._wake.set()
+
+    @property
+    def status(self) -> NvmlStatus:
+        """How the driver and its thread are doing; the same object every time, brought up to date."""
+        self._status.calls = self._nvml.calls
+        self._status.errors = self._nvml.errors
+        self._status.library = self._nvml.library
+        if self._status.state is not NvmlState.MISSING and self._nvml.last_error:
+            self._status.last_error = self._nvml.last_error
+        return self._status
+
+    # ---- reading
+
+    async def _poll(self) -> None:
+        """Read every GPU; when cards came or went, once more with the driver opened anew.
+
+        Raises:
+            AgentError: nothing could be read; the inventory says so already.
+        """
+        now = self._polled_at = time.monotonic()
+        self._next_poll = now + self._settings.init_retry_seconds
+        try:
+            reopened = self._reopening.due(now)
+            await self._read(reopen=reopened)
+            if not reopened and self._reopening.due(time.monotonic()):
+                await self._read(reopen=True)
+        except DriverMissingError as err:
+            self._driver_failed(str(err), NvmlState.MISSING)
+            raise
+        except NvmlError as err:
+            self._reopening.queue_broken = True
+            self._driver_failed(str(err), NvmlState.ANSWERING)
+            self._schedule_poll()
+            raise
+        except NvmlHungError:
+            self._schedule_poll()
+            raise
+        self._schedule_poll()
+
+    async def _read(self, *, reopen: bool) -> None:
+        snapshot = await self._thread.call("read the GPUs", functools.partial(self._session.read, reopen=reopen))
+        if reopen:
+            self._wait_trouble = ""
+        for event in snapshot.events:
+            self._on_event(event)
+        self._reopening.read(snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopen, now=time.monotonic())
+        self._take(snapshot)
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """Judge every GPU by the snapshot and publish."""
+        now = time.monotonic()
+        self._driver_problem = ""
+        if self._status.state is not NvmlState.HUNG:
+            self._status.state = NvmlState.ANSWERING
+        for warning in snapshot.warnings:
+            _logger.warning("gpu.fact_missing", problem=warning)
+        answering = {card.gpu.uuid: card for card in snapshot.reading.cards}
+        for card in snapshot.reading.cards:
+            self._health(card.gpu.uuid).probed(card.probe, now)
+        for gpu in self.inventory.value.gpus:
+            if gpu.uuid not in answering:
+                self._health(gpu.uuid).probed(Probe(trouble=_why_missing(gpu, snapshot.reading.failures)), now)
+        if snapshot.links is not None:
+            kept = {pair: link for pair, link in self._links.items() if not answering.keys() >= set(pair)}
+            self._links = kept | snapshot.links
+        gpus = inventories.merge(
+            self.inventory.value.gpus, snapshot.reading, {uuid: health.health for uuid, health in self._healths.items()}
+        )
+        self._publish(
+            dataclasses.replace(
+                self.inventory.value,
+                gpus=gpus,
+                links=self._links,
+                failures=snapshot.reading.failures,
+                driver_version=snapshot.driver_version,
+                cuda_version=snapshot.cuda_version,
+                simulated=snapshot.simulated,
+            )
+        )
+
+    def _driver_failed(self, problem: str, state: NvmlState) -> None:
+        """No GPU can be read: none may be given away."""
+        if problem != self._driver_problem:
+            self._journal.record("nvml.missing" if state is NvmlState.MISSING else "nvml.failed", level="error", problem=problem)
+        self._driver_problem = self._status.last_error = problem
+        self._status.state = state
+        for health in self._healths.values():
+            health.probed(Probe(trouble=problem), time.monotonic())
+        self._publish(
+            dataclasses.replace(
+                self.inventory.value,
+                gpus=tuple(
+                    dataclasses.replace(gpu, present=False, health=self._health(gpu.uuid).health) for gpu in self.inventory.value.gpus
+                ),
+            )
+        )
+
+    async def _measure(self) -> None:
+        self._next_usage = time.monotonic() + self._settings.usage_seconds
+        with contextlib.suppress(NvmlHungError):  # shown as a hang; the last figures stand until it ends
+            usage = await self._thread.call("measure the GPUs", self._session.usage)
+            if usage != self.usage.value:
+                self.usage.publish(usage)
+
+    # ---- what the thread reports
+
+    def _on_event(self, event: DeviceEvent) -> None:
+        self._wait_trouble = ""
+        self._want_poll()
+        if event.xid is None:
+            return
+        counts = self._policy.counts(event.xid)
+        place: dict[str, Any] = {"gpu_instance": event.gpu_instance, "compute_instance": event.compute_instance}
+        self._journal.record(
+            "gpu.xid",
+            level="warning" if counts else "info",
+            gpu=event.gpu,
+            xid=event.xid,
+            meaning=describe(event.xid),
+            ignored=not counts,
+            **{name: number for name, number in place.items() if number is not None},
+        )
+        if counts and event.gpu in self._healths:  # an event that the driver cannot place marks nobody: the poll finds out whose it was
+            self._healths[event.gpu].reported(describe(event.xid), time.monotonic())
+            self._publish_healths()
+
+    def _on_wait_failed(self, problem: str) -> None:
+        """The event queue is broken: look at the cards at once, and open a new one; no GPU is ill because of it."""
+        if problem != self._wait_trouble:
+            self._wait_trouble = problem
+            self._reopening.queue_broken = True
+            self._journal.record("nvml.events_failed", level="warning", problem=problem)
+            self._want_poll()
+
+    def _on_hung(self, call: CallInFlight) -> None:
+        self._status.state, self._status.call, self._status.gpu = NvmlState.HUNG, call.name, call.gpu
+        self._status.since = time.time() - (time.monotonic() - call.started)
+        self._status.hangs += 1
+        self._journal.record("nvml.hung", level="error", call=call.name, gpu=call.gpu)
+        self._wake.set()
+
+    def _on_answering(self, call: CallInFlight, seconds: float) -> None:
+        self._status.state, self._status.call, self._status.gpu, self._status.since = NvmlState.ANSWERING, "", "", 0.0
+        self._journal.record("nvml.answering", call=call.name, gpu=call.gpu, after_seconds=round(seconds, 3))
+        for health in self._healths.values():
+            health.answering(time.monotonic())
+        self._want_poll()
+
+    def _judge_hang(self) -> None:
+        """The GPU that a call hangs on is Unhealthy after a while; said from here, since the thread cannot say anything."""
+        call = self._thread.hang
+        if call is None or time.monotonic() - call.started < self._settings.hung_unhealthy_seconds:
+            return
+        health = self._healths.get(call.gpu)
+        if health is not None and health.hung(f"the NVIDIA driver does not return from {call.name}", time.monotonic()):
+            self._publish_healths()
+
+    # ---- publishing
+
+    def _health(self, uuid: str) -> GpuHealth:
+        if uuid not in self._healths:
+            self._healths[uuid] = GpuHealth(_recovery_policy(self._settings.recovery), wall=time.time)
+        return self._healths[uuid]
+
+    def _publish_healths(self) -> None:
+        gpus = tuple(dataclasses.replace(gpu, health=self._health(gpu.uuid).health) for gpu in self.inventory.value.gpus)
+        self._publish(dataclasses.replace(self.inventory.value, gpus=gpus))
+
+    def _publish(self, new: Inventory) -> None:
+        old = self.inventory.value
+        if new == old:
+            return
+        if new.simulated and not old.simulated:
+            self._journal.record("gpu.simulated", level="warning", meaning="these GPUs are simulated; no work runs on them")
+        for gpu in new.gpus:
+            self._record_change(old.gpu(gpu.uuid), gpu)
+        self.inventory.publish(dataclasses.replace(new, version=old.version + 1, taken_at=time.time()))
+
+    def _record_change(self, old: Gpu | None, new: Gpu) -> None:
+        facts: dict[str, Any] = {"gpu": new.uuid, "index": new.index}
+        was_present, was_ok = (old.present, old.health.ok) if old else (False, True)
+        if new.present and not was_present:
+            self._journal.record("gpu.appeared", **facts, name=new.name, pci=new.pci_bus_id)
+        if was_present and not new.present:
+            self._journal.record("gpu.lost", level="error", **facts, reason=new.health.reason)
+        if was_ok and not new.health.ok:
+            self._journal.record("gpu.unhealthy", level="error", **facts, reason=new.health.reason)
+        if new.health.ok and not was_ok:
+            self._journal.record("gpu.recovered", **facts, was=old.health.reason if old else "")
+
+    # ---- time
+
+    def _want_poll(self) -> None:
+        self._next_poll = min(self._next_poll, self._polled_at + self._settings.poll_seconds * _SHORTEST_INTERVAL)
+        self._wake.set()
+
+    def _schedule_poll(self) -> None:
+        """The regular interval, or sooner when a GPU could recover before."""
+        now = time.monotonic()
+        recoveries = [at for health in self._healths.values() if (at := health.recovers_at) is not None]
+        soonest = now + self._settings.poll_seconds * _SHORTEST_INTERVAL
+        self._next_poll = max(soonest, min([now + self._settings.poll_seconds, *recoveries]))
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until something happens, and never so long that a hang goes unseen."""
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(seconds, self._settings.call_timeout_seconds / 4)):
+                await self._wake.wait()
+
+
+def _recovery_policy(settings: Recovery) -> RecoveryPolicy:
+    return RecoveryPolicy(
+        automatic=settings.mode == "auto",
+        quiet_seconds=settings.quiet_seconds,
+        flap_window_seconds=settings.flap_window_seconds,
+        max_quiet_seconds=settings.max_quiet_seconds,
+    )
+
+
+def _why_missing(gpu: Gpu, failures: tuple[str, ...]) -> str:
+    """What the driver said at the card's place, if it said anything."""
+    for failure in failures:
+        index, _, problem = failure.partition(": ")
+        if index == str(gpu.index):
+            return problem
+    return "the driver no longer lists this GPU"
