@@ -1,0 +1,286 @@
+"""``vgpu-agent sim …``: make a node of simulated GPUs and change it while agents run on it.
+
+Every action opens the directory, makes one change and ends; agents see it at their next NVML call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.holder import hold
+from vgpu_agent.sim.models import models
+from vgpu_agent.sim.state import RECOVERY_ACTIONS, GpuDescription, ProcessUse, SimulatedNode
+
+_EXAMPLES: Final = """\
+examples:
+  vgpu-agent sim create /tmp/node --gpus 8 --model A100-SXM4-80GB --numa-nodes 2
+  vgpu-agent run --simulate /tmp/node
+  vgpu-agent sim xid /tmp/node --gpu 3 --code 79          GPU 3 reports that it fell off the bus
+  vgpu-agent sim lose /tmp/node --gpu 5                   … and GPU 5 really does
+  vgpu-agent sim mig /tmp/node --gpu 0 --profiles 3g.40gb,1g.10gb
+  vgpu-agent sim fault /tmp/node nvmlDeviceGetMemoryInfo --gpu 2 --code 999 --times 1
+  vgpu-agent sim list /tmp/node
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``sim`` and its actions; each sets ``run`` to a function that takes the parsed arguments and returns an exit code."""
+    sim = subparsers.add_parser(
+        "sim",
+        help="make and change simulated GPUs",
+        description="Make a node of simulated GPUs in a directory, and change it while agents run on it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = sim.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _add_create(actions)
+    _add_list(actions)
+    _add_health(actions)
+    _add_use(actions)
+    _add_fault(actions)
+    _action(actions, "models", _models, "list the GPU models that can be simulated", directory=False)
+
+
+def _action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    *,
+    directory: bool = True,
+    gpu: bool = False,
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    parser.set_defaults(run=run)
+    if directory:
+        parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the simulated node")
+    if gpu:
+        parser.add_argument("--gpu", required=True, metavar="N", help="number (at creation) or UUID of the GPU")
+    return parser
+
+
+# create, list, models ------------------------------------------------------------------------------------------------------------
+
+
+def _add_create(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(actions, "create", _create, "make a node of simulated GPUs")
+    parser.add_argument("--gpus", type=int, default=2, metavar="COUNT", help="how many GPUs, 1 to 16 (default: 2)")
+    parser.add_argument("--model", default="A100-SXM4-80GB", help="see `sim models` (default: A100-SXM4-80GB)")
+    numa = parser.add_mutually_exclusive_group()
+    numa.add_argument("--numa", metavar="0,0,1,1", help="NUMA node of each GPU, -1 for none (default: 0 for all)")
+    numa.add_argument("--numa-nodes", type=int, metavar="COUNT", help="spread the GPUs evenly over this many NUMA nodes")
+    parser.add_argument("--seed", default="", help="nodes of different seeds do not share GPU UUIDs")
+    parser.add_argument("--force", action="store_true", help="replace a node that is there; restart agents that use it")
+
+
+def _create(arguments: argparse.Namespace) -> int:
+    node = SimulatedNode.create(
+        arguments.directory,
+        model=arguments.model,
+        gpus=arguments.gpus,
+        numa=_numa_nodes(arguments),
+        seed=arguments.seed,
+        force=arguments.force,
+    )
+    print(f"created {arguments.gpus} × {node.describe()[0].name} in {arguments.directory}")
+    return 0
+
+
+def _numa_nodes(arguments: argparse.Namespace) -> list[int] | None:
+    if arguments.numa is not None:
+        try:
+            return [int(word) for word in arguments.numa.split(",")]
+        except ValueError as err:
+            raise SimulationError(f"--numa {arguments.numa!r}: expected numbers like 0,0,1,1") from err
+    if arguments.numa_nodes is None:
+        return None
+    if not 1 <= arguments.numa_nodes <= max(arguments.gpus, 1):
+        raise SimulationError(f"--numa-nodes {arguments.numa_nodes}: expected 1 to the number of GPUs, {arguments.gpus}")
+    return [gpu * arguments.numa_nodes // arguments.gpus for gpu in range(arguments.gpus)]
+
+
+def _add_list(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(actions, "list", _list, "show the GPUs of a simulated node and their condition")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    gpus = SimulatedNode.open(arguments.directory).describe()
+    if arguments.json:
+        print(json.dumps([asdict(gpu) for gpu in gpus], indent=2))
+        return 0
+    rows: list[tuple[str, ...]] = [("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "CONDITION", "DRIVER ASKS", "PROCESSES", "MIG")]
+    rows += [_row(gpu) for gpu in gpus]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(gpu: GpuDescription) -> tuple[str, ...]:
+    return (
+        str(gpu.number),
+        gpu.uuid,
+        gpu.name,
+        f"{gpu.memory_mib} MiB",
+        "-" if gpu.numa_node is None else str(gpu.numa_node),
+        gpu.condition,
+        gpu.recovery_action,
+        str(gpu.processes),
+        ",".join(gpu.mig_devices) or "-",
+    )
+
+
+def _models(_: argparse.Namespace) -> int:
+    for model in models().values():
+        mig = ", ".join(profile.name for profile in model.mig) or "no MIG"
+        print(f"{model.key:16} {model.name:24} {model.memory_mib:>6} MiB  NVLink {model.nvlink:9}  {mig}")
+    return 0
+
+
+# health --------------------------------------------------------------------------------------------------------------------------
+
+
+def _add_health(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    xid = _action(actions, "xid", _xid, "raise an XID on a GPU", gpu=True)
+    xid.add_argument("--code", type=int, required=True, metavar="XID", help="for example 79, GPU has fallen off the bus")
+    xid.add_argument("--mig", metavar="GI:CI", help="on one MIG instance only, by its GPU and compute instance id")
+    lose = _action(actions, "lose", _lose, "let a GPU fall off the bus, without an event", gpu=True)
+    lose.add_argument("--entirely", action="store_true", help="not even handles held before answer the GPU's identity")
+    _action(actions, "restore", lambda arguments: _change(arguments, SimulatedNode.restore), "undo lose", gpu=True)
+    _action(actions, "unplug", lambda arguments: _change(arguments, SimulatedNode.unplug), "take a GPU away", gpu=True)
+    _action(actions, "plug", lambda arguments: _change(arguments, SimulatedNode.plug), "undo unplug", gpu=True)
+    action = _action(actions, "recovery-action", _recovery_action, "set what the driver asks for to recover a GPU", gpu=True)
+    action.add_argument("wanted", choices=list(RECOVERY_ACTIONS), help="unsupported: a driver that does not know the question")
+    remap = _action(actions, "remap", _remap, "set a GPU's remapped rows", gpu=True)
+    remap.add_argument("--corrected", type=int, default=0, metavar="ROWS", help="remapped for correctable errors")
+    remap.add_argument("--uncorrected", type=int, default=0, metavar="ROWS", help="remapped for uncorrectable errors")
+    remap.add_argument("--pending", action="store_true", help="a remapping waits for a GPU reset")
+    remap.add_argument("--failed", action="store_true", help="a remapping has failed")
+    temperature = _action(actions, "temperature", _temperature, "set a GPU's temperature", gpu=True)
+    temperature.add_argument("celsius", type=int, help="degrees Celsius")
+
+
+def _change(arguments: argparse.Namespace, change: Callable[[SimulatedNode, str], None]) -> int:
+    change(SimulatedNode.open(arguments.directory), arguments.gpu)
+    return 0
+
+
+def _xid(arguments: argparse.Namespace) -> int:
+    gpu_instance = compute_instance = None
+    if arguments.mig is not None:
+        gpu_instance, compute_instance = _instance(arguments.mig)
+    SimulatedNode.open(arguments.directory).xid(arguments.gpu, arguments.code, gpu_instance=gpu_instance, compute_instance=compute_instance)
+    return 0
+
+
+def _instance(text: str) -> tuple[int, int]:
+    first, _, second = text.partition(":")
+    if not first.isdecimal() or not second.isdecimal():
+        raise SimulationError(f"--mig {text!r}: expected the ids of a GPU and a compute instance, like 7:0")
+    return int(first), int(second)
+
+
+def _lose(arguments: argparse.Namespace) -> int:
+    SimulatedNode.open(arguments.directory).lose(arguments.gpu, entirely=arguments.entirely)
+    return 0
+
+
+def _recovery_action(arguments: argparse.Namespace) -> int:
+    SimulatedNode.open(arguments.directory).recovery_action(arguments.gpu, arguments.wanted)
+    return 0
+
+
+def _remap(arguments: argparse.Namespace) -> int:
+    SimulatedNode.open(arguments.directory).remap(
+        arguments.gpu,
+        corrected=arguments.corrected,
+        uncorrected=arguments.uncorrected,
+        pending=arguments.pending,
+        failed=arguments.failed,
+    )
+    return 0
+
+
+def _temperature(arguments: argparse.Namespace) -> int:
+    SimulatedNode.open(arguments.directory).temperature(arguments.gpu, arguments.celsius)
+    return 0
+
+
+# use -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _add_use(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    mig = _action(actions, "mig", _mig, "cut a GPU into MIG instances", gpu=True)
+    mig.add_argument("--profiles", required=True, metavar="3g.40gb,1g.10gb", help="one instance each; empty switches MIG off")
+    process = _action(actions, "process", _process, "be a process that uses a GPU, until Ctrl-C", gpu=True)
+    process.add_argument("--memory-mib", type=int, required=True, metavar="MIB", help="memory it uses")
+    process.add_argument("--sm-percent", type=int, default=0, metavar="PERCENT", help="share of the GPU's time it uses")
+    process.add_argument("--mig", metavar="GI:CI", help="in this MIG instance")
+    process.add_argument("--seconds", type=float, metavar="S", help="end after so long")
+    utilisation = _action(actions, "utilisation", _utilisation, "fix a GPU's utilisation", gpu=True)
+    utilisation.add_argument("--percent", required=True, metavar="P", help="0 to 100, or auto: what its processes use")
+
+
+def _mig(arguments: argparse.Namespace) -> int:
+    node = SimulatedNode.open(arguments.directory)
+    node.set_mig(arguments.gpu, [word.strip() for word in arguments.profiles.split(",") if word.strip()])
+    for uuid in node.mig_uuids(arguments.gpu):
+        print(uuid)
+    return 0
+
+
+def _process(arguments: argparse.Namespace) -> int:
+    gpu_instance, compute_instance = (None, None) if arguments.mig is None else _instance(arguments.mig)
+    use = ProcessUse(
+        memory_mib=arguments.memory_mib,
+        sm_percent=arguments.sm_percent,
+        gpu_instance=gpu_instance,
+        compute_instance=compute_instance,
+    )
+    hold(arguments.directory, arguments.gpu, use, seconds=arguments.seconds)
+    return 0
+
+
+def _utilisation(arguments: argparse.Namespace) -> int:
+    if arguments.percent != "auto" and not arguments.percent.isdecimal():
+        raise SimulationError(f"--percent {arguments.percent!r}: expected 0 to 100, or auto")
+    percent = None if arguments.percent == "auto" else int(arguments.percent)
+    SimulatedNode.open(arguments.directory).utilisation(arguments.gpu, percent)
+    return 0
+
+
+# faults --------------------------------------------------------------------------------------------------------------------------
+
+
+def _add_fault(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(actions, "fault", _fault, "make NVML calls fail or be slow")
+    parser.add_argument("function", nargs="?", metavar="FUNCTION", help="an NVML name, or a prefix and *")
+    parser.add_argument("--gpu", metavar="N", help="only calls about this GPU (number or UUID)")
+    parser.add_argument("--code", type=int, metavar="CODE", help="NVML return code, for example 999 unknown, 15 lost, 3 not supported")
+    parser.add_argument("--times", type=int, default=-1, metavar="COUNT", help="how often (default: for ever)")
+    parser.add_argument("--delay-ms", type=int, default=0, metavar="MS", help="how long each such call takes first")
+    parser.add_argument("--clear", action="store_true", help="forget all faults instead")
+
+
+def _fault(arguments: argparse.Namespace) -> int:
+    node = SimulatedNode.open(arguments.directory)
+    if arguments.clear:
+        node.clear_faults()
+        return 0
+    if arguments.function is None:
+        raise SimulationError("sim fault needs the name of an NVML function, or --clear")
+    node.fault(
+        arguments.function,
+        gpu=arguments.gpu,
+        code=arguments.code,
+        times=arguments.times,
+        delay_ms=arguments.delay_ms,
+    )
+    return 0

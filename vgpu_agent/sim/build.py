@@ -1,0 +1,127 @@
+"""Compiling the simulated libnvidia-ml.so.1 at first use, so that the wheel stays pure Python and real nodes need no compiler.
+
+`preload` calls it. The library lies in the user's cache under the hash of everything it is made from; so a changed source is a new
+library, an old one is never replaced under a running process, and two processes that build at once do no harm.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from vgpu_agent.errors import SimulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LIBRARY: Final = "libnvidia-ml.so.1"
+_NATIVE: Final = Path(__file__).with_name("native")
+_COMPILERS: Final = ("cc", "gcc", "clang")
+_FLAGS: Final = (
+    "-std=gnu11",
+    "-O2",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    f"-Wl,-soname,{LIBRARY}",
+    "-pthread",
+)
+_SHOWN_ERROR: Final = 2000  # characters of a compiler's complaint that help
+
+
+def build(*, timeout_seconds: float = 120.0) -> Path:
+    """The path of the compiled library; compiles only what was not compiled before.
+
+    Raises:
+        SimulationError: there is no compiler, it fails, or the cache cannot be written; the message says what to do.
+    """
+    command = compiler()
+    directory = cache_directory() / _content_hash(command)
+    library = directory / LIBRARY
+    if library.exists():
+        return library
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second finds the library of the first
+            if not library.exists():
+                _compile(command, library, timeout_seconds)
+    except OSError as err:
+        raise SimulationError(
+            f"cannot write the simulated driver to {directory}: {err.strerror}; set XDG_CACHE_HOME to a writable directory"
+        ) from err
+    return library
+
+
+def compiler() -> list[str]:
+    """The first of cc, gcc, clang and PyPI's ziglang that is there, as the start of a command line.
+
+    Raises:
+        SimulationError: none of them is.
+    """
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return [path]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise SimulationError(
+        "no C compiler found for the simulated driver (looked for cc, gcc, clang and Python's ziglang); "
+        "install one, for example with: pip install ziglang"
+    )
+
+
+def cache_directory() -> Path:
+    """``$XDG_CACHE_HOME/vgpu-agent/sim``, by default below ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "vgpu-agent" / "sim"
+
+
+def sources() -> list[Path]:
+    """The C files and what they include, in a fixed order."""
+    return sorted(path for path in _NATIVE.iterdir() if path.suffix in {".c", ".h", ".inc"})
+
+
+def _content_hash(command: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    tool = Path(command[0]).stat()
+    for word in (*command, *_FLAGS, str(tool.st_size), str(tool.st_mtime_ns)):
+        digest.update(word.encode() + b"\0")
+    for source in sources():
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _compile(command: Sequence[str], library: Path, timeout_seconds: float) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        unfinished = Path(scratch) / LIBRARY
+        files = [str(source) for source in sources() if source.suffix == ".c"]
+        try:
+            done = subprocess.run(
+                [*command, *_FLAGS, "-o", str(unfinished), *files],
+                capture_output=True,
+                text=True,
+                timeout=timeout_seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as err:
+            raise SimulationError(
+                f"{' '.join(command)} did not compile the simulated driver within {timeout_seconds:g} s; try again on an idle machine"
+            ) from err
+        if done.returncode != 0:
+            raise SimulationError(
+                f"{' '.join(command)} cannot compile the simulated driver (exit {done.returncode}); "
+                f"install a C11 compiler with its headers, or pip install ziglang: {done.stderr.strip()[:_SHOWN_ERROR]}"
+            )
+        unfinished.replace(library)

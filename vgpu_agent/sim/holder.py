@@ -1,0 +1,79 @@
+"""A live process on a simulated GPU: it takes a slot and a lock, and whoever asks NVML sees it until it ends, however it ends.
+
+Run as ``python -m vgpu_agent.sim.holder DIR …`` by `SimulatedNode.start_process`, and in the foreground by ``vgpu-agent sim process``.
+Must be a process of its own: POSIX locks vanish when their process closes any descriptor of the state file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Final
+
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim import layout
+from vgpu_agent.sim.state import FLOCK, ProcessUse, SimulatedNode, lock_byte
+
+READY: Final = "holding"
+
+
+def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | None = None) -> None:
+    """Be a process that uses ``gpu``, until ``seconds`` are over or SIGINT or SIGTERM comes.
+
+    Raises:
+        SimulationError: no such GPU or MIG instance, or its 64 slots are all taken.
+    """
+    node = SimulatedNode.open(directory)
+    descriptor = os.open(node.state_path, os.O_RDWR | os.O_CLOEXEC)  # never closed: that would give up the lock
+    number = node.gpu_number(gpu)
+    row = _take_slot(node, number, descriptor)
+    node.fill_process(row, use, pid=os.getpid())
+    row.pid_namespace = os.stat("/proc/self/ns/pid").st_ino
+    row.kind = layout.Process.LIVE
+    sys.stdout.write(f"{READY} {use.memory_mib} MiB on GPU {number} as pid {os.getpid()}\n")
+    sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    if seconds is None:
+        signal.sigwait((signal.SIGINT, signal.SIGTERM))
+    else:
+        signal.sigtimedwait((signal.SIGINT, signal.SIGTERM), seconds)
+    row.kind = layout.Process.FREE
+
+
+def _take_slot(node: SimulatedNode, gpu: int, descriptor: int) -> layout.Process:
+    """The first slot whose lock can be had; a slot that a killed process left is taken over."""
+    row: layout.Process
+    for slot, row in enumerate(node.state.gpus[gpu].processes):
+        if row.kind == layout.Process.FIXED:
+            continue
+        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, lock_byte(gpu, slot), 1, 0)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETLK, request)
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody alive holds it
+            continue
+        return row
+    raise SimulationError(f"all {layout.PROCESSES} process slots of GPU {gpu} are taken; end one of its processes first")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Hold as told by ``SimulatedNode.start_process``."""
+    parser = argparse.ArgumentParser(prog="python -m vgpu_agent.sim.holder", description="be a process on a simulated GPU")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--gpu", required=True)
+    parser.add_argument("--use", required=True, help="the fields of ProcessUse as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        hold(options.directory, options.gpu, ProcessUse.from_json(options.use))
+    except SimulationError as err:
+        sys.stderr.write(f"{err}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

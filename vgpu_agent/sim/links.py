@@ -1,0 +1,85 @@
+"""How the GPUs of a simulated node are joined: NVLinks and the PCIe distance between each two.
+
+`creation` calls it once for a node. The wiring follows the boards on which a model is sold, so that a placement policy tested on
+simulated GPUs sees the unevenness of real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.sim.models import Model
+
+# NVML_TOPOLOGY_*: nearest common ancestor of two GPUs
+SAME_GPU: Final = 0
+SAME_PCIE_SWITCHES: Final = 20
+SAME_NUMA_NODE: Final = 40
+ACROSS_NUMA_NODES: Final = 50
+
+# NVML_NVLINK_DEVICE_TYPE_*
+TO_GPU: Final = 0
+TO_SWITCH: Final = 2
+
+_FIRST_SWITCH_BUS: Final = 0xC1
+_BOARD: Final = 4  # GPUs that are wired directly when a board carries no NVSwitch
+
+# Links between each two of the eight V100 of a DGX-1: rings of four with doubled edges, and one neighbour in the other four.
+_CUBE_MESH: Final = (
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One NVLink: ``peer`` is a GPU's number, or a PCI bus when it leads to a switch."""
+
+    remote_type: int
+    peer: int
+
+
+def bus_of(gpu: int) -> int:
+    """PCI bus of a simulated GPU; the first ones lie where a DGX A100 has them."""
+    return 0x07 + 8 * gpu
+
+
+def common_ancestor(first: int, second: int, numa_nodes: Sequence[int]) -> int:
+    """NVML_TOPOLOGY_* of two GPUs: neighbours share PCIe switches, others a NUMA node or nothing."""
+    if first == second:
+        return SAME_GPU
+    if numa_nodes[first] != numa_nodes[second]:
+        return ACROSS_NUMA_NODES
+    return SAME_PCIE_SWITCHES if first // 2 == second // 2 else SAME_NUMA_NODE
+
+
+def wires(model: Model, gpus: int) -> list[list[Wire]]:
+    """For each GPU its connected NVLinks in order; an unconnected rest is left to the caller."""
+    if model.nvlink == "none" or gpus == 1:
+        return [[] for _ in range(gpus)]
+    if model.nvlink == "switch" and gpus > _BOARD:
+        switched = [Wire(TO_SWITCH, _FIRST_SWITCH_BUS + link % model.nvswitches) for link in range(model.nvlink_count)]
+        return [list(switched) for _ in range(gpus)]
+    if gpus <= _BOARD:
+        return [_to_each_peer(model.nvlink_count, gpu, gpus) for gpu in range(gpus)]
+    return [_cube_mesh(gpu, gpus) for gpu in range(gpus)]
+
+
+def _to_each_peer(count: int, gpu: int, gpus: int) -> list[Wire]:
+    peers = [peer for peer in range(gpus) if peer != gpu]
+    return [Wire(TO_GPU, peer) for peer in peers for _ in range(count // len(peers))]
+
+
+def _cube_mesh(gpu: int, gpus: int) -> list[Wire]:
+    first = gpu - gpu % len(_CUBE_MESH)
+    row = _CUBE_MESH[gpu % len(_CUBE_MESH)]
+    return [Wire(TO_GPU, first + peer) for peer, links in enumerate(row) if first + peer < gpus for _ in range(links)]

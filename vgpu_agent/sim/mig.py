@@ -1,0 +1,110 @@
+"""Cutting a simulated GPU into MIG instances: which profile goes where.
+
+`SimulatedNode.set_mig` calls it. Follows the driver in what fits (memory slices, number of instances, compute slices) and in the
+numbers that instances get; the driver's preference among free places is not imitated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.layout import MIG_DEVICES, Gpu, MigProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MEMORY_SLICES: Final = 8
+_COMPUTE_SLICES: Final = 7
+# GPU instances are numbered as nodes of a binary tree over the memory slices: 0 is the whole, 1 and 2 the halves, and so on.
+_FIRST_ID_OF_SIZE: Final = {8: 0, 4: 1, 2: 3, 1: 7}
+_COMPUTE_PROFILE_OF_SLICES: Final = {1: 0, 2: 1, 3: 2, 4: 3, 7: 4, 8: 5, 6: 6}
+_PROFILE = re.compile(r"(?:(?P<compute>\d+)c\.)?(?P<name>\d+g\.\d+gb.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One instance somebody asked for: the profile's row, and the compute slices of its one compute instance."""
+
+    text: str
+    row: int
+    profile: MigProfile
+    compute_slices: int
+
+
+def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
+    """Replace the GPU's instances by these, e.g. ``["3g.40gb", "1c.2g.20gb"]``; none of them switches MIG mode off.
+
+    Raises:
+        SimulationError: the model has no MIG, does not know a profile, or they do not fit together; nothing is changed then.
+    """
+    if not gpu.mig_capable and profiles:
+        raise SimulationError(f"{gpu.name.decode()} cannot be cut into MIG instances; choose an A100, H100, H200 or B200 model")
+    wishes = [_wish(gpu, text) for text in profiles]
+    starts = _place(wishes)
+    names = list(uuids) if uuids is not None else [_uuid(gpu, start, wish) for start, wish in zip(starts, wishes, strict=True)]
+    if len(names) != len(wishes):
+        raise SimulationError(f"{len(names)} UUIDs for {len(wishes)} MIG instances; give one for each, or none at all")
+    ctypes.memset(ctypes.byref(gpu.mig_devices), 0, ctypes.sizeof(gpu.mig_devices))
+    gpu.mig_current = gpu.mig_pending = int(bool(wishes))
+    for slot, (wish, start, name) in enumerate(zip(wishes, starts, names, strict=True)):
+        _fill(gpu, slot, wish, start, name)
+
+
+def _wish(gpu: Gpu, text: str) -> Wish:
+    match = _PROFILE.fullmatch(text.removeprefix("MIG ").strip())
+    for row, profile in enumerate(gpu.profiles):
+        if match is None or not profile.valid or profile.name.decode() != match["name"]:
+            continue
+        slices = int(match["compute"] or profile.slices)
+        if slices not in _COMPUTE_PROFILE_OF_SLICES or slices > profile.slices:
+            raise SimulationError(f"MIG profile {text!r}: a {match['name']} instance has {profile.slices} compute slices")
+        return Wish(text, row, profile, slices)
+    known = ", ".join(profile.name.decode() for profile in gpu.profiles if profile.valid)
+    raise SimulationError(f"{gpu.name.decode()} has no MIG profile {text!r}; it has {known}")
+
+
+def _place(wishes: Sequence[Wish]) -> list[int]:
+    """A first memory slice for each wish, the largest placed first."""
+    wanted = ", ".join(wish.text for wish in wishes)
+    if sum(wish.profile.slices for wish in wishes) > _COMPUTE_SLICES or len(wishes) > MIG_DEVICES:
+        raise SimulationError(f"MIG instances {wanted} need more than the GPU's {_COMPUTE_SLICES} compute slices; ask for fewer")
+    taken: set[int] = set()
+    starts = [0] * len(wishes)
+    for number in sorted(range(len(wishes)), key=lambda each: -wishes[each].profile.placement_size):
+        profile = wishes[number].profile
+        same = sum(wish.row == wishes[number].row for wish in wishes)
+        places = [range(start, start + profile.placement_size) for start in profile.placement_start[: profile.placement_count]]
+        free = [place for place in places if taken.isdisjoint(place)]
+        if not free or same > profile.instances:
+            raise SimulationError(f"MIG instances {wanted} do not fit on one GPU: no place for {wishes[number].text}")
+        starts[number] = free[0].start
+        taken.update(slice_ for slice_ in free[0] if slice_ < _MEMORY_SLICES)
+    return starts
+
+
+def _uuid(gpu: Gpu, start: int, wish: Wish) -> str:
+    return f"MIG-{uuid.uuid5(uuid.NAMESPACE_OID, f'{gpu.uuid.decode()}/{start}/{wish.text}')}"
+
+
+def _fill(gpu: Gpu, slot: int, wish: Wish, start: int, name: str) -> None:
+    profile, device = wish.profile, gpu.mig_devices[slot]
+    whole = wish.compute_slices == profile.slices
+    shown = profile.name.decode() if whole else f"{wish.compute_slices}c.{profile.name.decode()}"
+    device.gpu_instance = _FIRST_ID_OF_SIZE[profile.placement_size] + start // profile.placement_size
+    device.compute_instance = 0
+    device.gpu_instance_profile = profile.id
+    device.compute_instance_profile = _COMPUTE_PROFILE_OF_SLICES[wish.compute_slices]
+    device.gpu_instance_slices = profile.slices
+    device.compute_instance_slices = wish.compute_slices
+    device.multiprocessors = profile.multiprocessors * wish.compute_slices // profile.slices
+    for engines in ("copy_engines", "decoders", "encoders", "jpegs", "ofas", "memory_mib"):
+        setattr(device, engines, getattr(profile, engines))
+    device.placement_start, device.placement_size = start, profile.placement_size
+    device.uuid = name.encode()
+    device.name = f"{gpu.name.decode()} MIG {shown}".encode()
+    device.used = 1

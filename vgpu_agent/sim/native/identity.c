@@ -1,0 +1,105 @@
+/* Who a device is: names, numbers, PCI address, capabilities that never change. */
+#include "core.h"
+
+#include <stdio.h>
+#include <string.h>
+
+NVML_API nvmlReturn_t nvmlDeviceGetName(void *handle, char *name, unsigned size)
+{
+    ENTER(handle, ANY_DEVICE, name != NULL);
+    LEAVE(sim_copy_string(name, size, call.mig != NULL ? call.mig->name : call.device->name));
+}
+
+NVML_API nvmlReturn_t nvmlDeviceGetUUID(void *handle, char *uuid, unsigned size)
+{
+    ENTER(handle, ANY_DEVICE, uuid != NULL);
+    LEAVE(sim_copy_string(uuid, size, call.mig != NULL ? call.mig->uuid : call.device->uuid));
+}
+
+#define TEXT(name, field)                                                                         \
+    NVML_API nvmlReturn_t name(void *handle, char *text, unsigned size)                           \
+    {                                                                                             \
+        ENTER(handle, GPU, text != NULL);                                                         \
+        LEAVE(sim_copy_string(text, size, call.device->field));                                   \
+    }
+
+TEXT(nvmlDeviceGetSerial, serial)
+TEXT(nvmlDeviceGetVbiosVersion, vbios)
+TEXT(nvmlDeviceGetBoardPartNumber, board_part)
+
+/* A MIG handle answers with its own number within the parent. */
+NUMBER(nvmlDeviceGetIndex, ANY_DEVICE, unsigned, true,
+       call.mig != NULL ? (uint32_t)(call.mig - call.device->mig_devices) : sim_index_of(call.gpu))
+NUMBER(nvmlDeviceGetMinorNumber, ANY_DEVICE, unsigned, true, call.device->minor)
+NUMBER(nvmlDeviceGetBrand, ANY_DEVICE, unsigned, true, call.device->brand)
+NUMBER(nvmlDeviceGetArchitecture, ANY_DEVICE, unsigned, true, call.device->architecture)
+NUMBER(nvmlDeviceGetBoardId, GPU, unsigned, true, call.device->bus << 8)
+NUMBER(nvmlDeviceGetMultiGpuBoard, GPU, unsigned, true, 0)
+NUMBER(nvmlDeviceGetModuleId, GPU, unsigned, true, call.device->module_id)
+NUMBER(nvmlDeviceGetNumGpuCores, GPU, unsigned, true, call.device->multiprocessors * call.device->cores_per_multiprocessor)
+NUMBER(nvmlDeviceGetPersistenceMode, ANY_DEVICE, unsigned, true, call.device->persistence_mode)
+NUMBER(nvmlDeviceGetComputeMode, ANY_DEVICE, unsigned, true, call.device->compute_mode)
+NUMBER(nvmlDeviceGetDisplayMode, GPU, unsigned, true, 0)
+NUMBER(nvmlDeviceGetDisplayActive, GPU, unsigned, true, 0)
+NUMBER(nvmlDeviceGetVirtualizationMode, GPU, unsigned, true, 0)
+
+NVML_API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor)
+{
+    ENTER(handle, ANY_DEVICE, major != NULL && minor != NULL);
+    *major = (int)call.device->compute_major;
+    *minor = (int)call.device->compute_minor;
+    LEAVE(NVML_SUCCESS);
+}
+
+/* ---- PCI ---- */
+
+struct pci_info_v3 {
+    char bus_id_legacy[16];
+    unsigned domain, bus, device, pci_device_id, pci_subsystem_id;
+    char bus_id[32];
+};
+
+struct pci_info_v2 {
+    char bus_id[16];
+    unsigned domain, bus, device, pci_device_id, pci_subsystem_id, reserved[4];
+};
+
+NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v3(void *handle, struct pci_info_v3 *info)
+{
+    ENTER(handle, ANY_DEVICE, info != NULL);
+    const struct sim_gpu *device = call.device;
+    *info = (struct pci_info_v3){.domain = device->domain,
+                                 .bus = device->bus,
+                                 .device = device->device,
+                                 .pci_device_id = device->pci_device_id,
+                                 .pci_subsystem_id = device->pci_subsystem_id};
+    snprintf(info->bus_id, sizeof info->bus_id, "%08X:%02X:%02X.0", info->domain, info->bus & 0xff, info->device & 0xff);
+    snprintf(info->bus_id_legacy, sizeof info->bus_id_legacy, "%04X:%02X:%02X.0", info->domain & 0xffff, info->bus & 0xff,
+             info->device & 0xff);
+    LEAVE(NVML_SUCCESS);
+}
+
+static nvmlReturn_t pci_info_v2(const char *function, void *handle, struct pci_info_v2 *info)
+{
+    struct sim_call call;
+    nvmlReturn_t refused = sim_begin(&call, function, handle, ANY_DEVICE, info != NULL);
+    if (refused != NVML_SUCCESS) return sim_end(&call, refused);
+    const struct sim_gpu *device = call.device;
+    *info = (struct pci_info_v2){.domain = device->domain,
+                                 .bus = device->bus,
+                                 .device = device->device,
+                                 .pci_device_id = device->pci_device_id,
+                                 .pci_subsystem_id = device->pci_subsystem_id};
+    snprintf(info->bus_id, sizeof info->bus_id, "%04X:%02X:%02X.0", info->domain & 0xffff, info->bus & 0xff, info->device & 0xff);
+    return sim_end(&call, NVML_SUCCESS);
+}
+
+NVML_API nvmlReturn_t nvmlDeviceGetPciInfo(void *handle, struct pci_info_v2 *info) { return pci_info_v2(__func__, handle, info); }
+NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v2(void *handle, struct pci_info_v2 *info) { return pci_info_v2(__func__, handle, info); }
+
+NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, GPU, unsigned, true, call.device->pcie_generation)
+NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, GPU, unsigned, true, call.device->pcie_generation_max)
+NUMBER(nvmlDeviceGetGpuMaxPcieLinkGeneration, GPU, unsigned, true, call.device->pcie_generation_max)
+NUMBER(nvmlDeviceGetCurrPcieLinkWidth, GPU, unsigned, true, call.device->pcie_width)
+NUMBER(nvmlDeviceGetMaxPcieLinkWidth, GPU, unsigned, true, call.device->pcie_width_max)
+NUMBER(nvmlDeviceGetPcieReplayCounter, GPU, unsigned, true, 0)

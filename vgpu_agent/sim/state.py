@@ -1,0 +1,447 @@
+"""A simulated node: a directory whose state file is the GPUs that every simulated driver on the machine shows.
+
+Tests, the demo and ``vgpu-agent sim`` create and change one; agents see each change at their next NVML call. Numbers of GPUs are those
+at creation (the minor numbers); NVML's index moves when a lower GPU is unplugged, these do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import re
+import struct
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final, Self
+
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim import build, creation, layout, mig, trees
+from vgpu_agent.sim.models import model_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+STATE_FILE: Final = "state"
+XID_EVENT: Final = 0x8  # nvmlEventTypeXidCriticalError
+
+# NVML_GPU_RECOVERY_ACTION_*; "unsupported" is a driver that does not know the field
+RECOVERY_ACTIONS: Final = {
+    "none": 0,
+    "reset": 1,
+    "reboot": 2,
+    "drain-p2p": 3,
+    "drain-and-reset": 4,
+    "unsupported": layout.NONE,
+}
+PROCESS_TYPES: Final = ("compute", "graphics", "mps")
+FLOCK: Final = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
+_MIB: Final = 1 << 20
+_FUNCTION = re.compile(r"nvml\w+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessUse:
+    """What a process does on a GPU; ``gpu_instance`` and ``compute_instance`` name the MIG instance it runs in."""
+
+    memory_mib: int
+    sm_percent: int = 0
+    memory_percent: int = 0
+    type: str = "compute"
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_mib < 0 or not 0 <= self.sm_percent <= 100 or not 0 <= self.memory_percent <= 100:
+            raise SimulationError(f"a process uses 0 or more MiB and 0 to 100 percent, not {self}")
+        if self.type not in PROCESS_TYPES:
+            raise SimulationError(f"unknown type of process {self.type!r}; there are {', '.join(PROCESS_TYPES)}")
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """One line for a command line."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuDescription:
+    """One GPU in words, for ``vgpu-agent sim list``."""
+
+    number: int
+    uuid: str
+    name: str
+    memory_mib: int
+    numa_node: int | None
+    pci_address: str
+    condition: str
+    recovery_action: str
+    mig_devices: tuple[str, ...]
+    processes: int
+
+
+class SimulatedNode:
+    """The simulated GPUs in one directory.
+
+    State: the mapped file; other processes change it too. Authors serialise themselves by a lock on a file beside it (a lock on the
+    file itself would tread on the live processes' locks). A crash between two writes can leave one half-made change, never more.
+    """
+
+    def __init__(self, directory: Path, memory: mmap.mmap) -> None:
+        self.directory = directory
+        self.state = layout.Node.from_buffer(memory)
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        *,
+        model: str = "A100-SXM4-80GB",
+        gpus: int = 2,
+        numa: Sequence[int] | None = None,
+        uuids: Sequence[str] | None = None,
+        seed: str = "",
+        driver_version: str = "580.95.05",
+        cuda_version: int = 13000,
+        force: bool = False,
+    ) -> Self:
+        """Make a new node in ``directory``, and sysfs, procfs and device nodes beside its state.
+
+        Args:
+            directory: made if need be.
+            model: a key of models.toml.
+            gpus: how many, 1 to 16.
+            numa: NUMA node of each GPU, -1 for none; by default all on node 0.
+            uuids: UUID of each GPU; by default derived from model, number and ``seed``.
+            seed: tells nodes apart that shall not share UUIDs.
+            driver_version: what NVML shows as the driver's.
+            cuda_version: as NVML encodes it, 1000 × major + 10 × minor.
+            force: replace a node that is there. Who has mapped the old one keeps seeing it until the next nvmlInit.
+
+        Raises:
+            SimulationError: a value cannot be used, a node is there already, or the directory cannot be written.
+        """
+        kind = model_of(model)
+        if not 1 <= gpus <= layout.GPUS:
+            raise SimulationError(f"cannot simulate {gpus} GPUs; choose 1 to {layout.GPUS}")
+        nodes = list(numa) if numa is not None else [0] * gpus
+        if len(nodes) != gpus or not all(-1 <= node < 32 for node in nodes):
+            raise SimulationError(f"NUMA nodes {','.join(map(str, nodes))} do not suit {gpus} GPUs; give one for each, -1 to 31")
+        names = list(uuids) if uuids is not None else creation.default_uuids(kind, gpus, seed)
+        if len(names) != gpus:
+            raise SimulationError(f"{len(names)} UUIDs do not suit {gpus} GPUs; give one for each")
+        creation.check_uuids(names)
+        state = directory / STATE_FILE
+        if state.exists() and not force:
+            raise SimulationError(f"{directory} holds a simulated node already; choose another directory, or force")
+        fresh = layout.Node()
+        creation.fill(fresh, kind, numa_nodes=nodes, uuids=names, driver_version=driver_version, cuda_version=cuda_version)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            unfinished = directory / f".{STATE_FILE}.{os.getpid()}"
+            unfinished.write_bytes(bytes(fresh))
+            unfinished.replace(state)
+        except OSError as err:
+            raise SimulationError(f"cannot create a simulated node in {directory}: {err.strerror}") from err
+        trees.write(directory, fresh)
+        return cls.open(directory)
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Open the node that `create` made.
+
+        Raises:
+            SimulationError: there is none, or it is not readable and writable, or of another version of this program.
+        """
+        path, size = directory / STATE_FILE, ctypes.sizeof(layout.Node)
+        remedy = f"create one with: vgpu-agent sim create {directory}"
+        try:
+            with path.open("r+b") as file:
+                if os.fstat(file.fileno()).st_size < size:
+                    raise SimulationError(f"{path} is not the state of a simulated node (too short); {remedy} --force")
+                memory = mmap.mmap(file.fileno(), size)
+        except FileNotFoundError as err:
+            raise SimulationError(f"{directory} holds no simulated node; {remedy}") from err
+        except OSError as err:
+            raise SimulationError(f"cannot open {path} for reading and writing: {err.strerror}") from err
+        node = cls(directory, memory)
+        if node.state.magic != layout.MAGIC:
+            raise SimulationError(f"{path} is not the state of a simulated node; {remedy} --force")
+        if node.state.layout != layout.LAYOUT or node.state.bytes != size:
+            raise SimulationError(f"{path} has layout {node.state.layout}, this program writes layout {layout.LAYOUT}; {remedy} --force")
+        return node
+
+    # Looking ----------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_path(self) -> Path:
+        """The file that every client maps."""
+        return self.directory / STATE_FILE
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """UUIDs of all GPUs, unplugged ones too, by number."""
+        return tuple(gpu.uuid.decode() for gpu in self.state.gpus[: self.state.gpu_count])
+
+    def mig_uuids(self, gpu: int | str) -> tuple[str, ...]:
+        """UUIDs of the MIG instances of a GPU, in NVML's order."""
+        return tuple(mig.uuid.decode() for mig in self._gpu(gpu).mig_devices if mig.used)
+
+    def gpu_number(self, gpu: int | str) -> int:
+        """The number of a GPU given by number or UUID.
+
+        Raises:
+            SimulationError: there is no such GPU.
+        """
+        text = str(gpu)
+        if text in self.uuids:
+            return self.uuids.index(text)
+        if text.isdecimal() and int(text) < self.state.gpu_count:
+            return int(text)
+        raise SimulationError(f"{self.directory} has no GPU {text}; it has 0 to {self.state.gpu_count - 1}")
+
+    def describe(self) -> list[GpuDescription]:
+        """Every GPU in words."""
+        return [self._describe(number) for number in range(self.state.gpu_count)]
+
+    def _gpu(self, gpu: int | str) -> layout.Gpu:
+        row: layout.Gpu = self.state.gpus[self.gpu_number(gpu)]
+        return row
+
+    def _describe(self, number: int) -> GpuDescription:
+        gpu = self.state.gpus[number]
+        conditions = {layout.Gpu.ANSWERS: "answers", layout.Gpu.LOST_BUT_KNOWN: "lost", layout.Gpu.LOST_ENTIRELY: "lost entirely"}
+        actions = {code: name for name, code in RECOVERY_ACTIONS.items()}
+        return GpuDescription(
+            number=number,
+            uuid=gpu.uuid.decode(),
+            name=gpu.name.decode(),
+            memory_mib=gpu.memory_total // _MIB,
+            numa_node=None if gpu.numa_node == layout.NONE else gpu.numa_node,
+            pci_address=trees.pci_address(gpu),
+            condition=conditions[gpu.lost] if gpu.present else "unplugged",
+            recovery_action=actions[gpu.recovery_action],
+            mig_devices=tuple(mig.name.decode().rpartition(" ")[2] for mig in gpu.mig_devices if mig.used),
+            processes=sum(self._is_running(number, slot) for slot in range(layout.PROCESSES)),
+        )
+
+    def _is_running(self, gpu: int, slot: int) -> bool:
+        """Whether a slot's process exists: a fixed one always, a live one as long as somebody holds its lock."""
+        kind = self.state.gpus[gpu].processes[slot].kind
+        if kind != layout.Process.LIVE:
+            return bool(kind == layout.Process.FIXED)
+        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, lock_byte(gpu, slot), 1, 0)
+        with self.state_path.open("r+b") as file:
+            answer = fcntl.fcntl(file.fileno(), fcntl.F_GETLK, request)
+        return bool(struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with (self.directory / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except OSError as err:
+            raise SimulationError(f"cannot lock {self.directory}: {err.strerror}") from err
+
+    # Breaking and mending ---------------------------------------------------------------------------------------------------------
+
+    def xid(self, gpu: int | str, code: int, *, gpu_instance: int | None = None, compute_instance: int | None = None) -> None:
+        """Raise XID ``code``, on one MIG instance where its ids are given."""
+        self.event(gpu, XID_EVENT, code, gpu_instance=gpu_instance, compute_instance=compute_instance)
+
+    def event(
+        self,
+        gpu: int | str,
+        event_type: int,
+        payload: int = 0,
+        *,
+        gpu_instance: int | None = None,
+        compute_instance: int | None = None,
+    ) -> None:
+        """Raise an event of type ``nvmlEventType…``; every event set that registered for it gets it once."""
+        number = self.gpu_number(gpu)
+        with self._writing():
+            sequence = self.state.event_head
+            row = self.state.events[sequence % layout.EVENTS]
+            row.type, row.payload, row.gpu = event_type, payload, number
+            row.gpu_instance = layout.NONE if gpu_instance is None else gpu_instance
+            row.compute_instance = layout.NONE if compute_instance is None else compute_instance
+            row.sequence = sequence
+            self.state.event_head = sequence + 1
+
+    def lose(self, gpu: int | str, *, entirely: bool = False) -> None:
+        """Make the GPU fall off the bus: queries say "GPU is lost"; identity is still answered to old handles, unless ``entirely``."""
+        self._gpu(gpu).lost = layout.Gpu.LOST_ENTIRELY if entirely else layout.Gpu.LOST_BUT_KNOWN
+
+    def restore(self, gpu: int | str) -> None:
+        """Undo `lose`."""
+        self._gpu(gpu).lost = layout.Gpu.ANSWERS
+
+    def unplug(self, gpu: int | str) -> None:
+        """Take the GPU away: old handles say "GPU is lost", and after the next nvmlInit it is not counted."""
+        self._gpu(gpu).present = 0
+
+    def plug(self, gpu: int | str) -> None:
+        """Undo `unplug`; clients that initialised meanwhile see it after their next nvmlInit."""
+        self._gpu(gpu).present = 1
+
+    def recovery_action(self, gpu: int | str, action: str) -> None:
+        """What the driver asks for: one of `RECOVERY_ACTIONS`.
+
+        Raises:
+            SimulationError: unknown action.
+        """
+        if action not in RECOVERY_ACTIONS:
+            raise SimulationError(f"unknown recovery action {action!r}; there are {', '.join(RECOVERY_ACTIONS)}")
+        self._gpu(gpu).recovery_action = RECOVERY_ACTIONS[action]
+
+    def remap(self, gpu: int | str, *, corrected: int = 0, uncorrected: int = 0, pending: bool = False, failed: bool = False) -> None:
+        """Set the counts of remapped rows, and whether a remapping waits for a reset or has failed."""
+        row = self._gpu(gpu)
+        row.remap_corrected, row.remap_uncorrected = corrected, uncorrected
+        row.remap_pending, row.remap_failed = int(pending), int(failed)
+
+    def ecc_errors(self, gpu: int | str, *, corrected: int = 0, uncorrected: int = 0) -> None:
+        """Set the volatile ECC counts, and add the same to the aggregate ones."""
+        row = self._gpu(gpu)
+        row.ecc_volatile_corrected, row.ecc_volatile_uncorrected = corrected, uncorrected
+        row.ecc_aggregate_corrected += corrected
+        row.ecc_aggregate_uncorrected += uncorrected
+
+    def temperature(self, gpu: int | str, celsius: int) -> None:
+        """Set the GPU's temperature in degrees Celsius."""
+        self._gpu(gpu).temperature = celsius
+
+    def fault(self, function: str, *, gpu: int | str | None = None, code: int | None = None, times: int = -1, delay_ms: int = 0) -> None:
+        """Make NVML calls fail or be slow.
+
+        Args:
+            function: an NVML name, meant with all its versions (``nvmlDeviceGetHandleByIndex``), or a prefix and ``*``.
+            gpu: only for calls about this GPU.
+            code: nvmlReturn_t to answer with; without it the call is only slow.
+            times: how often, -1 for ever.
+            delay_ms: how long each such call takes first.
+
+        Raises:
+            SimulationError: no such function, nothing to do, or all 32 rows are in use.
+        """
+        _check_function(function)
+        if (code is None and delay_ms <= 0) or times == 0 or times < -1 or delay_ms < 0:
+            raise SimulationError(f"a fault of {function} needs a code or a delay, and times -1 or at least 1")
+        number = layout.NONE if gpu is None else self.gpu_number(gpu)
+        with self._writing():
+            free = [row for row in self.state.faults if not row.function or row.times_left == 0]
+            if not free:
+                raise SimulationError(f"all {layout.FAULTS} fault rows are in use; clear them first")
+            row = free[0]
+            row.times_left, row.gpu, row.delay_ms = 0, number, delay_ms
+            row.code = layout.NONE if code is None else code
+            row.function = function.encode()
+            row.times_left = times
+
+    def clear_faults(self) -> None:
+        """Forget every fault; a call that is being delayed now finishes its delay."""
+        with self._writing():
+            for row in self.state.faults:
+                row.times_left, row.function = 0, b""
+
+    # Using ------------------------------------------------------------------------------------------------------------------------
+
+    def set_mig(self, gpu: int | str, profiles: Sequence[str], *, uuids: Sequence[str] | None = None) -> None:
+        """Cut the GPU into instances of these profiles (``3g.40gb``, ``1c.3g.40gb``); none switches MIG mode off.
+
+        Raises:
+            SimulationError: unknown profile, or they do not fit; nothing is changed then.
+        """
+        with self._writing():
+            mig.cut(self._gpu(gpu), profiles, uuids)
+            trees.write(self.directory, self.state)
+
+    def utilisation(self, gpu: int | str, percent: int | None) -> None:
+        """Fix the GPU's utilisation, memory at half of it; None: as much as its processes use.
+
+        Raises:
+            SimulationError: not 0 to 100.
+        """
+        if percent is not None and not 0 <= percent <= 100:
+            raise SimulationError(f"utilisation is 0 to 100 percent, not {percent}")
+        row = self._gpu(gpu)
+        row.utilisation = layout.NONE if percent is None else percent
+        row.memory_utilisation = layout.NONE if percent is None else percent // 2
+
+    def add_process(self, gpu: int | str, pid: int, use: ProcessUse) -> int:
+        """Show a process that need not exist, under exactly this pid; returns its slot for `remove_process`.
+
+        Raises:
+            SimulationError: all slots are taken.
+        """
+        with self._writing():
+            # From the far end: live processes take the first free slot.
+            for slot in reversed(range(layout.PROCESSES)):
+                row = self._gpu(gpu).processes[slot]
+                if row.kind == layout.Process.FREE:
+                    self.fill_process(row, use, pid=pid)
+                    row.kind = layout.Process.FIXED
+                    return slot
+        raise SimulationError(f"all {layout.PROCESSES} process slots of GPU {gpu} are taken; remove one first")
+
+    def remove_process(self, gpu: int | str, slot: int) -> None:
+        """Forget what `add_process` added."""
+        self._gpu(gpu).processes[slot].kind = layout.Process.FREE
+
+    def start_process(self, gpu: int | str, use: ProcessUse) -> subprocess.Popen[str]:
+        """Start a real process that uses the GPU until it ends; returns once NVML shows it. The caller ends and reaps it.
+
+        Raises:
+            SimulationError: it could not take a slot; the message is its own.
+        """
+        command = [sys.executable, "-m", "vgpu_agent.sim.holder", str(self.directory), "--gpu", str(gpu), "--use", use.to_json()]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if process.stdout is None or not process.stdout.readline():
+            _, complaint = process.communicate()
+            raise SimulationError(f"the process on GPU {gpu} did not start: {complaint.strip()}")
+        return process
+
+    @staticmethod
+    def fill_process(row: layout.Process, use: ProcessUse, *, pid: int) -> None:
+        """Write a process's use into its slot; the caller sets its kind afterwards, which makes it visible."""
+        row.pid, row.pid_namespace, row.type = pid, 0, PROCESS_TYPES.index(use.type)
+        row.memory_bytes = use.memory_mib * _MIB
+        row.sm_percent, row.memory_percent = use.sm_percent, use.memory_percent
+        row.gpu_instance = layout.NONE if use.gpu_instance is None else use.gpu_instance
+        row.compute_instance = layout.NONE if use.compute_instance is None else use.compute_instance
+
+
+def lock_byte(gpu: int, slot: int) -> int:
+    """The byte of the state file that a live process in this slot holds locked."""
+    return layout.LOCK_BASE + gpu * layout.PROCESSES + slot
+
+
+@cache
+def _known_functions() -> frozenset[str]:
+    text = "".join(source.read_text(encoding="utf-8") for source in build.sources())
+    return frozenset(_FUNCTION.findall(text))
+
+
+def _check_function(function: str) -> None:
+    """Refuse a name that no call will ever have: a fault that waits for it would look like a bug in the agent.
+
+    Raises:
+        SimulationError: names it.
+    """
+    prefix = function.removesuffix("*")
+    known = _known_functions()
+    versions = re.compile(re.escape(prefix) + r"(_v\d)?")
+    fits = any(name.startswith(prefix) if function != prefix else versions.fullmatch(name) for name in known)
+    if not function.startswith("nvml") or not fits or len(function) > 63:
+        raise SimulationError(f"NVML has no function {function!r}; give a name like nvmlDeviceGetMemoryInfo, or a prefix and *")

@@ -1,0 +1,129 @@
+"""The files outside NVML that belong to GPUs: NUMA nodes in sysfs, MIG capabilities in procfs, device nodes.
+
+An agent that is pointed at a simulated node reads them below ``DIR/sys``, ``DIR/proc`` and ``DIR/dev`` as it reads /sys, /proc and /dev
+of a real one. `SimulatedNode` writes them when it is created and when MIG instances change.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from typing import TYPE_CHECKING, Final
+
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.layout import NONE, Gpu, Node
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_CONTROL_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
+_NULL_DEVICE: Final = os.makedev(1, 3)
+
+# The driver numbers capabilities on its own: two for the machine, then for each GPU 15 GPU instances with up to 8 compute instances.
+_GPU_INSTANCES: Final = 15
+_COMPUTE_INSTANCES: Final = 8
+_FIRST_CAPABILITY: Final = 3
+
+
+def write(directory: Path, node: Node) -> None:
+    """Bring ``sys``, ``proc`` and ``dev`` below ``directory`` in line with ``node``.
+
+    Raises:
+        SimulationError: a file cannot be written.
+    """
+    try:
+        _write_sys(directory / "sys", node)
+        _write_proc(directory / "proc", node)
+        _write_dev(directory / "dev", node)
+    except OSError as err:
+        raise SimulationError(f"cannot write {err.filename or directory}: {err.strerror}") from err
+
+
+def pci_address(gpu: Gpu) -> str:
+    """The GPU's name below ``/sys/bus/pci/devices``: lower case, a domain of four digits."""
+    return f"{gpu.domain & 0xFFFF:04x}:{gpu.bus:02x}:{gpu.device:02x}.0"
+
+
+def capability_number(minor: int, gpu_instance: int, compute_instance: int | None = None) -> int:
+    """The minor of ``/dev/nvidia-caps/nvidia-cap<N>`` that opens a GPU instance, or one of its compute instances."""
+    per_instance = 1 + _COMPUTE_INSTANCES
+    number = _FIRST_CAPABILITY + (minor * _GPU_INSTANCES + gpu_instance) * per_instance
+    return number if compute_instance is None else number + 1 + compute_instance
+
+
+def _gpus(node: Node) -> Iterator[Gpu]:
+    return (node.gpus[number] for number in range(node.gpu_count))
+
+
+def _write_sys(root: Path, node: Node) -> None:
+    for gpu in _gpus(node):
+        device = root / "bus" / "pci" / "devices" / pci_address(gpu)
+        device.mkdir(parents=True, exist_ok=True)
+        numa_node = -1 if gpu.numa_node == NONE else gpu.numa_node
+        (device / "numa_node").write_text(f"{numa_node}\n", encoding="ascii")
+
+
+def _write_proc(root: Path, node: Node) -> None:
+    driver = root / "driver"
+    minors = ["config 1", "monitor 2"]
+    for gpu in _gpus(node):
+        for instance in range(_GPU_INSTANCES):
+            path = f"gpu{gpu.minor}/gi{instance}"
+            minors.append(f"{path}/access {capability_number(gpu.minor, instance)}")
+            minors += [
+                f"{path}/ci{compute}/access {capability_number(gpu.minor, instance, compute)}" for compute in range(_COMPUTE_INSTANCES)
+            ]
+    (driver / "nvidia-caps").mkdir(parents=True, exist_ok=True)
+    (driver / "nvidia-caps" / "mig-minors").write_text("\n".join(minors) + "\n", encoding="ascii")
+    capabilities = driver / "nvidia" / "capabilities"
+    shutil.rmtree(capabilities, ignore_errors=True)
+    _write_capability(capabilities / "mig" / "config", 1)
+    _write_capability(capabilities / "mig" / "monitor", 2)
+    for path, number in _mig_capabilities(node):
+        _write_capability(capabilities / path / "access", number)
+    for gpu in _gpus(node):
+        information = driver / "nvidia" / "gpus" / pci_address(gpu) / "information"
+        information.parent.mkdir(parents=True, exist_ok=True)
+        lines = {"Model": gpu.name.decode(), "GPU UUID": gpu.uuid.decode(), "Bus Location": pci_address(gpu), "Device Minor": gpu.minor}
+        information.write_text("".join(f"{key}: \t {value}\n" for key, value in lines.items()), encoding="ascii")
+
+
+def _mig_capabilities(node: Node) -> Iterator[tuple[str, int]]:
+    for gpu in _gpus(node):
+        for mig in gpu.mig_devices:
+            if not mig.used:
+                continue
+            path = f"gpu{gpu.minor}/mig/gi{mig.gpu_instance}"
+            yield path, capability_number(gpu.minor, mig.gpu_instance)
+            yield (
+                f"{path}/ci{mig.compute_instance}",
+                capability_number(gpu.minor, mig.gpu_instance, mig.compute_instance),
+            )
+
+
+def _write_capability(path: Path, number: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"DeviceFileMinor: {number}\nDeviceFileMode: 292\nDeviceFileModify: 1\n", encoding="ascii")
+
+
+def _write_dev(root: Path, node: Node) -> None:
+    names = [*_CONTROL_NODES, *(f"nvidia{gpu.minor}" for gpu in _gpus(node))]
+    capabilities = [f"nvidia-caps/nvidia-cap{number}" for _, number in _mig_capabilities(node)]
+    if (root / "nvidia-caps").exists():
+        shutil.rmtree(root / "nvidia-caps")
+    for name in [*names, "nvidia-caps/nvidia-cap1", "nvidia-caps/nvidia-cap2", *capabilities]:
+        _write_device(root / name)
+
+
+def _write_device(path: Path) -> None:
+    """A character device where that is allowed, so that a container really gets one (it is /dev/null); else an empty file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, _NULL_DEVICE)
+        path.chmod(0o666)
+    except PermissionError:
+        path.touch()
