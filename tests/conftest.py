@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import io
 from collections.abc import Iterator
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from tests.golden import golden_inventory
+from vgpu_agent import log
 from vgpu_agent.model import Inventory
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _log_into_nothing() -> None:
+    """Lines are rendered as in production and kept out of the test report."""
+    log.configure(level="debug", stream=io.StringIO())
+
+
+@pytest.fixture(autouse=True)
+def _no_loop_by_accident(request: pytest.FixtureRequest) -> None:
+    """A plugin that asks for "the" loop around a synchronous test must not be given a new one, which nobody would close."""
+    if not inspect.iscoroutinefunction(getattr(request, "function", None)):
+        asyncio.set_event_loop(None)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from vgpu_agent import log
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Latest(Generic[T]):
             await self._newer.wait()
         return self._value
 
-    async def changes(self) -> AsyncIterator[T]:
+    async def changes(self) -> AsyncGenerator[T, None]:
         """The current value, then each later one that the reader is quick enough to see."""
         version = -1
         while True:

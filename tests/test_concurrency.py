@@ -1,0 +1,138 @@
+"""Snapshots that can be awaited, and loops that are looked after."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from vgpu_agent.concurrency import Latest, Supervisor, TaskState
+
+
+async def test_a_reader_gets_the_newest_value_and_skips_the_ones_between() -> None:
+    """Three changes while nobody looks are one for the reader."""
+    latest = Latest("a")
+    for value in "bcd":
+        latest.publish(value)
+    assert await latest.newer_than(0) == "d"
+    assert latest.version == 3
+
+
+async def test_all_readers_are_woken_by_one_change() -> None:
+    """Two streams wait for the same version and both see it."""
+    latest = Latest(0)
+    async with asyncio.timeout(1), asyncio.TaskGroup() as group:
+        readers = [group.create_task(latest.newer_than(0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        latest.publish(7)
+    assert [reader.result() for reader in readers] == [7, 7]
+
+
+async def test_changes_begin_with_the_current_value() -> None:
+    """A new stream sends the list as it is before it waits."""
+    latest = Latest("now")
+    changes = latest.changes()
+    assert await anext(changes) == "now"
+    latest.publish("then")
+    assert await anext(changes) == "then"
+    await changes.aclose()
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
+
+
+def _supervisor() -> Supervisor:
+    return Supervisor(backoff_min_seconds=1, backoff_max_seconds=8)
+
+
+@pytest.mark.looptime
+async def test_a_loop_that_fails_is_started_again_with_growing_pauses() -> None:
+    """1, 2, 4, 8, 8 seconds: the pause doubles up to its end."""
+    starts: list[float] = []
+
+    async def fails() -> None:
+        starts.append(asyncio.get_running_loop().time())
+        raise OSError("the disk is full")
+
+    async with _supervisor() as supervisor:
+        supervisor.start("writer", fails)
+        await asyncio.sleep(30)
+        (report,) = supervisor.reports
+    pauses = [round(later - earlier) for earlier, later in itertools.pairwise(starts)]
+    assert pauses == [1, 2, 4, 8, 8]
+    assert report.restarts == 6
+    assert report.last_error == "OSError: the disk is full"
+
+
+async def test_one_failing_loop_does_not_end_the_others() -> None:
+    """Each loop is looked after by itself."""
+    alive = asyncio.Event()
+
+    async def fails() -> None:
+        raise RuntimeError("a bug")
+
+    async def works() -> None:
+        await asyncio.sleep(0.01)
+        alive.set()
+
+    async with asyncio.timeout(1), _supervisor() as supervisor:
+        supervisor.start("buggy", fails)
+        supervisor.start("good", works)
+        await alive.wait()
+
+
+async def test_a_loop_that_returns_has_ended() -> None:
+    """Returning is no failure and starts nothing again."""
+
+    async def once() -> None:
+        return
+
+    async with _supervisor() as supervisor:
+        supervisor.start("once", once)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert supervisor.reports[0].state is TaskState.ENDED
+
+
+async def test_a_fatal_error_ends_the_loop_and_says_why() -> None:
+    """What no restart can mend is not tried again."""
+
+    async def refused() -> None:
+        raise ValueError("version refused")
+
+    async with _supervisor() as supervisor:
+        supervisor.start("plugin", refused, fatal=(ValueError,))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        (report,) = supervisor.reports
+        assert (report.state, report.last_error, report.restarts) == (TaskState.FAILED, "version refused", 0)
+
+
+async def test_a_silent_loop_counts_as_stuck_until_it_beats() -> None:
+    """A promise of a sign of life every 5 s is broken 2 s after the seventh second, and kept again by a beat."""
+    async with _supervisor() as supervisor:
+        supervisor.start("watch", _forever, stuck_after_seconds=5)
+        (report,) = supervisor.reports
+        assert report.stuck_for(report.last_beat_at + 4) == 0
+        assert report.stuck_for(report.last_beat_at + 7) == 2
+        supervisor.beat("watch")
+        assert report.stuck_for(report.last_beat_at) == 0
+
+
+async def test_two_loops_of_one_name_are_a_bug() -> None:
+    """A name means one loop in the log."""
+    async with _supervisor() as supervisor:
+        supervisor.start("watch", _forever)
+        with pytest.raises(RuntimeError, match="already running"):
+            supervisor.start("watch", _forever)
+
+
+async def test_a_stopped_loop_is_gone_and_its_name_free() -> None:
+    """A resource that is withdrawn and offered again gets its loop again."""
+    async with _supervisor() as supervisor:
+        supervisor.start("plugin", _forever)
+        await supervisor.stop("plugin")
+        assert supervisor.reports == []
+        supervisor.start("plugin", _forever)

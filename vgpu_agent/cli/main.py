@@ -1,0 +1,88 @@
+"""Entry of the command line: one parser, one place where an error becomes a line and an exit status.
+
+Exit status: 0 done, 1 it failed, 2 it was asked for wrongly (flags or configuration), 130 interrupted. A command is a module with
+`add_parser`; its parser leaves ``run`` in the parsed arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vgpu_agent import __version__
+from vgpu_agent.errors import AgentError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+# Commands in the order of --help. A module is imported only for its own command: `status` must not pay for the agent's libraries.
+_COMMANDS = {
+    "run": ("vgpu_agent.cli.run", "run the agent on this node"),
+    "status": ("vgpu_agent.cli.status", "show what the running agent offers and who holds what"),
+    "config": ("vgpu_agent.cli.config", "check, show or write a configuration"),
+    "sim": ("vgpu_agent.cli.sim", "create simulated GPUs and make things happen to them"),
+    "demo": ("vgpu_agent.cli.demo", "play the main job on a simulated node"),
+    "version": ("vgpu_agent.cli.version", "print the version"),
+}
+
+_EXAMPLES = """\
+examples:
+  vgpu-agent run --config /etc/vgpu-agent/config.yaml
+  vgpu-agent sim create /tmp/node --gpus 8 --model A100-SXM4-80GB && vgpu-agent run --simulate /tmp/node
+  vgpu-agent status
+  vgpu-agent config check config.yaml
+  vgpu-agent demo
+
+`vgpu-agent COMMAND --help` tells more about a command.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong call in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and leave with `USAGE`."""
+        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(USAGE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = _parser(words).parse_args(words)
+        status: int = arguments.run(arguments)
+    except ConfigError as err:
+        for problem in err.problems:
+            print(f"vgpu-agent: {problem}", file=sys.stderr)
+        return USAGE
+    except AgentError as err:
+        print(f"vgpu-agent: {err}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        return FAILED  # whoever read our output has had enough
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="vgpu-agent",
+        description="Shares the NVIDIA GPUs of one Kubernetes node between its pods.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"vgpu-agent {__version__}")
+    subparsers: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    asked = next((word for word in words if not word.startswith("-")), "")
+    for name, (module, summary) in _COMMANDS.items():
+        if name == asked:
+            importlib.import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser

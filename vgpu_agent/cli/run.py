@@ -1,0 +1,36 @@
+"""``vgpu-agent run``: reads the configuration, sets up the log and hands over to `agent`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from vgpu_agent import log
+from vgpu_agent.config import load, options
+
+_EXAMPLES = """\
+examples:
+  vgpu-agent run --config /etc/vgpu-agent/config.yaml
+  vgpu-agent run --simulate /tmp/node --kubelet-dir /tmp/kubelet --log-format console
+
+Exit status: 0 after SIGTERM or SIGINT, 1 when the agent cannot start (no driver, port in use), 2 when the configuration is wrong.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``run``."""
+    parser = subparsers.add_parser(
+        "run", help="run the agent on this node", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_arguments(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    loaded = load.load(options.given(arguments), os.environ)
+    log.configure(log_format=loaded.settings.log.format, level=loaded.settings.log.level)
+    from vgpu_agent import agent  # noqa: PLC0415 - 200 ms of libraries that a wrong configuration should not wait for
+
+    asyncio.run(agent.run(loaded))
+    return 0
