@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Write docs/metrics.md from the catalogue of metrics, or with --check say whether it is up to date (exit 1 when it is not).
+
+Run by scripts/generate and, with --check, by scripts/lint: the documentation of a metric cannot fall behind its code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vgpu_agent.web.catalogue import CATALOGUE, Kind, Metric  # noqa: E402 - the checkout need not be installed
+
+DOCUMENT = ROOT / "docs" / "metrics.md"
+
+HEAD = """# Metrics
+
+<!-- Generated from vgpu_agent/web/catalogue.py by scripts/generate_metrics_docs.py. Do not edit. -->
+
+`GET /metrics` on the public address (`:9394`). Prometheus' text format, or OpenMetrics for a scraper that asks for it. A scrape reads
+values that are already in memory: it never calls the driver, the kubelet or the API server, so it is safe at any interval and during any failure.
+
+* Names and labels are a contract: new ones may be added, none is renamed.
+* `gpu` is always the UUID of the physical card. For the index and the product name, join:
+  `vgpu_agent_gpu_utilisation_ratio * on (gpu) group_left (index, name) vgpu_agent_gpu_info`.
+* Series are bounded: one a GPU, a resource, a loop, or a share that is held now; a pod's series vanish with the pod.
+* What the driver does not say is absent, not 0. Values that are read periodically keep their last reading; the two `…_age_seconds` metrics
+  say how old it is.
+* `namespace`, `pod` and `container` are those of the pod that *holds* a share. Prometheus' Kubernetes service discovery sets labels of the
+  same names for the scraped pod (the agent's own), so set `honor_labels: true` (`honorLabels` in a PodMonitor) to keep ours.
+"""
+
+TAIL = """
+## Questions and their queries
+
+| question | query |
+|---|---|
+| Who holds this GPU? | `vgpu_agent_grant_info{gpu="GPU-…"}` |
+| Which GPUs does this pod hold? | `vgpu_agent_grant_info{namespace="ml", pod="train-0"}` |
+| Which GPUs must not be given to anybody? | `vgpu_agent_gpu_healthy == 0` |
+| Does kubelet know every resource? | `vgpu_agent_plugin_registered == 0` |
+| How long does Allocate take? | `rate(vgpu_agent_allocate_seconds_sum[5m]) / rate(vgpu_agent_allocate_seconds_count[5m])` |
+| Does the driver hang? | `vgpu_agent_nvml_hung_seconds > 10` |
+| Did the ledger and kubelet disagree? | `increase(vgpu_agent_ledger_drift_total[15m]) > 0` |
+| Is the ledger still verified? | `time() - vgpu_agent_ledger_verified_timestamp_seconds > 120` |
+| Are GPUs simulated where they should not be? | `vgpu_agent_simulated == 1` |
+"""
+
+
+def row(metric: Metric) -> str:
+    """One line of the table."""
+    labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
+    text = metric.help + (" Scraped as `_sum` and `_count`." if metric.kind is Kind.SUMMARY else "")
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {text} |"
+
+
+def document() -> str:
+    """The whole file."""
+    return "\n".join([HEAD, "| name | type | labels | meaning |", "|---|---|---|---|", *map(row, CATALOGUE), TAIL])
+
+
+def main() -> int:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is out of date")
+    if not parser.parse_args().check:
+        DOCUMENT.write_text(document())
+    elif not DOCUMENT.exists() or DOCUMENT.read_text() != document():
+        print(f"{DOCUMENT.relative_to(ROOT)} is out of date: run scripts/generate_metrics_docs.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""A node as plain data, the two servers on loopback ports, and a client."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from blockbuster import blockbuster_ctx
+
+from vgpu_agent import log
+from vgpu_agent.concurrency import TaskReport
+from vgpu_agent.journal import Entry
+from vgpu_agent.model import Gpu, GpuUsage, Grant, GrantState, Health, Inventory, Link, MigInstance, Owner, Share
+from vgpu_agent.status import AgentStatus, KubeletStatus, LedgerStatus, NvmlState, NvmlStatus, PluginState, PluginStatus
+from vgpu_agent.web.server import WebServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+_HEALTHY = Health()
+NOW = 1_800_000_000.0  # 2027-01-15T08:00:00Z
+MAX_BODY_BYTES = 65536
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """A `Source` whose answer a test can replace."""
+
+    current: AgentStatus
+
+    def status(self) -> AgentStatus:
+        return self.current
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    text: str
+
+
+def a_gpu(index: int, *, health: Health = _HEALTHY, present: bool = True) -> Gpu:
+    """One of the node's cards."""
+    return Gpu(
+        uuid=f"GPU-{index}",
+        index=index,
+        minor=index,
+        name="NVIDIA A100-SXM4-80GB",
+        memory_mib=81920,
+        pci_bus_id=f"0000:0{index}:00.0",
+        numa_node=index // 4,
+        compute_capability=(8, 0),
+        health=health,
+        present=present,
+    )
+
+
+def a_grant(number: int, gpu: str, pod: str = "train-0", **changes: Any) -> Grant:
+    """One share of ``gpu`` in the hands of the pod ``ml/<pod>``."""
+    owner = Owner("main", f"uid-{pod}", "ml", pod)
+    grant = Grant(
+        number, "nvidia", "nvidia.com/gpu", (f"{gpu}::{number}",), (Share(gpu),), GrantState.GRANTED, owner, reserved_at=NOW - 60 * number
+    )
+    return dataclasses.replace(grant, **changes)
+
+
+@pytest.fixture
+def node() -> AgentStatus:
+    """Two GPUs, one of them broken and in MIG mode; a registered resource; a named and an unnamed grant; everything else said once."""
+    mig = MigInstance("MIG-1", 0, 7, 0, "1g.10gb", 9856)
+    broken = dataclasses.replace(
+        a_gpu(1, health=Health(ok=False, reason="XID 79: the GPU has fallen off the bus", since=NOW - 30)),
+        mig_enabled=True,
+        mig_instances=(mig,),
+    )
+    return AgentStatus(
+        node="node-a",
+        version="0.1.0",
+        commit="abc1234",
+        simulated=True,
+        started_at=NOW - 3700,
+        inventory=Inventory(
+            version=3,
+            gpus=(a_gpu(0), broken),
+            links={("GPU-0", "GPU-1"): Link(20, 12), ("GPU-1", "GPU-0"): Link(20, 12)},
+            driver_version="580.65.06",
+            cuda_version="13.0",
+            failures=("2: GPU is lost",),
+            taken_at=NOW - 100,
+        ),
+        usage=(GpuUsage("GPU-0", 1024, 81920, 55, 41, 250.5, 2, ((4711, 512),)), GpuUsage("GPU-1")),
+        usage_at=NOW - 5,
+        nvml=NvmlStatus(NvmlState.ANSWERING, calls=100, errors=2, hangs=1, library="libnvidia-ml.so.1"),
+        kubelet=KubeletStatus("/var/lib/kubelet", socket_present=True, restarts_seen=1, records_read_at=NOW - 7),
+        plugins=(
+            PluginStatus(
+                "nvidia.com/gpu",
+                "nvidia",
+                PluginState.REGISTERED,
+                endpoint="vgpu-agent-nvidia.com_gpu.sock",
+                registered_at=NOW - 3600,
+                registrations=2,
+                registration_failures=1,
+                stream_open=True,
+                streams_opened=2,
+                ids_sent=20,
+                healthy_sent=10,
+                bytes_sent=1300,
+                messages_sent=3,
+                allocations=5,
+                allocations_refused=2,
+                allocate_seconds_sum=0.004,
+            ),
+        ),
+        ledger=LedgerStatus(
+            revision=9,
+            grants=(a_grant(1, "GPU-0"), a_grant(2, "MIG-1", owner=None, state=GrantState.RESERVED)),
+            drift_total=4,
+            drift_last=("released GPU-0::9",),
+            verified_at=NOW - 12,
+            foreign=("GPU-9::0",),
+            capacity={"GPU-0": 10, "MIG-1": 10},
+            free={"nvidia.com/gpu": 9},
+        ),
+        tasks=(
+            TaskReport(
+                "health", last_beat_at=NOW - 1, started_at=NOW - 3700, restarts=3, last_error="OSError: gone", stuck_after_seconds=5
+            ),
+        ),
+        events=(
+            Entry(NOW - 600, "gpu.recovered", {"gpu": "GPU-1"}),
+            Entry(NOW - 30, "gpu.unhealthy", {"gpu": "GPU-1", "xid": 79}),
+            Entry(NOW - 20, "allocate.granted", {"ids": ("GPU-0::1",), "odd": object}),
+        ),
+        loop_lag_seconds=0.001,
+        loop_lag_max_seconds=0.25,
+        config={"listen": (":9394", "default"), "gpu.pollSeconds": (5.0, "config.yaml:3")},
+    )
+
+
+@pytest.fixture
+def source(node: AgentStatus) -> Snapshot:
+    """What the servers read from; a test changes `current`."""
+    return Snapshot(node)
+
+
+@pytest.fixture
+async def web(source: Snapshot) -> AsyncIterator[WebServer]:
+    """Both servers on free loopback ports; the test fails when one of their answers blocks the event loop."""
+    server = WebServer(
+        source,
+        listen="127.0.0.1:0",
+        debug_listen="127.0.0.1:0",
+        max_body_bytes=MAX_BODY_BYTES,
+        request_timeout_seconds=0.5,
+        shutdown_seconds=1,
+        clock=lambda: NOW,
+    )
+    async with server:
+        with blockbuster_ctx("vgpu_agent.web"):
+            yield server
+
+
+@pytest.fixture
+async def ask(web: WebServer) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
+    """A client: ``await ask("/debug/pods", method="GET")`` goes to whichever server has the path; further options are aiohttp's."""
+    async with aiohttp.ClientSession() as session:
+
+        async def request(path: str, method: str = "GET", **options: Any) -> Answer:
+            address = web.debug_address if path.startswith("/debug") else web.public_address
+            async with session.request(method, f"http://{address}{path}", **options) as response:
+                return Answer(response.status, dict(response.headers), await response.text())
+
+        yield request
+
+
+@pytest.fixture
+def log_level() -> Iterator[None]:
+    """The log level after the test is the one before it."""
+    before = log.current_level()
+    yield
+    log.set_level(before if before in log.LEVELS else "warning")

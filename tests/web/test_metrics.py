@@ -1,0 +1,231 @@
+"""The scrape: what it says, that it parses, and how long it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from vgpu_agent.model import Gpu, GpuUsage, Grant, GrantState, Inventory, Owner, Share
+from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, NvmlStatus
+from vgpu_agent.web.catalogue import CATALOGUE, Kind, Metric
+from vgpu_agent.web.metrics import Exposition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NOW = 1_800_000_000.0
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+@dataclasses.dataclass
+class Fixed:
+    """A source that always says the same."""
+
+    current: AgentStatus
+
+    def status(self) -> AgentStatus:
+        return self.current
+
+
+def scrape(status: AgentStatus) -> dict[tuple[str, ...], float]:
+    """Every series as (name, label=value, …) → value; fails on a series that occurs twice."""
+    body, _ = Exposition(Fixed(status), clock=lambda: NOW).render()
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(body.decode()):  # type: ignore[no-untyped-call]  # prometheus_client's parser has no types
+        for sample in family.samples:
+            key = (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items())))
+            assert key not in found, f"{key} occurs twice"
+            found[key] = sample.value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("series", "value"),
+    [
+        (("vgpu_agent_simulated",), 1),
+        (("vgpu_agent_ready",), 1),
+        (("vgpu_agent_driver_info", "cuda=13.0", "driver=580.65.06"), 1),
+        (("vgpu_agent_gpu_healthy", "gpu=GPU-0"), 1),
+        (("vgpu_agent_gpu_healthy", "gpu=GPU-1"), 0),
+        (("vgpu_agent_gpu_present", "gpu=GPU-1"), 1),
+        (("vgpu_agent_gpu_enumeration_failures",), 1),
+        (("vgpu_agent_gpu_memory_total_bytes", "gpu=GPU-0"), 81920 * 1024**2),
+        (("vgpu_agent_gpu_memory_used_bytes", "gpu=GPU-0"), 1024**3),
+        (("vgpu_agent_gpu_utilisation_ratio", "gpu=GPU-0"), 0.55),
+        (("vgpu_agent_gpu_temperature_celsius", "gpu=GPU-0"), 41),
+        (("vgpu_agent_gpu_power_watts", "gpu=GPU-0"), 250.5),
+        (("vgpu_agent_gpu_ecc_uncorrected_total", "gpu=GPU-0"), 2),
+        (("vgpu_agent_gpu_grants", "gpu=GPU-1"), 1),
+        (("vgpu_agent_gpu_grants_allowed", "gpu=GPU-1"), 10),
+        (("vgpu_agent_resource_ids", "resource=nvidia.com/gpu"), 20),
+        (("vgpu_agent_resource_ids_healthy", "resource=nvidia.com/gpu"), 10),
+        (("vgpu_agent_resource_ids_held", "resource=nvidia.com/gpu"), 2),
+        (("vgpu_agent_resource_ids_free", "resource=nvidia.com/gpu"), 9),
+        (("vgpu_agent_plugin_registered", "resource=nvidia.com/gpu"), 1),
+        (("vgpu_agent_registrations_total", "resource=nvidia.com/gpu"), 2),
+        (("vgpu_agent_registration_failures_total", "resource=nvidia.com/gpu"), 1),
+        (("vgpu_agent_allocations_total", "resource=nvidia.com/gpu", "result=granted"), 3),
+        (("vgpu_agent_allocations_total", "resource=nvidia.com/gpu", "result=refused"), 2),
+        (("vgpu_agent_allocate_seconds_count", "resource=nvidia.com/gpu"), 5),
+        (("vgpu_agent_allocate_seconds_sum", "resource=nvidia.com/gpu"), 0.004),
+        (("vgpu_agent_kubelet_up",), 1),
+        (("vgpu_agent_kubelet_restarts_total",), 1),
+        (("vgpu_agent_ledger_drift_total",), 4),
+        (("vgpu_agent_ledger_foreign_ids",), 1),
+        (("vgpu_agent_ledger_verified_timestamp_seconds",), NOW - 12),
+        (("vgpu_agent_nvml_up",), 1),
+        (("vgpu_agent_nvml_hung_seconds",), 0),
+        (("vgpu_agent_nvml_hangs_total",), 1),
+        (("vgpu_agent_task_restarts_total", "task=health"), 3),
+        (("vgpu_agent_task_stuck_seconds", "task=health"), 0),
+        (("vgpu_agent_event_loop_lag_max_seconds",), 0.25),
+        (("vgpu_agent_config_reload_failed",), 0),
+        (("vgpu_agent_inventory_age_seconds",), 100),
+        (("vgpu_agent_usage_age_seconds",), 5),
+        (("process_start_time_seconds",), NOW - 3700),
+    ],
+)
+def test_a_series_says_what_the_snapshot_says_in_base_units(node: AgentStatus, series: tuple[str, ...], value: float) -> None:
+    """Bytes, seconds and ratios, never MiB, milliseconds or percent."""
+    assert scrape(node)[series] == value
+
+
+def test_a_share_names_its_holder_and_its_gpu(node: AgentStatus) -> None:
+    """One can ask who holds a GPU; a MIG instance is counted on its card, and a holder that is not known yet is empty."""
+    shares = {key: value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"}
+    assert shares == {
+        (
+            "vgpu_agent_grant_info",
+            "container=main",
+            "device=GPU-0",
+            "gpu=GPU-0",
+            "namespace=ml",
+            "pod=train-0",
+            "resource=nvidia.com/gpu",
+            "state=granted",
+        ): 1,
+        (
+            "vgpu_agent_grant_info",
+            "container=",
+            "device=MIG-1",
+            "gpu=GPU-1",
+            "namespace=",
+            "pod=",
+            "resource=nvidia.com/gpu",
+            "state=reserved",
+        ): 1,
+    }
+
+
+def test_two_grants_that_no_label_tells_apart_are_one_series(node: AgentStatus) -> None:
+    """Prometheus drops a scrape with a repeated series, so two unnamed grants on one GPU are counted instead."""
+    unnamed = next(grant for grant in node.ledger.grants if grant.owner is None)
+    node.ledger.grants = (unnamed, dataclasses.replace(unnamed, number=3))
+    assert [value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"] == [2]
+
+
+def test_a_released_grant_is_not_a_share_any_more(node: AgentStatus) -> None:
+    """Series vanish with the pod."""
+    node.ledger.grants = tuple(dataclasses.replace(grant, state=GrantState.RELEASED) for grant in node.ledger.grants)
+    found = scrape(node)
+    assert not [key for key in found if key[0] == "vgpu_agent_grant_info"]
+    assert found["vgpu_agent_gpu_grants", "gpu=GPU-0"] == 0
+
+
+def test_what_the_driver_does_not_say_is_absent_rather_than_zero(node: AgentStatus) -> None:
+    """GPU-1's usage is all None: a made-up 0 °C would lie."""
+    assert ("vgpu_agent_gpu_temperature_celsius", "gpu=GPU-1") not in scrape(node)
+
+
+def test_a_hung_nvml_call_is_measured_from_its_start(node: AgentStatus) -> None:
+    """The gauge grows while the call does not return, and nvml_up falls."""
+    node.nvml = NvmlStatus(NvmlState.HUNG, "nvmlDeviceGetMemoryInfo", "GPU-1", since=NOW - 42)
+    found = scrape(node)
+    assert (found["vgpu_agent_nvml_hung_seconds",], found["vgpu_agent_nvml_up",]) == (42, 0)
+
+
+def test_an_agent_that_knows_nothing_yet_can_be_scraped() -> None:
+    """The servers start first; a scrape before the first inventory is valid and invents nothing."""
+    found = scrape(AgentStatus())
+    assert found["vgpu_agent_nvml_up",] == 0
+    assert ("vgpu_agent_inventory_age_seconds",) not in found
+
+
+def test_label_values_are_escaped(node: AgentStatus) -> None:
+    """A foreign text in a label cannot break the format."""
+    node.inventory = Inventory(gpus=(Gpu("GPU-0", 0, 0, 'A "new"\nline\\', 1),))
+    assert [key for key in scrape(node) if 'name=A "new"\nline\\' in key]
+
+
+def test_openmetrics_is_served_to_those_who_ask_for_it(node: AgentStatus) -> None:
+    """Prometheus asks for OpenMetrics first; its stricter parser accepts the answer."""
+    body, content_type = Exposition(Fixed(node), clock=lambda: NOW).render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    assert len(list(openmetrics.text_string_to_metric_families(body.decode()))) == len(CATALOGUE)
+
+
+def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_does(node: AgentStatus) -> None:
+    """A node on which everything happened once shows every documented metric, with exactly the documented labels."""
+    expected = set()
+    for metric in CATALOGUE:
+        suffixes = ("_sum", "_count") if metric.kind is Kind.SUMMARY else ("",)
+        expected |= {(metric.name + suffix, *sorted(metric.labels)) for suffix in suffixes}
+    assert {(name, *(label.partition("=")[0] for label in labels)) for name, *labels in scrape(node)} == expected
+
+
+def test_the_documentation_lists_exactly_the_metrics_that_exist() -> None:
+    """docs/metrics.md is generated; a metric added without regenerating it fails here."""
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in lines] == [metric.name for metric in CATALOGUE]
+
+
+@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
+def test_a_name_follows_the_conventions_of_prometheus(metric: Metric) -> None:
+    """Counters end in _total and nothing else does; a help text is a sentence."""
+    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+    assert metric.help.endswith(".")
+
+
+def a_large_node() -> AgentStatus:
+    """8 GPUs × 10 replicas, all 80 held (issue §6)."""
+    return AgentStatus(
+        inventory=Inventory(gpus=tuple(Gpu(f"GPU-{index:036}", index, index, "NVIDIA H100 80GB HBM3", 81559) for index in range(8))),
+        usage=tuple(GpuUsage(f"GPU-{index:036}", 1000, 81559, 50, 60, 500.0, 0) for index in range(8)),
+        ledger=LedgerStatus(
+            grants=tuple(
+                Grant(
+                    number,
+                    "nvidia",
+                    "nvidia.com/gpu",
+                    (f"GPU-{number % 8:036}::{number // 8}",),
+                    (Share(f"GPU-{number % 8:036}"),),
+                    GrantState.GRANTED,
+                    Owner("main", f"uid-{number}", "team-a", f"train-{number}"),
+                )
+                for number in range(80)
+            ),
+        ),
+    )
+
+
+def quickest(call: Callable[[], object], times: int) -> float:
+    """Seconds of the quickest of several calls: the machine may be busy with something else in any one of them."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def test_a_full_node_is_scraped_within_20_milliseconds() -> None:
+    """Issue §6: ``/metrics`` with 8 GPUs × 10 replicas and 80 grants."""
+    exposition = Exposition(Fixed(a_large_node()), clock=lambda: NOW)
+    assert exposition.render()[0].count(b"vgpu_agent_grant_info{") == 80
+    assert quickest(exposition.render, 10) <= 0.020

@@ -1,0 +1,78 @@
+"""``/metrics``: the catalogue in Prometheus' text format (or OpenMetrics, when the scraper asks for it).
+
+Called by `web.server` for each scrape. It reads one snapshot that is already in memory and a few counters of the process, so a hung driver
+or a slow kubelet can delay no scrape. Nothing is kept between scrapes: a series vanishes with what it describes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from vgpu_agent.web.catalogue import CATALOGUE, Kind
+from vgpu_agent.web.readings import Moment, ProcessFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vgpu_agent.web.catalogue import Metric
+    from vgpu_agent.web.source import Source
+
+
+class Exposition(Collector):
+    """The scrape: one registry of our own with one collector in it, itself."""
+
+    def __init__(self, source: Source, *, clock: Callable[[], float] = time.time) -> None:
+        self._source = source
+        self._clock = clock
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The answer to a scrape and its content type.
+
+        Args:
+            accept: the scraper's Accept header; it chooses between the text format and OpenMetrics.
+        """
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Family]:
+        """Called by the registry; every metric of the catalogue that has something to say."""
+        moment = Moment(self._source.status(), process_facts(), self._clock())
+        for metric in CATALOGUE:
+            yield _family(metric, moment)
+
+
+def _family(metric: Metric, moment: Moment) -> Family:
+    family = Family(metric.name.removesuffix("_total") if metric.kind is Kind.COUNTER else metric.name, metric.help, metric.kind.value)
+    suffix = "_sum" if metric.kind is Kind.SUMMARY else ""
+    for values, value in metric.read(moment):
+        family.add_sample(metric.name + suffix, dict(zip(metric.labels, values, strict=True)), float(value))
+    if metric.read_count is not None:
+        for values, value in metric.read_count(moment):
+            family.add_sample(metric.name + "_count", dict(zip(metric.labels, values, strict=True)), float(value))
+    return family
+
+
+def process_facts() -> ProcessFacts:
+    """Memory, CPU time and descriptors of this process, from getrusage(2) and /proc/self, which no disk stands behind."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    try:
+        # pread and listdir of procfs answer from the kernel's memory; the second number counts resident pages (proc(5)).
+        resident_pages = int(os.pread(statm, 200, 0).split()[1])
+    finally:
+        os.close(statm)
+    return ProcessFacts(
+        resident_bytes=resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        cpu_seconds=used.ru_utime + used.ru_stime,
+        open_descriptors=len(os.listdir("/proc/self/fd")) - 1,  # minus the one that lists
+    )

@@ -1,0 +1,161 @@
+"""The overview in words: the table that ``vgpu-agent status`` and ``curl :9394/`` print, and the read-only page that a browser gets.
+
+Pure functions on `views.Overview`. Imports no HTTP library, because the command line uses it as well.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vgpu_agent.web.views import GpuView, Overview, When
+
+SIMULATED = "SIMULATED GPUs: nothing here is real hardware"
+
+_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]  # title, columns, rows, what to say when there are none
+
+_STYLE = (
+    "body{font:14px/1.4 system-ui,sans-serif;margin:2em;color:#222;background:#fff}"
+    "table{border-collapse:collapse;margin:0 0 1.5em}th,td{text-align:left;padding:.25em .9em .25em 0;"
+    "border-bottom:1px solid #ddd;vertical-align:top}"
+    "h2{font-size:1.05em;margin:1.2em 0 .3em}.loud{background:#fd0;padding:.4em .8em;font-weight:bold}.bad{color:#b00}"
+)
+
+
+def as_text(overview: Overview) -> str:
+    """The overview as aligned columns, for a terminal."""
+    lines = [_headline(overview)]
+    if overview.simulated:
+        lines.append(f"*** {SIMULATED} ***")
+    for title, columns, rows, otherwise in _tables(overview):
+        lines += ["", title]
+        lines += _columns((columns, *rows)) if rows else [f"  {otherwise}"]
+    return "\n".join(lines) + "\n"
+
+
+def as_html(overview: Overview) -> str:
+    """The overview as a page without scripts that reloads itself every five seconds."""
+    node = html.escape(overview.node)
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5">',
+        f"<title>{node}: vgpu-agent</title><style>{_STYLE}</style></head><body><h1>{node}</h1>",
+    ]
+    if overview.simulated:
+        parts.append(f'<p class="loud">{SIMULATED}</p>')
+    parts.append(f"<p{'' if overview.ready else _BAD}>{html.escape(_headline(overview))}</p>")
+    for title, columns, rows, otherwise in _tables(overview):
+        parts.append(f"<h2>{html.escape(title)}</h2>")
+        parts.append(_html_table(columns, rows) if rows else f"<p>{html.escape(otherwise)}</p>")
+    parts.append(
+        '<p><a href="metrics">/metrics</a> <a href="readyz?verbose">/readyz</a> <a href="livez?verbose">/livez</a></p></body></html>\n'
+    )
+    return "".join(parts)
+
+
+_BAD = ' class="bad"'
+
+
+def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _headline(overview: Overview) -> str:
+    state = "ready" if overview.ready else "NOT READY" if overview.alive else "STUCK"
+    parts = [f"node {overview.node}", state, f"vgpu-agent {overview.version}{f' ({overview.commit})' if overview.commit else ''}"]
+    if overview.started.seconds_ago is not None:
+        parts.append(f"up {_duration(overview.started.seconds_ago)}")
+    if overview.driver_version:
+        parts.append(f"driver {overview.driver_version}{f', CUDA {overview.cuda_version}' if overview.cuda_version else ''}")
+    return " · ".join(parts)
+
+
+def _tables(overview: Overview) -> Iterator[_Table]:
+    yield "GPUs", ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", "UUID", "HELD BY"), _gpu_rows(overview), "none"
+    yield "Resources", ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"), _resource_rows(overview), "none offered"
+    yield "Pods", ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "SINCE"), _pod_rows(overview), "no pod holds a share"
+    problems: list[tuple[str, ...]] = [(problem.part, _one_line(problem.reason)) for problem in overview.problems]
+    yield "Problems", ("PART", "REASON"), problems, "none known"
+
+
+def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(gpu.index),
+            gpu.name,
+            _health(gpu),
+            _memory(gpu),
+            f"{gpu.usage.utilisation_percent} %" if gpu.usage and gpu.usage.utilisation_percent is not None else "-",
+            str(sum(share.gpu == gpu.uuid for pod in overview.pods for grant in pod.grants for share in grant.shares))
+            + (f"/{gpu.holders_allowed}" if gpu.holders_allowed is not None else ""),
+            gpu.uuid,
+            ", ".join(gpu.holders) or "-",
+        )
+        for gpu in overview.gpus
+    ]
+
+
+def _health(gpu: GpuView) -> str:
+    return gpu.health if gpu.present else "Gone"  # the reason stands under Problems; a sentence would tear the columns apart
+
+
+def _memory(gpu: GpuView) -> str:
+    used = gpu.usage.memory_used_mib if gpu.usage else None
+    return f"{'-' if used is None else used}/{gpu.memory_mib}"
+
+
+def _resource_rows(overview: Overview) -> list[tuple[str, ...]]:
+    return [
+        (
+            resource.resource,
+            resource.state if resource.stream_open or not resource.registered.at else f"{resource.state}, stream closed",
+            str(resource.ids),
+            str(resource.ids_healthy),
+            str(resource.ids_held),
+            "-" if resource.ids_free is None else str(resource.ids_free),
+        )
+        for resource in overview.resources
+    ]
+
+
+def _pod_rows(overview: Overview) -> list[tuple[str, ...]]:
+    return [
+        (
+            pod.pod,
+            grant.container or "-",
+            grant.resource,
+            ", ".join(share.device if share.gpu_index is None else str(share.gpu_index) for share in grant.shares),
+            grant.state,
+            _since(grant.reserved),
+        )
+        for pod in overview.pods
+        for grant in pod.grants
+    ]
+
+
+def _since(moment: When) -> str:
+    return "-" if moment.seconds_ago is None else _duration(moment.seconds_ago)
+
+
+def _duration(seconds: float) -> str:
+    """``42s``, ``5m``, ``3h20m``, ``12d4h``."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if hours < 1:
+        return f"{minutes}m{whole % 60:02}s"
+    return f"{hours}h{minutes % 60:02}m" if days < 1 else f"{days}d{hours % 24}h"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

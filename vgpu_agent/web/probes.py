@@ -1,0 +1,93 @@
+"""``/livez``, ``/healthz`` and ``/readyz``: whether kubelet should restart us, and whether the node's resources can be had.
+
+`agent` decides (`AgentStatus.not_alive` and `not_ready`); this module only words it: plain text, one line a reason. The two must not be
+mixed up: a missing kubelet or a hung driver makes the agent not ready, but no restart would mend it, so only a truly stuck loop makes it
+not alive.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from vgpu_agent.concurrency import TaskState
+from vgpu_agent.status import NvmlState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vgpu_agent.status import AgentStatus, ReadyProblem
+
+
+class Verdict(NamedTuple):
+    """The answer of a probe: whether it succeeds (200) or not (503), and the text."""
+
+    ok: bool
+    text: str
+
+
+class Check(NamedTuple):
+    """One line of ``?verbose``: informational, the verdict is `agent`'s."""
+
+    part: str
+    ok: bool
+    state: str
+
+
+def live(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
+    """``/livez``: fails only when the event loop or an owner task is stuck."""
+    return _verdict("alive", status.not_alive, _loop_checks(status, now), verbose=verbose)
+
+
+def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
+    """``/readyz``: fails while a resource is not registered or the GPUs cannot be asked."""
+    return _verdict("ready", status.not_ready, (*_node_checks(status), *_loop_checks(status, now)), verbose=verbose)
+
+
+def _verdict(word: str, problems: tuple[ReadyProblem, ...], checks: tuple[Check, ...], *, verbose: bool) -> Verdict:
+    lines = [f"[-] {_one_line(problem.part)}: {_one_line(problem.reason)}" for problem in problems]
+    if verbose:
+        # "~" marks what is not as it should be, yet is no reason for this probe to fail.
+        lines += [f"[{'+' if check.ok else '~'}] {_one_line(check.part)}: {_one_line(check.state)}" for check in checks]
+    lines.append(f"not {word}" if problems else word)
+    return Verdict(not problems, "\n".join(lines) + "\n")
+
+
+def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
+    nvml = status.nvml
+    state = f"{nvml.state.value}{f', in {nvml.call}' if nvml.state is NvmlState.HUNG else ''}"
+    kubelet = "socket present" if status.kubelet.socket_present else f"no socket in {status.kubelet.directory}"
+    plugins = (
+        Check(
+            plugin.resource,
+            plugin.ready,
+            f"{plugin.state.value}, stream {'open' if plugin.stream_open else 'closed'}, "
+            f"{plugin.healthy_sent} of {plugin.ids_sent} ids healthy",
+        )
+        for plugin in status.plugins
+    )
+    config = f"newest file refused, the previous one is in force: {status.config_problem}" if status.config_problem else "in force"
+    return (
+        Check("nvml", nvml.state is NvmlState.ANSWERING, state),
+        Check("kubelet", status.kubelet.socket_present, kubelet),
+        *plugins,
+        Check("config", not status.config_problem, config),
+    )
+
+
+def _loop_checks(status: AgentStatus, now: float) -> tuple[Check, ...]:
+    lag = f"{status.loop_lag_seconds * 1000:.1f} ms late, {status.loop_lag_max_seconds * 1000:.1f} ms at worst"
+    return (Check("event loop", ok=True, state=lag), *_task_checks(status, now))
+
+
+def _task_checks(status: AgentStatus, now: float) -> Iterator[Check]:
+    for task in status.tasks:
+        stuck = task.stuck_for(now)
+        text = f"no sign of life for {stuck:.0f} s longer than promised" if stuck else task.state.value
+        if task.last_error and task.state is not TaskState.RUNNING:
+            text += f" ({task.last_error})"
+        yield Check(f"task {task.name}", not stuck and task.state in (TaskState.RUNNING, TaskState.ENDED), text)
+
+
+def _one_line(text: str) -> str:
+    """Reasons quote foreign messages, which may have line breaks."""
+    return " ".join(text.split())

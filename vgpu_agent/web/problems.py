@@ -1,0 +1,71 @@
+"""What is wrong with the node, in sentences, the worst first: the last table of ``vgpu-agent status`` and of the overview page.
+
+Gathered from the snapshot by `views.overview`. What `agent` calls not alive or not ready comes first; then what stops nothing yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.status import NvmlState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vgpu_agent.model import Inventory
+    from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlStatus
+
+_SHOWN_IDS = 5
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Something that an operator should know: which part, and a sentence."""
+
+    part: str
+    reason: str
+
+
+def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
+    """Every problem once."""
+    verdicts = [Problem(problem.part, problem.reason) for problem in (*status.not_alive, *status.not_ready)]
+    found = [*verdicts, *_gpus(status.inventory)]
+    if not any(problem.part == "nvml" for problem in verdicts):
+        found += _nvml(status.nvml, now)
+    found += [*_kubelet(status), *_config(status), *_ledger(status.ledger)]
+    return tuple(dict.fromkeys(found))
+
+
+def _gpus(inventory: Inventory) -> Iterator[Problem]:
+    for gpu in inventory.gpus:
+        if not gpu.present:
+            yield Problem(f"gpu {gpu.index}", f"{gpu.uuid} is gone: {gpu.health.reason or 'it no longer answers'}")
+        elif not gpu.health.ok:
+            yield Problem(f"gpu {gpu.index}", f"{gpu.uuid} is unhealthy: {gpu.health.reason}")
+    for failure in inventory.failures:
+        yield Problem("gpu", f"a GPU did not answer: {failure}")
+
+
+def _nvml(nvml: NvmlStatus, now: float) -> Iterator[Problem]:
+    if nvml.state is NvmlState.HUNG:
+        where = f" on {nvml.gpu}" if nvml.gpu else ""
+        yield Problem("nvml", f"{nvml.call}{where} has not returned for {now - nvml.since:.0f} s")
+
+
+def _kubelet(status: AgentStatus) -> Iterator[Problem]:
+    if status.kubelet.records_trouble:
+        yield Problem("kubelet", status.kubelet.records_trouble)
+
+
+def _config(status: AgentStatus) -> Iterator[Problem]:
+    if status.config_problem:
+        yield Problem("config", f"the newest configuration is not in force: {status.config_problem}")
+    if status.config_needs_restart:
+        yield Problem("config", f"takes effect after a restart: {', '.join(status.config_needs_restart)}")
+
+
+def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
+    if ledger.foreign:
+        more = f" and {len(ledger.foreign) - _SHOWN_IDS} more" if len(ledger.foreign) > _SHOWN_IDS else ""
+        yield Problem("ledger", f"kubelet's records hold ids that this node does not offer: {', '.join(ledger.foreign[:_SHOWN_IDS])}{more}")

@@ -1,0 +1,169 @@
+"""How each metric is read from a snapshot: small functions that turn one `Moment` into rows of label values and a number.
+
+Used by the table in `catalogue` only; kept beside it so that the table reads as a table. A row exists while the thing it describes exists.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import platform
+from typing import TYPE_CHECKING
+
+from vgpu_agent.status import NvmlState
+from vgpu_agent.web import views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vgpu_agent.concurrency import TaskReport
+    from vgpu_agent.model import Gpu, GpuUsage
+    from vgpu_agent.status import AgentStatus, PluginStatus
+
+MIB = 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What the operating system says about this process."""
+
+    resident_bytes: float = 0.0
+    cpu_seconds: float = 0.0
+    open_descriptors: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """What one scrape reads: the snapshot, the process, and the time (unix seconds)."""
+
+    status: AgentStatus
+    process: ProcessFacts
+    now: float
+
+
+Row = tuple[tuple[str, ...], float]  # label values, value
+
+
+def one(value: Callable[[Moment], float | None]) -> Callable[[Moment], Iterator[Row]]:
+    """One series without labels; none while ``value`` is None."""
+
+    def read(moment: Moment) -> Iterator[Row]:
+        if (found := value(moment)) is not None:
+            yield (), found
+
+    return read
+
+
+def each_gpu(value: Callable[[Gpu], float]) -> Callable[[Moment], Iterator[Row]]:
+    """One series a GPU."""
+    return lambda moment: (((gpu.uuid,), value(gpu)) for gpu in moment.status.inventory.gpus)
+
+
+def each_usage(value: Callable[[GpuUsage], float | None]) -> Callable[[Moment], Iterator[Row]]:
+    """One series a GPU, for those whose driver says it."""
+
+    def read(moment: Moment) -> Iterator[Row]:
+        for usage in moment.status.usage:
+            if (found := value(usage)) is not None:
+                yield (usage.uuid,), found
+
+    return read
+
+
+def each_plugin(value: Callable[[PluginStatus], float]) -> Callable[[Moment], Iterator[Row]]:
+    """One series a resource."""
+    return lambda moment: (((plugin.resource,), value(plugin)) for plugin in moment.status.plugins)
+
+
+def each_task(value: Callable[[TaskReport, float], float]) -> Callable[[Moment], Iterator[Row]]:
+    """One series a loop of the agent."""
+    return lambda moment: (((task.name,), value(task, moment.now)) for task in moment.status.tasks)
+
+
+def build_info(moment: Moment) -> Iterator[Row]:
+    """The running build."""
+    yield (moment.status.version, moment.status.commit, platform.python_version()), 1
+
+
+def driver_info(moment: Moment) -> Iterator[Row]:
+    """The driver, once it has answered."""
+    if moment.status.inventory.driver_version:
+        yield (moment.status.inventory.driver_version, moment.status.inventory.cuda_version), 1
+
+
+def gpu_info(moment: Moment) -> Iterator[Row]:
+    """What a GPU is, in labels."""
+    for gpu in moment.status.inventory.gpus:
+        numa = "" if gpu.numa_node is None else str(gpu.numa_node)
+        yield (gpu.uuid, str(gpu.index), str(gpu.minor), gpu.name, gpu.pci_bus_id, numa, "true" if gpu.mig_enabled else "false"), 1
+
+
+def gpu_grants(moment: Moment) -> Iterator[Row]:
+    """Shares held of each GPU, MIG instances included."""
+    devices = views.gpu_of_devices(moment.status)
+    held = dict.fromkeys((gpu.uuid for gpu in moment.status.inventory.gpus), 0)
+    for grant in views.live_grants(moment.status):
+        for share in grant.shares:
+            uuid = devices[share.device].uuid if share.device in devices else share.device
+            held[uuid] = held.get(uuid, 0) + 1
+    return (((uuid,), count) for uuid, count in held.items())
+
+
+def gpu_grants_allowed(moment: Moment) -> Iterator[Row]:
+    """Shares that each GPU may give."""
+    for gpu in moment.status.inventory.gpus:
+        if (allowed := views.holders_allowed(gpu, moment.status)) is not None:
+            yield (gpu.uuid,), allowed
+
+
+def grant_info(moment: Moment) -> Iterator[Row]:
+    """Counted rather than 1: two grants may share every label (both unnamed, or a StatefulSet pod beside its predecessor)."""
+    devices = views.gpu_of_devices(moment.status)
+    counts: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for grant in views.live_grants(moment.status):
+        owner = grant.owner
+        who = (owner.namespace, owner.pod or owner.pod_uid, owner.container) if owner else ("", "", "")
+        for share in grant.shares:
+            gpu = devices[share.device].uuid if share.device in devices else share.device
+            counts[*who, grant.resource, gpu, share.device, grant.state.value] += 1
+    return ((labels, count) for labels, count in counts.items())
+
+
+def ids_held(moment: Moment) -> Iterator[Row]:
+    """Ids in use, by resource."""
+    held = views.ids_held(moment.status)
+    return (((plugin.resource,), held.get(plugin.resource, 0)) for plugin in moment.status.plugins)
+
+
+def ids_free(moment: Moment) -> Iterator[Row]:
+    """Ids to be had, by resource."""
+    return (((resource,), free) for resource, free in moment.status.ledger.free.items())
+
+
+def allocations(moment: Moment) -> Iterator[Row]:
+    """Allocate calls by result; the plugin counts the refused ones among all."""
+    for plugin in moment.status.plugins:
+        yield (plugin.resource, "granted"), plugin.allocations - plugin.allocations_refused
+        yield (plugin.resource, "refused"), plugin.allocations_refused
+
+
+def nvml_hung_seconds(moment: Moment) -> float:
+    """How long a call hangs."""
+    nvml = moment.status.nvml
+    return max(0.0, moment.now - nvml.since) if nvml.state is NvmlState.HUNG else 0.0
+
+
+def inventory_age(moment: Moment) -> float | None:
+    """Seconds since the GPUs were enumerated."""
+    taken_at = moment.status.inventory.taken_at
+    return max(0.0, moment.now - taken_at) if taken_at else None
+
+
+def usage_age(moment: Moment) -> float | None:
+    """Seconds since usage was read."""
+    return max(0.0, moment.now - moment.status.usage_at) if moment.status.usage_at else None
+
+
+def mib(value: int | None) -> float | None:
+    """Bytes of so many MiB."""
+    return None if value is None else value * MIB

@@ -1,0 +1,258 @@
+"""The two HTTP servers: metrics and probes for everyone (:9394), debug for whoever is on the node (127.0.0.1:9395).
+
+Built by `agent`, which starts it first (so that probes answer while everything else still comes up) and stops it last. It owns its sockets
+and nothing else: every answer is rendered from one `AgentStatus` without an await, so no request can see a half-changed state or hold up
+the loop.
+
+Errors leave as one JSON line each that says what would have worked; tracebacks stay in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Self
+
+from aiohttp import hdrs, web
+from aiohttp.http import HttpProcessingError
+
+from vgpu_agent import log
+from vgpu_agent.web import debug, page, probes, views
+from vgpu_agent.web.address import Address, bind, parse
+from vgpu_agent.web.metrics import Exposition
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.status import AgentStatus
+    from vgpu_agent.web.probes import Verdict
+    from vgpu_agent.web.source import Source
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    Probe = Callable[..., Verdict]
+
+_logger = log.get(__name__)
+_PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
+_LONGEST_ECHO = 120  # characters of a wrong path that an error repeats
+
+
+class WebServer:
+    """Both servers; use it as an async context, or `start` and `stop`.
+
+    Args:
+        source: where every answer comes from.
+        listen: address of metrics and probes, ``:9394``; port 0 takes a free one.
+        debug_listen: address of ``/debug``, ``127.0.0.1:9395``; same.
+        max_body_bytes: largest request body that is read.
+        request_timeout_seconds: how long a request may take to arrive, and how long a silent connection is kept.
+        shutdown_seconds: how long `stop` waits for answers under way.
+        clock: unix seconds; a test passes its own.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        listen: str,
+        debug_listen: str,
+        max_body_bytes: int,
+        request_timeout_seconds: float,
+        shutdown_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._source = source
+        self._listen, self._debug_listen = listen, debug_listen
+        self._max_body_bytes = max_body_bytes
+        self._request_timeout_seconds = request_timeout_seconds
+        self._shutdown_seconds = shutdown_seconds
+        self._clock = clock
+        self._exposition = Exposition(source, clock=clock)
+        self._runners: list[web.AppRunner] = []
+        self._public_address = self._debug_address = Address("", 0)
+
+    @property
+    def public_address(self) -> str:
+        """Where metrics and probes are really served, once started: the port is never 0."""
+        return str(self._public_address)
+
+    @property
+    def debug_address(self) -> str:
+        """Where ``/debug`` is really served, once started."""
+        return str(self._debug_address)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen on both addresses.
+
+        Raises:
+            ListenError: one of them cannot be listened on; the message names it, the cause and the remedy. Nothing is left listening.
+        """
+        try:
+            # Debug first: the public 404 page names the debug port.
+            self._debug_address = await self._serve(self._debug_application(), self._debug_listen, flag="--debug-listen")
+            self._public_address = await self._serve(self._public_application(), self._listen, flag="--listen")
+        except BaseException:
+            await self.stop()
+            raise
+        _logger.info("web.listening", listen=self.public_address, debug_listen=self.debug_address)
+
+    async def stop(self) -> None:
+        """Stop listening, finish answers under way (at most ``shutdown_seconds``), close every connection; twice is fine."""
+        while self._runners:
+            await self._runners.pop().cleanup()
+
+    async def _serve(self, application: web.Application, listen: str, *, flag: str) -> Address:
+        runner = web.AppRunner(
+            application,
+            access_log=None,
+            logger=_library_logger(),
+            keepalive_timeout=self._request_timeout_seconds,
+            lingering_time=self._request_timeout_seconds,
+            shutdown_timeout=self._shutdown_seconds,
+        )
+        wanted = parse(listen)
+        sock = await bind(wanted, flag=flag)
+        self._runners.append(runner)
+        await runner.setup()
+        await web.SockSite(runner, sock).start()
+        return Address(wanted.host, sock.getsockname()[1])
+
+    def _application(self) -> web.Application:
+        application = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
+        application.on_response_prepare.append(_harden)
+        return application
+
+    def _public_application(self) -> web.Application:
+        application = self._application()
+        application.router.add_get("/", self._page)
+        application.router.add_get("/metrics", self._metrics)
+        application.router.add_get("/healthz", self._probe(probes.live))
+        application.router.add_get("/livez", self._probe(probes.live))
+        application.router.add_get("/readyz", self._probe(probes.ready))
+        return application
+
+    def _debug_application(self) -> web.Application:
+        application = self._application()
+        for entry in debug.PATHS:
+            application.router.add_get(entry.path, self._debug(entry))
+        application.router.add_get("/debug", self._debug(debug.PATHS[0]))
+        application.router.add_put("/debug/loglevel", self._put_log_level)
+        return application
+
+    def _snapshot(self) -> tuple[AgentStatus, float]:
+        return self._source.status(), self._clock()
+
+    async def _page(self, request: web.Request) -> web.Response:
+        overview = views.overview(*self._snapshot())
+        if "text/html" in request.headers.get(hdrs.ACCEPT, ""):
+            return web.Response(text=page.as_html(overview), content_type="text/html")
+        return web.Response(text=page.as_text(overview))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._exposition.render(",".join(request.headers.getall(hdrs.ACCEPT, [])))
+        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
+
+    def _probe(self, probe: Probe) -> Handler:
+        async def answer(request: web.Request) -> web.Response:
+            verdict = probe(*self._snapshot(), verbose="verbose" in request.query)
+            return web.Response(status=200 if verdict.ok else 503, text=verdict.text)
+
+        return answer
+
+    def _debug(self, entry: debug.DebugPath) -> Handler:
+        async def answer(request: web.Request) -> web.Response:
+            asked = debug.question(*self._snapshot(), request.query.items(), entry.parameters, entry.path)
+            return _json(200, entry.answer(asked), pretty="pretty" in asked.query)
+
+        return answer
+
+    async def _put_log_level(self, request: web.Request) -> web.Response:
+        return _json(200, debug.change_log_level(await request.read()))
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Whatever goes wrong with one request ends here, as one JSON line."""
+        try:
+            self._refuse_unwanted_body(request)
+            async with asyncio.timeout(self._request_timeout_seconds):
+                return await handler(request)
+        except debug.BadQuestionError as err:
+            return _error(400, str(err))
+        except web.HTTPException as err:
+            return self._http_error(request, err)
+        except TimeoutError:
+            return _error(408, f"the request did not arrive within {self._request_timeout_seconds:g} s")
+        except Exception as err:  # a bug in one answer must not show its traceback to strangers nor end the connection without a word
+            _logger.error("web.failed", method=request.method, path=request.path, exc_info=err)
+            return _error(500, "this answer failed inside the agent; its log has the reason (web.failed)")
+
+    def _refuse_unwanted_body(self, request: web.Request) -> None:
+        """Only PUT reads a body, and aiohttp watches its size only while it is read."""
+        size = request.content_length
+        if size is not None and size > self._max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, size)
+        if request.method in ("GET", "HEAD") and request.body_exists:
+            raise debug.BadQuestionError(f"{request.method} {_shortened(request.path)} takes no request body; send it without one")
+
+    def _http_error(self, request: web.Request, err: web.HTTPException) -> web.Response:
+        path = _shortened(request.path)
+        match err:
+            case web.HTTPRequestEntityTooLarge():
+                return _error(413, f"the request body is too large; at most {self._max_body_bytes} bytes are read")
+            case web.HTTPMethodNotAllowed():
+                allowed = sorted(err.allowed_methods)
+                refusal = _error(405, f"{_shortened(request.method)} is not possible on {path}; use {' or '.join(allowed)}")
+                refusal.headers[hdrs.ALLOW] = ", ".join(allowed)
+                return refusal
+            case web.HTTPNotFound():
+                known = sorted({resource.canonical for resource in request.app.router.resources()})
+                elsewhere = f"; /debug is served at {self.debug_address}" if path.startswith("/debug") and "/metrics" in known else ""
+                elsewhere = elsewhere or (f"; it is served at {self.public_address}" if request.path in _PUBLIC_PATHS else "")
+                return _json(404, {"error": f"there is no {path} here{elsewhere}", "paths": known})
+            case _:
+                return _error(err.status, err.reason)
+
+
+async def _harden(_: web.Request, response: web.StreamResponse) -> None:
+    """No advertisement of versions, no guessing of types, no caching of a moment, no scripts, no frames."""
+    response.headers.popall(hdrs.SERVER, None)
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers[hdrs.CACHE_CONTROL] = "no-store"
+    response.headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+
+
+def _json(status: int, answer: object, *, pretty: bool = False) -> web.Response:
+    return web.Response(status=status, body=debug.to_json(answer, pretty=pretty), content_type="application/json")
+
+
+def _error(status: int, text: str) -> web.Response:
+    return _json(status, {"error": text})
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}…"
+
+
+class _OneLine(logging.Filter):
+    """Turns aiohttp's report of bytes that are not HTTP, an error with a traceback, into one line of ours: it is not our bug."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        cause = record.exc_info[1] if record.exc_info else None
+        if not isinstance(cause, HttpProcessingError):
+            return True
+        _logger.info("web.bad_request", error=_shortened(" ".join(str(cause).split())))
+        return False
+
+
+def _library_logger() -> logging.Logger:
+    logger = logging.getLogger(f"{__name__}.aiohttp")
+    if not logger.filters:
+        logger.addFilter(_OneLine())
+    return logger

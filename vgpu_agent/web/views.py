@@ -1,0 +1,390 @@
+"""The public JSON shapes of ``/debug``: what `AgentStatus` looks like from outside.
+
+They are types of their own, so that a change inside the agent cannot silently change what scripts read, and so that ``vgpu-agent status``
+decodes exactly what `web.debug` encodes. Fields may be added; they are never renamed. Unknown fields are ignored and missing ones have
+defaults, hence an older command line reads a newer agent and the other way round.
+
+A time is an ISO-8601 text in UTC beside its age in seconds; both are null for "never".
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.model import GrantState
+from vgpu_agent.status import NvmlState
+from vgpu_agent.web import problems
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vgpu_agent.model import Gpu, GpuUsage, Grant
+    from vgpu_agent.status import AgentStatus, PluginStatus
+
+
+class When(msgspec.Struct, frozen=True):
+    """A moment: ISO-8601 in UTC, and how many seconds ago that was."""
+
+    at: str | None = None
+    seconds_ago: float | None = None
+
+
+class UsageView(msgspec.Struct, frozen=True):
+    """What a GPU is doing; null where the driver does not say."""
+
+    memory_used_mib: int | None = None
+    memory_total_mib: int | None = None
+    utilisation_percent: int | None = None
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
+    ecc_uncorrected_total: int | None = None
+    processes: tuple[dict[str, int], ...] = ()
+
+
+class MigView(msgspec.Struct, frozen=True):
+    """A MIG instance."""
+
+    uuid: str
+    index: int
+    gpu_instance_id: int
+    compute_instance_id: int
+    profile: str
+    memory_mib: int
+
+
+class GpuView(msgspec.Struct, frozen=True):
+    """A GPU, its health and who holds a share of it."""
+
+    uuid: str
+    index: int = 0
+    minor: int = 0
+    name: str = ""
+    memory_mib: int = 0
+    pci_bus_id: str = ""
+    numa_node: int | None = None
+    compute_capability: str = ""
+    present: bool = True
+    health: str = ""
+    health_reason: str = ""
+    health_changed: When = When()
+    usage: UsageView | None = None
+    holders: tuple[str, ...] = ()
+    holders_allowed: int | None = None
+    mig_enabled: bool = False
+    mig_instances: tuple[MigView, ...] = ()
+    links: dict[str, dict[str, int]] = {}
+
+
+class ShareView(msgspec.Struct, frozen=True):
+    """A part of one device; 0 where nothing is limited."""
+
+    device: str
+    gpu: str = ""
+    gpu_index: int | None = None
+    memory_mib: int = 0
+    cores_percent: int = 0
+    exclusive: bool = False
+
+
+class GrantView(msgspec.Struct, frozen=True):
+    """The shares that one container holds through one resource; its names are empty until kubelet's records tell them."""
+
+    number: int
+    family: str = ""
+    resource: str = ""
+    state: str = ""
+    namespace: str = ""
+    pod: str = ""
+    pod_uid: str = ""
+    container: str = ""
+    ids: tuple[str, ...] = ()
+    shares: tuple[ShareView, ...] = ()
+    reserved: When = When()
+
+    @property
+    def pod_name(self) -> str:
+        """``namespace/name``; the UID, or a word for "not known yet", until kubelet has named the pod."""
+        return f"{self.namespace}/{self.pod}" if self.pod else self.pod_uid or "(not named yet)"
+
+
+class PodView(msgspec.Struct, frozen=True):
+    """A pod and what its containers hold."""
+
+    pod: str
+    namespace: str = ""
+    name: str = ""
+    uid: str = ""
+    grants: tuple[GrantView, ...] = ()
+
+
+class ResourceView(msgspec.Struct, frozen=True):
+    """A resource and its plugin server."""
+
+    resource: str
+    family: str = ""
+    state: str = ""
+    ready: bool = False
+    stream_open: bool = False
+    endpoint: str = ""
+    registered: When = When()
+    registrations: int = 0
+    registration_failures: int = 0
+    streams_opened: int = 0
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    ids: int = 0
+    ids_healthy: int = 0
+    ids_held: int = 0
+    ids_free: int | None = None
+    allocations: int = 0
+    allocations_refused: int = 0
+    allocate_seconds_last: float = 0.0
+    allocate_seconds_sum: float = 0.0
+    preferred_calls: int = 0
+    pre_starts: int = 0
+    pre_starts_refused: int = 0
+    last_error: str = ""
+
+
+class NvmlView(msgspec.Struct, frozen=True):
+    """The thread that owns NVML; ``call``, ``gpu`` and ``hung`` speak of a call that does not return."""
+
+    state: str = ""
+    library: str = ""
+    call: str = ""
+    gpu: str = ""
+    hung: When = When()
+    calls: int = 0
+    errors: int = 0
+    hangs: int = 0
+    last_error: str = ""
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """The whole node on one page: ``/``, ``/debug/status`` and ``vgpu-agent status``."""
+
+    node: str
+    version: str = ""
+    commit: str = ""
+    simulated: bool = False
+    ready: bool = False
+    alive: bool = False
+    started: When = When()
+    driver_version: str = ""
+    cuda_version: str = ""
+    problems: tuple[problems.Problem, ...] = ()
+    gpus: tuple[GpuView, ...] = ()
+    resources: tuple[ResourceView, ...] = ()
+    pods: tuple[PodView, ...] = ()
+
+
+def when(unix_seconds: float, now: float) -> When:
+    """The moment ``unix_seconds``; 0 is never."""
+    if not unix_seconds:
+        return When()
+    at = dt.datetime.fromtimestamp(unix_seconds, dt.UTC).isoformat(timespec="milliseconds")
+    return When(at.replace("+00:00", "Z"), round(now - unix_seconds, 3))
+
+
+def gpu_of_devices(status: AgentStatus) -> dict[str, Gpu]:
+    """The GPU below each device: itself for a GPU, its parent for a MIG instance."""
+    gpus = status.inventory.gpus
+    return {gpu.uuid: gpu for gpu in gpus} | {mig.uuid: gpu for gpu in gpus for mig in gpu.mig_instances}
+
+
+def live_grants(status: AgentStatus) -> Iterator[Grant]:
+    """The grants that still hold something."""
+    return (grant for grant in status.ledger.grants if grant.state is not GrantState.RELEASED)
+
+
+def grants(status: AgentStatus, now: float) -> tuple[GrantView, ...]:
+    """Every live grant, the oldest first."""
+    devices = gpu_of_devices(status)
+    return tuple(_grant(grant, devices, now) for grant in sorted(live_grants(status), key=lambda grant: grant.number))
+
+
+def _grant(grant: Grant, devices: dict[str, Gpu], now: float) -> GrantView:
+    owner = grant.owner
+    shares = []
+    for share in grant.shares:
+        gpu = devices.get(share.device)
+        shares.append(
+            ShareView(
+                share.device,
+                gpu.uuid if gpu else share.device,
+                gpu.index if gpu else None,
+                share.memory_mib,
+                share.cores_percent,
+                share.exclusive,
+            )
+        )
+    return GrantView(
+        number=grant.number,
+        family=grant.family,
+        resource=grant.resource,
+        state=grant.state.value,
+        namespace=owner.namespace if owner else "",
+        pod=owner.pod if owner else "",
+        pod_uid=owner.pod_uid if owner else "",
+        container=owner.container if owner else "",
+        ids=grant.ids,
+        shares=tuple(shares),
+        reserved=when(grant.reserved_at, now),
+    )
+
+
+def pods(status: AgentStatus, now: float) -> tuple[PodView, ...]:
+    """Who holds which GPU, by pod; grants that kubelet's records do not name yet stand under one entry without a name."""
+    by_pod: dict[tuple[str, str], list[GrantView]] = {}
+    for grant in grants(status, now):
+        by_pod.setdefault((grant.pod_name, grant.pod_uid), []).append(grant)
+    found = []
+    for (name, uid), held in sorted(by_pod.items()):
+        named = held[0]
+        found.append(PodView(name, named.namespace, named.pod, uid, tuple(held)))
+    return tuple(found)
+
+
+def gpus(status: AgentStatus, now: float) -> tuple[GpuView, ...]:
+    """Every GPU by index, with health, usage and holders."""
+    holders: dict[str, dict[str, None]] = {}  # a dict keeps the order and drops repetitions
+    for grant in grants(status, now):
+        holder = f"{grant.pod_name}/{grant.container}" if grant.container else grant.pod_name
+        for share in grant.shares:
+            holders.setdefault(share.gpu, {})[holder] = None
+    usage = {used.uuid: used for used in status.usage}
+    return tuple(_gpu(gpu, status, usage.get(gpu.uuid), tuple(holders.get(gpu.uuid, ())), now) for gpu in status.inventory.gpus)
+
+
+def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[str, ...], now: float) -> GpuView:
+    major, minor = gpu.compute_capability
+    return GpuView(
+        uuid=gpu.uuid,
+        index=gpu.index,
+        minor=gpu.minor,
+        name=gpu.name,
+        memory_mib=gpu.memory_mib,
+        pci_bus_id=gpu.pci_bus_id,
+        numa_node=gpu.numa_node,
+        compute_capability=f"{major}.{minor}",
+        present=gpu.present,
+        health=gpu.health.word,
+        health_reason=gpu.health.reason,
+        health_changed=when(gpu.health.since, now),
+        usage=_usage(usage) if usage else None,
+        holders=holders,
+        holders_allowed=holders_allowed(gpu, status),
+        mig_enabled=gpu.mig_enabled,
+        mig_instances=tuple(
+            MigView(mig.uuid, mig.index, mig.gpu_instance_id, mig.compute_instance_id, mig.profile, mig.memory_mib)
+            for mig in gpu.mig_instances
+        ),
+        links={far: {"pci": link.pci, "nvlinks": link.nvlinks} for (near, far), link in status.inventory.links.items() if near == gpu.uuid},
+    )
+
+
+def _usage(usage: GpuUsage) -> UsageView:
+    return UsageView(
+        memory_used_mib=usage.memory_used_mib,
+        memory_total_mib=usage.memory_total_mib,
+        utilisation_percent=usage.utilisation_percent,
+        temperature_celsius=usage.temperature_celsius,
+        power_watts=usage.power_watts,
+        ecc_uncorrected_total=usage.ecc_uncorrected_total,
+        processes=tuple({"pid": pid, "memory_mib": memory_mib} for pid, memory_mib in usage.processes),
+    )
+
+
+def holders_allowed(gpu: Gpu, status: AgentStatus) -> int | None:
+    """How many shares the GPU and its MIG instances may give together; None when the ledger offers nothing on it."""
+    found = [
+        status.ledger.capacity[uuid] for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid in status.ledger.capacity
+    ]
+    return sum(found) if found else None
+
+
+def ids_held(status: AgentStatus) -> dict[str, int]:
+    """How many ids of each resource are in somebody's hands."""
+    held: dict[str, int] = {}
+    for grant in live_grants(status):
+        held[grant.resource] = held.get(grant.resource, 0) + len(grant.ids)
+    return held
+
+
+def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
+    """Every resource and its plugin server."""
+    held = ids_held(status)
+    return tuple(_resource(plugin, held.get(plugin.resource, 0), status.ledger.free.get(plugin.resource), now) for plugin in status.plugins)
+
+
+def _resource(plugin: PluginStatus, held: int, free: int | None, now: float) -> ResourceView:
+    return ResourceView(
+        resource=plugin.resource,
+        family=plugin.family,
+        state=plugin.state.value,
+        ready=plugin.ready,
+        stream_open=plugin.stream_open,
+        endpoint=plugin.endpoint,
+        registered=when(plugin.registered_at, now),
+        registrations=plugin.registrations,
+        registration_failures=plugin.registration_failures,
+        streams_opened=plugin.streams_opened,
+        messages_sent=plugin.messages_sent,
+        bytes_sent=plugin.bytes_sent,
+        ids=plugin.ids_sent,
+        ids_healthy=plugin.healthy_sent,
+        ids_held=held,
+        ids_free=free,
+        allocations=plugin.allocations,
+        allocations_refused=plugin.allocations_refused,
+        allocate_seconds_last=plugin.allocate_seconds_last,
+        allocate_seconds_sum=plugin.allocate_seconds_sum,
+        preferred_calls=plugin.preferred_calls,
+        pre_starts=plugin.pre_starts,
+        pre_starts_refused=plugin.pre_starts_refused,
+        last_error=plugin.last_error,
+    )
+
+
+def nvml(status: AgentStatus, now: float) -> NvmlView:
+    """The NVML thread."""
+    found = status.nvml
+    hung = found.state is NvmlState.HUNG
+    return NvmlView(
+        state=found.state.value,
+        library=found.library,
+        call=found.call if hung else "",
+        gpu=found.gpu if hung else "",
+        hung=when(found.since if hung else 0.0, now),
+        calls=found.calls,
+        errors=found.errors,
+        hangs=found.hangs,
+        last_error=found.last_error,
+    )
+
+
+def overview(status: AgentStatus, now: float) -> Overview:
+    """The whole node on one page."""
+    return Overview(
+        node=status.node,
+        version=status.version,
+        commit=status.commit,
+        simulated=is_simulated(status),
+        ready=not status.not_ready,
+        alive=not status.not_alive,
+        started=when(status.started_at, now),
+        driver_version=status.inventory.driver_version,
+        cuda_version=status.inventory.cuda_version,
+        problems=problems.known(status, now),
+        gpus=gpus(status, now),
+        resources=resources(status, now),
+        pods=pods(status, now),
+    )
+
+
+def is_simulated(status: AgentStatus) -> bool:
+    """Simulated GPUs, whether the settings or the library say so: better one warning too many."""
+    return status.simulated or status.inventory.simulated
