@@ -1,0 +1,130 @@
+"""What lies in kubelet's plugin directory right now, for everyone who must react when it changes.
+
+kubelet tells nobody that it restarts: it wipes the directory and puts a new ``kubelet.sock`` there (kubelet contract §3). One watch for all
+plugin servers publishes a `DirectoryState` at each change; a server compares it with what it knew when it registered. State instead of
+events, because events get lost, and because a server that was busy must still see what is true now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.kubelet import sockets
+from vgpu_agent.kubelet.inotify import Inotify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.kubelet.sockets import SocketIdentity
+    from vgpu_agent.status import KubeletStatus
+
+_logger = log.get(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DirectoryState:
+    """The sockets in the directory, by file name; empty when there is no directory."""
+
+    sockets: Mapping[str, SocketIdentity] = dataclasses.field(default_factory=dict)
+
+    @property
+    def kubelet_socket(self) -> SocketIdentity | None:
+        """kubelet's registration socket; another identity means another kubelet process."""
+        return self.sockets.get(sockets.KUBELET_SOCKET)
+
+
+class DirectoryWatch:
+    """Keeps `state` true.
+
+    inotify wakes it within a millisecond; a look every ``poll_seconds`` makes up for lost events, for a directory that was replaced, and
+    for a kernel that gives no inotify instance (one warning, then polling alone).
+    """
+
+    def __init__(self, directory: Path, *, poll_seconds: float, journal: Journal, status: KubeletStatus) -> None:
+        self.directory = directory
+        self.state: Latest[DirectoryState] = Latest(DirectoryState())
+        self._poll_seconds = poll_seconds
+        self._journal = journal
+        self._status = status
+        self._status.directory = str(directory)
+        self._woken = asyncio.Event()
+        self._warned = False
+        self._known_kubelet: SocketIdentity | None = None
+
+    async def run(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Watch until cancelled; ``beat`` is called after each look, at least every ``poll_seconds``."""
+        if leftovers := await asyncio.to_thread(sockets.remove_leftovers, self.directory):
+            self._journal.record("kubelet.leftover_sockets_removed", directory=str(self.directory), sockets=leftovers)
+        inotify = self._inotify()
+        try:
+            while True:
+                self._woken.clear()
+                # Watch first, then look: what happens in between wakes us again.
+                self._watch(inotify)
+                self._publish(await asyncio.to_thread(self._look))
+                beat()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._poll_seconds):
+                        await self._woken.wait()
+        finally:
+            if inotify is not None:
+                inotify.close()
+
+    def _inotify(self) -> Inotify | None:
+        try:
+            return Inotify(self._woken.set)
+        except OSError as err:
+            self._warn(err)
+            return None
+
+    def _watch(self, inotify: Inotify | None) -> None:
+        """Watch the directory, or the nearest one above it that exists."""
+        if inotify is None:
+            return
+        for candidate in (self.directory, *self.directory.parents):
+            try:
+                inotify.watch(candidate)
+            except FileNotFoundError:
+                continue
+            except OSError as err:
+                self._warn(err)
+            return
+
+    def _look(self) -> DirectoryState:
+        found = {}
+        with contextlib.suppress(OSError):
+            for path in self.directory.iterdir():
+                if path.name.endswith(".sock") and (identity := sockets.identity(path)):
+                    found[path.name] = identity
+        return DirectoryState(found)
+
+    def _publish(self, state: DirectoryState) -> None:
+        if state == self.state.value:
+            return
+        before, now = self.state.value.kubelet_socket, state.kubelet_socket
+        self._status.socket_present = now is not None
+        if now is None and before is not None:
+            self._journal.record("kubelet.socket_vanished", directory=str(self.directory))
+        elif now is not None and now != self._known_kubelet:
+            event = "kubelet.socket_found" if self._known_kubelet is None else "kubelet.restarted"
+            self._status.restarts_seen += self._known_kubelet is not None
+            self._known_kubelet = now
+            self._journal.record(event, directory=str(self.directory))
+        self.state.publish(state)
+
+    def _warn(self, err: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "kubelet.inotify_unavailable",
+                error=str(err),
+                remedy="raise fs.inotify.max_user_instances or fs.inotify.max_user_watches; until then the directory is polled",
+                poll_seconds=self._poll_seconds,
+            )

@@ -1,0 +1,263 @@
+"""The one place that knows grpclib: a server that can be drained, and calls that end in time and in our own errors.
+
+Both sides move bytes; `codec` gives them meaning. What grpclib leaves to its users is done here: closing connections that kubelet keeps
+open, UNIMPLEMENTED in a form that grpc-go understands, errors with a text that an operator can act on, unknown HTTP/2 frames that must not
+end a connection, and client errors of one family.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import grpclib
+from grpclib.client import Channel
+from grpclib.const import Cardinality, Handler, Status
+from grpclib.encoding.base import CodecBase
+from grpclib.exceptions import ProtocolError, StreamTerminatedError
+from grpclib.protocol import H2Protocol
+from grpclib.server import Server, Stream
+from h2.events import AlternativeServiceAvailable, UnknownFrameReceived
+
+from vgpu_agent import log
+from vgpu_agent.errors import (
+    AgentError,
+    CapacityError,
+    KubeletError,
+    LedgerError,
+    RequestRefusedError,
+    UnhealthyDeviceError,
+    UnknownDeviceError,
+)
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable, Mapping
+    from pathlib import Path
+
+
+_logger = log.get(__name__)
+
+UnaryMethod: TypeAlias = "Callable[[bytes], Awaitable[bytes]]"
+"""Takes the encoded request and returns the encoded response."""
+
+StreamMethod: TypeAlias = "Callable[[bytes, Send], Awaitable[None]]"
+"""Takes the encoded request and sends as many encoded responses as it likes; returning ends the stream with status OK."""
+
+Send: TypeAlias = "Callable[[bytes], Awaitable[None]]"
+_ByteStream: TypeAlias = "Stream[bytes, bytes]"
+
+# An error text travels in an HTTP/2 header, percent-encoded; kubelet copies it into the pod's status.
+_LONGEST_TEXT = 1024
+
+
+class CallError(KubeletError):
+    """A gRPC call failed.
+
+    Attributes:
+        status: the gRPC status' name, e.g. ``RESOURCE_EXHAUSTED``; ``UNAVAILABLE`` when there was no answer at all.
+        text: what the other side said, without our preface.
+    """
+
+    def __init__(self, message: str, *, status: str, text: str = "") -> None:
+        super().__init__(message)
+        self.status, self.text = status, text
+
+
+class GrpcServer:
+    """One gRPC server on one socket; made inside a running event loop, started once and drained once.
+
+    State: grpclib's server and the methods that are running. A method that fails ends its own call only.
+    """
+
+    def __init__(self, *, unary: Mapping[str, UnaryMethod], streams: Mapping[str, StreamMethod]) -> None:
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        handlers = {path: Handler(self._unary(path, method), Cardinality.UNARY_UNARY, bytes, bytes) for path, method in unary.items()}
+        for path, method in streams.items():
+            handlers[path] = Handler(self._stream(path, method), Cardinality.UNARY_STREAM, bytes, bytes)
+        self._server = _ClosableServer(handlers)
+
+    async def start(self, listener: socket.socket) -> None:
+        """Serve on ``listener``, a bound socket, which the server owns from now on."""
+        await self._server.start(sock=listener)
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Accept nothing new, let running methods return for up to ``grace_seconds``, then close every connection.
+
+        grpclib's own way would wait for kubelet to close its connection, which it never does.
+        """
+        self._server.stop_accepting()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                await self._idle.wait()
+        self._server.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                await self._idle.wait()  # the cancelled ones need a moment to clean up
+        self._server.close_connections()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                await self._server.wait_closed()
+
+    def _unary(self, path: str, method: UnaryMethod) -> Callable[[_ByteStream], Awaitable[None]]:
+        async def serve(stream: _ByteStream) -> None:
+            async with self._counted(path):
+                await stream.send_message(await method(await _request(stream)))
+
+        return serve
+
+    def _stream(self, path: str, method: StreamMethod) -> Callable[[_ByteStream], Awaitable[None]]:
+        async def serve(stream: _ByteStream) -> None:
+            # The raw stream, no async generator: a generator whose client went away during a send is never closed.
+            async with self._counted(path):
+                await method(await _request(stream), stream.send_message)
+
+        return serve
+
+    @contextlib.asynccontextmanager
+    async def _counted(self, path: str) -> Any:
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        except (grpclib.GRPCError, StreamTerminatedError, ProtocolError):
+            raise
+        except AgentError as err:
+            raise grpclib.GRPCError(_status_of(err), str(err)[:_LONGEST_TEXT]) from err
+        except Exception as err:
+            # A bug of ours ends this call only; kubelet gets a short text, the log the whole story.
+            _logger.error("grpc.bug", method=path, exc_info=err)
+            raise grpclib.GRPCError(
+                Status.INTERNAL, f"internal error in vgpu-agent ({type(err).__name__}); its log has the details under grpc.bug"
+            ) from err
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+
+async def call(socket_path: Path, method: str, request: bytes, *, timeout_seconds: float) -> bytes:
+    """One unary call over a connection of its own.
+
+    Raises:
+        CallError: nobody listens, the answer is an error, or it did not come within ``timeout_seconds``.
+    """
+    name = method.rpartition("/")[2]
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            channel = Channel(path=str(socket_path), codec=_Bytes())
+            async with channel, channel.request(method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds) as stream:
+                await stream.send_message(request, end=True)
+                response = await stream.recv_message()
+    except grpclib.GRPCError as err:
+        text = err.message or ""
+        raise CallError(f"{name} on {socket_path} failed: {err.status.name}: {text}", status=err.status.name, text=text) from err
+    except TimeoutError as err:
+        message = f"{name} on {socket_path} was not answered within {timeout_seconds:g} s"
+        raise CallError(message, status=Status.DEADLINE_EXCEEDED.name) from err
+    except OSError as err:
+        message = f"{name}: cannot connect to {socket_path}: {err.strerror or err}"
+        raise CallError(message, status=Status.UNAVAILABLE.name) from err
+    except (StreamTerminatedError, ProtocolError, AssertionError) as err:  # grpclib asserts where an answer breaks off
+        raise CallError(f"{name} on {socket_path} broke off: {err}", status=Status.UNAVAILABLE.name) from err
+    if response is None:
+        raise CallError(f"{name} on {socket_path} was answered with nothing", status=Status.UNKNOWN.name)
+    return response
+
+
+class _Bytes(CodecBase):
+    """Lets grpclib move encoded messages instead of objects."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: Any, message_type: Any) -> bytes:
+        del message_type
+        return bytes(message)
+
+    def decode(self, data: bytes, message_type: Any) -> Any:
+        del message_type
+        return data
+
+
+class _Methods(dict[str, Handler]):
+    """grpclib's method table, answering for names that nobody serves.
+
+    grpclib itself aborts such a call without a content type, which grpc-go reports as ``Unknown`` instead of ``Unimplemented``.
+    """
+
+    def get(self, path: str, default: Any = None) -> Any:
+        del default
+        return super().get(path) or Handler(_unimplemented, Cardinality.UNARY_UNARY, bytes, bytes)
+
+
+class _Connection(H2Protocol):
+    """A connection that, as HTTP/2 demands, ignores frames of a kind it does not know; grpclib would drop the connection."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        for event in (UnknownFrameReceived, AlternativeServiceAvailable):
+            self.processor.processors[event] = lambda _: None
+
+
+class _ClosableServer(Server):
+    """grpclib's server, knowing its connections so that they can be closed."""
+
+    def __init__(self, methods: dict[str, Handler]) -> None:
+        super().__init__([_Servable(methods)], codec=_Bytes())
+        self._mapping = _Methods(methods)
+        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+
+    def _protocol_factory(self) -> H2Protocol:
+        plain = super()._protocol_factory()
+        connection = _Connection(plain.handler, plain.config, plain.h2_config)
+        self._connections.add(connection)
+        return connection
+
+    def stop_accepting(self) -> None:
+        """Close the listening socket and keep the connections."""
+        if self._server is not None:
+            self._server.close()
+
+    def close_connections(self) -> None:
+        """Close what is still open, after its last bytes have been written."""
+        for connection in list(self._connections):
+            if hasattr(connection, "processor"):
+                connection.processor.close("the server stops")
+
+
+class _Servable:
+    """What grpclib wants to be handed: an object that knows its methods."""
+
+    def __init__(self, methods: dict[str, Handler]) -> None:
+        self._methods = methods
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return self._methods
+
+
+async def _request(stream: _ByteStream) -> bytes:
+    request = await stream.recv_message()
+    if request is None:
+        raise RequestRefusedError("the call carries no request message")
+    return request
+
+
+async def _unimplemented(_: _ByteStream) -> None:
+    raise grpclib.GRPCError(Status.UNIMPLEMENTED, "vgpu-agent does not serve this method")
+
+
+def _status_of(err: AgentError) -> Status:
+    """The gRPC status that tells kubelet's log reader whose fault it is; kubelet itself treats them alike (kubelet contract §8)."""
+    match err:
+        case RequestRefusedError() | UnknownDeviceError():
+            return Status.INVALID_ARGUMENT
+        case CapacityError():
+            return Status.RESOURCE_EXHAUSTED
+        case UnhealthyDeviceError() | LedgerError():
+            return Status.FAILED_PRECONDITION
+        case _:
+            return Status.UNAVAILABLE

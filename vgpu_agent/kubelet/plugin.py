@@ -1,0 +1,191 @@
+"""The device plugin service of one resource: what each of kubelet's five calls is answered.
+
+`server` puts it on a socket. It decides nothing itself: a `Backend` knows the devices and books the ids; here are kubelet's rules of the
+game, which are unforgiving (kubelet contract §4, §6): complete lists only, never an error from GetPreferredAllocation, an answer within a
+second, and one element for each container.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from vgpu_agent import log
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.kubelet import codec
+from vgpu_agent.kubelet.waiting import first_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.kubelet.codec import PreferenceRequest
+    from vgpu_agent.kubelet.grpc import Send, StreamMethod, UnaryMethod
+    from vgpu_agent.model import ListedDevice, Resource
+    from vgpu_agent.status import PluginStatus
+
+_logger = log.get(__name__)
+
+_SERVICE = "/v1beta1.DevicePlugin"
+
+
+class Backend(Protocol):
+    """What the plugin servers ask of the rest of the agent; `allocation.Allocator` is it."""
+
+    @property
+    def revision(self) -> Latest[int]:
+        """Moves on whenever a list may have changed."""
+
+    def listing(self, resource: str) -> Sequence[ListedDevice]:
+        """The complete list, also the ids of lost devices that somebody holds."""
+
+    def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
+        """The ``size`` ids that suit best, the ``must_include`` ones among them."""
+
+    def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
+        """Book the ids and say what the container gets; the same ids twice get the same answer (V15)."""
+
+    async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
+        """Return when the container may start; an error refuses the start for now, and kubelet asks again."""
+
+
+class PluginService:
+    """Answers kubelet for one resource on one server instance.
+
+    State: the open streams, and `PluginStatus`, which outlives the instance. Streams share nothing but the cache of encoded devices: each
+    remembers itself what it sent, because two may be open at once (V5).
+    """
+
+    def __init__(
+        self, resource: Resource, backend: Backend, status: PluginStatus, *, coalesce_seconds: float, pre_start_required: bool | None = None
+    ) -> None:
+        """Serve ``resource``; ``pre_start_required`` overrides the resource's own wish, see `DevicePlugin.stop`."""
+        self._resource = resource
+        self._backend = backend
+        self._status = status
+        self._coalesce_seconds = coalesce_seconds
+        self._pre_start_required = resource.pre_start_required if pre_start_required is None else pre_start_required
+        self._encoder = codec.DeviceListEncoder()
+        self._ending = asyncio.Event()
+        self._open = 0
+        self.activity = Latest(0)  # moves on when a stream is opened, sends a list, or ends
+        self.streams_opened = 0
+        self.lists_sent = 0
+
+    @property
+    def unary_methods(self) -> Mapping[str, UnaryMethod]:
+        """The calls with one answer, by gRPC path."""
+        return {
+            f"{_SERVICE}/GetDevicePluginOptions": self._options,
+            f"{_SERVICE}/GetPreferredAllocation": self._prefer,
+            f"{_SERVICE}/Allocate": self._allocate,
+            f"{_SERVICE}/PreStartContainer": self._pre_start,
+        }
+
+    @property
+    def stream_methods(self) -> Mapping[str, StreamMethod]:
+        """The calls with many answers, by gRPC path."""
+        return {f"{_SERVICE}/ListAndWatch": self._list_and_watch}
+
+    @property
+    def open_streams(self) -> int:
+        """How many ListAndWatch calls are running."""
+        return self._open
+
+    def end_streams(self) -> None:
+        """Let every stream return, which kubelet sees as a clean end."""
+        self._ending.set()
+
+    async def _options(self, _: bytes) -> bytes:
+        return codec.encode_options(pre_start_required=self._pre_start_required)
+
+    async def _list_and_watch(self, _: bytes, send: Send) -> None:
+        self._open += 1
+        self.streams_opened += 1
+        self._status.streams_opened += 1
+        self._status.stream_open = True
+        self.activity.publish(self.activity.value + 1)
+        _logger.info("stream.opened", resource=self._resource.name, endpoint=self._status.endpoint)
+        try:
+            await self._send_lists(send)
+        finally:
+            self._open -= 1
+            self._status.stream_open = self._open > 0
+            self.activity.publish(self.activity.value + 1)
+            _logger.info("stream.ended", resource=self._resource.name, endpoint=self._status.endpoint)
+
+    async def _send_lists(self, send: Send) -> None:
+        revision = self._backend.revision
+        sent: bytes | None = None
+        while not self._ending.is_set():
+            version = revision.version
+            devices = self._backend.listing(self._resource.name)
+            message = self._encoder.encode(devices)
+            if message != sent:
+                await send(message)
+                sent = message
+                self._count_list(devices, message)
+            await first_of(revision.newer_than(version), self._ending.wait())
+            # A burst of changes becomes one message: kubelet rewrites its checkpoint for each.
+            await first_of(self._ending.wait(), timeout_seconds=self._coalesce_seconds)
+
+    def _count_list(self, devices: Sequence[ListedDevice], message: bytes) -> None:
+        self._status.ids_sent = len(devices)
+        self._status.healthy_sent = sum(device.healthy for device in devices)
+        self._status.bytes_sent = len(message)
+        self._status.messages_sent += 1
+        self.lists_sent += 1
+        self.activity.publish(self.activity.value + 1)
+
+    async def _prefer(self, request: bytes) -> bytes:
+        # An error here would fail the pod's admission (kubelet contract §6), while a poor choice only costs some speed.
+        self._status.preferred_calls += 1
+        try:
+            containers = codec.decode_preference(request)
+        except RequestRefusedError as err:
+            _logger.warning("preferred.malformed", resource=self._resource.name, error=str(err))
+            return codec.encode_preference([])
+        return codec.encode_preference([self._choice(container) for container in containers])
+
+    def _choice(self, asked: PreferenceRequest) -> list[str]:
+        try:
+            choice = self._backend.preferred(self._resource.name, asked.available, asked.must_include, asked.size)
+        except Exception as err:  # whatever is wrong with the choice, the pod must not pay for it
+            _logger.error("preferred.failed", resource=self._resource.name, exc_info=err)
+            return simple_choice(asked)
+        chosen = set(choice)
+        if len(chosen) == asked.size and chosen.issuperset(asked.must_include) and chosen.issubset(asked.available):
+            return choice
+        _logger.warning("preferred.unsuitable", resource=self._resource.name, size=asked.size, chosen=len(choice))
+        return simple_choice(asked)
+
+    async def _allocate(self, request: bytes) -> bytes:
+        began = time.perf_counter()
+        self._status.allocations += 1
+        try:
+            answers = [self._backend.allocate(self._resource.name, ids) for ids in codec.decode_allocate(request)]
+            return codec.encode_allocate(answers)
+        except Exception as err:
+            self._status.allocations_refused += 1
+            self._status.last_error = f"Allocate: {err}"
+            raise
+        finally:
+            self._status.allocate_seconds_last = time.perf_counter() - began
+            self._status.allocate_seconds_sum += self._status.allocate_seconds_last
+
+    async def _pre_start(self, request: bytes) -> bytes:
+        self._status.pre_starts += 1
+        try:
+            await self._backend.pre_start(self._resource.name, codec.decode_pre_start(request))
+        except Exception as err:
+            self._status.pre_starts_refused += 1
+            self._status.last_error = f"PreStartContainer: {err}"
+            raise
+        return codec.EMPTY
+
+
+def simple_choice(asked: PreferenceRequest) -> list[str]:
+    """Kubelet's own rule: what must be included, then the first available ones."""
+    return list(dict.fromkeys([*asked.must_include, *asked.available]))[: max(0, asked.size)]

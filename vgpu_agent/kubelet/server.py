@@ -1,0 +1,269 @@
+"""The life of one resource's device plugin: serve, register, notice that kubelet has lost us, begin again.
+
+`agent` runs one `DevicePlugin` for each resource under the supervisor, all of them beside one `DirectoryWatch`. Each round is a fresh
+server on a fresh socket: kubelet's bookkeeping of endpoints is too racy to reuse anything (kubelet contract §3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.errors import KubeletError, ListenError, RegistrationRefusedError
+from vgpu_agent.kubelet import sockets
+from vgpu_agent.kubelet.grpc import GrpcServer
+from vgpu_agent.kubelet.plugin import PluginService
+from vgpu_agent.kubelet.registration import Backoff, register
+from vgpu_agent.kubelet.waiting import first_of, unless
+from vgpu_agent.status import PluginState, PluginStatus
+
+if TYPE_CHECKING:
+    from vgpu_agent.config.settings import Kubelet
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.kubelet.directory import DirectoryWatch
+    from vgpu_agent.kubelet.plugin import Backend
+    from vgpu_agent.kubelet.sockets import SocketIdentity
+    from vgpu_agent.model import Resource
+
+_logger = log.get(__name__)
+
+
+class DevicePlugin:
+    """One resource, offered to kubelet for as long as `run` runs.
+
+    A resource whose ids change is a new `DevicePlugin`: stop this one, start that one; it costs two socket files and one Register.
+
+    State: the server instance of the current round. `status` outlives rounds and is read by `web`.
+    """
+
+    def __init__(self, resource: Resource, backend: Backend, settings: Kubelet, directory: DirectoryWatch, journal: Journal) -> None:
+        self.resource = resource
+        self.status = PluginStatus(resource.name, resource.family)
+        self._backend = backend
+        self._settings = settings
+        self._directory = directory
+        self._journal = journal
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._ended.set()
+
+    async def run(self) -> None:
+        """Keep the resource registered until `stop` is called or the task is cancelled.
+
+        Raises:
+            RegistrationRefusedError: kubelet will never accept it; the state is ``failed`` and a restart of this loop cannot help (V6).
+        """
+        self._ended.clear()
+        backoff = Backoff(self._settings.retry_min_seconds, self._settings.retry_max_seconds)
+        try:
+            while not self._stopping.is_set():
+                kubelet = await self._kubelet_socket()
+                if kubelet is None:
+                    break
+                await self._attempt(kubelet, backoff)
+            await self._retire()
+            self.status.state = PluginState.STOPPED
+        except RegistrationRefusedError as err:
+            self.status.state, self.status.last_error = PluginState.FAILED, str(err)
+            self._journal.record("plugin.refused", level="error", resource=self.resource.name, reason=str(err))
+            raise
+        except asyncio.CancelledError:
+            self.status.state = PluginState.STOPPED
+            raise
+        finally:
+            self.status.stream_open = False
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """End gracefully: streams return, sockets go, and containers of ours can be restarted while we are away.
+
+        The last is for resources with pre-start: kubelet would refuse to restart a crashed container while the plugin that must be asked is
+        gone, so the very last act is a registration without pre-start. Returns when `run` has ended.
+        """
+        self._stopping.set()
+        await self._ended.wait()
+
+    async def _attempt(self, kubelet: SocketIdentity, backoff: Backoff) -> None:
+        """One round; afterwards the next may follow at once, or after a pause when kubelet did not play along."""
+        began = time.monotonic()
+        try:
+            reason = await self._round(kubelet)
+        except RegistrationRefusedError:
+            raise
+        except (KubeletError, ListenError) as err:
+            self.status.registration_failures += isinstance(err, KubeletError)
+            reason = str(err)
+            healthy = False
+        else:
+            healthy = time.monotonic() - began > self._settings.stream_open_timeout_seconds
+        if self._stopping.is_set():
+            return
+        self.status.state = PluginState.WAITING
+        if reason != self.status.last_error:  # a kubelet that is away for an hour is one line, not a hundred
+            self._journal.record("plugin.registering_again", level="warning", resource=self.resource.name, reason=reason)
+        self.status.last_error = reason
+        if healthy:
+            backoff.reset()
+        if self._directory.state.value.kubelet_socket != kubelet:
+            backoff.reset()  # another kubelet: its predecessor's failures say nothing about it
+            return
+        await self._while_kubelet_is(kubelet, backoff.pause())
+
+    async def _round(self, kubelet: SocketIdentity) -> str:
+        """Serve, register and stay until something ends it; why it ended.
+
+        Raises:
+            KubeletError: the registration failed.
+            ListenError: there is no socket to serve on.
+        """
+        instance = _Instance(self.resource, self._backend, self.status, self._settings, self._directory)
+        await instance.start()
+        self.status.state, self.status.endpoint = PluginState.SERVING, instance.name
+        try:
+            if not await unless(self._stopping, instance.register(self._settings.register_timeout_seconds)):
+                return "the agent stops"
+            self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
+            self.status.registrations += 1
+            self.status.last_error = ""
+            self._journal.record("plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=len(self.resource.ids))
+            return await instance.until_lost(kubelet, self._stopping)
+        finally:
+            if self._stopping.is_set():
+                self.status.state = PluginState.DRAINING
+            await instance.close()
+            self.status.endpoint = ""
+
+    async def _retire(self) -> None:
+        """Register once more without pre-start, see `stop`; a failure costs nothing but the convenience."""
+        registered_before = self.status.registrations > 0
+        if not (self.resource.pre_start_required and registered_before and self._directory.state.value.kubelet_socket):
+            return
+        self.status.state = PluginState.DRAINING
+        last = _Instance(self.resource, self._backend, self.status, self._settings, self._directory, pre_start_required=False)
+        try:
+            await last.start()
+            try:
+                await last.register(self._settings.drain_seconds)
+                await last.until_first_list()
+                self._journal.record("plugin.retired", resource=self.resource.name)
+            finally:
+                await last.close()
+        except (KubeletError, ListenError) as err:
+            _logger.warning("plugin.not_retired", resource=self.resource.name, error=str(err))
+
+    async def _kubelet_socket(self) -> SocketIdentity | None:
+        """kubelet's socket, as soon as there is one (V14); None when we are to stop."""
+        while not self._stopping.is_set():
+            version = self._directory.state.version
+            if found := self._directory.state.value.kubelet_socket:
+                return found
+            self.status.state = PluginState.WAITING
+            await first_of(self._directory.state.newer_than(version), self._stopping.wait())
+        return None
+
+    async def _while_kubelet_is(self, kubelet: SocketIdentity, seconds: float) -> None:
+        """Pause, but not longer than this very kubelet is there."""
+        until = time.monotonic() + seconds
+        while not self._stopping.is_set() and (left := until - time.monotonic()) > 0:
+            version = self._directory.state.version
+            if self._directory.state.value.kubelet_socket != kubelet:
+                return
+            await first_of(self._directory.state.newer_than(version), self._stopping.wait(), timeout_seconds=left)
+
+
+class _Instance:
+    """One server on one socket, from its file's creation to its removal."""
+
+    def __init__(
+        self,
+        resource: Resource,
+        backend: Backend,
+        status: PluginStatus,
+        settings: Kubelet,
+        directory: DirectoryWatch,
+        *,
+        pre_start_required: bool | None = None,
+    ) -> None:
+        self.name = sockets.unused_name(resource.name)
+        self._resource = resource
+        self._settings = settings
+        self._directory = directory
+        self._path = directory.directory / self.name
+        self._identity: SocketIdentity | None = None
+        self._listed = False
+        self._pre_start_required = resource.pre_start_required if pre_start_required is None else pre_start_required
+        self._service = PluginService(
+            resource, backend, status, coalesce_seconds=settings.coalesce_seconds, pre_start_required=self._pre_start_required
+        )
+        self._server = GrpcServer(unary=self._service.unary_methods, streams=self._service.stream_methods)
+
+    async def start(self) -> None:
+        """Create the socket and serve.
+
+        Raises:
+            ListenError: the socket cannot be created.
+        """
+        listener = await asyncio.to_thread(sockets.bind, self._path)
+        await self._server.start(listener)
+        self._identity = await asyncio.to_thread(sockets.identity, self._path)
+
+    async def register(self, timeout_seconds: float) -> None:
+        """Announce the socket to kubelet.
+
+        Raises:
+            KubeletError: see `registration.register`.
+        """
+        await register(
+            self._directory.directory / sockets.KUBELET_SOCKET,
+            endpoint=self.name,
+            resource=self._resource.name,
+            pre_start_required=self._pre_start_required,
+            timeout_seconds=timeout_seconds,
+        )
+
+    async def until_lost(self, kubelet: SocketIdentity, stopping: asyncio.Event) -> str:
+        """Wait until kubelet can no longer be served by this instance (V2, V3, V4), or until ``stopping``; the reason."""
+        deadline = time.monotonic() + self._settings.stream_open_timeout_seconds
+        while not stopping.is_set():
+            activity, state = self._service.activity.version, self._directory.state.version
+            if reason := self._lost(kubelet):
+                return reason
+            left = None if self._service.streams_opened else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return f"kubelet registered us but opened no stream within {self._settings.stream_open_timeout_seconds:g} s"
+            await first_of(
+                self._service.activity.newer_than(activity),
+                self._directory.state.newer_than(state),
+                stopping.wait(),
+                timeout_seconds=left,
+            )
+        return "the agent stops"
+
+    async def until_first_list(self) -> None:
+        """Wait until kubelet has got a list, at most as long as draining may take."""
+        deadline = time.monotonic() + self._settings.drain_seconds
+        while not self._service.lists_sent and (left := deadline - time.monotonic()) > 0:
+            await first_of(self._service.activity.newer_than(self._service.activity.version), timeout_seconds=left)
+
+    async def close(self) -> None:
+        """Let streams return, close every connection, remove the socket."""
+        self._service.end_streams()
+        try:
+            await self._server.drain(self._settings.drain_seconds)
+        finally:
+            await asyncio.to_thread(sockets.remove, self._path)
+
+    def _lost(self, kubelet: SocketIdentity) -> str:
+        state = self._directory.state.value
+        now = state.kubelet_socket
+        if now is not None and now != kubelet:
+            return "kubelet has restarted: there is a new kubelet.sock"
+        if self._service.streams_opened and not self._service.open_streams:
+            return "kubelet has ended the stream"
+        listed = state.sockets.get(self.name) == self._identity
+        if self._listed and not listed:
+            return f"our socket {self.name} has been deleted or replaced"
+        self._listed = listed  # False at first: the watch needs a moment to see the new file
+        return ""

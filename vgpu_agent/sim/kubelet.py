@@ -1,0 +1,360 @@
+"""A kubelet without a node: it speaks the device plugin and pod-resources APIs as the real device manager does.
+
+The demo runs it beside the agent's process, component tests in the test's process. It is built on grpcio and Google's protobuf on purpose:
+an independent stack that cannot share the agent's mistakes. What it imitates, timing included, is written in the kubelet contract §2 to §9
+and §13; where the real one is unkind (an old stream's end takes the new registration down, ended pods keep their ids for a while), so is
+this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import re
+import stat
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from vgpu_agent.sim.kubelet_endpoint import Endpoint
+from vgpu_agent.sim.kubelet_faults import AdmissionError, Call, ContainerStartError, Faults
+from vgpu_agent.sim.kubelet_records import Allocation, Records, ResourceDevices
+from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
+from vgpu_agent.sim.protocol import podresources_pb2 as pod_resources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+_VERSION = "v1beta1"
+_RESOURCE_NAME = re.compile(
+    r"\A(?!([^/]*\.)?kubernetes\.io/)[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
+)
+_STOP_GRACE_SECONDS = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Container:
+    """One container of a pod: its name and its limits, resource to number.
+
+    Attributes:
+        init: a plain init container: it ends before the others start, and they take over its ids.
+    """
+
+    name: str
+    limits: Mapping[str, int]
+    init: bool = False
+
+
+@dataclasses.dataclass
+class Pod:
+    """A pod that was admitted; ``answers`` are the plugins' answers by container, united as kubelet unites them."""
+
+    name: str
+    namespace: str
+    uid: str
+    containers: tuple[Container, ...]
+    ended: bool = False
+    answers: dict[str, messages.ContainerAllocateResponse] = dataclasses.field(default_factory=dict)
+
+
+class SimulatedKubelet:
+    """The kubelet of a node whose root directory is ``directory``; `start` makes ``device-plugins/`` and ``pod-resources/`` below it.
+
+    State: registrations and admitted pods; allocations are also in the checkpoint, from which `restart` begins.
+    """
+
+    def __init__(self, directory: Path, *, seed: int = 0) -> None:
+        self.directory = directory
+        self.plugins = directory / "device-plugins"
+        self.faults = Faults()
+        self.calls: list[Call] = []
+        self.pods: dict[str, Pod] = {}
+        self._records = Records(self.plugins)
+        self._endpoints: dict[str, Endpoint] = {}
+        self._retired: list[Endpoint] = []
+        self._servers: list[Any] = []
+        self._changed = asyncio.Condition()
+        self._admission = asyncio.Lock()
+        self._random = random.Random(seed)  # noqa: S311 - the order of a Go map, not a secret
+
+    # Life
+
+    async def start(self) -> None:
+        """Wipe the plugin directory's sockets and listen, as every start of a kubelet does."""
+        await asyncio.to_thread(self._prepare)
+        # kubelet.sock is a second name of the server's own socket file, because grpcio deletes the file that it made when it stops, and
+        # a real kubelet leaves kubelet.sock behind.
+        hidden = self.directory / f"kubelet-{uuid.uuid4().hex[:8]}.sock"
+        await self._listen(hidden, "v1beta1.Registration", {"Register": (self._register, messages.RegisterRequest)})
+        await asyncio.to_thread(os.link, hidden, self.plugins / "kubelet.sock")
+        lister = {"List": (self._list, pod_resources.ListPodResourcesRequest)}
+        await self._listen(self.directory / "pod-resources" / "kubelet.sock", "v1.PodResourcesLister", lister)
+
+    async def stop(self) -> None:
+        """End like a killed kubelet: connections break, sockets and checkpoint stay."""
+        for endpoint in [*self._endpoints.values(), *self._retired]:
+            await endpoint.close()
+        self._endpoints, self._retired = {}, []
+        for server in self._servers:
+            await server.stop(None)
+        self._servers = []
+
+    async def restart(self, *, away_seconds: float = 0.0) -> None:
+        """Stop, stay away, and start again with what the checkpoint says; pods keep running."""
+        await self.stop()
+        await asyncio.sleep(away_seconds)
+        await asyncio.to_thread(self._records.read_checkpoint)
+        await self.start()
+
+    # What the node status would say
+
+    def resource(self, name: str) -> ResourceDevices:
+        """Devices of a resource; empty when it was never registered, or its plugin has been gone for five minutes."""
+        endpoint = self._endpoints.get(name)
+        gone_for = time.monotonic() - endpoint.stopped_at if endpoint and endpoint.stopped_at else 0.0
+        return ResourceDevices() if gone_for > _STOP_GRACE_SECONDS else self._records.devices.get(name, ResourceDevices())
+
+    async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 10.0) -> None:
+        """Return when ``condition`` holds; it is asked after every change of this kubelet.
+
+        Raises:
+            TimeoutError: it does not come true in time; the message says what has happened instead.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds), self._changed:
+                await self._changed.wait_for(condition)
+        except TimeoutError:
+            last = [f"{call.what} {call.resource} {call.facts}" for call in self.calls[-8:]]
+            raise TimeoutError(f"the simulated kubelet waited {timeout_seconds:g} s in vain; last calls: {last}") from None
+
+    def called(self, what: str, resource: str = "") -> list[Call]:
+        """The calls of that kind, oldest first."""
+        return [call for call in self.calls if call.what == what and resource in {"", call.resource}]
+
+    # Pods
+
+    async def admit(self, name: str, containers: Sequence[Container], *, namespace: str = "default", uid: str = "") -> Pod:
+        """Admit a pod to the node: devices for each container, init containers first.
+
+        Raises:
+            AdmissionError: the pod fails, with the message that its status would show.
+        """
+        pod = Pod(name, namespace, uid or str(uuid.UUID(int=self._random.getrandbits(128))), tuple(containers))
+        async with self._admission:  # pods are admitted one after the other
+            self.pods[pod.uid] = pod
+            try:
+                for container in sorted(containers, key=lambda each: not each.init):
+                    limits = list(container.limits.items())
+                    self._random.shuffle(limits)  # resources come in random order
+                    for resource, number in limits:
+                        await self._allocate(pod, container, resource, number)
+            except AdmissionError:
+                pod.ended = True  # what it already got is cleaned up later, lazily
+                raise
+        pod.answers = {container.name: self._answer(pod.uid, container.name) for container in containers}
+        return pod
+
+    async def start_container(self, pod: Pod, container: str) -> messages.ContainerAllocateResponse:
+        """Start, or restart, a container of an admitted pod; what the runtime is told.
+
+        Raises:
+            ContainerStartError: refused for now.
+        """
+        for allocation in self._records.of_container(pod.uid, container):
+            endpoint = self._endpoints.get(allocation.resource)
+            if endpoint is None or endpoint.options is None or not endpoint.options.pre_start_required:
+                continue  # also after a restart of kubelet until the plugin is back: PreStartContainer is silently skipped
+            if endpoint.stopped_at is not None:
+                raise ContainerStartError(f"endpoint {endpoint.socket_path} has been stopped")
+            try:
+                await endpoint.pre_start(allocation.ids)
+            except grpc.aio.AioRpcError as err:
+                await self._note("PreStartContainer", allocation.resource, ids=allocation.ids, error=err.details())
+                text = f"rpc error: code = {err.code().name} desc = {err.details()}"
+                raise ContainerStartError(f"device plugin PreStartContainer rpc failed with err: {text}") from err
+            await self._note("PreStartContainer", allocation.resource, ids=allocation.ids)
+        return self._answer(pod.uid, container)
+
+    async def delete(self, pod: Pod) -> None:
+        """End a pod; its ids come free at the next allocation or List, as in a real kubelet."""
+        pod.ended = True
+        await self._note("pod deleted", "", pod=f"{pod.namespace}/{pod.name}")
+
+    def ids_of(self, pod: Pod, container: str, resource: str) -> list[str]:
+        """The ids that a container holds."""
+        return [device for each in self._records.of_container(pod.uid, container) if each.resource == resource for device in each.ids]
+
+    async def cancel_stream(self, resource: str) -> None:
+        """Cancel the resource's ListAndWatch, leaving sockets as they are (V3)."""
+        await self._endpoints[resource].cancel_stream()
+
+    # Registration and lists
+
+    async def _register(self, request: messages.RegisterRequest, context: Any) -> messages.Empty:
+        await self._note("Register", request.resource_name, endpoint=request.endpoint, version=request.version)
+        await asyncio.sleep(self.faults.register_delay_seconds)
+        if self.faults.failing_registrations:
+            self.faults.failing_registrations -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the simulated kubelet was told to fail")
+        if request.version != _VERSION or self.faults.refuse_version:
+            known = "v1beta2" if self.faults.refuse_version else _VERSION
+            text = f'requested API version "{request.version}" is not supported by kubelet. Supported version is "{known}"'
+            await context.abort(grpc.StatusCode.UNKNOWN, text)
+        if not _RESOURCE_NAME.match(request.resource_name):
+            await context.abort(grpc.StatusCode.UNKNOWN, f'the ResourceName "{request.resource_name}" is invalid')
+        endpoint = Endpoint(request.resource_name, self.plugins / request.endpoint)
+        try:
+            await endpoint.connect()
+        except (TimeoutError, grpc.aio.AioRpcError) as err:
+            await endpoint.close()
+            await context.abort(grpc.StatusCode.UNKNOWN, f"failed to dial device plugin with socketPath {endpoint.socket_path}: {err}")
+        await self._note("GetDevicePluginOptions", request.resource_name, endpoint=request.endpoint)
+        if before := self._endpoints.get(request.resource_name):
+            self._retired.append(before)
+        self._endpoints[request.resource_name] = endpoint  # the last registration wins
+        if not self.faults.open_no_stream:
+            await self._note("stream opened", request.resource_name, endpoint=request.endpoint)
+            endpoint.watch(self._listed, self._stream_ended)
+        return messages.Empty()
+
+    async def _listed(self, endpoint: Endpoint, response: messages.ListAndWatchResponse) -> None:
+        devices = self._records.devices.setdefault(endpoint.resource, ResourceDevices())
+        devices.replace(response.devices)
+        await asyncio.to_thread(self._records.write_checkpoint)
+        facts = {"healthy": devices.allocatable, "ids": devices.capacity, "bytes": response.ByteSize()}
+        await self._note("list", endpoint.resource, endpoint=endpoint.socket_path.name, **facts)
+
+    async def _stream_ended(self, endpoint: Endpoint, reason: str) -> None:
+        # Endpoints are known by resource only, so the end of an old stream takes down the client of a newer registration (§3).
+        current = self._endpoints.get(endpoint.resource)
+        if current is not None:
+            current.stopped_at = current.stopped_at or time.monotonic()
+            self._records.devices.setdefault(endpoint.resource, ResourceDevices()).mark_all_unhealthy()
+            if current is not endpoint:
+                await current.close()
+        await endpoint.hang_up()
+        await self._note("stream ended", endpoint.resource, endpoint=endpoint.socket_path.name, reason=reason)
+
+    # Allocation
+
+    async def _allocate(self, pod: Pod, container: Container, resource: str, number: int) -> None:
+        self._records.clean_up(self._live())
+        ids = self._reusable(pod, container, resource)[:number]
+        endpoint = self._endpoints.get(resource)
+        if endpoint is None and resource not in self._records.devices:
+            return  # a resource that no plugin registered is not the device manager's business
+        devices = self._records.devices.get(resource, ResourceDevices())
+        if endpoint is None:
+            raise AdmissionError(_rejected(f"cannot allocate unregistered device {resource}"))
+        if not devices.healthy:
+            raise AdmissionError(_rejected(f"no healthy devices present; cannot allocate unhealthy devices {resource}"))
+        free = [device for device in devices.healthy if device not in self._records.in_use(resource)]
+        if len(ids) + len(free) < number:
+            text = f"requested number of devices unavailable for {resource}. Requested: {number}, Available: {len(ids) + len(free)}"
+            raise AdmissionError(_rejected(text))
+        try:
+            ids = await self._choose(endpoint, ids, free, number)
+            answer = await endpoint.allocate(ids)
+        except (grpc.aio.AioRpcError, IndexError) as err:
+            text = f"rpc error: code = {err.code().name} desc = {err.details()}" if isinstance(err, grpc.aio.AioRpcError) else str(err)
+            await self._note("Allocate", resource, ids=ids, error=text)
+            raise AdmissionError(_rejected(text)) from err
+        self._records.add(pod.uid, container.name, resource, ids, answer.SerializeToString())
+        await asyncio.to_thread(self._records.write_checkpoint)
+        await self._note("Allocate", resource, ids=ids, pod=pod.uid, container=container.name)
+
+    async def _choose(self, endpoint: Endpoint, reused: list[str], free: list[str], number: int) -> list[str]:
+        if len(reused) == number:
+            return reused
+        preferred: list[str] = []
+        if endpoint.options is not None and endpoint.options.get_preferred_allocation_available:
+            preferred = await endpoint.prefer([*reused, *free], reused, number)
+            await self._note("GetPreferredAllocation", endpoint.resource, ids=preferred)
+        usable = {*reused, *free}
+        # The answer is a hint: what is not usable is dropped, what is missing is filled up.
+        return list(dict.fromkeys([*reused, *(device for device in preferred if device in usable), *free]))[:number]
+
+    def _reusable(self, pod: Pod, container: Container, resource: str) -> list[str]:
+        """Ids of the pod's plain init containers, which a later container takes over."""
+        init = {each.name for each in pod.containers if each.init and each.name != container.name}
+        held = [each for each in self._records.allocations if each.pod_uid == pod.uid and each.resource == resource]
+        taken = {device for each in held if each.container not in init for device in each.ids}
+        return [device for each in held if each.container in init for device in each.ids if device not in taken]
+
+    def _answer(self, pod_uid: str, container: str) -> messages.ContainerAllocateResponse:
+        """The answers for all resources of a container as one; where two disagree, the first one wins."""
+        united = messages.ContainerAllocateResponse()
+        for allocation in self._records.of_container(pod_uid, container):
+            answer = messages.ContainerAllocateResponse.FromString(allocation.answer)
+            united.envs.update({key: value for key, value in answer.envs.items() if key not in united.envs})
+            united.annotations.update({key: value for key, value in answer.annotations.items() if key not in united.annotations})
+            mounted, created = {each.container_path for each in united.mounts}, {each.container_path for each in united.devices}
+            united.mounts.extend(each for each in answer.mounts if each.container_path not in mounted)
+            united.devices.extend(each for each in answer.devices if each.container_path not in created)
+            united.cdi_devices.extend(each for each in answer.cdi_devices if each not in united.cdi_devices)
+        return united
+
+    # Pod resources
+
+    async def _list(self, _: pod_resources.ListPodResourcesRequest, context: Any) -> pod_resources.ListPodResourcesResponse:
+        await self._note("List", "")
+        await asyncio.sleep(self.faults.list_delay_seconds)
+        if self.faults.exhausted_lists:
+            self.faults.exhausted_lists -= 1
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        self._records.clean_up(self._live())
+        response = pod_resources.ListPodResourcesResponse()
+        for pod in [pod for pod in self.pods.values() if not pod.ended]:
+            entry = response.pod_resources.add(name=pod.name, namespace=pod.namespace)
+            for container in [each for each in pod.containers if not each.init]:  # plain init containers are not listed
+                _describe(entry.containers.add(name=container.name), self._records.of_container(pod.uid, container.name))
+        return response
+
+    # Inner matters
+
+    def _live(self) -> set[str]:
+        return {uid for uid, pod in self.pods.items() if not pod.ended}
+
+    async def _note(self, what: str, resource: str, **facts: Any) -> None:
+        self.calls.append(Call(what, resource, facts=facts))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _listen(self, path: Path, service: str, methods: Mapping[str, tuple[Any, Any]]) -> None:
+        server = grpc.aio.server()
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                method, request_deserializer=request.FromString, response_serializer=lambda message: message.SerializeToString()
+            )
+            for name, (method, request) in methods.items()
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        server.add_insecure_port(f"unix:{path}")
+        await server.start()
+        self._servers.append(server)
+
+    def _prepare(self) -> None:
+        for below in (self.plugins, self.directory / "pod-resources"):
+            below.mkdir(mode=0o750, parents=True, exist_ok=True)
+        for path in self.plugins.iterdir():
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                path.unlink()
+
+
+def _rejected(text: str) -> str:
+    return f"Pod was rejected: Allocate failed due to {text}, which is unexpected"
+
+
+def _describe(entry: pod_resources.ContainerResources, allocations: Sequence[Allocation]) -> None:
+    """One entry for each id, as the real kubelet writes them."""
+    for allocation in allocations:
+        for node, ids in allocation.ids_by_node.items():
+            for device in ids:
+                devices = entry.devices.add(resource_name=allocation.resource, device_ids=[device])
+                if node != "-1":
+                    devices.topology.nodes.add(id=int(node))

@@ -1,0 +1,125 @@
+"""One registration at the simulated kubelet: the connection back to a device plugin, and its ListAndWatch stream.
+
+Used by `kubelet` in this room only. It is the client side of the device plugin API on grpcio, dialled as the real kubelet dials: authority
+``localhost``, at most 4 MiB a message, 10 seconds to connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import grpc
+
+from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from pathlib import Path
+
+    OnList: TypeAlias = "Callable[[Endpoint, messages.ListAndWatchResponse], Awaitable[None]]"
+    OnEnd: TypeAlias = "Callable[[Endpoint, str], Awaitable[None]]"
+
+_SERVICE = "/v1beta1.DevicePlugin"
+_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+_DIAL_SECONDS = 10.0
+_PRE_START_SECONDS = 30.0
+
+
+class Endpoint:
+    """A device plugin as kubelet holds it: alive from `connect` until its stream ends."""
+
+    def __init__(self, resource: str, socket_path: Path) -> None:
+        self.resource = resource
+        self.socket_path = socket_path
+        self.options: messages.DevicePluginOptions | None = None
+        self.stopped_at: float | None = None
+        self._channel = grpc.aio.insecure_channel(
+            f"unix:{socket_path}",
+            options=[
+                ("grpc.default_authority", "localhost"),
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
+        )
+        self._watching: asyncio.Task[None] | None = None
+
+    async def connect(self) -> None:
+        """Dial, and ask for the options, as kubelet does before it answers Register (V1).
+
+        Raises:
+            TimeoutError: nobody answers on the socket.
+            grpc.aio.AioRpcError: the plugin refuses.
+        """
+        async with asyncio.timeout(_DIAL_SECONDS):
+            await self._channel.channel_ready()
+        self.options = await self._unary("GetDevicePluginOptions", messages.DevicePluginOptions)(messages.Empty())
+
+    def watch(self, on_list: OnList, on_end: OnEnd) -> None:
+        """Open ListAndWatch; each list goes to ``on_list``, the end of the stream to ``on_end`` with its reason."""
+        self._watching = asyncio.create_task(self._watch(on_list, on_end), name=f"ListAndWatch {self.resource}")
+
+    async def _watch(self, on_list: OnList, on_end: OnEnd) -> None:
+        call: Any = self._channel.unary_stream(
+            f"{_SERVICE}/ListAndWatch",
+            request_serializer=messages.Empty.SerializeToString,
+            response_deserializer=messages.ListAndWatchResponse.FromString,
+        )
+        reason = "EOF"
+        try:
+            async for response in call(messages.Empty()):
+                await on_list(self, response)
+        except grpc.aio.AioRpcError as err:
+            reason = f"rpc error: code = {err.code().name} desc = {err.details()}"
+        except asyncio.CancelledError:
+            await on_end(self, "cancelled by kubelet")
+            raise
+        await on_end(self, reason)
+
+    async def cancel_stream(self) -> None:
+        """Cancel ListAndWatch and nothing else, as a kubelet does that has lost track (V3)."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def prefer(self, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
+        """GetPreferredAllocation for one container."""
+        request = messages.PreferredAllocationRequest()
+        request.container_requests.add(available_device_ids=available, must_include_device_ids=must_include, allocation_size=size)
+        response = await self._unary("GetPreferredAllocation", messages.PreferredAllocationResponse)(request)
+        return list(response.container_responses[0].device_ids) if response.container_responses else []
+
+    async def allocate(self, ids: Sequence[str]) -> messages.ContainerAllocateResponse:
+        """Allocate for one container; only the first element of the answer is read.
+
+        Raises:
+            grpc.aio.AioRpcError: refused.
+            IndexError: an answer without elements.
+        """
+        request = messages.AllocateRequest()
+        request.container_requests.add(device_ids=ids)
+        response = await self._unary("Allocate", messages.AllocateResponse)(request)
+        answer: messages.ContainerAllocateResponse = response.container_responses[0]
+        return answer
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        """PreStartContainer."""
+        call = self._unary("PreStartContainer", messages.PreStartContainerResponse, timeout_seconds=_PRE_START_SECONDS)
+        await call(messages.PreStartContainerRequest(device_ids=ids))
+
+    async def close(self) -> None:
+        """Drop the connection; the stream ends with it."""
+        await self.cancel_stream()
+        await self.hang_up()
+
+    async def hang_up(self) -> None:
+        """Drop the connection of a stream that has ended."""
+        await self._channel.close(None)
+
+    def _unary(self, method: str, response: type[Any], *, timeout_seconds: float | None = None) -> Callable[[Any], Any]:
+        call: Any = self._channel.unary_unary(
+            f"{_SERVICE}/{method}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=response.FromString,
+        )
+        return lambda request: call(request, timeout=timeout_seconds)

@@ -1,0 +1,65 @@
+"""What a test may want to know about the simulated kubelet, and what may go wrong with it on request.
+
+Used by `kubelet` in this room, and by tests and the demo through it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One thing that happened: a call received or made, a stream opened or ended.
+
+    Attributes:
+        what: ``Register``, ``GetDevicePluginOptions``, ``stream opened``, ``list``, ``stream ended``, ``GetPreferredAllocation``,
+            ``Allocate``, ``PreStartContainer``, ``List``.
+        resource: the resource it was about; empty for ``List``.
+        at: `time.monotonic` seconds.
+        facts: e.g. ``endpoint``, ``ids``, ``error``, ``healthy``, ``seconds``.
+    """
+
+    what: str
+    resource: str
+    at: float = dataclasses.field(default_factory=time.monotonic)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Faults:
+    """Switches that a test may set at any time; all off is a healthy kubelet.
+
+    Attributes:
+        refuse_version: Register is refused as a kubelet does that knows only another API version.
+        register_delay_seconds: Register is answered this much later.
+        failing_registrations: so many Register calls are answered with UNAVAILABLE.
+        open_no_stream: after Register no ListAndWatch is opened.
+        exhausted_lists: so many pod-resources List calls are answered with RESOURCE_EXHAUSTED.
+        list_delay_seconds: pod-resources List is answered this much later.
+    """
+
+    refuse_version: bool = False
+    register_delay_seconds: float = 0.0
+    failing_registrations: int = 0
+    open_no_stream: bool = False
+    exhausted_lists: int = 0
+    list_delay_seconds: float = 0.0
+
+
+class AdmissionError(Exception):
+    """A pod was rejected; the pod is failed for good.
+
+    Attributes:
+        reason: ``UnexpectedAdmissionError``, as in the pod's status.
+    """
+
+    def __init__(self, message: str, reason: str = "UnexpectedAdmissionError") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ContainerStartError(Exception):
+    """A container cannot start now (``CreateContainerConfigError``); kubelet would try again."""

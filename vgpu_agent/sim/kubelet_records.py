@@ -1,0 +1,150 @@
+"""What the simulated kubelet remembers: which devices each resource has, which container holds which of them, and the checkpoint of it.
+
+Used by `kubelet` in this room only. Behaviour and the checkpoint's format follow the real device manager (kubelet contract §4, §5, §9): a
+device is free again not when its pod ends but at the next clean-up, and the checkpoint is rewritten at each list and each allocation.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+    from pathlib import Path
+
+    from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
+
+CHECKPOINT = "kubelet_internal_checkpoint"
+_NO_TOPOLOGY = "-1"
+
+
+@dataclasses.dataclass
+class ResourceDevices:
+    """The devices of one resource as its last list told: id to NUMA node (None without topology)."""
+
+    healthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    unhealthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        """What the node status calls capacity."""
+        return len(self.healthy) + len(self.unhealthy)
+
+    @property
+    def allocatable(self) -> int:
+        """What the node status calls allocatable."""
+        return len(self.healthy)
+
+    def replace(self, listed: Iterable[messages.Device]) -> None:
+        """Take over a complete list; whatever is not exactly ``Healthy`` is unhealthy."""
+        self.healthy, self.unhealthy = {}, {}
+        for device in listed:
+            nodes = device.topology.nodes
+            node = nodes[0].id if nodes else None
+            (self.healthy if device.health == "Healthy" else self.unhealthy)[device.id] = node
+
+    def mark_all_unhealthy(self) -> None:
+        """The stream has ended: capacity stays, allocatable is 0."""
+        self.unhealthy.update(self.healthy)
+        self.healthy = {}
+
+
+@dataclasses.dataclass
+class Allocation:
+    """Ids of one resource in one container's hands, and the answer that came with them."""
+
+    pod_uid: str
+    container: str
+    resource: str
+    ids_by_node: dict[str, list[str]]
+    answer: bytes
+
+    @property
+    def ids(self) -> list[str]:
+        """All ids, by NUMA node."""
+        return [device for node in sorted(self.ids_by_node) for device in self.ids_by_node[node]]
+
+
+class Records:
+    """Allocations and devices of the node, written through to the checkpoint in ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / CHECKPOINT
+        self.devices: dict[str, ResourceDevices] = {}
+        self.allocations: list[Allocation] = []
+
+    def in_use(self, resource: str) -> set[str]:
+        """Ids that somebody holds, also ended pods that were not cleaned up yet."""
+        return {device for each in self.allocations if each.resource == resource for device in each.ids}
+
+    def of_container(self, pod_uid: str, container: str) -> list[Allocation]:
+        """What one container holds."""
+        return [each for each in self.allocations if (each.pod_uid, each.container) == (pod_uid, container)]
+
+    def add(self, pod_uid: str, container: str, resource: str, ids: Collection[str], answer: bytes) -> Allocation:
+        """Book ids for a container."""
+        known = self.devices[resource]
+        by_node: dict[str, list[str]] = {}
+        for device in ids:
+            node = known.healthy.get(device)
+            by_node.setdefault(_NO_TOPOLOGY if node is None else str(node), []).append(device)
+        allocation = Allocation(pod_uid, container, resource, by_node, answer)
+        self.allocations.append(allocation)
+        return allocation
+
+    def clean_up(self, live_pod_uids: Collection[str]) -> None:
+        """Forget what ended pods held; kubelet does this before an allocation and at each List, and does not rewrite the file for it."""
+        self.allocations = [each for each in self.allocations if each.pod_uid in live_pod_uids]
+
+    def write_checkpoint(self) -> None:
+        """Put everything into the file, atomically, mode 0600."""
+        content = {
+            "PodDeviceEntries": [
+                {
+                    "PodUID": each.pod_uid,
+                    "ContainerName": each.container,
+                    "ResourceName": each.resource,
+                    "DeviceIDs": each.ids_by_node,
+                    "AllocResp": base64.b64encode(each.answer).decode(),
+                }
+                for each in self.allocations
+            ]
+            or None,
+            "RegisteredDevices": {resource: sorted(devices.healthy) for resource, devices in self.devices.items()},
+        }
+        encoded = json.dumps({"Data": content, "Checksum": _fnv32a(json.dumps(content).encode())})
+        temporary = self._path.with_name(f".{self._path.name}.new")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(encoded)
+        temporary.replace(self._path)
+
+    def read_checkpoint(self) -> None:
+        """Begin as a restarted kubelet does: allocations are known, each resource has no devices until its plugin returns.
+
+        A file that cannot be read leaves nothing, which is what the real one does.
+        """
+        self.devices, self.allocations = {}, []
+        try:
+            content: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))["Data"]
+            self.allocations = [
+                Allocation(
+                    entry["PodUID"], entry["ContainerName"], entry["ResourceName"], entry["DeviceIDs"], base64.b64decode(entry["AllocResp"])
+                )
+                for entry in content["PodDeviceEntries"] or []
+            ]
+            self.devices = {resource: ResourceDevices() for resource in content["RegisteredDevices"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+
+
+def _fnv32a(content: bytes) -> int:
+    """A checksum of the same size as kubelet's; the real one covers a dump that only Go can make, so nobody can check it."""
+    value = 0x811C9DC5
+    for byte in content:
+        value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return value
