@@ -112,12 +112,15 @@ def read(file: str) -> bytes:
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: a FIFO without a writer must not hang us
-        with open(descriptor, "rb") as stream:
+        try:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
                 kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
                 raise ConfigError([f"{file}: is {kind}; expected a YAML file"])
-            content = stream.read(LARGEST_FILE_BYTES + 1)
+            with open(descriptor, "rb", closefd=False) as stream:
+                content = stream.read(LARGEST_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError) as err:  # ValueError: a NUL in the name
         reason = err.strerror if isinstance(err, OSError) else "not a file name"
         raise ConfigError([f"{file}: cannot be read: {reason}; give {options.CONFIG_FLAG} an existing, readable file"]) from err
@@ -333,12 +336,13 @@ class _Reading:
 
 
 def _suggestion(name: str, known: Iterable[str], prefix: str) -> str:
+    known = known if prefix else ("version", *known)
     if guess := _nearest(name, known):
         return f"did you mean {guess}?"
     # A key in the wrong section is the mistake that NVIDIA's plugin swallows (nvidia contract §2, its issue 1433).
     if elsewhere := [path for path in _paths_everywhere() if path.rpartition(".")[2] == name]:
         return f"did you mean {elsewhere[0]}?"
-    return f"expected {', '.join(known)}" if prefix else f"expected version, {', '.join(known)}"
+    return f"expected {', '.join(known)}"
 
 
 def _paths_everywhere() -> list[str]:
@@ -361,7 +365,7 @@ def _folded(name: str) -> str:
 
 def _warnings(settings: Settings, environment: Mapping[str, str]) -> Iterable[str]:
     for name in options.unknown_variables(environment):
-        guess = _nearest(name, options.our_variables())
+        guess = options.PREFIX + near if (near := _nearest(name.removeprefix(options.PREFIX), options.our_names())) else None
         yield f"environment variable {name}: unknown and ignored" + (f", did you mean {guess}?" if guess else "")
     for path, word in checks.doubtful_xids(settings):
         yield f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or "xids"'

@@ -119,6 +119,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     )
 
 
-def our_variables() -> list[str]:
-    """Every variable of ours that begins with our prefix."""
-    return [CONFIG_VARIABLE, *(option.variable for option in OPTIONS if option.variable.startswith(PREFIX))]
+def our_names() -> list[str]:
+    """What follows our prefix in each variable that has it."""
+    variables = [CONFIG_VARIABLE, *(option.variable for option in OPTIONS)]
+    return [variable.removeprefix(PREFIX) for variable in variables if variable.startswith(PREFIX)]

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 Scalar = str | int | float | bool | None
 
-# Our schema is five levels deep; the bound only keeps junk from running on.
+# Our schema is five levels deep and has some sixty keys; the bounds keep a megabyte of junk from taking seconds and a hundred MiB.
 _DEEPEST = 32
+_MOST_VALUES = 10_000
 # Characters that YAML forbids in a text, NUL among them.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)\Z")
@@ -99,8 +100,10 @@ def _read(events: Iterator[Any], faults: list[Fault]) -> Node | None:
     root: Node | None = None
     stack: list[_Open] = []
     documents = 0
-    for event in events:
+    for number, event in enumerate(events):
         line = event.start_mark.line + 1
+        if number > _MOST_VALUES:
+            raise _RefusedError(line, "", f"more than {_MOST_VALUES} keys and values; no configuration has so many")
         match event:
             case yaml.DocumentStartEvent():
                 documents += 1

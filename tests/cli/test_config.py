@@ -1,0 +1,123 @@
+"""``vgpu-agent config``: what it prints, and where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.cli import config
+from vgpu_agent.config.example import example
+from vgpu_agent.errors import ConfigError
+
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def command() -> Command:
+    """Runs ``vgpu-agent config …`` as the command line would."""
+    parser = argparse.ArgumentParser(prog="vgpu-agent")
+    config.add_parser(parser.add_subparsers())
+
+    def run(*words: str) -> int:
+        arguments = parser.parse_args(["config", *words])
+        status: int = arguments.run(arguments)
+        return status
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VGPU_AGENT_CONFIG", raising=False)
+    monkeypatch.delenv("NODE_NAME", raising=False)
+    Path("config.yaml").write_text("version: v1\nlog:\n  level: debug\n")
+    Path("wrong.yaml").write_text("version: v1\nlog:\n  level: loud\n")
+
+
+def test_check_says_that_a_file_is_ok(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit status 0."""
+    assert command("check", "config.yaml") == 0
+    assert capsys.readouterr() == ("config.yaml: ok\n", "")
+
+
+def test_check_takes_the_file_as_a_flag_too(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """As ``run`` takes it, so that a command can be checked by exchanging one word."""
+    assert command("check", "--config", "config.yaml", "--log-format", "console") == 0
+    assert capsys.readouterr().out == "config.yaml: ok\n"
+
+
+def test_check_without_a_file_checks_flags_and_environment(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says that no file was looked at."""
+    assert command("check") == 0
+    assert capsys.readouterr().out == "defaults, environment and flags (no file): ok\n"
+
+
+def test_check_refuses_two_different_files(command: Command) -> None:
+    """It could only check one of them."""
+    with pytest.raises(ConfigError, match=r"two files to check, config\.yaml and --config wrong\.yaml; name one"):
+        command("check", "config.yaml", "--config", "wrong.yaml")
+
+
+@pytest.mark.parametrize("words", [["check", "wrong.yaml"], ["show", "--config", "wrong.yaml"]])
+def test_a_wrong_file_is_left_to_the_command_line(command: Command, words: list[str]) -> None:
+    """It prints the sentences and exits with 2, as for every command."""
+    with pytest.raises(ConfigError) as refused:
+        command(*words)
+
+    assert refused.value.problems == ['wrong.yaml:3: log.level: expected debug, info, warning or error, got "loud"']
+
+
+def test_show_lists_each_value_and_where_it_came_from(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One aligned line a value."""
+    monkeypatch.setenv("NODE_NAME", "gpu-7")
+
+    assert command("show", "--config", "config.yaml", "--simulate", "/sim") == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=2) for line in lines if "default" not in line] == [
+        ["nodeName", "gpu-7", "environment NODE_NAME"],
+        ["simulate", "/sim", "flag --simulate"],
+        ["log.level", "debug", "config.yaml:3"],
+        ["gpu.driverRoot", "/sim", "derived from simulate"],
+        ["gpu.sysfsRoot", "/sim/sys", "derived from simulate"],
+        ["gpu.procRoot", "/sim/proc", "derived from simulate"],
+    ]
+    assert len({line.rindex("default") for line in lines if line.endswith("default")}) == 1
+
+
+def test_show_as_json_is_for_programs(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values keep their types."""
+    assert command("show", "--json", "--config", "config.yaml") == 0
+
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["log.level"] == {"value": "debug", "origin": "config.yaml:3"}
+    assert shown["gpu.pollSeconds"] == {"value": 5.0, "origin": "default"}
+    assert shown["sharing.timeSlicing.resources"] == {"value": [], "origin": "default"}
+
+
+def test_warnings_go_to_stderr(command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They disturb no program that reads the answer."""
+    monkeypatch.setenv("VGPU_AGENT_LISTN", ":1")
+
+    assert command("show", "--json") == 0
+
+    written = capsys.readouterr()
+    assert written.err == "warning: environment variable VGPU_AGENT_LISTN: unknown and ignored, did you mean VGPU_AGENT_LISTEN?\n"
+    assert json.loads(written.out)
+
+
+def test_the_example_is_a_file_that_checks_as_ok(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed can be saved and used."""
+    assert command("example") == 0
+
+    text = capsys.readouterr().out
+    assert text == example()
+    Path("example.yaml").write_text(text)
+    assert command("check", "example.yaml") == 0

@@ -1,0 +1,37 @@
+"""What the tests of the configuration share: one way to load a text, and one to get what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from vgpu_agent.config.load import Loaded, Sources, load_content
+from vgpu_agent.errors import ConfigError
+
+Load = Callable[..., Loaded]
+Problems = Callable[..., list[str]]
+
+
+def _load(text: str | bytes = "", *, flags: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
+    content = text if isinstance(text, bytes) else text.encode()
+    return load_content(Sources(flags or {}, environment or {}, "config.yaml"), content)
+
+
+@pytest.fixture(scope="session")
+def load_text() -> Load:
+    """Loads a text as the content of ``config.yaml``."""
+    return _load
+
+
+@pytest.fixture(scope="session")
+def problems_of() -> Problems:
+    """The sentences with which a text is refused."""
+
+    def problems(text: str | bytes = "", **sources: Mapping[str, str]) -> list[str]:
+        with pytest.raises(ConfigError) as refused:
+            _load(text, **sources)
+        assert str(refused.value) == "\n".join(refused.value.problems)
+        return refused.value.problems
+
+    return problems

@@ -1,0 +1,199 @@
+"""Four sources: who wins, and what is said about where a value came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.conftest import Load, Problems
+from vgpu_agent.config import schema
+from vgpu_agent.config.load import load
+from vgpu_agent.config.options import OPTIONS, Option
+
+FILE = "version: v1\nlog:\n  level: warning\n"
+VARIABLE = {"VGPU_AGENT_LOG_LEVEL": "error"}
+FLAG = {"--log-level": "debug"}
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "flags", "level", "origin"),
+    [
+        ("", {}, {}, "info", "default"),
+        (FILE, {}, {}, "warning", "config.yaml:3"),
+        (FILE, VARIABLE, {}, "error", "environment VGPU_AGENT_LOG_LEVEL"),
+        (FILE, VARIABLE, FLAG, "debug", "flag --log-level"),
+        (FILE, {}, FLAG, "debug", "flag --log-level"),
+        ("", VARIABLE, {}, "error", "environment VGPU_AGENT_LOG_LEVEL"),
+        (FILE, {"VGPU_AGENT_LOG_LEVEL": ""}, {}, "warning", "config.yaml:3"),
+        (FILE, VARIABLE, {"--log-level": "info"}, "info", "flag --log-level"),
+    ],
+)
+def test_flag_beats_environment_beats_file_beats_default(
+    load_text: Load, text: str, environment: dict[str, str], flags: dict[str, str], level: str, origin: str
+) -> None:
+    """An empty variable counts as not set; a flag that repeats the default still wins."""
+    loaded = load_text(text, environment=environment, flags=flags)
+
+    assert (loaded.settings.log.level, loaded.origins["log.level"]) == (level, origin)
+
+
+def test_every_value_has_an_origin(load_text: Load) -> None:
+    """The origins are those of the values, list items included, no more and no less."""
+    text = "version: v1\nsharing:\n  timeSlicing:\n    resources:\n      - name: gpu\n        replicas: 4\n"
+
+    loaded = load_text(text)
+
+    assert set(loaded.origins) == {path for path, _ in schema.values(loaded.settings)}
+    assert loaded.origins["sharing.timeSlicing.resources[0].name"] == "config.yaml:5"
+    assert loaded.origins["sharing.timeSlicing.resources[0].replicas"] == "config.yaml:6"
+    assert loaded.origins["sharing.timeSlicing.renameByDefault"] == "default"
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.variable)
+def test_every_variable_reaches_its_key(load_text: Load, option: Option) -> None:
+    """The table of options names keys that exist, and each can be given as text."""
+    text = {"gpu.failOnInitError": "false", "plugin.passDeviceSpecs": "true", "log.level": "debug", "log.format": "console"} | {
+        "plugin.deviceIdStrategy": "index",
+        "plugin.sharedDevicesAllocationPolicy": "packed",
+        "listen": ":1",
+        "debugListen": ":2",
+        "nodeName": "node-7",
+        "gpu.disableHealthChecks": "48",
+        "gpu.enableHealthChecks": "31",
+    }
+
+    loaded = load_text(environment={option.variable: text.get(option.path, "/some/where")})
+
+    assert loaded.origins[option.path] == f"environment {option.variable}"
+    assert [path for path, origin in loaded.origins.items() if origin.startswith("environment")] == [option.path]
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("T", True), ("False", False), ("0", False), ("f", False)])
+def test_a_variable_of_nvidias_plugin_is_read_as_go_reads_it(load_text: Load, text: str, value: object) -> None:
+    """nvidia contract §1: PASS_DEVICE_SPECS comes from manifests that were written for strconv.ParseBool."""
+    assert load_text(environment={"PASS_DEVICE_SPECS": text}).settings.plugin.pass_device_specs is value
+
+
+@pytest.mark.parametrize(
+    ("sources", "problem"),
+    [
+        ({"flags": {"--log-level": "loud"}}, '--log-level: expected debug, info, warning or error, got "loud"'),
+        ({"flags": {"--listen": ""}}, '--listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got ""'),
+        ({"flags": {"--kubelet-dir": ""}}, '--kubelet-dir: expected an absolute path, got ""'),
+        ({"flags": {"--kubelet-dir": "a\0b"}}, '--kubelet-dir: expected text without control characters, got "a\\u0000b"'),
+        (
+            {"environment": {"VGPU_AGENT_LISTEN": "x"}},
+            'environment variable VGPU_AGENT_LISTEN: expected an address HOST:PORT or :PORT, port 0 to 65535, got "x"',
+        ),
+        (
+            {"environment": {"NODE_NAME": "\udcff"}},
+            'environment variable NODE_NAME: expected text without control characters, got "\\udcff"',
+        ),
+        ({"environment": {"FAIL_ON_INIT_ERROR": "yes"}}, 'environment variable FAIL_ON_INIT_ERROR: expected true or false, got "yes"'),
+        ({"flags": {"--listen": ":9395"}}, '--listen: expected another port than debugListen (127.0.0.1:9395), got ":9395"'),
+    ],
+)
+def test_a_wrong_flag_or_variable_is_named(problems_of: Problems, sources: dict[str, dict[str, str]], problem: str) -> None:
+    """The sentence begins with what the person typed."""
+    assert problems_of(**sources) == [problem]
+
+
+def test_a_mistake_in_the_file_counts_even_where_a_flag_overrides_it(problems_of: Problems) -> None:
+    """Otherwise it would break the next start without the flag."""
+    assert problems_of("version: v1\nlog: {level: loud}\n", flags=FLAG) == [
+        'config.yaml:2: log.level: expected debug, info, warning or error, got "loud"'
+    ]
+
+
+def test_a_relative_path_on_the_command_line_starts_from_here(load_text: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with any command; a file, which has no "here", must be absolute."""
+    monkeypatch.chdir(tmp_path)
+
+    loaded = load_text(flags={"--kubelet-dir": "kubelet"}, environment={"VGPU_AGENT_KUBECONFIG": "./admin.conf"})
+
+    assert loaded.settings.kubelet.directory == str(tmp_path / "kubelet")
+    assert loaded.settings.kubeconfig == str(tmp_path / "admin.conf")
+
+
+def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
+    """Roots that nobody set follow the directory of simulated GPUs, and say so."""
+    loaded = load_text(flags={"--simulate": "/sim"})
+
+    assert (loaded.settings.gpu.driver_root, loaded.settings.gpu.sysfs_root, loaded.settings.gpu.proc_root) == (
+        "/sim",
+        "/sim/sys",
+        "/sim/proc",
+    )
+    assert [path for path, origin in loaded.origins.items() if origin == "derived from simulate"] == [
+        "gpu.driverRoot",
+        "gpu.sysfsRoot",
+        "gpu.procRoot",
+    ]
+
+
+def test_with_simulate_a_root_that_somebody_set_stays(load_text: Load) -> None:
+    """Also when it was set to what is the default."""
+    loaded = load_text("version: v1\nsimulate: /sim\ngpu:\n  sysfsRoot: /sys\n", environment={"VGPU_AGENT_PROC_ROOT": "/host/proc"})
+
+    assert (loaded.settings.gpu.driver_root, loaded.settings.gpu.sysfs_root, loaded.settings.gpu.proc_root) == (
+        "/sim",
+        "/sys",
+        "/host/proc",
+    )
+    assert loaded.origins["gpu.sysfsRoot"] == "config.yaml:4"
+
+
+def test_an_empty_simulate_flag_switches_the_simulation_of_the_file_off(load_text: Load) -> None:
+    """No silent simulation: what is switched off leaves nothing behind."""
+    loaded = load_text("version: v1\nsimulate: /sim\n", flags={"--simulate": ""})
+
+    assert (loaded.settings.simulate, loaded.settings.gpu.driver_root) == ("", "/")
+
+
+@pytest.mark.parametrize(
+    ("name", "warnings"),
+    [
+        ("VGPU_AGENT_LISTN", ("environment variable VGPU_AGENT_LISTN: unknown and ignored, did you mean VGPU_AGENT_LISTEN?",)),
+        ("VGPU_AGENT_COLOUR", ("environment variable VGPU_AGENT_COLOUR: unknown and ignored",)),
+        ("VGPU_AGENT_SERVICE_HOST", ()),
+        ("VGPU_AGENT_SERVICE_PORT_METRICS", ()),
+        ("VGPU_AGENT_PORT", ()),
+        ("VGPU_AGENT_PORT_9394_TCP_ADDR", ()),
+        ("VGPU_AGENT_METRICS_SERVICE_HOST", ()),
+        ("VGPU_AGENT_SIM_STATE", ()),
+        ("VGPU_AGENT_CONFIG", ()),
+        ("PATH", ()),
+    ],
+)
+def test_a_variable_that_looks_like_ours_is_warned_of(load_text: Load, name: str, warnings: tuple[str, ...]) -> None:
+    """It stops nothing; variables that Kubernetes writes for a Service of our name are nobody's mistake."""
+    assert load_text(environment={name: "x"}).warnings == warnings
+
+
+def test_what_is_kept_of_the_environment_is_ours(tmp_path: Path) -> None:
+    """Other variables may hold secrets, and the configuration is shown under ``/debug/config``."""
+    loaded = load({}, {"TOKEN": "secret", "NODE_NAME": "a"})
+
+    assert loaded.sources.environment == {"NODE_NAME": "a"}
+
+
+@pytest.mark.parametrize("flags", [{"--config": "flag.yaml"}, {}])
+def test_the_file_is_named_by_flag_or_variable(flags: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag wins here, too, and origins show the name as the person wrote it."""
+    monkeypatch.chdir(tmp_path)
+    Path("flag.yaml").write_text("version: v1\nnodeName: by-flag\n")
+    Path("variable.yaml").write_text("version: v1\nnodeName: by-variable\n")
+    expected = flags.get("--config", "variable.yaml")
+
+    loaded = load(flags, {"VGPU_AGENT_CONFIG": "variable.yaml"})
+
+    assert loaded.settings.node_name == f"by-{expected.removesuffix('.yaml')}"
+    assert loaded.origins["nodeName"] == f"{expected}:2"
+
+
+def test_without_a_file_the_defaults_are_in_force() -> None:
+    """Nothing needs to be configured."""
+    loaded = load({}, {"VGPU_AGENT_CONFIG": ""})
+
+    assert (loaded.sources.file, loaded.digest, set(loaded.origins.values())) == (None, "", {"default"})
