@@ -11,32 +11,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.model import DeviceId, Grant, GrantState, Inventory, ListedDevice, Resource
+from vgpu_agent.model import Correction, DeviceId, Grant, GrantState, Inventory, ListedDevice, Resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
-
-
-class Correction(NamedTuple):
-    """One thing that `Ledger.reconcile` changed.
-
-    Attributes:
-        event: a fixed name for the journal (``ledger.adopted``, ``ledger.released``…).
-        drift: True when the ledger had been wrong; naming and releasing are the normal course.
-        grant: the grant after the change.
-        reason: one sentence.
-    """
-
-    event: str
-    drift: bool
-    grant: Grant
-    reason: str
 
 
 @dataclasses.dataclass
@@ -125,6 +109,11 @@ class Ledger:
     def grants(self) -> tuple[Grant, ...]:
         """All grants that are not released, oldest first."""
         return tuple(self._grants[number] for number in sorted(self._grants))
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a grant was missing in kubelet's last complete records; the next pass decides."""
+        return bool(self._misses)
 
     @property
     def foreign_ids(self) -> tuple[str, ...]:

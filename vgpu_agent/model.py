@@ -300,3 +300,20 @@ class KubeletRecords:
     holdings: tuple[Holding, ...] = ()
     complete: bool = True
     trouble: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Correction:
+    """One thing that the ledger changed because of kubelet's records.
+
+    Attributes:
+        event: a fixed name for the journal (``ledger.adopted``, ``ledger.released``…).
+        drift: True when the ledger had been wrong; naming and releasing are the normal course.
+        grant: the grant after the change.
+        reason: one sentence.
+    """
+
+    event: str
+    drift: bool
+    grant: Grant
+    reason: str

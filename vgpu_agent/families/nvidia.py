@@ -11,7 +11,7 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.errors import ConfigError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits
 from vgpu_agent.model import DeviceId, Resource, Share
 from vgpu_agent.placement.sharing import choose_replicas
@@ -27,6 +27,11 @@ GPU_RESOURCE = "nvidia.com/gpu"
 SHARED_SUFFIX = ".shared"
 REPLICA_SEPARATOR = "::"
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+
+# More ids than any list that kubelet takes could hold (kubelet contract §10): refused before they are made, not after.
+_MOST_IDS = 200_000
+_BYTES_PER_ID = 70  # of a replica in the list, at worst
+_LIST_BYTES = 3_670_016
 
 # In the order in which NVIDIA's plugin lists them (nvidia contract §7, pass-device-specs); each only where the node has it.
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
@@ -91,9 +96,18 @@ class NvidiaFamily:
         return resource in (GPU_RESOURCE, GPU_RESOURCE + SHARED_SUFFIX)
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """One resource: a whole GPU's id is its UUID (G1), a replica's is ``<UUID>::<n>`` (G8); nothing on a node without GPUs."""
+        """One resource: a whole GPU's id is its UUID (G1), a replica's is ``<UUID>::<n>`` (G8); nothing on a node without GPUs.
+
+        Raises:
+            ConfigError: there would be more ids than kubelet could ever take.
+        """
         if not inventory.gpus:
             return ()
+        if (count := len(inventory.gpus) * self._options.replicas) > _MOST_IDS:
+            fitting = _LIST_BYTES // (_BYTES_PER_ID * len(inventory.gpus))
+            raise ConfigError(
+                [f"{self._resource_name}: {count} ids are more than kubelet takes; replicas: at most {fitting} for each GPU would fit"]
+            )
         ids = tuple(DeviceId(id_, gpu.uuid, gpu.numa_node) for gpu in inventory.gpus for id_ in self._ids_of(gpu))
         return (Resource(self._resource_name, FAMILY, ids, holders_per_device=self._options.replicas),)
 

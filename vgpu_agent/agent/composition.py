@@ -1,0 +1,227 @@
+"""Builds the agent, starts it in an order in which nobody is lied to, and stops it in one in which nobody is cut off.
+
+Start: the web server first, so that probes and ``/debug`` answer from the first moment; the GPUs; what this node offers, checked against
+kubelet's limits; kubelet's records into the ledger; only then the plugin servers, which register. Stop: the plugin servers drain, then the
+loops end, then the driver is closed, then the web server goes.
+
+Called by the command line (`run`); tests build `Agent` with settings of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vgpu_agent import __version__, log
+from vgpu_agent.agent.lag import LoopLag
+from vgpu_agent.agent.offering import Offering, check_offer
+from vgpu_agent.agent.reload import Reload
+from vgpu_agent.agent.report import Report
+from vgpu_agent.agent.verification import Verification
+from vgpu_agent.allocation import Allocator
+from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
+from vgpu_agent.gpu.watch import GpuWatch
+from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.directory import DirectoryWatch
+from vgpu_agent.kubelet.waiting import unless
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.status import KubeletStatus
+from vgpu_agent.web.server import WebServer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.config.load import Loaded
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.family import Family
+
+_logger = log.get(__name__)
+
+
+async def run(loaded: Loaded) -> None:
+    """Run the agent until SIGTERM or SIGINT.
+
+    Raises:
+        AgentError: it cannot start: no driver, an address in use, a list that kubelet would not take.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await Agent(loaded).run(stop)
+
+
+class Agent:
+    """All parts of one agent.
+
+    State: none but the parts'. It lives as long as the process.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        settings = loaded.settings
+        self._journal = Journal()
+        self._supervisor = Supervisor(
+            backoff_min_seconds=settings.tasks.backoff_min_seconds, backoff_max_seconds=settings.tasks.backoff_max_seconds
+        )
+        self._kubelet = KubeletStatus()
+        self._ledger = Ledger()
+        self._watch = GpuWatch(settings.gpu, self._journal, beat=functools.partial(self._supervisor.beat, "gpu watch"))
+        self._directory = DirectoryWatch(
+            settings.kubelet.device_plugin_directory,
+            poll_seconds=settings.kubelet.socket_poll_seconds,
+            journal=self._journal,
+            status=self._kubelet,
+        )
+        self._allocator = Allocator(ledger=self._ledger, families=(), inventory=lambda: self._watch.inventory.value, journal=self._journal)
+        self._offering = Offering(
+            ledger=self._ledger,
+            allocator=self._allocator,
+            settings=settings.kubelet,
+            directory=self._directory,
+            supervisor=self._supervisor,
+            journal=self._journal,
+        )
+        self._verification = Verification(
+            allocator=self._allocator, ledger=self._ledger, settings=settings.kubelet, kubelet=self._kubelet, journal=self._journal
+        )
+        self._reload = Reload(loaded, apply=self._apply, journal=self._journal)
+        self._lag = LoopLag()
+        self._report = Report(
+            ledger=self._ledger,
+            watch=self._watch,
+            kubelet=self._kubelet,
+            offering=self._offering,
+            verification=self._verification,
+            reload=self._reload,
+            supervisor=self._supervisor,
+            journal=self._journal,
+            lag=self._lag,
+            stuck_seconds=settings.tasks.stuck_seconds,
+        )
+        self.web = WebServer(
+            self._report,
+            listen=settings.listen,
+            debug_listen=settings.debug_listen,
+            max_body_bytes=settings.web.max_body_bytes,
+            request_timeout_seconds=settings.web.request_timeout_seconds,
+            shutdown_seconds=settings.shutdown_seconds,
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Start, run until ``stop`` is set, and stop in order.
+
+        Raises:
+            AgentError: it cannot start; whatever had been started is stopped again.
+        """
+        settings = self._loaded.settings
+        _logger.info(
+            "agent.starting", version=__version__, node=settings.node_name_or_hostname, config=self._loaded.sources.file, pid=os.getpid()
+        )
+        for warning in self._loaded.warnings:
+            _logger.warning("config.warning", problem=warning)
+        async with self.web, self._supervisor:
+            try:
+                if await unless(stop, self._start()):
+                    await stop.wait()
+            finally:
+                await self._stop()
+        _logger.info("agent.stopped")
+
+    async def _start(self) -> None:
+        settings = self._loaded.settings
+        if settings.simulate:
+            await self._simulate(Path(settings.simulate))
+        self._loop("event loop", self._lag.run)
+        self._loop("kubelet directory", self._directory.run)
+        await self._watch.start()
+        families = await self._families(settings)
+        self._check(families, settings)
+        self._allocator.use_families(families)
+        self._allocator.refresh_offer()
+        await self._verification.rebuild()
+        await self._offering.sync()
+        self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
+        self._supervisor.start("offering", self._follow_inventory)
+        self._supervisor.start("usage", self._note_usage)
+        self._supervisor.start("verification", functools.partial(self._verification.run, self._beat("verification")))
+        self._supervisor.start("configuration", self._reload.run)
+        self._report.starting = ""
+        inventory = self._watch.inventory.value
+        _logger.info(
+            "agent.started",
+            gpus=len(inventory.gpus),
+            driver=inventory.driver_version,
+            simulated=inventory.simulated,
+            resources={resource.name: len(resource.ids) for resource in self._ledger.resources},
+            grants=len(self._ledger.grants),
+        )
+
+    async def _stop(self) -> None:
+        seconds = self._loaded.settings.shutdown_seconds
+        self._report.starting = "the agent is stopping"
+        _logger.info("agent.stopping")
+        try:
+            async with asyncio.timeout(seconds):
+                await self._offering.stop()
+        except TimeoutError:
+            _logger.warning("agent.drain_incomplete", after_seconds=seconds)
+        with contextlib.suppress(TimeoutError):
+            await self._watch.stop(self._loaded.settings.gpu.event_wait_milliseconds / 1000 * 2)
+
+    async def _simulate(self, directory: Path) -> None:
+        from vgpu_agent.sim.preload import preload  # noqa: PLC0415 - a node with real GPUs never loads the simulator
+
+        _logger.warning("agent.simulated", directory=str(directory), meaning="the GPUs are simulated; no work runs on them")
+        await asyncio.to_thread(preload, directory)
+
+    async def _families(self, settings: Settings) -> tuple[Family, ...]:
+        """The families this configuration asks for; a later family is one entry more."""
+        root = str(settings.gpu.device_node_root).rstrip("/")
+        control_nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
+        return (NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=control_nodes)),)
+
+    def _check(self, families: tuple[Family, ...], settings: Settings) -> None:
+        inventory = self._watch.inventory.value
+        check_offer((item for family in families for item in family.resources(inventory)), settings.kubelet.message_budget_bytes)
+
+    async def _apply(self, settings: Settings) -> None:
+        """Put new settings in force as far as that works without a restart.
+
+        Raises:
+            ConfigError: they would offer more than kubelet takes; nothing has changed.
+        """
+        families = await self._families(settings)
+        self._check(families, settings)
+        self._allocator.use_families(families)
+        self._watch.apply(settings.gpu)
+        self._allocator.refresh_offer()
+        await self._offering.sync()
+
+    async def _follow_inventory(self) -> None:
+        async for _ in self._watch.inventory.changes():
+            self._allocator.refresh_offer()
+            await self._offering.sync()
+
+    async def _note_usage(self) -> None:
+        async for _ in self._watch.usage.changes():
+            self._report.usage_at = time.time()
+
+    def _loop(self, name: str, loop: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+        self._supervisor.start(name, functools.partial(loop, self._beat(name)), stuck_after_seconds=self._stuck_seconds)
+
+    def _beat(self, name: str) -> Callable[[], None]:
+        return functools.partial(self._supervisor.beat, name)
+
+    @property
+    def _stuck_seconds(self) -> float:
+        """How long a loop may be silent: its own longest pause, and the patience the operator has set."""
+        settings = self._loaded.settings
+        return settings.tasks.stuck_seconds + max(settings.gpu.poll_seconds, settings.kubelet.socket_poll_seconds)

@@ -1,0 +1,115 @@
+"""Which plugin servers run: one for each resource that the ledger offers, started and stopped as resources come and go.
+
+Called by `composition` at start, on every new inventory and at the end; by `reload` after a change of settings. A resource whose list would
+not fit into kubelet's message is withheld with a reason instead of being registered and dropped again and again (kubelet contract §10).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import ConfigError, RegistrationRefusedError
+from vgpu_agent.kubelet.codec import check_budget
+from vgpu_agent.kubelet.server import DevicePlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vgpu_agent.allocation import Allocator
+    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.config.settings import Kubelet
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.kubelet.directory import DirectoryWatch
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Resource
+    from vgpu_agent.status import PluginStatus
+
+
+def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
+    """Make sure that every resource's list fits into one message.
+
+    Raises:
+        ConfigError: some do not; one sentence each, with the number of replicas that would fit (V13).
+    """
+    problems: list[str] = []
+    for resource in resources:
+        try:
+            check_budget(resource, budget_bytes)
+        except ConfigError as err:
+            problems += err.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+class Offering:
+    """The running plugin servers.
+
+    State: one `DevicePlugin` and one supervised task for each offered resource that fits.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        allocator: Allocator,
+        settings: Kubelet,
+        directory: DirectoryWatch,
+        supervisor: Supervisor,
+        journal: Journal,
+    ) -> None:
+        self._ledger = ledger
+        self._allocator = allocator
+        self._settings = settings
+        self._directory = directory
+        self._supervisor = supervisor
+        self._journal = journal
+        self._plugins: dict[str, DevicePlugin] = {}
+        self.withheld: dict[str, str] = {}
+
+    @property
+    def statuses(self) -> tuple[PluginStatus, ...]:
+        """One status for each plugin server, by resource."""
+        return tuple(self._plugins[name].status for name in sorted(self._plugins))
+
+    async def sync(self) -> None:
+        """Run exactly the plugin servers that the ledger's offers call for."""
+        wanted = {resource.name: resource for resource in self._ledger.resources if self._fits(resource)}
+        stale = [
+            name
+            for name, plugin in self._plugins.items()
+            if name not in wanted or wanted[name].pre_start_required != plugin.resource.pre_start_required
+        ]
+        await self._stop(stale)
+        self.withheld = {
+            name: reason for name, reason in self.withheld.items() if any(item.name == name for item in self._ledger.resources)
+        }
+        for name in wanted.keys() - self._plugins.keys():
+            plugin = self._plugins[name] = DevicePlugin(wanted[name], self._allocator, self._settings, self._directory, self._journal)
+            self._supervisor.start(_task(name), plugin.run, fatal=(RegistrationRefusedError,))
+
+    async def stop(self) -> None:
+        """Drain every plugin server; containers go on, and their ids stay theirs."""
+        await self._stop(list(self._plugins))
+
+    async def _stop(self, names: list[str]) -> None:
+        stopping = [self._plugins.pop(name) for name in names]
+        await asyncio.gather(*(plugin.stop() for plugin in stopping))
+        for name in names:
+            await self._supervisor.stop(_task(name))
+
+    def _fits(self, resource: Resource) -> bool:
+        try:
+            check_budget(resource, self._settings.message_budget_bytes)
+        except ConfigError as err:
+            reason = str(err)
+            if self.withheld.get(resource.name) != reason:
+                self.withheld[resource.name] = reason
+                self._journal.record("plugin.withheld", level="error", resource=resource.name, reason=reason)
+            return False
+        self.withheld.pop(resource.name, None)
+        return True
+
+
+def _task(resource: str) -> str:
+    return f"plugin {resource}"

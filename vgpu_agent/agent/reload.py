@@ -1,0 +1,63 @@
+"""A changed configuration file, put in force while pods run; one that is wrong changes nothing and says so.
+
+Run by `composition` as a supervised loop. What can take effect at once does (`reloadable_difference`); what needs a restart is named in the
+log and in ``/debug/config``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.config.difference import reloadable_difference
+from vgpu_agent.config.watch import changes
+from vgpu_agent.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.config.load import Loaded
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.journal import Journal
+
+
+class Reload:
+    """The configuration in force, and why the newest file may not be.
+
+    State: ``loaded`` is what runs now; ``problem`` the newest file's errors, empty when it is in force.
+    """
+
+    def __init__(self, loaded: Loaded, *, apply: Callable[[Settings], Awaitable[None]], journal: Journal) -> None:
+        """Watch the file of ``loaded``; ``apply`` puts new settings in force or raises ConfigError and changes nothing."""
+        self.loaded = loaded
+        self.problem = ""
+        self.needs_restart: tuple[str, ...] = ()
+        self._at_start = loaded.settings
+        self._apply = apply
+        self._journal = journal
+
+    async def run(self) -> None:
+        """Watch for ever; returns at once when there is no file."""
+        async for outcome in changes(self.loaded, interval_seconds=self.loaded.settings.config_reload_seconds):
+            await self.take(outcome)
+
+    async def take(self, outcome: Loaded | ConfigError) -> None:
+        """Put one new content of the file in force, or say why not."""
+        if isinstance(outcome, ConfigError):
+            self._refuse(outcome)
+            return
+        at_once, _ = reloadable_difference(self.loaded.settings, outcome.settings)
+        _, later = reloadable_difference(self._at_start, outcome.settings)
+        try:
+            await self._apply(outcome.settings)
+        except ConfigError as err:
+            self._refuse(err)
+            return
+        self.loaded, self.problem, self.needs_restart = outcome, "", tuple(later)
+        if outcome.settings.log.level != self._at_start.log.level or "log.level" in at_once:
+            log.set_level(outcome.settings.log.level)
+        self._journal.record("config.applied", file=outcome.sources.file, changed=at_once, needs_restart=later)
+
+    def _refuse(self, err: ConfigError) -> None:
+        self.problem = str(err)
+        self._journal.record("config.refused", level="error", problems=err.problems, in_force="the settings from before")

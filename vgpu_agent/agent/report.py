@@ -1,0 +1,137 @@
+"""One status of everything for `web`, and the verdicts behind ``/readyz`` and ``/livez``.
+
+Called for every HTTP request, so it only picks up what is in memory. Ready means that pods can be admitted onto what this node offers;
+alive means that no restart of the process would help.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent import __version__
+from vgpu_agent.config import schema
+from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, PluginState, ReadyProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vgpu_agent.agent.lag import LoopLag
+    from vgpu_agent.agent.offering import Offering
+    from vgpu_agent.agent.reload import Reload
+    from vgpu_agent.agent.verification import Verification
+    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.gpu.watch import GpuWatch
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.status import KubeletStatus, PluginStatus
+
+_COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
+
+
+class Report:
+    """Collects the status of all parts; the `Source` of `web`."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        watch: GpuWatch,
+        kubelet: KubeletStatus,
+        offering: Offering,
+        verification: Verification,
+        reload: Reload,
+        supervisor: Supervisor,
+        journal: Journal,
+        lag: LoopLag,
+        stuck_seconds: float,
+    ) -> None:
+        self._ledger = ledger
+        self._watch = watch
+        self._kubelet = kubelet
+        self._offering = offering
+        self._verification = verification
+        self._reload = reload
+        self._supervisor = supervisor
+        self._journal = journal
+        self._lag = lag
+        self._stuck_seconds = stuck_seconds
+        self._started_at = time.time()
+        self.usage_at = 0.0
+        self.starting = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
+
+    def status(self) -> AgentStatus:
+        """Everything at this moment."""
+        loaded, tasks = self._reload.loaded, tuple(self._supervisor.reports)
+        return AgentStatus(
+            node=loaded.settings.node_name_or_hostname,
+            version=__version__,
+            commit=os.environ.get(_COMMIT_VARIABLE, ""),
+            simulated=bool(loaded.settings.simulate) or self._watch.inventory.value.simulated,
+            started_at=self._started_at,
+            inventory=self._watch.inventory.value,
+            usage=self._watch.usage.value,
+            usage_at=self.usage_at,
+            nvml=self._watch.status,
+            kubelet=self._kubelet,
+            plugins=self._offering.statuses,
+            ledger=self._ledger_status(),
+            tasks=tasks,
+            events=tuple(self._journal.entries),
+            loop_lag_seconds=self._lag.percentile_99_seconds,
+            loop_lag_max_seconds=self._lag.max_seconds,
+            config={path: (value, loaded.origins[path]) for path, value in schema.values(loaded.settings)},
+            config_problem=self._reload.problem,
+            config_needs_restart=self._reload.needs_restart,
+            not_ready=tuple(self._not_ready()),
+            not_alive=tuple(self._not_alive()),
+        )
+
+    def _ledger_status(self) -> LedgerStatus:
+        capacity: collections.Counter[str] = collections.Counter()
+        for resource in self._ledger.resources:
+            capacity.update(entry.device for entry in resource.ids)
+        return LedgerStatus(
+            revision=self._ledger.revision.value,
+            grants=self._ledger.grants,
+            drift_total=self._verification.drift_total,
+            drift_last=self._verification.drift_last,
+            verified_at=self._verification.verified_at,
+            foreign=self._ledger.foreign_ids,
+            capacity=dict(capacity),
+            free={resource.name: self._ledger.free_ids(resource.name) for resource in self._ledger.resources},
+        )
+
+    def _not_ready(self) -> Iterator[ReadyProblem]:
+        if self.starting:
+            yield ReadyProblem("agent", self.starting)
+        nvml = self._watch.status
+        if nvml.state is NvmlState.HUNG:
+            on = f" of {nvml.gpu}" if nvml.gpu else ""
+            yield ReadyProblem("nvml", f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s; see dmesg")
+        elif nvml.state is not NvmlState.ANSWERING:
+            yield ReadyProblem("nvml", nvml.last_error or f"the driver is {nvml.state.value}")
+        for resource, reason in self._offering.withheld.items():
+            yield ReadyProblem(f"resource {resource}", reason)
+        plugins = self._offering.statuses
+        if not plugins and not self._offering.withheld and not self.starting:
+            yield ReadyProblem("gpus", "this node has no GPU to offer; /debug/devices says which cards did not answer")
+        for plugin in plugins:
+            if not plugin.ready:
+                yield ReadyProblem(f"resource {plugin.resource}", self._why_not_ready(plugin))
+
+    def _why_not_ready(self, plugin: PluginStatus) -> str:
+        if plugin.state is PluginState.WAITING and not self._kubelet.socket_present:
+            return f"waiting for kubelet: there is no {self._kubelet.directory}/kubelet.sock"
+        state = "registered, but kubelet has not opened the list" if plugin.state is PluginState.REGISTERED else plugin.state.value
+        return f"{state}; {plugin.last_error}" if plugin.last_error else state
+
+    def _not_alive(self) -> Iterator[ReadyProblem]:
+        now = time.time()
+        for report in self._supervisor.reports:
+            if late := report.stuck_for(now):
+                yield ReadyProblem(
+                    f"task {report.name}", f"no sign of life for {late + self._stuck_seconds:.0f} s; it will not come back by itself"
+                )

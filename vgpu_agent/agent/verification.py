@@ -1,0 +1,97 @@
+"""The ledger against kubelet's own records: at start, soon after each Allocate, and every ``kubelet.verifySeconds``.
+
+kubelet never says whose ids it has just allocated, nor that a pod has ended; its checkpoint and its pod-resources socket do. Run by
+`composition`: `rebuild` before the first registration (kubelet contract V10), `run` as a supervised loop.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.kubelet.pod_resources import PodResources
+from vgpu_agent.kubelet.records import read_records
+from vgpu_agent.kubelet.waiting import first_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.allocation import Allocator
+    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.config.settings import Kubelet
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.status import KubeletStatus
+
+# pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet contract §13).
+_SHORTEST_PAUSE_SECONDS = 1.0
+
+
+class Verification:
+    """Keeps the ledger true to kubelet's records.
+
+    State: when the records were last read and how much drift was ever found; nothing that a restart would miss.
+    """
+
+    def __init__(self, *, allocator: Allocator, ledger: Ledger, settings: Kubelet, kubelet: KubeletStatus, journal: Journal) -> None:
+        self._allocator = allocator
+        self._ledger = ledger
+        self._settings = settings
+        self._kubelet = kubelet
+        self._journal = journal
+        self._pod_resources = PodResources(settings.pod_resources_socket, timeout_seconds=settings.pod_resources_timeout_seconds)
+        self._restarts_seen = 0
+        self._restarted_at = 0.0
+        self.drift_total = 0
+        self.drift_last: tuple[str, ...] = ()
+        self.verified_at = 0.0
+
+    async def rebuild(self) -> None:
+        """Fill the ledger with what kubelet knows, before anything new is offered."""
+        await self._verify(initial=True)
+        self._journal.record("ledger.rebuilt", grants=len(self._ledger.grants), trouble=self._kubelet.records_trouble)
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Verify for ever: a second after something was booked or is in doubt, less and less often while it stays so, else regularly."""
+        pause = _SHORTEST_PAUSE_SECONDS
+        while True:
+            beat()
+            await self._pause(pause)
+            await self._verify()
+            unsettled = self._allocator.unconfirmed() or self._ledger.in_doubt
+            pause = min(pause * 2, self._settings.verify_seconds) if unsettled else self._settings.verify_seconds
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not much longer than until something new is booked."""
+        began = time.monotonic()
+        revision: Latest[int] = self._ledger.revision
+        known = self._allocator.unconfirmed()
+        while (left := seconds - (time.monotonic() - began)) > 0:
+            version = revision.version
+            if not await first_of(revision.newer_than(version), timeout_seconds=left):
+                return
+            if self._allocator.unconfirmed() and not known:
+                known, seconds = True, time.monotonic() - began + _SHORTEST_PAUSE_SECONDS
+
+    async def _verify(self, *, initial: bool = False) -> None:
+        records = await read_records(self._pod_resources, self._settings.checkpoint_path)
+        now = time.time()
+        if records.trouble and records.trouble != self._kubelet.records_trouble:
+            self._journal.record("kubelet.records_incomplete", level="warning", reason=records.trouble)
+        self._kubelet.records_trouble, self._kubelet.records_read_at = records.trouble, now
+        if self._kubelet.restarts_seen != self._restarts_seen:
+            self._restarts_seen, self._restarted_at = self._kubelet.restarts_seen, now
+        drift = self._allocator.confirm(
+            records,
+            reservation_seconds=self._settings.reservation_seconds,
+            initial=initial,
+            # A kubelet that has just come back does not list its pods until it has heard of them again.
+            may_release=now - self._restarted_at > self._settings.reservation_seconds,
+        )
+        if drift:
+            self.drift_total += drift
+            self.drift_last = tuple(f"{entry.event}: {entry.facts['reason']}" for entry in self._journal.entries[-drift:])
+        for problem in self._ledger.audit():
+            self._journal.record("ledger.unsound", level="error", problem=problem)
+        if records.complete:
+            self.verified_at = now
