@@ -22,7 +22,8 @@ HEAD = """# Metrics
 <!-- Generated from vgpu_agent/web/catalogue.py by scripts/generate_metrics_docs.py. Do not edit. -->
 
 `GET /metrics` on the public address (`:9394`). Prometheus' text format, or OpenMetrics for a scraper that asks for it. A scrape reads
-values that are already in memory: it never calls the driver, the kubelet or the API server, so it is safe at any interval and during any failure.
+values that are already in memory: it never calls the driver, the kubelet or the API server,
+so it is safe at any interval and during any failure.
 
 * Names and labels are a contract: new ones may be added, none is renamed.
 * `gpu` is always the UUID of the physical card. For the index and the product name, join:

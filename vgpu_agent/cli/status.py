@@ -72,8 +72,10 @@ def _fetch(address: Address, timeout_seconds: float) -> bytes:
         raise AgentError(
             f"the agent at {address} did not answer within {timeout_seconds:g} s; its log may say what holds it up (--timeout waits longer)"
         ) from err
-    except (OSError, http.client.HTTPException) as err:
-        raise AgentError(f"cannot reach the agent at {address}: {err or type(err).__name__}; check --debug-listen") from err
+    except http.client.HTTPException as err:
+        raise AgentError(f"what listens at {address} does not speak HTTP ({type(err).__name__}); check --debug-listen") from err
+    except OSError as err:
+        raise AgentError(f"cannot reach the agent at {address}: {err.strerror or err}; check --debug-listen") from err
     finally:
         connection.close()
     if answer.status != http.HTTPStatus.OK:

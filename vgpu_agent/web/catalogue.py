@@ -364,7 +364,11 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.one(lambda moment: moment.process.cpu_seconds),
     ),
     Metric(
-        "process_open_fds", _G, (), "File descriptors that the agent holds.", readings.one(lambda moment: moment.process.open_descriptors)
+        "process_open_fds",
+        _G,
+        (),
+        "File descriptors that the agent holds; absent on kernels before 6.2.",
+        readings.one(lambda moment: moment.process.open_descriptors),
     ),
     Metric(
         "process_start_time_seconds",

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 _LONGEST_ECHO = 60  # characters of a wrong value that an error repeats
 _POD = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")  # RFC 1123 label / subdomain
-_AGO = re.compile(r"(\d{1,9})([smhd])\Z")
+_UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,9})?\Z", re.ASCII)
+_AGO = re.compile(r"(\d{1,9})([smhd])\Z", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -191,10 +192,8 @@ def _since(text: str | None, now: float) -> float:
         return 0.0
     if ago := _AGO.match(text):
         return now - int(ago[1]) * _UNIT_SECONDS[ago[2]]
-    try:
+    if _UNIX_SECONDS.match(text):
         return float(text)
-    except ValueError:
-        pass
     try:
         at = dt.datetime.fromisoformat(text)
     except ValueError:

@@ -25,11 +25,11 @@ MIB = 1024 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What the operating system says about this process."""
+    """What the operating system says about this process; None where the kernel does not."""
 
     resident_bytes: float = 0.0
     cpu_seconds: float = 0.0
-    open_descriptors: int = 0
+    open_descriptors: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,187 @@
+"""What ``/debug`` answers, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from vgpu_agent.status import NvmlState, NvmlStatus
+from vgpu_agent.web import debug
+
+if TYPE_CHECKING:
+    from vgpu_agent.status import AgentStatus
+
+NOW = 1_800_000_000.0
+NO_NAME = "(not named yet)"
+
+
+def answer(node: AgentStatus, path: str, **query: str) -> Any:
+    """The JSON of ``/debug/<path>?<query>``."""
+    entry = next(entry for entry in debug.PATHS if entry.path == f"/debug/{path}")
+    asked = debug.question(node, NOW, query.items(), entry.parameters, entry.path)
+    return json.loads(debug.to_json(entry.answer(asked)))
+
+
+def test_a_device_says_its_health_its_use_and_its_holders(node: AgentStatus) -> None:
+    """Everything an operator asks about a card stands in one object."""
+    first, second = answer(node, "devices")["gpus"]
+    assert (first["health"], first["holders"], first["holders_allowed"]) == ("Healthy", ["ml/train-0/main"], 10)
+    assert first["usage"]["processes"] == [{"pid": 4711, "memory_mib": 512}]
+    assert first["links"] == {"GPU-1": {"pci": 20, "nvlinks": 12}}
+    assert (second["health"], second["health_reason"]) == ("Unhealthy", "XID 79: the GPU has fallen off the bus")
+    assert second["health_changed"] == {"at": "2027-01-15T07:59:30.000Z", "seconds_ago": 30.0}
+    assert (second["holders"], second["mig_instances"][0]["uuid"]) == ([NO_NAME], "MIG-1")
+
+
+def test_devices_and_tasks_name_the_nvml_call_that_hangs(node: AgentStatus) -> None:
+    """Issue §2: a hung call is named, with its GPU and since when."""
+    node.nvml = NvmlStatus(NvmlState.HUNG, "nvmlDeviceGetMemoryInfo", "GPU-1", since=NOW - 9)
+    nvml = answer(node, "tasks")["nvml"]
+    assert (nvml["state"], nvml["call"], nvml["gpu"], nvml["hung"]["seconds_ago"]) == ("hung", "nvmlDeviceGetMemoryInfo", "GPU-1", 9.0)
+    assert answer(node, "devices")["nvml"] == nvml
+
+
+def test_a_call_that_returned_is_not_shown_as_hanging(node: AgentStatus) -> None:
+    """What was once noted about a call means nothing while the driver answers."""
+    node.nvml = NvmlStatus(NvmlState.ANSWERING, "nvmlDeviceGetMemoryInfo", "GPU-1", since=NOW - 9)
+    assert answer(node, "tasks")["nvml"]["call"] == ""
+
+
+def test_the_ledger_shows_its_grants_and_its_last_verification(node: AgentStatus) -> None:
+    """The book, and whether it can be believed."""
+    ledger = answer(node, "ledger")
+    assert (ledger["revision"], ledger["drift_total"], ledger["foreign_ids"]) == (9, 4, ["GPU-9::0"])
+    assert ledger["verified"]["seconds_ago"] == 12.0
+    assert ledger["grants"][0] == {
+        "number": 1,
+        "family": "nvidia",
+        "resource": "nvidia.com/gpu",
+        "state": "granted",
+        "namespace": "ml",
+        "pod": "train-0",
+        "pod_uid": "uid-train-0",
+        "container": "main",
+        "ids": ["GPU-0::1"],
+        "shares": [{"device": "GPU-0", "gpu": "GPU-0", "gpu_index": 0, "memory_mib": 0, "cores_percent": 0, "exclusive": False}],
+        "reserved": {"at": "2027-01-15T07:59:00.000Z", "seconds_ago": 60.0},
+    }
+
+
+@pytest.mark.parametrize(("query", "numbers"), [({}, [1, 2]), ({"pod": "ml/train-0"}, [1]), ({"pod": "ml/train"}, [])])
+def test_allocations_can_be_asked_for_one_pod(node: AgentStatus, query: dict[str, str], numbers: list[int]) -> None:
+    """By its whole name; a pod that holds nothing here has an empty list."""
+    assert [grant["number"] for grant in answer(node, "allocations", **query)["allocations"]] == numbers
+
+
+@pytest.mark.parametrize("pod", ["", "train-0", "ml/", "/train-0", "ml/train/0", "ML/Train", "ml/train-0\n", "x" * 9000])
+def test_a_pod_filter_that_makes_no_sense_is_told_the_right_form(node: AgentStatus, pod: str) -> None:
+    """An empty list would be read as "holds nothing"."""
+    with pytest.raises(debug.BadQuestionError, match=r"is not understood; write \?pod=NAMESPACE/NAME, for example") as refused:
+        answer(node, "allocations", pod=pod)
+    assert len(str(refused.value)) < 250
+
+
+def test_pods_say_who_holds_which_gpu(node: AgentStatus) -> None:
+    """A holder whose pod is not known yet is shown all the same."""
+    pods = answer(node, "pods")["pods"]
+    assert [(pod["pod"], pod["uid"], [grant["shares"][0]["gpu"] for grant in pod["grants"]]) for pod in pods] == [
+        (NO_NAME, "", ["GPU-1"]),
+        ("ml/train-0", "uid-train-0", ["GPU-0"]),
+    ]
+
+
+def test_resources_show_each_plugin_server_and_the_kubelet(node: AgentStatus) -> None:
+    """Registered, stream open, ids sent, held and free."""
+    found = answer(node, "resources")
+    assert found["kubelet"]["socket_present"] is True
+    (resource,) = found["resources"]
+    assert (resource["state"], resource["ready"], resource["ids"], resource["ids_held"], resource["ids_free"]) == (
+        "registered",
+        True,
+        20,
+        2,
+        9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("query", "events"),
+    [
+        ({}, ["gpu.recovered", "gpu.unhealthy", "allocate.granted"]),
+        ({"since": "1m"}, ["gpu.unhealthy", "allocate.granted"]),
+        ({"since": "2027-01-15T07:59:35Z"}, ["allocate.granted"]),
+        ({"since": "2027-01-15T07:59:35"}, ["allocate.granted"]),
+        ({"since": str(NOW - 25)}, ["allocate.granted"]),
+        ({"event": "gpu"}, ["gpu.recovered", "gpu.unhealthy"]),
+        ({"event": "gpu.unhealthy"}, ["gpu.unhealthy"]),
+        ({"event": "gp"}, []),
+        ({"limit": "1"}, ["allocate.granted"]),
+        ({"event": "gpu", "limit": "1", "since": "1d"}, ["gpu.unhealthy"]),
+    ],
+)
+def test_events_are_filtered_by_time_name_and_number(node: AgentStatus, query: dict[str, str], events: list[str]) -> None:
+    """Times as people write them; a name also stands for all below it; the limit keeps the newest."""
+    assert [entry["event"] for entry in answer(node, "events", **query)["events"]] == events
+
+
+def test_an_event_shows_facts_that_json_does_not_know(node: AgentStatus) -> None:
+    """One odd fact must not make the whole list unreadable."""
+    last = answer(node, "events", limit="1")["events"][0]
+    assert last == {
+        "at": "2027-01-15T07:59:40.000Z",
+        "seconds_ago": 20.0,
+        "event": "allocate.granted",
+        "facts": {"ids": ["GPU-0::1"], "odd": "<class 'object'>"},
+    }
+
+
+@pytest.mark.parametrize("since", ["", "yesterday", "10 m", "-1x", "2027-13-01", "nan", "inf"])
+def test_a_since_that_makes_no_sense_is_told_the_right_forms(node: AgentStatus, since: str) -> None:
+    """Not silently everything, and not silently nothing."""
+    with pytest.raises(debug.BadQuestionError, match=r"since .* is not understood; write an age \(30s, 10m, 2h, 1d\)"):
+        answer(node, "events", since=since)
+
+
+@pytest.mark.parametrize("limit", ["", "0", "-1", "many", "9" * 40, "²"])
+def test_a_limit_that_makes_no_sense_is_refused(node: AgentStatus, limit: str) -> None:
+    """It is a number of events, 1 or more."""
+    with pytest.raises(debug.BadQuestionError, match=r"limit .* is not understood"):
+        answer(node, "events", limit=limit)
+
+
+def test_config_says_where_each_value_came_from(node: AgentStatus) -> None:
+    """By key, so that two nodes can be compared."""
+    assert answer(node, "config")["values"] == {
+        "gpu.pollSeconds": {"value": 5.0, "from": "config.yaml:3"},
+        "listen": {"value": ":9394", "from": "default"},
+    }
+
+
+def test_tasks_say_how_late_they_are(node: AgentStatus) -> None:
+    """State, restarts, last error and signs of life."""
+    (task,) = answer(node, "tasks")["tasks"]
+    assert (task["name"], task["state"], task["restarts"], task["last_error"]) == ("health", "running", 3, "OSError: gone")
+    assert (task["last_sign_of_life"]["seconds_ago"], task["stuck_seconds"]) == (1.0, 0.0)
+
+
+def test_an_unknown_parameter_is_told_the_known_ones(node: AgentStatus) -> None:
+    """A misspelt filter would otherwise show everything as if it matched."""
+    with pytest.raises(debug.BadQuestionError, match="query parameter 'pods' is not known to /debug/allocations; known: pod, pretty"):
+        answer(node, "allocations", pods="ml/train-0")
+
+
+def test_a_parameter_given_twice_is_refused(node: AgentStatus) -> None:
+    """Which of the two was meant is anybody's guess."""
+    with pytest.raises(debug.BadQuestionError, match="'pod' is given twice"):
+        debug.question(node, NOW, [("pod", "a/b"), ("pod", "c/d")], ("pod",), "/debug/allocations")
+
+
+def test_a_node_that_just_started_can_be_asked_everything() -> None:
+    """Before the first inventory every path has an answer, and "never" is null."""
+    from vgpu_agent.status import AgentStatus as Status
+
+    answers = {entry.path: answer(Status(), entry.path.removeprefix("/debug/")) for entry in debug.PATHS}
+    assert answers["/debug/ledger"]["verified"] == {"at": None, "seconds_ago": None}
+    assert len(answers) == len(debug.PATHS)

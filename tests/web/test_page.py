@@ -1,0 +1,128 @@
+"""The overview in words, for terminals and browsers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vgpu_agent.model import Owner
+from vgpu_agent.status import AgentStatus, PluginState, ReadyProblem
+from vgpu_agent.web import page, views
+
+if TYPE_CHECKING:
+    from vgpu_agent.web.views import Overview
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def overview(node: AgentStatus) -> Overview:
+    """The node as its readers see it."""
+    return views.overview(node, NOW)
+
+
+def test_the_table_answers_who_holds_what(overview: Overview) -> None:
+    """The whole page, as a person sees it."""
+    assert page.as_text(overview) == (
+        "node node-a · ready · vgpu-agent 0.1.0 (abc1234) · up 1h01m · driver 580.65.06, CUDA 13.0\n"
+        "*** SIMULATED GPUs: nothing here is real hardware ***\n"
+        "\n"
+        "GPUs\n"
+        "  INDEX  NAME                   HEALTH     MEMORY (MiB)  USE   SHARES  UUID   HELD BY\n"
+        "  0      NVIDIA A100-SXM4-80GB  Healthy    1024/81920    55 %  1/10    GPU-0  ml/train-0/main\n"
+        "  1      NVIDIA A100-SXM4-80GB  Unhealthy  -/81920       -     1/10    GPU-1  (not named yet)\n"
+        "\n"
+        "Resources\n"
+        "  NAME            STATE       IDS  HEALTHY  HELD  FREE\n"
+        "  nvidia.com/gpu  registered  20   10       2     9\n"
+        "\n"
+        "Pods\n"
+        "  POD              CONTAINER  RESOURCE        GPU  STATE     SINCE\n"
+        "  (not named yet)  -          nvidia.com/gpu  1    reserved  2m00s\n"
+        "  ml/train-0       main       nvidia.com/gpu  0    granted   1m00s\n"
+        "\n"
+        "Problems\n"
+        "  PART    REASON\n"
+        "  gpu 1   GPU-1 is unhealthy: XID 79: the GPU has fallen off the bus\n"
+        "  gpu     a GPU did not answer: 2: GPU is lost\n"
+        "  ledger  kubelet's records hold ids that this node does not offer: GPU-9::0\n"
+    )
+
+
+def test_an_empty_node_says_so_instead_of_showing_empty_tables() -> None:
+    """A fresh agent on a node without GPUs."""
+    text = page.as_text(views.overview(AgentStatus(node="node-b", version="0.1.0"), NOW))
+    assert text == (
+        "node node-b · ready · vgpu-agent 0.1.0\n\nGPUs\n  none\n\nResources\n  none offered\n"
+        "\nPods\n  no pod holds a share\n\nProblems\n  none known\n"
+    )
+
+
+def test_a_node_that_is_not_ready_says_so_first(node: AgentStatus) -> None:
+    """In the headline in capitals, and as the first problem, once."""
+    node.not_ready = (ReadyProblem("nvidia.com/gpu", "kubelet closed\nthe stream"),)
+    node.plugins = (dataclasses.replace(node.plugins[0], state=PluginState.REGISTERED, stream_open=False),)
+    lines = page.as_text(views.overview(node, NOW)).splitlines()
+    assert "NOT READY" in lines[0]
+    assert lines[lines.index("Problems") + 2].split(maxsplit=1) == ["nvidia.com/gpu", "kubelet closed the stream"]
+    assert any("registered, stream closed" in line for line in lines)
+
+
+def test_real_gpus_are_not_called_simulated(node: AgentStatus) -> None:
+    """The banner appears for simulated nodes only, on both pages."""
+    node.simulated = False
+    overview = views.overview(node, NOW)
+    assert "SIMULATED" not in page.as_text(overview)
+    assert "SIMULATED" not in page.as_html(overview)
+
+
+def test_a_simulated_library_is_enough_to_be_called_simulated(node: AgentStatus) -> None:
+    """No silent simulation, even where the settings do not know it."""
+    node.simulated = False
+    node.inventory = dataclasses.replace(node.inventory, simulated=True)
+    assert "SIMULATED" in page.as_html(views.overview(node, NOW))
+
+
+def test_foreign_text_cannot_become_markup(node: AgentStatus) -> None:
+    """Names and reasons come from elsewhere; on the page they are text."""
+    attack = '<script>alert("x")</script>'
+    grant = dataclasses.replace(node.ledger.grants[0], owner=Owner(attack, "uid", attack, attack))
+    node.ledger.grants = (grant,)
+    node.node = attack
+    node.not_ready = (ReadyProblem(attack, attack),)
+    node.plugins = (dataclasses.replace(node.plugins[0], resource=attack),)
+    rendered = page.as_html(views.overview(node, NOW))
+    assert "<script" not in rendered
+    assert rendered.count("&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;") >= 6
+
+
+def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
+    """It keeps its line as long as it is in the book."""
+    lost = dataclasses.replace(node.inventory.gpus[1], present=False)
+    node.inventory = dataclasses.replace(node.inventory, gpus=(node.inventory.gpus[0], lost))
+    text = page.as_text(views.overview(node, NOW))
+    assert "  Gone " in text
+    assert "GPU-1 is gone: XID 79" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"config_problem": "config.yaml:3: no"}, "the newest configuration is not in force: config.yaml:3: no"),
+        ({"config_needs_restart": ("listen", "simulate")}, "takes effect after a restart: listen, simulate"),
+    ],
+)
+def test_what_stops_nothing_yet_is_a_problem_too(node: AgentStatus, change: dict[str, object], sentence: str) -> None:
+    """It would be forgotten otherwise."""
+    for name, value in change.items():
+        setattr(node, name, value)
+    assert sentence in page.as_text(views.overview(node, NOW))
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (-3, "0s"), (59.9, "59s"), (61, "1m01s"), (3600, "1h00m"), (90000, "1d1h")])
+def test_an_age_is_short(node: AgentStatus, seconds: float, text: str) -> None:
+    """Two units are enough; a clock that was set back is no negative age."""
+    node.started_at = NOW - seconds
+    assert f" · up {text} · " in page.as_text(views.overview(node, NOW))

@@ -1,0 +1,73 @@
+"""Probes: who decides, and what the person reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.concurrency import TaskReport, TaskState
+from vgpu_agent.status import NvmlState, NvmlStatus, PluginState, ReadyProblem
+from vgpu_agent.web import probes
+
+if TYPE_CHECKING:
+    from vgpu_agent.status import AgentStatus
+
+NOW = 1_800_000_000.0
+
+
+def test_a_healthy_agent_says_one_word(node: AgentStatus) -> None:
+    """Nothing to read when nothing is wrong."""
+    assert probes.live(node, NOW, verbose=False) == (True, "alive\n")
+    assert probes.ready(node, NOW, verbose=False) == (True, "ready\n")
+
+
+def test_each_reason_is_one_line_whatever_it_quotes(node: AgentStatus) -> None:
+    """A reason may quote a foreign message with line breaks."""
+    node.not_ready = (ReadyProblem("nvml", "hung in\nnvmlInit"), ReadyProblem("nvidia.com/gpu", "not registered"))
+    verdict = probes.ready(node, NOW, verbose=False)
+    assert verdict == (False, "[-] nvml: hung in nvmlInit\n[-] nvidia.com/gpu: not registered\nnot ready\n")
+
+
+def test_only_a_stuck_loop_makes_the_agent_not_alive(node: AgentStatus) -> None:
+    """A restart mends no driver and no kubelet, so they must not cause one."""
+    node.not_ready = (ReadyProblem("nvml", "hung"),)
+    assert probes.live(node, NOW, verbose=False).ok
+    node.not_alive = (ReadyProblem("task health", "no sign of life for 40 s"),)
+    assert probes.live(node, NOW, verbose=False) == (False, "[-] task health: no sign of life for 40 s\nnot alive\n")
+
+
+def test_verbose_lists_every_check(node: AgentStatus) -> None:
+    """What was looked at, in the order in which things depend on each other."""
+    assert probes.ready(node, NOW, verbose=True).text.splitlines() == [
+        "[+] nvml: answering",
+        "[+] kubelet: socket present",
+        "[+] nvidia.com/gpu: registered, stream open, 10 of 20 ids healthy",
+        "[+] config: in force",
+        "[+] event loop: 1.0 ms late, 250.0 ms at worst",
+        "[+] task health: running",
+        "ready",
+    ]
+
+
+def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> None:
+    """The verdict is the agent's: the lines only show where to look."""
+    node.nvml = NvmlStatus(NvmlState.HUNG, "nvmlDeviceGetCount_v2", since=NOW - 9)
+    node.kubelet.socket_present = False
+    node.plugins = (dataclasses.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),)
+    node.config_problem = "config.yaml:3: no"
+    node.tasks = (
+        TaskReport("health", last_beat_at=NOW - 15, stuck_after_seconds=5),
+        TaskReport("watch", state=TaskState.BACKING_OFF, last_error="OSError: gone"),
+    )
+    verdict = probes.ready(node, NOW, verbose=True)
+    assert verdict.ok
+    assert verdict.text.splitlines() == [
+        "[~] nvml: hung, in nvmlDeviceGetCount_v2",
+        "[~] kubelet: no socket in /var/lib/kubelet",
+        "[~] nvidia.com/gpu: waiting for kubelet, stream closed, 10 of 20 ids healthy",
+        "[~] config: newest file refused, the previous one is in force: config.yaml:3: no",
+        "[+] event loop: 1.0 ms late, 250.0 ms at worst",
+        "[~] task health: no sign of life for 10 s longer than promised",
+        "[~] task watch: backing off (OSError: gone)",
+        "ready",
+    ]
