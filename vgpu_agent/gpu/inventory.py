@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Not a device for work: the graphics card of a DGX Station (nvidia contract §3).
 _SKIPPED_NAMES = ("NVIDIA DGX Display", "DGX Display")
 
-_NUMA_FILE_LIMIT = 64  # characters; anything longer is no number of a node
+_NUMA_FILE_LIMIT = 8  # characters; the kernel has at most 1024 nodes, so anything longer is no number of one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class NumaNodes:
         node, trouble = None, ""
         try:
             with path.open(errors="replace") as file:
-                text = file.read(_NUMA_FILE_LIMIT).strip()
+                text = file.read(_NUMA_FILE_LIMIT + 1).strip()
         except OSError as err:
             trouble = f"{path}: {err.strerror or err}; the GPU gets no NUMA node, check gpu.sysfsRoot"
         else:
             digits = text.removeprefix("-")
-            if not (digits.isascii() and digits.isdigit()):
+            if not (digits.isascii() and digits.isdigit() and len(text) <= _NUMA_FILE_LIMIT):
                 trouble = f"{path}: expected a NUMA node, got {text!r}; the GPU gets none"
             elif text.startswith("-"):
                 trouble = f"{path}: the kernel knows no NUMA node ({text}); the GPU gets none"

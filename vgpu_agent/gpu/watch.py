@@ -93,12 +93,13 @@ class GpuWatch:
         self._thread.start()
         try:
             await self._poll()
-        except NvmlError as err:
-            raise DriverMissingError(f"the NVIDIA driver does not list its GPUs: {err}; see dmesg") from err
-        except (DriverMissingError, NvmlHungError):
-            if self._settings.fail_on_init_error:
-                self._thread.stop()
-                raise
+        except AgentError as err:
+            if not self._settings.fail_on_init_error:
+                return
+            self._thread.stop()
+            if isinstance(err, NvmlError):
+                raise DriverMissingError(f"the NVIDIA driver does not list its GPUs: {err}; see dmesg") from err
+            raise
 
     async def run(self) -> None:
         """Poll, measure and watch for hangs, for ever; a loop for the supervisor, which may start it again."""
@@ -307,6 +308,8 @@ class GpuWatch:
             return
         if new.simulated and not old.simulated:
             self._journal.record("gpu.simulated", level="warning", meaning="these GPUs are simulated; no work runs on them")
+        if news := [failure for failure in new.failures if failure not in old.failures]:
+            self._journal.record("gpu.not_answering", level="error", failures=news)
         for gpu in new.gpus:
             self._record_change(old.gpu(gpu.uuid), gpu)
         self.inventory.publish(dataclasses.replace(new, version=old.version + 1, taken_at=time.time()))

@@ -1,0 +1,155 @@
+"""A driver call that does not return: named, survived, and over when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tests.gpu.watched import PATIENCE_SECONDS, eventually, settings, watching
+from vgpu_agent.errors import NvmlHungError
+from vgpu_agent.gpu.watch import GpuWatch
+from vgpu_agent.journal import Journal
+from vgpu_agent.sim.state import SimulatedNode
+from vgpu_agent.status import NvmlState
+
+
+async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNode) -> None:
+    """Two seconds inside one call: the call and its GPU are named once, only that GPU is Unhealthy, and it returns by the normal way."""
+    async with watching(node) as watched:
+        node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=1500)
+        entry = await watched.recorded("nvml.hung")
+        status = watched.watch.status
+        assert entry.facts == {"call": "nvmlDeviceGetTemperature", "gpu": node.uuids[1]}
+        assert (status.state, status.call, status.gpu) == (NvmlState.HUNG, "nvmlDeviceGetTemperature", node.uuids[1])
+        assert 0 < time.time() - status.since < 1.5
+
+        gpu = await watched.unhealthy(node.uuids[1])
+        assert gpu.health.reason == "the NVIDIA driver does not return from nvmlDeviceGetTemperature"
+        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [True, False, True, True]
+
+        await watched.healthy(node.uuids[1])
+        answering = await watched.recorded("nvml.answering")
+        assert answering.facts["call"] == "nvmlDeviceGetTemperature"
+        assert answering.facts["after_seconds"] == pytest.approx(1.5, abs=0.4)
+        assert watched.count("nvml.hung") == 1
+        assert watched.watch.status.hangs == 1
+        assert watched.watch.status.state.value == "answering"
+
+
+async def test_the_loop_stays_responsive_during_a_hang(node: SimulatedNode) -> None:
+    """Two seconds of hang, and 99 of 100 who wait on the event loop get their turn within 50 ms; the machine itself may be busy."""
+    async with watching(node) as watched:
+        lags = []
+        node.fault("nvmlDeviceGetMemoryInfo", gpu=0, times=1, delay_ms=2000)
+        await watched.recorded("nvml.hung")
+        while watched.watch.status.state is NvmlState.HUNG:
+            before = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - before - 0.005)
+
+        assert len(lags) > 50
+        assert sorted(lags)[len(lags) * 99 // 100] < 0.05
+
+
+async def test_a_short_hang_leaves_the_gpu_alone(node: SimulatedNode) -> None:
+    """Shorter than hungUnhealthySeconds: reported, and no pod is touched by it."""
+    async with watching(node, call_timeout_seconds=0.2, hung_unhealthy_seconds=2.0) as watched:
+        node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=500)
+        await watched.recorded("nvml.hung")
+        await watched.recorded("nvml.answering")
+
+        assert watched.watch.inventory.version == 1
+
+
+async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNode) -> None:
+    """It belongs to no GPU, so none is marked; XIDs are heard again afterwards."""
+    async with watching(node) as watched:
+        node.fault("nvmlEventSetWait", times=1, delay_ms=1000)
+        entry = await watched.recorded("nvml.hung")
+        assert entry.facts == {"call": "nvmlEventSetWait_v2", "gpu": ""}
+        await watched.recorded("nvml.answering")
+        assert all(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)
+
+        node.xid(0, 79)
+        await watched.unhealthy(node.uuids[0])
+
+
+async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
+    """Whoever asks while the driver hangs is refused at once, with the call and the GPU in the text."""
+    async with watching(node) as watched:
+        node.fault("nvmlDeviceGetTemperature", gpu=2, times=1, delay_ms=1000)
+        await watched.recorded("nvml.hung")
+        ran = []
+        began = time.monotonic()
+
+        with pytest.raises(NvmlHungError, match=f"hangs in nvmlDeviceGetTemperature about {node.uuids[2]}"):
+            await watched.watch._thread.call("ask something", lambda: ran.append(1))
+
+        assert time.monotonic() - began < 0.05
+        await watched.recorded("nvml.answering")
+        assert ran == []
+
+
+async def test_a_caller_gets_its_deadline_and_the_thread_goes_on(node: SimulatedNode) -> None:
+    """A caller with less patience than callTimeoutSeconds leaves alone; its job does not disturb the ones after it."""
+    async with watching(node, call_timeout_seconds=3.0) as watched:
+        thread = watched.watch._thread
+        with pytest.raises(NvmlHungError, match=r"slow job: no answer from the driver within 0\.1 s"):
+            await thread.call("slow job", lambda: time.sleep(0.3), timeout_seconds=0.1)
+
+        assert await thread.call("next job", lambda: "done") == "done"
+
+
+async def test_a_job_that_nobody_waits_for_is_not_begun(node: SimulatedNode) -> None:
+    """Its caller gave up while it stood in the queue."""
+    async with watching(node, call_timeout_seconds=3.0) as watched:
+        thread, ran = watched.watch._thread, []
+        with pytest.raises(NvmlHungError):
+            await thread.call("blocking", lambda: time.sleep(0.3), timeout_seconds=0.05)
+        with pytest.raises(NvmlHungError):
+            await thread.call("given up", lambda: ran.append(1), timeout_seconds=0.05)
+        await thread.call("after both", lambda: None)
+
+        assert ran == []
+
+
+async def test_an_exception_of_a_job_reaches_its_caller(node: SimulatedNode) -> None:
+    """And the thread takes the next job."""
+    async with watching(node) as watched:
+        with pytest.raises(ZeroDivisionError):
+            await watched.watch._thread.call("bad job", lambda: 1 / 0)
+
+        assert await watched.watch._thread.call("next job", lambda: 42) == 42
+
+
+async def test_a_driver_that_hangs_at_the_start_is_an_error(node: SimulatedNode) -> None:
+    """failOnInitError true: start gives up after callTimeoutSeconds, though the thread is still inside nvmlInit."""
+    node.fault("nvmlInit", times=1, delay_ms=800)
+    watch = GpuWatch(settings(node), Journal())
+
+    with pytest.raises(NvmlHungError, match="hangs in nvmlInit"):
+        await watch.start()
+
+    assert not await watch.stop(0.01)
+    assert await watch.stop(PATIENCE_SECONDS)
+
+
+async def test_a_driver_that_hangs_at_the_start_can_be_waited_for(node: SimulatedNode) -> None:
+    """failOnInitError false: the GPUs are there when nvmlInit comes back."""
+    node.fault("nvmlInit", times=1, delay_ms=800)
+
+    async with watching(node, fail_on_init_error=False) as watched:
+        assert watched.watch.status.state is NvmlState.HUNG
+        await watched.until(lambda inventory: len(inventory.gpus) == 4)
+        await eventually(lambda: watched.watch.status.state is NvmlState.ANSWERING)
+
+
+async def test_calls_to_a_stopped_watch_are_refused(node: SimulatedNode) -> None:
+    """Nobody waits for ever on a thread that has ended."""
+    async with watching(node) as watched:
+        await watched.watch.stop(PATIENCE_SECONDS)
+
+        with pytest.raises(NvmlHungError, match="not running"):
+            await watched.watch._thread.call("too late", lambda: None)

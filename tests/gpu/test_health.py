@@ -1,0 +1,236 @@
+"""The health of one GPU, on plain values and a clock of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgpu_agent.gpu.health import GpuHealth, Probe, RecoveryAction, RecoveryPolicy
+from vgpu_agent.model import Health
+
+GOOD = Probe()
+LOST = Probe(trouble="GPU is lost")
+POLICY = RecoveryPolicy(quiet_seconds=10, flap_window_seconds=100, max_quiet_seconds=35)
+
+
+def _machine(policy: RecoveryPolicy = POLICY) -> GpuHealth:
+    return GpuHealth(policy, wall=lambda: 1234.5)
+
+
+def test_a_new_gpu_is_healthy_until_it_is_asked() -> None:
+    """A restart begins with the benefit of the doubt, and the first probe ends it."""
+    machine = _machine()
+
+    assert machine.health.ok
+    assert machine.probed(LOST, 0)
+    assert (machine.health.ok, machine.health.reason, machine.health.since) == (False, "GPU is lost", 1234.5)
+
+
+def test_an_xid_makes_it_unhealthy_at_once() -> None:
+    """No second opinion is asked for; the reason is the XID's."""
+    machine = _machine()
+
+    assert machine.reported("XID 79: …", 5)
+    assert machine.health.reason == "XID 79: …"
+
+
+def test_it_recovers_after_the_quiet_time_and_not_before() -> None:
+    """Ten quiet seconds after the last bad news, counted to the probe that finds them over."""
+    machine = _machine()
+    machine.reported("XID 79", 100)
+
+    assert not machine.probed(GOOD, 109.9)
+    assert machine.recovers_at == 110
+    assert machine.probed(GOOD, 110)
+    assert machine.health.ok
+    assert machine.health.reason == ""
+
+
+def test_time_alone_brings_nothing_back() -> None:
+    """Only a good answer after the quiet time does; a bad one starts it again."""
+    machine = _machine()
+    machine.reported("XID 79", 0)
+    machine.probed(LOST, 500)
+
+    assert not machine.probed(GOOD, 505)
+    assert machine.probed(GOOD, 510)
+
+
+def test_another_xid_while_unhealthy_starts_the_quiet_time_again() -> None:
+    """A card that keeps reporting errors stays away; the newest reason is shown and the time of the change stays."""
+    machine = _machine()
+    machine.reported("XID 79", 0)
+
+    assert machine.reported("XID 48", 8)
+    assert not machine.probed(GOOD, 17)
+    assert not machine.health.ok
+    assert machine.health.reason == "XID 48"
+
+
+@pytest.mark.parametrize("action", [action for action in RecoveryAction if action is not RecoveryAction.NONE])
+def test_a_wanted_recovery_action_blocks_recovery(action: RecoveryAction) -> None:
+    """Whatever the driver wants done, an Unhealthy GPU waits for it, and the reason says so."""
+    machine = _machine()
+    machine.reported("XID 48", 0)
+
+    machine.probed(Probe(recovery_action=action), 100)
+
+    assert not machine.health.ok
+    assert machine.recovers_at is None
+    assert action.words in machine.health.reason
+
+
+@pytest.mark.parametrize("action", [RecoveryAction.GPU_RESET, RecoveryAction.NODE_REBOOT, RecoveryAction.DRAIN_AND_RESET])
+def test_a_gpu_that_needs_a_reset_is_unhealthy_without_any_xid(action: RecoveryAction) -> None:
+    """After a restart of the agent nobody remembers the XID; the driver still asks for the reset."""
+    machine = _machine()
+
+    assert machine.probed(Probe(recovery_action=action), 0)
+    assert machine.health.reason == f"the driver asks for a {action.words}"
+
+
+def test_a_drain_of_peer_traffic_leaves_a_healthy_gpu_alone() -> None:
+    """The card itself works on; only a recovery would wait for it."""
+    machine = _machine()
+
+    assert not machine.probed(Probe(recovery_action=RecoveryAction.DRAIN_P2P), 0)
+    assert machine.health.ok
+
+
+def test_an_action_of_a_newer_driver_blocks_recovery() -> None:
+    """A number that this agent does not know is not read as none."""
+    assert RecoveryAction(99) is RecoveryAction.UNKNOWN
+
+
+def test_a_pending_row_remap_blocks_recovery_and_the_reset_that_ends_it_starts_the_quiet_time() -> None:
+    """The card is quiet, but only from the moment at which nothing is pending any more."""
+    machine = _machine()
+    machine.reported("XID 63", 0)
+
+    machine.probed(Probe(remap_pending=True), 50)
+    assert machine.health.reason == "XID 63; recovery waits for a GPU reset that replaces a row of memory"
+    machine.probed(GOOD, 59)
+    assert machine.health == Health(ok=False, reason="XID 63", since=1234.5)
+    assert machine.probed(GOOD, 60)
+    assert machine.health.ok
+
+
+def test_a_pending_row_remap_leaves_a_healthy_gpu_alone() -> None:
+    """The bad row is out of use already; the card works on until its next reset."""
+    machine = _machine()
+
+    assert not machine.probed(Probe(remap_pending=True), 0)
+    assert machine.health.ok
+
+
+def test_a_flapping_gpu_waits_twice_as_long_each_time_up_to_the_limit() -> None:
+    """Quiet times of 10, 20, and 35 instead of 40 seconds."""
+    machine = _machine()
+    machine.reported("first", 0)
+    machine.probed(GOOD, 10)
+
+    machine.reported("second", 11)
+    assert machine.quiet_needed_seconds == 20
+    machine.probed(GOOD, 31)
+    assert machine.health.ok
+
+    machine.reported("third", 32)
+    assert machine.quiet_needed_seconds == 35
+    assert not machine.probed(GOOD, 66)
+    assert machine.probed(GOOD, 67)
+
+
+def test_a_gpu_that_held_out_for_the_whole_window_starts_afresh() -> None:
+    """Old sins are forgotten after the flap window."""
+    machine = _machine()
+    machine.reported("first", 0)
+    machine.probed(GOOD, 10)
+    machine.reported("second", 20)
+    machine.probed(GOOD, 40)
+
+    machine.reported("much later", 140)
+
+    assert machine.relapses == 0
+    assert machine.quiet_needed_seconds == 10
+
+
+def test_mode_never_keeps_it_away_until_the_setting_changes() -> None:
+    """`never` holds through any number of good answers, says so, and ends when the operator reloads another mode."""
+    machine = _machine(dataclasses.replace(POLICY, automatic=False))
+    machine.reported("XID 79", 0)
+
+    machine.probed(GOOD, 1_000_000)
+    assert not machine.health.ok
+    assert "recovery is switched off" in machine.health.reason
+
+    machine.policy = POLICY
+    assert machine.probed(GOOD, 1_000_001)
+    assert machine.health.ok
+
+
+def test_a_hang_holds_until_the_call_returns_and_the_gpu_was_quiet() -> None:
+    """A probe that was answered before the hang does not count; the quiet time begins when the driver answers."""
+    machine = _machine()
+    machine.probed(GOOD, 0)
+
+    assert machine.hung("the driver does not return", 10)
+    assert not machine.hung("the driver does not return", 11)
+    assert not machine.probed(GOOD, 50)
+    machine.answering(60)
+    assert not machine.probed(GOOD, 69)
+    assert machine.probed(GOOD, 70)
+
+
+def test_the_reason_is_the_same_value_while_nothing_happens() -> None:
+    """Streams send only what changed, so an unchanged state must compare equal."""
+    machine = _machine()
+    machine.reported("XID 48", 0)
+    machine.probed(Probe(remap_pending=True), 1)
+    before = machine.health
+
+    assert not machine.probed(Probe(remap_pending=True), 2)
+    assert machine.health == before
+
+
+_PROBES = st.builds(
+    Probe, trouble=st.sampled_from(["", "", "GPU is lost"]), recovery_action=st.sampled_from(RecoveryAction), remap_pending=st.booleans()
+)
+_STEPS = st.lists(
+    st.tuples(st.floats(0, 50), st.one_of(_PROBES, st.just(GOOD), st.sampled_from(["xid", "hung", "answering"]))),
+    max_size=40,
+)
+
+
+@given(_STEPS, st.booleans())
+def test_the_promises_hold_in_every_order_of_events(steps: list[tuple[float, Probe | str]], automatic: bool) -> None:
+    """Never healthy after a bad answer, in a hang, or too soon; never back at all in mode never; `reason` and `ok` always agree."""
+    machine = _machine(dataclasses.replace(POLICY, automatic=automatic))
+    now, bad_news_at, hung, ever_bad = 0.0, float("-inf"), False, False
+    for delay, step in steps:
+        now += delay
+        before = machine.health
+        if step == "xid":
+            changed = machine.reported("XID", now)
+        elif step == "hung":
+            changed, hung = machine.hung("hung", now), True
+        elif step == "answering":
+            machine.answering(now)
+            changed, hung = False, False
+        else:
+            assert isinstance(step, Probe)
+            changed = machine.probed(step, now)
+            if machine.health.ok and not before.ok:
+                assert automatic
+                assert step == GOOD
+                assert now - bad_news_at >= POLICY.quiet_seconds
+        if step in {"xid", "hung"} or (isinstance(step, Probe) and step.failure):
+            bad_news_at, ever_bad = now, True
+            assert not machine.health.ok
+        assert changed == (machine.health != before)
+        assert machine.health.ok == (machine.health.reason == "")
+        assert not (hung and machine.health.ok)
+        assert not (ever_bad and not automatic and machine.health.ok)
+        assert machine.quiet_needed_seconds <= POLICY.max_quiet_seconds

@@ -1,0 +1,104 @@
+"""A watch that runs on a simulated node with times that suit a test, and ways to wait for what it finds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from vgpu_agent.config.settings import Gpu as GpuSettings
+from vgpu_agent.config.settings import Recovery
+from vgpu_agent.gpu.watch import GpuWatch
+from vgpu_agent.journal import Entry, Journal
+from vgpu_agent.model import Gpu, Inventory
+from vgpu_agent.sim.state import SimulatedNode
+
+# Long enough for a busy machine, and only waited for by a test that fails.
+PATIENCE_SECONDS = 5.0
+
+
+class Watched:
+    """A running watch, its journal, and ways to wait for it."""
+
+    def __init__(self, watch: GpuWatch, journal: Journal) -> None:
+        self.watch, self.journal = watch, journal
+
+    async def until(self, condition: Callable[[Inventory], bool]) -> Inventory:
+        """The first inventory that fulfils the condition."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            async for inventory in self.watch.inventory.changes():
+                if condition(inventory):
+                    return inventory
+        raise AssertionError("changes() never ends")
+
+    def gpu(self, uuid: str) -> Gpu:
+        """The GPU as it is now."""
+        return found(self.watch.inventory.value, uuid)
+
+    async def unhealthy(self, uuid: str) -> Gpu:
+        """Wait until the GPU is Unhealthy."""
+        return found(await self.until(lambda inventory: not found(inventory, uuid).health.ok), uuid)
+
+    async def healthy(self, uuid: str) -> Gpu:
+        """Wait until the GPU is Healthy."""
+        return found(await self.until(lambda inventory: found(inventory, uuid).health.ok), uuid)
+
+    async def recorded(self, event: str) -> Entry:
+        """Wait for the journal to hold an entry of that name; answers the last one."""
+        await eventually(lambda: self.count(event) > 0)
+        return [entry for entry in self.journal.entries if entry.event == event][-1]
+
+    def count(self, event: str) -> int:
+        """How many entries of that name the journal holds."""
+        return sum(entry.event == event for entry in self.journal.entries)
+
+    async def polls(self, number: int) -> None:
+        """Let that many polls go by."""
+        for _ in range(number):
+            before = self.watch._polled_at
+            await eventually(lambda before=before: self.watch._polled_at != before)  # type: ignore[misc]  # a lambda's default has no type
+
+
+def found(inventory: Inventory, uuid: str) -> Gpu:
+    """The GPU of that UUID, which must be there."""
+    gpu = inventory.gpu(uuid)
+    assert gpu is not None
+    return gpu
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for something that announces itself to nobody."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - counters and journals have no event to wait for
+            await asyncio.sleep(0.01)
+
+
+def settings(node: SimulatedNode, *, quiet: float = 0.2, mode: Any = "auto", **changes: Any) -> GpuSettings:
+    """Times short enough for a test; ``changes`` are keys of `GpuSettings`."""
+    values: dict[str, Any] = {
+        "sysfs_root": str(node.directory / "sys"),
+        "poll_seconds": 0.1,
+        "usage_seconds": 0.1,
+        "event_wait_milliseconds": 50,
+        "call_timeout_seconds": 0.4,
+        "hung_unhealthy_seconds": 0.5,
+        "init_retry_seconds": 0.1,
+        "recovery": Recovery(mode=mode, quiet_seconds=quiet, flap_window_seconds=60, max_quiet_seconds=60),
+    }
+    return GpuSettings(**{**values, **changes})
+
+
+@contextlib.asynccontextmanager
+async def watching(node: SimulatedNode, **changes: Any) -> AsyncIterator[Watched]:
+    """A started watch whose loop runs; at the end the driver is closed, so that the next test opens its own."""
+    journal = Journal()
+    watch = GpuWatch(settings(node, **changes), journal)
+    await watch.start()
+    async with asyncio.TaskGroup() as group:
+        loop = group.create_task(watch.run())
+        try:
+            yield Watched(watch, journal)
+        finally:
+            loop.cancel()
+            assert await watch.stop(PATIENCE_SECONDS)
