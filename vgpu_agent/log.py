@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 if TYPE_CHECKING:
-    from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
+    from structlog.typing import EventDict, FilteringBoundLogger
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -46,15 +46,15 @@ def configure(*, log_format: str = "json", level: str = "info", stream: TextIO |
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
-    render: Any = (
-        structlog.processors.JSONRenderer(serializer=_to_json)
-        if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=(stream or sys.stderr).isatty())
-    )
-    last = [structlog.processors.dict_tracebacks] if log_format == "json" else []
+    last: list[Any]
+    if log_format == "json":
+        renamed = structlog.processors.EventRenamer("msg")
+        last = [structlog.processors.dict_tracebacks, renamed, structlog.processors.JSONRenderer(serializer=_to_json)]
+    else:
+        last = [structlog.dev.ConsoleRenderer(colors=(stream or sys.stderr).isatty(), timestamp_key="ts")]
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_shared(),
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last, render],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
     )
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
@@ -86,13 +86,7 @@ def _shared() -> list[Any]:
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-        _name_keys,
     ]
-
-
-def _name_keys(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    event["msg"] = event.pop("event")
-    return event
 
 
 def _to_json(event: EventDict, **_: object) -> str:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except ConfigError as err:
         for problem in err.problems:
-            print(f"vgpu-agent: {problem}", file=sys.stderr)
+            print(problem, file=sys.stderr)
         return USAGE
     except AgentError as err:
         print(f"vgpu-agent: {err}", file=sys.stderr)

@@ -1,0 +1,266 @@
+"""``vgpu-agent demo``: the main job, played on a simulated node with the agent's own `run`.
+
+A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and restarted under running pods; kubelet
+restarts; a wrong request is refused. Each scene states what it proves and checks it. With ``--check`` nobody is waited for and the exit
+status is the verdict; without it the node stays up, with the addresses to curl, until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.errors import AgentError, SimulationError
+from vgpu_agent.sim.agent_process import AgentProcess
+
+if TYPE_CHECKING:
+    from vgpu_agent.sim.kubelet import Pod, SimulatedKubelet
+    from vgpu_agent.sim.state import SimulatedNode
+
+_GPU = "nvidia.com/gpu"
+_REPLICAS = 4
+_QUIET_SECONDS = 2
+
+_CONFIG = f"""\
+version: v1
+sharing:
+  timeSlicing:
+    resources:
+      - name: {_GPU}
+        replicas: {_REPLICAS}
+gpu:
+  pollSeconds: 1
+  recovery:
+    quietSeconds: {_QUIET_SECONDS}   # a minute by default; the demo is in a hurry
+"""
+
+_EXAMPLES = """\
+examples:
+  vgpu-agent demo            plays the story, then keeps running until Ctrl-C
+  vgpu-agent demo --check    plays the story, prints what it proved, exits 0 or 1
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``demo``."""
+    parser = subparsers.add_parser(
+        "demo", help="play the main job on a simulated node", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="do not wait for a person; exit 0 when everything was as it should be")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        import grpc as _grpc  # noqa: F401, PLC0415 - asked for here, to say what to install instead of a traceback
+    except ImportError as err:
+        raise SimulationError(
+            "the demo needs the extra packages of the simulation: pip install 'vgpu-agent[sim]', or scripts/demo"
+        ) from err
+    # A short path: sockets lie below it, and their names are limited to 107 bytes.
+    directory = Path(tempfile.mkdtemp(prefix="vgpu-demo-", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108
+    try:
+        return asyncio.run(_Demo(directory, check=arguments.check).play())
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Demo:
+    """The story and its stage.
+
+    State: the simulated node, kubelet and agent below ``directory``; ``failed`` once something was not as it should be.
+    """
+
+    def __init__(self, directory: Path, *, check: bool) -> None:
+        self._directory = directory
+        self._check = check
+        self._proofs = 0
+        self._kubelet: SimulatedKubelet
+        self._node: SimulatedNode
+        self._agent: AgentProcess
+
+    async def play(self) -> int:
+        """Play all scenes; the exit status."""
+        from vgpu_agent.sim.kubelet import SimulatedKubelet  # noqa: PLC0415 - needs the extra packages, see _run
+        from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415 - same
+
+        began = time.monotonic()
+        self._say("A simulated node with 2 × A100, a simulated kubelet, and the agent's own `vgpu-agent run`.")
+        self._node = await asyncio.to_thread(SimulatedNode.create, self._directory / "node", model="A100-SXM4-80GB", gpus=2, numa=[0, 1])
+        config = self._directory / "config.yaml"
+        await asyncio.to_thread(config.write_text, _CONFIG)
+        self._kubelet = SimulatedKubelet(self._directory / "kubelet")
+        await self._kubelet.start()
+        self._agent = AgentProcess(
+            self._directory / "agent.log",
+            kubelet=self._directory / "kubelet",
+            simulate=self._directory / "node",
+            config=config,
+            listen=_address(9394, ephemeral=self._check),
+            debug_listen=_address(9395, ephemeral=self._check),
+        )
+        try:
+            await self._scenes()
+            self._say(f"\n{self._proofs} things proven in {time.monotonic() - began:.1f} s.")
+            if not self._check:
+                await self._stay()
+        except (AgentError, TimeoutError) as err:
+            print(f"\nNOT AS IT SHOULD BE: {err}", file=sys.stderr)
+            print(f"last lines of the agent's log:\n{await asyncio.to_thread(self._agent.log_tail)}", file=sys.stderr)
+            return 1
+        finally:
+            with contextlib.suppress(AgentError):
+                await self._agent.terminate()
+            await self._kubelet.stop()
+        return 0
+
+    async def _scenes(self) -> None:
+        pods = await self._pods_get_their_shares()
+        await self._a_gpu_breaks_and_recovers()
+        await self._the_agent_is_killed(pods)
+        await self._kubelet_restarts()
+        await self._a_wrong_request_is_refused()
+
+    async def _pods_get_their_shares(self) -> list[Pod]:
+        self._scene(f"Pods get their shares ({_REPLICAS} replicas of each GPU)")
+        await self._agent.start()
+        await self._agent.until_ready()
+        await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
+        self._prove(True, f"the node's allocatable shows {2 * _REPLICAS} {_GPU}")
+        pods = [await self._admit(f"serve-{letter}") for letter in "abc"]
+        pods.append(await self._admit("train", number=2))
+        await self._know(4)
+        self._prove(
+            len({id_ for pod in pods for id_ in self._kubelet.ids_of(pod, "main", _GPU)}) == 5, "4 pods hold 5 shares, each id given once"
+        )
+        both = self._visible(pods[-1]).split(",")
+        self._prove(len(set(both)) == 2, "the pod that asked for 2 sees two different GPUs")
+        await self._show("who got which GPU: curl {debug}/debug/pods")
+        return pods
+
+    async def _a_gpu_breaks_and_recovers(self) -> None:
+        self._scene("GPU 0 falls off the bus (XID 79), and comes back")
+        broken = self._node.uuids[0]
+        began = time.monotonic()
+        self._node.xid(0, 79)
+        await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == _REPLICAS)
+        self._prove(True, f"all {_REPLICAS} shares of GPU 0 are Unhealthy at kubelet after {time.monotonic() - began:.2f} s; GPU 1 goes on")
+        pod = await self._admit("while-broken")
+        self._prove(self._visible(pod) != broken, "a new pod lands on the healthy GPU")
+        await self._show("what is wrong with it: curl {debug}/debug/devices")
+        await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS, timeout_seconds=20)
+        self._prove(
+            True, f"{time.monotonic() - began:.1f} s after the fault it is offered again: it answers, and was quiet for {_QUIET_SECONDS} s"
+        )
+
+    async def _the_agent_is_killed(self, pods: list[Pod]) -> None:
+        self._scene("The agent is killed (kill -9) and started again under running pods")
+        before = {grant["pod"]: grant["ids"] for grant in (await self._know(5))["grants"]}
+        await self._agent.kill()
+        await self._agent.start()
+        rebuilt = await self._agent.until_logged("ledger.rebuilt")
+        registered = await self._agent.until_logged("plugin.registered")
+        self._prove(rebuilt["grants"] == 5 and rebuilt["ts"] <= registered["ts"], "it knew all 5 pods before it registered anything")
+        after = {grant["pod"]: grant["ids"] for grant in (await self._know(5))["grants"]}
+        self._prove(after == before, "every pod holds the very ids it held before")
+        await self._agent.until_ready()
+        await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
+        pod = await self._admit("after-restart")
+        taken = {id_ for other in pods for id_ in self._kubelet.ids_of(other, "main", _GPU)}
+        self._prove(not taken & set(self._kubelet.ids_of(pod, "main", _GPU)), "a new pod gets a free share")
+
+    async def _kubelet_restarts(self) -> None:
+        self._scene("kubelet restarts: it forgets every plugin and wipes their sockets")
+        registrations = len(self._kubelet.called("Register"))
+        began = time.monotonic()
+        await self._kubelet.restart()
+        await self._kubelet.until(lambda: len(self._kubelet.called("Register")) > registrations)
+        self._prove(True, f"registered again {time.monotonic() - began:.2f} s after it stopped")
+        await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
+        await self._know(6)
+        self._prove(True, "allocatable and all 6 pods are what they were")
+
+    async def _a_wrong_request_is_refused(self) -> None:
+        self._scene("More than there is")
+        from vgpu_agent.sim.kubelet_faults import AdmissionError  # noqa: PLC0415 - needs the extra packages, see _run
+
+        try:
+            await self._admit("greedy", number=3)
+        except AdmissionError as err:
+            self._prove("Requested: 3, Available: 1" in str(err), f"refused, and nobody else is disturbed: {err}")
+        else:
+            self._prove(False, "a pod got 3 shares where 1 was left")
+        await self._know(6)
+
+    async def _stay(self) -> None:
+        agent = self._agent
+        self._say(
+            f"""
+The node stays up. In another terminal:
+
+  curl http://{agent.debug_address}/debug/                 what there is to ask
+  curl http://{agent.debug_address}/debug/pods?pretty      who holds which GPU
+  curl http://{agent.public_address}/metrics
+  .venv/bin/vgpu-agent status --debug-listen {agent.debug_address}
+  .venv/bin/vgpu-agent sim xid {self._directory}/node --gpu 1 --code 79
+  tail -f {agent.log_path}
+
+A browser shows http://{agent.public_address}/. Edit {self._directory}/config.yaml (replicas: 8) and watch the node change.
+Ctrl-C ends it."""
+        )
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await stop.wait()
+
+    async def _admit(self, name: str, *, number: int = 1) -> Pod:
+        from vgpu_agent.sim.kubelet import Container  # noqa: PLC0415 - needs the extra packages, see _run
+
+        pod = await self._kubelet.admit(name, [Container("main", {_GPU: number})])
+        await self._kubelet.start_container(pod, "main")
+        return pod
+
+    def _visible(self, pod: Pod) -> str:
+        return str(pod.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
+
+    async def _know(self, pods: int) -> Any:
+        """The ledger, once it has named ``pods`` holders; kubelet tells nobody, so the agent reads its records about a second later."""
+        return await self._agent.until("/debug/ledger", lambda ledger: len([grant for grant in ledger["grants"] if grant["pod"]]) == pods)
+
+    async def _show(self, caption: str) -> None:
+        self._say("   " + caption.format(debug=f"http://{self._agent.debug_address}"))
+        for gpu in (await self._agent.get("/debug/devices"))["gpus"]:
+            health = f"{gpu['health']}{': ' if gpu['health_reason'] else ''}{gpu['health_reason']}"
+            self._say(f"     GPU {gpu['index']}  {gpu['uuid']}  {', '.join(gpu['holders']) or '-'}  [{health}]")
+
+    def _scene(self, title: str) -> None:
+        self._say(f"\n── {title}")
+
+    def _prove(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise SimulationError(what)
+        self._proofs += 1
+        self._say(f"   ✓ {what}")
+
+    def _say(self, line: str) -> None:
+        print(line, flush=True)
+
+
+def _address(port: int, *, ephemeral: bool) -> str:
+    """The agent's usual port for a person to curl, or any free one when it is taken or nobody will curl."""
+    if not ephemeral:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return f"127.0.0.1:{port}"
+    return "127.0.0.1:0"

@@ -1,0 +1,215 @@
+"""The agent's own `run`, as a process beside a simulated node: started, asked over HTTP, stopped and killed.
+
+The demo, the benchmark and the component tests all drive the agent through this, so that what they show is what an operator gets: the
+real command line, the real log on stderr, the real signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.errors import SimulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+_POLL_SECONDS = 0.01
+_HTTP_SECONDS = 10.0
+
+
+class AgentProcess:
+    """One run of the agent.
+
+    State: the child process and its log file; `start` may be called again after it has ended, and appends to the log.
+    """
+
+    def __init__(
+        self,
+        log_path: Path,
+        *,
+        kubelet: Path,
+        simulate: Path | None,
+        config: Path | None = None,
+        listen: str = "127.0.0.1:0",
+        debug_listen: str = "127.0.0.1:0",
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log_path = log_path
+        self.public_address = self.debug_address = ""
+        self._listen, self._debug_listen = listen, debug_listen
+        self._flags = ["--kubelet-dir", str(kubelet), "--log-format", "json", *flags]
+        if simulate is not None:
+            self._flags += ["--simulate", str(simulate)]
+        if config is not None:
+            self._flags += ["--config", str(config)]
+        self._environment = dict(environment or {})
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_from = 0
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    async def spawn(self) -> None:
+        """Start the process and return at once."""
+        # Both addresses stay the same over a restart, as they do for a DaemonSet.
+        listen = ["--listen", self.public_address or self._listen, "--debug-listen", self.debug_address or self._debug_listen]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._environment}
+        with await asyncio.to_thread(self.log_path.open, "ab") as log:
+            self._log_from = log.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "vgpu_agent", "run", *self._flags, *listen, stderr=log, stdout=log, env=environment
+            )
+
+    async def start(self, *, timeout_seconds: float = 20.0) -> None:
+        """Start the process and wait until it serves HTTP.
+
+        Raises:
+            SimulationError: it ended instead; the message holds its last lines.
+        """
+        await self.spawn()
+        line = await self.until_logged("web.listening", timeout_seconds=timeout_seconds)
+        self.public_address, self.debug_address = line["listen"], line["debug_listen"]
+
+    async def until_ready(self, *, timeout_seconds: float = 20.0) -> None:
+        """Wait until ``/readyz`` says yes.
+
+        Raises:
+            SimulationError: not in time; the message says why it was not ready.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            status, text = await self.get_text("/readyz")
+            if status == 200:
+                return
+            if time.monotonic() > deadline:
+                raise SimulationError(f"the agent was not ready after {timeout_seconds:g} s: {text.strip()}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def get_text(self, path: str, *, debug: bool = False) -> tuple[int, str]:
+        """Status and body of a GET; ``debug`` asks the debug address. (0, reason) when nobody answers."""
+        url = f"http://{self.debug_address if debug else self.public_address}{path}"
+        return await asyncio.to_thread(_get, url)
+
+    async def get(self, path: str) -> Any:
+        """The JSON behind a debug path.
+
+        Raises:
+            SimulationError: there is none.
+        """
+        status, text = await self.get_text(path, debug=True)
+        if status != 200:
+            raise SimulationError(f"GET {path} answered {status}: {text[:300]}")
+        return json.loads(text)
+
+    async def metric(self, name: str) -> float:
+        """The sum of all samples of one metric; 0 when there are none."""
+        _, text = await self.get_text("/metrics")
+        lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def until(self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 15.0) -> Any:
+        """Ask a debug path again and again until its JSON satisfies ``condition``, and return that JSON.
+
+        Raises:
+            SimulationError: not in time; the message holds the last answer.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            answer = await self.get(path)
+            if condition(answer):
+                return answer
+            if time.monotonic() > deadline:
+                raise SimulationError(f"{path} did not become what was expected within {timeout_seconds:g} s: {json.dumps(answer)[:2000]}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def until_logged(self, event: str, *, timeout_seconds: float = 15.0) -> dict[str, Any]:
+        """The first log line of this run with that event name.
+
+        Raises:
+            SimulationError: there is none in time, or the process has ended without one.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            ended = self._process is not None and self._process.returncode is not None
+            for line in await asyncio.to_thread(self.log_lines):
+                if line.get("msg") == event:
+                    return line
+            if ended or time.monotonic() > deadline:
+                what = f"ended with status {self._process.returncode}" if ended and self._process else f"did not say {event}"
+                raise SimulationError(f"the agent {what}:\n{await asyncio.to_thread(self.log_tail)}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        """The log of this run, one object a line; lines that are no JSON come as ``{"msg": …}``."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_from)
+            lines = log.read().decode(errors="replace").splitlines()
+        return [_parsed(line) for line in lines if line.strip()]
+
+    def log_tail(self) -> str:
+        """The last lines of this run, for an error message."""
+        return "\n".join(json.dumps(line) if len(line) > 1 else str(line["msg"]) for line in self.log_lines()[-15:])
+
+    async def terminate(self, *, timeout_seconds: float = 15.0) -> int:
+        """Stop it gracefully (SIGTERM) and return its exit status."""
+        return await self._end(signal.SIGTERM, timeout_seconds)
+
+    async def kill(self) -> int:
+        """Kill it (SIGKILL) and return its exit status."""
+        return await self._end(signal.SIGKILL, _HTTP_SECONDS)
+
+    async def wait(self, *, timeout_seconds: float = 20.0) -> int:
+        """The exit status of a process that ends by itself.
+
+        Raises:
+            TimeoutError: it does not.
+        """
+        if self._process is None:
+            return 0
+        async with asyncio.timeout(timeout_seconds):
+            return await self._process.wait()
+
+    async def _end(self, number: signal.Signals, timeout_seconds: float) -> int:
+        if self._process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+            raise SimulationError(f"the agent did not end within {timeout_seconds:g} s of {number.name}") from None
+
+
+def _get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=_HTTP_SECONDS) as response:  # noqa: S310 - an address of our own child
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as err:
+        with err:
+            return err.code, err.read().decode()
+    except OSError as err:
+        return 0, str(err)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except ValueError:
+        return {"msg": line}
+    return parsed if isinstance(parsed, dict) else {"msg": line}
