@@ -41,9 +41,9 @@ def test_verbose_lists_every_check(node: AgentStatus) -> None:
     assert probes.ready(node, NOW, verbose=True).text.splitlines() == [
         "[+] nvml: answering",
         "[+] kubelet: socket present",
-        "[+] nvidia.com/gpu: registered, stream open, 10 of 20 ids healthy",
+        "[+] resource nvidia.com/gpu: registered, stream open, 10 of 20 ids healthy",
         "[+] config: in force",
-        "[+] event loop: 1.0 ms late, 250.0 ms at worst",
+        "[+] event loop: 1.0 ms late (99th percentile), 250.0 ms at worst",
         "[+] task health: running",
         "ready",
     ]
@@ -64,9 +64,9 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     assert verdict.text.splitlines() == [
         "[~] nvml: hung, in nvmlDeviceGetCount_v2",
         "[~] kubelet: no socket in /var/lib/kubelet",
-        "[~] nvidia.com/gpu: waiting for kubelet, stream closed, 10 of 20 ids healthy",
+        "[~] resource nvidia.com/gpu: waiting for kubelet, stream closed, 10 of 20 ids healthy",
         "[~] config: newest file refused, the previous one is in force: config.yaml:3: no",
-        "[+] event loop: 1.0 ms late, 250.0 ms at worst",
+        "[+] event loop: 1.0 ms late (99th percentile), 250.0 ms at worst",
         "[~] task health: no sign of life for 10 s longer than promised",
         "[~] task watch: backing off (OSError: gone)",
         "ready",

@@ -91,14 +91,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_event_loop_lag_seconds",
         _G,
         (),
-        "How late the event loop woke up when it was measured last.",
+        "How late the event loop wakes up: 99 of 100 times in the last minute at most this much.",
         readings.one(lambda moment: moment.status.loop_lag_seconds),
     ),
     Metric(
         "vgpu_agent_event_loop_lag_max_seconds",
         _G,
         (),
-        "The longest such delay since the agent started.",
+        "How late the event loop woke up at worst in the last minute.",
         readings.one(lambda moment: moment.status.loop_lag_max_seconds),
     ),
     Metric(

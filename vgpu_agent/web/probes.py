@@ -58,7 +58,7 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
     kubelet = "socket present" if status.kubelet.socket_present else f"no socket in {status.kubelet.directory}"
     plugins = (
         Check(
-            plugin.resource,
+            f"resource {plugin.resource}",
             plugin.ready,
             f"{plugin.state.value}, stream {'open' if plugin.stream_open else 'closed'}, "
             f"{plugin.healthy_sent} of {plugin.ids_sent} ids healthy",
@@ -75,7 +75,7 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
 
 
 def _loop_checks(status: AgentStatus, now: float) -> tuple[Check, ...]:
-    lag = f"{status.loop_lag_seconds * 1000:.1f} ms late, {status.loop_lag_max_seconds * 1000:.1f} ms at worst"
+    lag = f"{status.loop_lag_seconds * 1000:.1f} ms late (99th percentile), {status.loop_lag_max_seconds * 1000:.1f} ms at worst"
     return (Check("event loop", ok=True, state=lag), *_task_checks(status, now))
 
 
