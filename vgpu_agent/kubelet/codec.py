@@ -1,22 +1,23 @@
 """Between the model and the bytes that kubelet reads and writes; the only user of the generated messages.
 
 The plugin servers speak in ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Keeping the translation here means that another protobuf
-library is one file's work. Field numbers: kubelet contract §1. Everything that arrives is checked (`wire`), because the generated decoder
+library is one file's work. Field numbers: kubelet contract §1 and §13. What arrives is read by `wire`, because the generated decoder
 accepts nonsense.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import ConfigError, KubeletError, RequestRefusedError
 from vgpu_agent.kubelet import wire
 from vgpu_agent.model import HEALTHY, UNHEALTHY, Holding, Owner
-from vgpu_agent.protocol import v1, v1beta1
+from vgpu_agent.protocol import v1beta1
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.model import DeviceId, ListedDevice, Resource
@@ -107,7 +108,8 @@ def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
     Raises:
         RequestRefusedError: the bytes are malformed, there is no container, or a container without ids.
     """
-    containers = [_strings(wire.nested(value), 1) for number, _, value in wire.fields(request) if number == 1]
+    with _refusing_malformed("Allocate"):
+        containers = [_strings(container, 1) for container in _messages(request, 1)]
     if not containers:
         raise RequestRefusedError("the Allocate request names no container")
     for ids in containers:
@@ -126,7 +128,8 @@ def decode_preference(request: bytes) -> list[PreferenceRequest]:
     Raises:
         RequestRefusedError: the bytes are malformed.
     """
-    return [_preference(wire.nested(value)) for number, _, value in wire.fields(request) if number == 1]
+    with _refusing_malformed("GetPreferredAllocation"):
+        return [_preference(container) for container in _messages(request, 1)]
 
 
 def encode_preference(choices: Iterable[Sequence[str]]) -> bytes:
@@ -144,7 +147,8 @@ def decode_pre_start(request: bytes) -> tuple[str, ...]:
     Raises:
         RequestRefusedError: the bytes are malformed, or there are no ids.
     """
-    ids = _strings(request, 1)
+    with _refusing_malformed("PreStartContainer"):
+        ids = _strings(request, 1)
     _require_ids(ids, "PreStartContainer")
     return ids
 
@@ -155,17 +159,12 @@ def decode_pod_resources(response: bytes) -> tuple[Holding, ...]:
     Raises:
         KubeletError: the bytes are no such message.
     """
+    united: dict[tuple[Owner, str], dict[str, None]] = {}
     try:
-        message = v1.ListPodResourcesResponse.parse(response)
-        united: dict[tuple[Owner, str], dict[str, None]] = {}
-        for pod in message.pod_resources:
-            for container in pod.containers:
-                owner = Owner(container.name, namespace=pod.namespace, pod=pod.name)
-                for entry in container.devices:
-                    united.setdefault((owner, entry.resource_name), {}).update(dict.fromkeys(entry.device_ids))
-    except (ValueError, TypeError, AttributeError, IndexError, EOFError) as err:
-        # The generated decoder has no error of its own: nonsense surfaces as whatever the wrong type leads to.
-        raise KubeletError(f"the answer of pod-resources List cannot be decoded: {err}") from err
+        for owner, resource, ids in _holders(response):
+            united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
+    except wire.MalformedError as err:
+        raise KubeletError(f"the answer of pod-resources List cannot be understood: {err}") from err
     return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
 
 
@@ -224,6 +223,32 @@ def _preference(encoded: bytes) -> PreferenceRequest:
         elif number == 3:
             size = wire.integer(value)
     return PreferenceRequest(tuple(available), tuple(must_include), size)
+
+
+def _holders(response: bytes) -> Iterator[tuple[Owner, str, tuple[str, ...]]]:
+    """Container, resource and ids of each ContainerDevices in a ListPodResourcesResponse (kubelet contract §13)."""
+    for pod in _messages(response, 1):
+        name, namespace = _string(pod, 1), _string(pod, 2)
+        for container in _messages(pod, 3):
+            owner = Owner(_string(container, 1), namespace=namespace, pod=name)
+            for devices in _messages(container, 2):
+                yield owner, _string(devices, 1), _strings(devices, 2)
+
+
+@contextlib.contextmanager
+def _refusing_malformed(call: str) -> Iterator[None]:
+    try:
+        yield
+    except wire.MalformedError as err:
+        raise RequestRefusedError(f"malformed {call} request: {err}") from err
+
+
+def _messages(encoded: bytes, field: int) -> Iterator[bytes]:
+    return (wire.nested(value) for number, _, value in wire.fields(encoded) if number == field)
+
+
+def _string(encoded: bytes, field: int) -> str:
+    return next(iter(_strings(encoded, field)[-1:]), "")  # of a field that should be there once, the last one counts
 
 
 def _strings(encoded: bytes, field: int) -> tuple[str, ...]:

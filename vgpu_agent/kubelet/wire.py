@@ -1,7 +1,8 @@
-"""A strict reader of protobuf bytes, for the requests that kubelet sends us.
+"""A strict reader of protobuf bytes, for what kubelet sends us.
 
-The generated code encodes byte for byte like Google's, but its decoder accepts truncated messages and wrong wire types without a word and
-takes seconds for 100,000 ids. Requests are few and flat, so `codec` reads them with this instead.
+The generated code encodes byte for byte like Google's, but its decoder accepts truncated messages and wrong wire types without a word,
+fails on others with whatever exception the nonsense leads to, and is slow. The messages that we read are few and flat, so `codec` reads
+them with this instead.
 
 Format: https://protobuf.dev/programming-guides/encoding/.
 """
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import RequestRefusedError
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+class MalformedError(ValueError):
+    """The bytes are no protobuf message, or a field is not of the kind that its message prescribes."""
+
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 
@@ -22,7 +26,7 @@ def fields(encoded: bytes) -> Iterator[tuple[int, int, int | bytes]]:
     """Field number, wire type and value of each field, in order; the value is bytes for anything but a varint.
 
     Raises:
-        RequestRefusedError: the bytes are no protobuf message.
+        MalformedError: the bytes are no protobuf message.
     """
     position, end = 0, len(encoded)
     while position < end:
@@ -41,9 +45,9 @@ def fields(encoded: bytes) -> Iterator[tuple[int, int, int | bytes]]:
         elif wire_type in {FIXED32, FIXED64}:
             length = 4 if wire_type == FIXED32 else 8
         else:
-            raise RequestRefusedError(f"malformed request: unknown wire type {wire_type} at byte {position}")
+            raise MalformedError(f"unknown wire type {wire_type} at byte {position}")
         if number == 0 or position + length > end:
-            raise RequestRefusedError(f"malformed request: field {number} at byte {position} is longer than the message")
+            raise MalformedError(f"field {number} at byte {position} is longer than the message")
         yield number, wire_type, encoded[position : position + length]
         position += length
 
@@ -52,22 +56,22 @@ def text(value: int | bytes) -> str:
     """The value of a string field.
 
     Raises:
-        RequestRefusedError: it is a number, or not UTF-8.
+        MalformedError: it is a number, or not UTF-8.
     """
     try:
         return nested(value).decode()
     except UnicodeDecodeError as err:
-        raise RequestRefusedError(f"malformed request: a string is not UTF-8 ({err.reason})") from err
+        raise MalformedError(f"a string is not UTF-8 ({err.reason})") from err
 
 
 def nested(value: int | bytes) -> bytes:
     """The encoded message in a message field.
 
     Raises:
-        RequestRefusedError: the field holds a number instead.
+        MalformedError: the field holds a number instead.
     """
     if isinstance(value, int):
-        raise RequestRefusedError(f"malformed request: expected text or a message, got the number {value}")
+        raise MalformedError(f"expected text or a message, got the number {value}")
     return value
 
 
@@ -75,10 +79,10 @@ def integer(value: int | bytes) -> int:
     """The value of an int32 or int64 field; negative numbers come as their 64-bit complement.
 
     Raises:
-        RequestRefusedError: the field holds no number.
+        MalformedError: the field holds no number.
     """
     if not isinstance(value, int):
-        raise RequestRefusedError("malformed request: expected a number, got bytes")
+        raise MalformedError("expected a number, got bytes")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -104,6 +108,6 @@ def _varint(encoded: bytes, position: int) -> tuple[int, int]:
                 return value, position
             shift += 7
             if shift > 63:
-                raise RequestRefusedError(f"malformed request: a number at byte {position} is longer than 64 bits")
+                raise MalformedError(f"a number at byte {position} is longer than 64 bits")
     except IndexError as err:
-        raise RequestRefusedError(f"malformed request: it ends in the middle of a number, at byte {position}") from err
+        raise MalformedError(f"it ends in the middle of a number, at byte {position}") from err

@@ -1,0 +1,82 @@
+"""Fixtures for the kubelet side: a node directory with a short path, a simulated kubelet, and plugins that run under a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kubelet.backend import FakeBackend
+from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.errors import RegistrationRefusedError
+from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.directory import DirectoryWatch
+from vgpu_agent.kubelet.server import DevicePlugin
+from vgpu_agent.model import Resource
+from vgpu_agent.sim.kubelet import SimulatedKubelet
+from vgpu_agent.status import KubeletStatus
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """The kubelet's root directory; short, because a socket path has 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="vg", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+async def kubelet(directory: Path) -> AsyncIterator[SimulatedKubelet]:
+    """A simulated kubelet that is running."""
+    simulated = SimulatedKubelet(directory)
+    await simulated.start()
+    yield simulated
+    await simulated.stop()
+
+
+class Node:
+    """The agent's kubelet side on one node: a directory watch and plugins, supervised as in the agent."""
+
+    def __init__(self, directory: Path, supervisor: Supervisor, **settings: float) -> None:
+        patience = {"retry_min_seconds": 0.05, "stream_open_timeout_seconds": 2.0, "coalesce_seconds": 0.02, **settings}
+        self.settings = Kubelet(directory=str(directory), **patience)  # type: ignore[arg-type]  # all of them are seconds
+        self.journal = Journal()
+        self.status = KubeletStatus()
+        self.supervisor = supervisor
+        self.watch = DirectoryWatch(
+            self.settings.device_plugin_directory,
+            poll_seconds=self.settings.socket_poll_seconds,
+            journal=self.journal,
+            status=self.status,
+        )
+        self.plugins: list[DevicePlugin] = []
+
+    def watch_directory(self) -> None:
+        """Begin to watch; plugins wait until this."""
+        self.supervisor.start("kubelet directory", self.watch.run)
+
+    def offer(self, resource: Resource, backend: FakeBackend) -> DevicePlugin:
+        """Run a plugin for the resource."""
+        plugin = DevicePlugin(resource, backend, self.settings, self.watch, self.journal)
+        self.plugins.append(plugin)
+        self.supervisor.start(f"plugin {resource.name} {len(self.plugins)}", plugin.run, fatal=(RegistrationRefusedError,))
+        return plugin
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        """Facts of the journal's entries of that name."""
+        return [entry.facts for entry in self.journal.entries if entry.event == name]
+
+
+@pytest.fixture
+async def node(directory: Path) -> AsyncIterator[Node]:
+    """A node that is watched; its loops end with the test."""
+    async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
+        built = Node(directory, supervisor)
+        built.watch_directory()
+        yield built
+        await asyncio.wait_for(asyncio.gather(*(plugin.stop() for plugin in built.plugins)), 5)

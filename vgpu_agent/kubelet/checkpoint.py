@@ -1,0 +1,105 @@
+"""kubelet's checkpoint: the only local place that knows a pod's UID together with its device ids and our own answer.
+
+Read by `records` at start, for verification, and when a container is about to start. The format is kubelet's own affair and has changed
+before (a flat id list became a map by NUMA node in 1.20), so both forms are understood, unknown keys are ignored, and anything else is one
+clear error. Its checksum covers a dump that only Go can make; it is not checked. Read only: kubelet is the owner (kubelet contract §9).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class CheckpointEntry(msgspec.Struct, frozen=True, rename="pascal"):
+    """Ids of one resource in the hands of one container.
+
+    An init container and the container that takes over its ids both have an entry. Entries of ended pods stay until kubelet writes the file
+    for another reason.
+    """
+
+    pod_uid: str = msgspec.field(name="PodUID")
+    container_name: str
+    resource_name: str
+    device_ids: dict[str, list[str] | None] | list[str] | None = msgspec.field(name="DeviceIDs")
+    alloc_resp: str | None = None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All ids, in the order of the file; the NUMA node they stand under is not our business."""
+        if isinstance(self.device_ids, dict):
+            return tuple(device for ids in self.device_ids.values() for device in ids or ())
+        return tuple(self.device_ids or ())
+
+    @property
+    def answer(self) -> bytes:
+        """The encoded ContainerAllocateResponse that we once gave; decoded only when somebody asks.
+
+        Raises:
+            CheckpointError: it is not base64.
+        """
+        try:
+            return base64.b64decode(self.alloc_resp or "", validate=True)
+        except binascii.Error as err:
+            raise CheckpointError(
+                f"the stored answer for container {self.container_name} of pod {self.pod_uid} is not base64: {err}"
+            ) from err
+
+
+class _Content(msgspec.Struct, frozen=True, rename="pascal"):
+    pod_device_entries: list[CheckpointEntry] | None
+    registered_devices: dict[str, list[str] | None] | None = None
+
+
+class _File(msgspec.Struct, frozen=True, rename="pascal"):
+    data: _Content
+
+
+_decoder = msgspec.json.Decoder(_File)
+
+
+async def read_checkpoint(path: Path) -> tuple[CheckpointEntry, ...]:
+    """Every entry of the checkpoint; none when the file does not exist, because then kubelet has given nothing to anybody.
+
+    In a thread: the file can have megabytes when resources have tens of thousands of ids.
+
+    Raises:
+        CheckpointError: the file cannot be read or understood. kubelet itself would begin without any knowledge in that case, so ids that
+            running containers use may be handed out again; the message says so.
+    """
+    return await asyncio.to_thread(_read, path)
+
+
+def parse_checkpoint(content: bytes, *, name: str) -> tuple[CheckpointEntry, ...]:
+    """The entries in ``content``; ``name`` is the file's name for the error.
+
+    Raises:
+        CheckpointError: see `read_checkpoint`.
+    """
+    try:
+        return tuple(_decoder.decode(content).data.pod_device_entries or ())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+        what = "is empty" if not content.strip() else f"cannot be understood: {err}"
+        raise CheckpointError(
+            f"kubelet's checkpoint {name} {what}; kubelet writes it anew at the next change, until then pods are known by name only. If"
+            " kubelet restarts before that, it forgets who holds which device"
+        ) from err
+
+
+def _read(path: Path) -> tuple[CheckpointEntry, ...]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return ()
+    except OSError as err:
+        raise CheckpointError(f"kubelet's checkpoint {path} cannot be read: {err.strerror or err}; the agent has to run as root") from err
+    return parse_checkpoint(content, name=str(path))

@@ -1,0 +1,99 @@
+"""Who holds what, as kubelet itself has it: its pod-resources and its checkpoint, joined into one picture.
+
+`agent` reads it at start, shortly after each Allocate and every half a minute, and the ledger follows it, because kubelet wins every
+disagreement. How the two sources are weighed:
+
+* pod-resources decides who is *alive*. What it lists is held, whatever the checkpoint says.
+* The checkpoint adds the pod's *UID*, found by container name and ids. kubelet never lets two pods hold one id at a time, so an id leads to
+  one UID; should a damaged file claim two, the UID stays empty rather than wrong. (While a container with several resources is being
+  admitted, the file may still name the pod that had the ids before; it is right again once the admission is over, so before any
+  PreStartContainer.)
+* An entry of the checkpoint that pod-resources does not confirm is either a plain init container of a live pod (pod-resources hides those)
+  or what an ended pod left behind (kubelet rewrites the file late). It counts only if its pod is known to be alive by another container,
+  and only with the ids that no listed container has taken over. A pod whose *only* holder is an init container is therefore not seen while
+  that runs: kubelet keeps its ids from others all the same, and a ghost in the book after each ended pod would be worse.
+* Without pod-resources the checkpoint alone is a picture that may contain ended pods: ``complete`` is False, nothing may be released.
+* Without the checkpoint (corrupt, foreign, from a future kubelet) pod-resources alone is still the truth about who is alive:
+  ``complete`` stays True, owners have no UID, and ``trouble`` says why. Otherwise a new format would keep every ended pod's share booked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CheckpointError, KubeletError
+from vgpu_agent.kubelet.checkpoint import read_checkpoint
+from vgpu_agent.model import Holding, KubeletRecords, Owner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from vgpu_agent.kubelet.checkpoint import CheckpointEntry
+    from vgpu_agent.kubelet.pod_resources import PodResources
+
+
+async def read_records(pod_resources: PodResources, checkpoint: Path) -> KubeletRecords:
+    """The picture now; never an error, because the agent goes on with the ledger it has."""
+    trouble = []
+    listed: tuple[Holding, ...] | None = None
+    try:
+        listed = await pod_resources.list()
+    except KubeletError as err:
+        trouble.append(str(err))
+    entries: tuple[CheckpointEntry, ...] = ()
+    try:
+        # After List, which makes kubelet forget ended pods, so that fewer of them are still in the file.
+        entries = await read_checkpoint(checkpoint)
+    except CheckpointError as err:
+        trouble.append(str(err))
+    holdings = await asyncio.to_thread(join, listed, entries)
+    return KubeletRecords(holdings, complete=listed is not None, trouble="; ".join(trouble))
+
+
+def join(listed: Iterable[Holding] | None, entries: Iterable[CheckpointEntry]) -> tuple[Holding, ...]:
+    """One picture from pod-resources (None when it did not answer) and the checkpoint, by the rules above."""
+    entries = tuple(entries)
+    if listed is None:
+        return _of_checkpoint_alone(entries)
+    uids = _uids_by_id(entries)
+    joined = [_with_uid(holding, uids) for holding in listed]
+    alive = {holding.owner.pod_uid: holding.owner for holding in joined if holding.owner.pod_uid}
+    taken = {(holding.resource, device) for holding in joined for device in holding.ids}
+    for entry in entries:
+        pod = alive.get(entry.pod_uid)
+        left = tuple(device for device in entry.ids if (entry.resource_name, device) not in taken)
+        if pod is not None and left:
+            joined.append(Holding(entry.resource_name, left, Owner(entry.container_name, entry.pod_uid, pod.namespace, pod.pod)))
+    return tuple(joined)
+
+
+def _uids_by_id(entries: Iterable[CheckpointEntry]) -> dict[tuple[str, str, str], set[str]]:
+    """The pods that claim a resource's id for a container of that name."""
+    uids: dict[tuple[str, str, str], set[str]] = {}
+    for entry in entries:
+        for device in entry.ids:
+            uids.setdefault((entry.resource_name, entry.container_name, device), set()).add(entry.pod_uid)
+    return uids
+
+
+def _with_uid(holding: Holding, uids: dict[tuple[str, str, str], set[str]]) -> Holding:
+    claims = [uids.get((holding.resource, holding.owner.container, device), set()) for device in holding.ids]
+    agreed = set.intersection(*claims) if claims else set()
+    if len(agreed) != 1:
+        return holding
+    owner = holding.owner
+    return Holding(holding.resource, holding.ids, Owner(owner.container, agreed.pop(), owner.namespace, owner.pod))
+
+
+def _of_checkpoint_alone(entries: Iterable[CheckpointEntry]) -> tuple[Holding, ...]:
+    """Each id once: the file does not say which of two holders is the init container, so the larger entry comes first."""
+    holdings = []
+    taken: set[tuple[str, str]] = set()
+    for entry in sorted(entries, key=lambda each: (-len(each.ids), each.pod_uid, each.container_name, each.resource_name)):
+        left = tuple(device for device in entry.ids if (entry.resource_name, device) not in taken)
+        taken.update((entry.resource_name, device) for device in left)
+        if left:
+            holdings.append(Holding(entry.resource_name, left, Owner(entry.container_name, entry.pod_uid)))
+    return tuple(holdings)
