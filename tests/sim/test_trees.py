@@ -1,0 +1,100 @@
+"""The files outside NVML: sysfs, procfs, device nodes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.simulated import simulated_node
+from vgpu_agent.errors import SimulationError
+
+
+def test_numa_nodes_in_sysfs(tmp_path: Path) -> None:
+    """Below the PCI address with four digits of domain, in lower case, as the kernel writes it."""
+    node = simulated_node(tmp_path, gpus=2, numa=[1, -1])
+
+    devices = node.directory / "sys" / "bus" / "pci" / "devices"
+
+    assert (devices / "0000:07:00.0" / "numa_node").read_text() == "1\n"
+    assert (devices / "0000:0f:00.0" / "numa_node").read_text() == "-1\n"
+
+
+def test_device_nodes(tmp_path: Path) -> None:
+    """One for each GPU, and those of the driver."""
+    node = simulated_node(tmp_path, gpus=2)
+
+    names = sorted(path.name for path in (node.directory / "dev").iterdir() if path.name != "nvidia-caps")
+
+    assert names == ["nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0", "nvidia1", "nvidiactl"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make device nodes; others get plain files, which the next test covers")
+def test_device_nodes_are_real_ones_for_root(tmp_path: Path) -> None:
+    """So that a container can be given them; they lead to the null device."""
+    node = simulated_node(tmp_path, gpus=1)
+
+    status = (node.directory / "dev" / "nvidia0").stat()
+
+    assert stat.S_ISCHR(status.st_mode)
+    assert (os.major(status.st_rdev), os.minor(status.st_rdev)) == (1, 3)
+
+
+def test_device_nodes_are_plain_files_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is something to find, at least."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "mknod", refuse)
+
+    node = simulated_node(tmp_path, gpus=1)
+
+    assert (node.directory / "dev" / "nvidia0").is_file()
+
+
+def test_capability_numbers_are_the_drivers_usual_ones(tmp_path: Path) -> None:
+    """GPU instance 10 of GPU 1 is nvidia-cap228, its compute instance 0 is nvidia-cap229 (nvidia contract A18)."""
+    node = simulated_node(tmp_path, gpus=2)
+
+    minors = (node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors").read_text().splitlines()
+
+    assert minors[:4] == ["config 1", "monitor 2", "gpu0/gi0/access 3", "gpu0/gi0/ci0/access 4"]
+    assert "gpu1/gi10/access 228" in minors
+    assert "gpu1/gi10/ci0/access 229" in minors
+
+
+def test_capabilities_follow_the_mig_instances(tmp_path: Path) -> None:
+    """Files and nodes come with an instance and go with it."""
+    node = simulated_node(tmp_path, "A100-SXM4-40GB", 2)
+    capabilities = node.directory / "proc" / "driver" / "nvidia" / "capabilities"
+    node.set_mig(1, ["1g.5gb"] * 7)
+    with_instances = (capabilities / "gpu1" / "mig" / "gi10" / "ci0" / "access").read_text()
+    nodes = {path.name for path in (node.directory / "dev" / "nvidia-caps").iterdir()}
+    node.set_mig(1, [])
+
+    assert with_instances == "DeviceFileMinor: 229\nDeviceFileMode: 292\nDeviceFileModify: 1\n"
+    assert {"nvidia-cap1", "nvidia-cap2", "nvidia-cap228", "nvidia-cap229"} <= nodes
+    assert not (capabilities / "gpu1").exists()
+    assert sorted(path.name for path in (node.directory / "dev" / "nvidia-caps").iterdir()) == ["nvidia-cap1", "nvidia-cap2"]
+
+
+def test_gpus_in_procfs(tmp_path: Path) -> None:
+    """Model, UUID and minor, as the driver writes them."""
+    node = simulated_node(tmp_path, gpus=1)
+
+    text = (node.directory / "proc" / "driver" / "nvidia" / "gpus" / "0000:07:00.0" / "information").read_text()
+
+    assert f"GPU UUID: \t {node.uuids[0]}\n" in text
+    assert "Device Minor: \t 0\n" in text
+
+
+def test_a_tree_that_cannot_be_written(tmp_path: Path) -> None:
+    """The path in the way is named."""
+    (tmp_path / "gpus").mkdir()
+    (tmp_path / "gpus" / "sys").touch()
+
+    with pytest.raises(SimulationError, match=r"cannot write .*/gpus/sys"):
+        simulated_node(tmp_path)
