@@ -1,0 +1,99 @@
+"""A stage for the agent's real process: simulated GPUs and the simulated kubelet, each in its own corner of a short temporary folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.golden import U0, U1
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.agent_process import AgentProcess
+from vgpu_agent.sim.kubelet import Container, Pod, SimulatedKubelet
+from vgpu_agent.sim.state import SimulatedNode
+
+GPU = "nvidia.com/gpu"
+
+# Short pauses everywhere, so that a test sees in a second what a node sees in minutes.
+QUICK = """\
+version: v1
+configReloadSeconds: 0.1
+gpu: {pollSeconds: 0.2, usageSeconds: 0.5, initRetrySeconds: 0.2, recovery: {quietSeconds: 0.5, maxQuietSeconds: 5}}
+kubelet: {verifySeconds: 1, reservationSeconds: 3, retryMaxSeconds: 1, socketPollSeconds: 1}
+"""
+SHARED = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder is a component test."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.component)
+
+
+class Stage:
+    """One node of a test: its folder, GPUs, kubelet and agents."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.node = SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2, numa=[0, 1], uuids=[U0, U1])
+        self.kubelet = SimulatedKubelet(folder / "kubelet")
+        self.config = folder / "config.yaml"
+        self.agents: list[AgentProcess] = []
+
+    def agent(self, config: str = QUICK + SHARED, *, simulate: bool = True, environment: Mapping[str, str] | None = None) -> AgentProcess:
+        """An agent for this node, not started yet."""
+        self.config.write_text(config)
+        agent = AgentProcess(
+            self.folder / f"agent-{len(self.agents)}.log",
+            kubelet=self.folder / "kubelet",
+            simulate=self.node.directory if simulate else None,
+            config=self.config,
+            environment=environment,
+        )
+        self.agents.append(agent)
+        return agent
+
+    async def ready_agent(self, config: str = QUICK + SHARED, **environment: str) -> AgentProcess:
+        """An agent that has registered everything with this node's kubelet."""
+        agent = self.agent(config, environment=environment)
+        await agent.start()
+        await agent.until_ready()
+        return agent
+
+    async def admit(self, name: str, number: int = 1, resource: str = GPU) -> Pod:
+        """A pod of one container, admitted."""
+        return await self.kubelet.admit(name, [Container("main", {resource: number})])
+
+    def ids(self, pod: Pod, resource: str = GPU) -> list[str]:
+        """The ids that the pod's container holds, as kubelet has it."""
+        return self.kubelet.ids_of(pod, "main", resource)
+
+    async def allocatable(self, number: int, *, resource: str = GPU, timeout_seconds: float = 10) -> None:
+        """Wait until kubelet would publish this number."""
+        await self.kubelet.until(lambda: self.kubelet.resource(resource).allocatable == number, timeout_seconds=timeout_seconds)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path: socket names are limited to 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="vgc", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+async def stage(folder: Path) -> AsyncIterator[Stage]:
+    """A node whose kubelet is up."""
+    stage = await asyncio.to_thread(Stage, folder)
+    await stage.kubelet.start()
+    yield stage
+    for agent in stage.agents:
+        with contextlib.suppress(SimulationError):
+            await agent.terminate()
+    await stage.kubelet.stop()

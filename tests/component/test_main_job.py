@@ -1,0 +1,288 @@
+"""The main job with the agent's real process: shares reach containers, and nothing is lost when anybody goes away for a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.component.conftest import GPU, QUICK, SHARED, Stage
+from tests.golden import U0, U1
+from vgpu_agent.sim.kubelet import Container
+from vgpu_agent.sim.kubelet_faults import AdmissionError
+
+
+async def test_a_pod_gets_its_gpu(stage: Stage) -> None:
+    """nvidia contract G1 and A1 on the wire: two whole GPUs with their NUMA nodes, one in the container's environment."""
+    await stage.ready_agent(QUICK)
+    await stage.allocatable(2)
+    assert stage.kubelet.resource(GPU).healthy == {U0: 0, U1: 1}
+    pod = await stage.admit("train")
+    assert dict(pod.answers["main"].envs) == {"NVIDIA_VISIBLE_DEVICES": U0}
+    assert not pod.answers["main"].devices
+
+
+async def test_device_nodes_are_passed_where_asked_for(stage: Stage) -> None:
+    """nvidia contract A16 and A17 on the wire: control nodes that exist and the GPU's node, from below the driver root."""
+    await stage.ready_agent(QUICK + "plugin: {passDeviceSpecs: true}\n")
+    pod = await stage.admit("train")
+    passed = [(node.container_path, node.host_path, node.permissions) for node in pod.answers["main"].devices]
+    names = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia0"]
+    assert passed == [(f"/dev/{name}", f"{stage.node.directory}/dev/{name}", "rw") for name in names]
+
+
+async def test_index_strategy(stage: Stage) -> None:
+    """nvidia contract A5 on the wire: GPUs by index."""
+    await stage.ready_agent(QUICK + "plugin: {deviceIdStrategy: index}\n")
+    pod = await stage.admit("train", 2)
+    assert pod.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"] == "0,1"
+
+
+async def test_renamed_replicas(stage: Stage) -> None:
+    """nvidia contract G9 on the wire: only ``nvidia.com/gpu.shared`` is registered."""
+    await stage.ready_agent(QUICK + "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 4}]}}\n")
+    await stage.allocatable(8, resource="nvidia.com/gpu.shared")
+    assert {call.resource for call in stage.kubelet.called("Register")} == {"nvidia.com/gpu.shared"}
+
+
+async def test_packed_and_distributed_reach_kubelet(stage: Stage) -> None:
+    """nvidia contract §6.2 on the wire: packed fills one GPU, distributed then takes the emptier one."""
+    agent = await stage.ready_agent(QUICK + SHARED + "plugin: {sharedDevicesAllocationPolicy: packed}\n")
+    packed = await stage.admit("packed", 2)
+    assert packed.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"] == U0
+    stage.config.write_text(QUICK + SHARED)
+    await agent.until_logged("config.applied")
+    spread = await stage.admit("spread", 2)
+    assert spread.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"] == U1
+    even = await stage.admit("even", 2)
+    assert set(even.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"].split(",")) == {U0, U1}
+
+
+async def test_a_refused_request_shows_its_reason_in_the_pods_status(stage: Stage) -> None:
+    """nvidia contract A23 on the wire: the text kubelet puts into the pod's status is ours; the next pod is served."""
+    await stage.ready_agent(QUICK + "sharing: {timeSlicing: {failRequestsGreaterThanOne: true, resources: [{name: gpu, replicas: 4}]}}\n")
+    with pytest.raises(AdmissionError, match="maximum request size for shared resources is 1; found 2"):
+        await stage.admit("greedy", 2)
+    await stage.admit("modest")
+
+
+async def test_the_ledger_learns_who_it_was(stage: Stage) -> None:
+    """Within seconds of an Allocate, pod, container and UID are in the ledger, proven by both of kubelet's records."""
+    agent = await stage.ready_agent()
+    pod = await stage.admit("train")
+    ledger = await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    (grant,) = ledger["grants"]
+    assert (grant["namespace"], grant["pod"], grant["container"], grant["pod_uid"]) == ("default", "train", "main", pod.uid)
+    assert await agent.metric("vgpu_agent_ledger_drift_total") == 0
+
+
+async def test_a_pod_that_ended_is_released(stage: Stage) -> None:
+    """Nobody tells us; kubelet's records do."""
+    agent = await stage.ready_agent()
+    pod = await stage.admit("short")
+    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    await stage.kubelet.delete(pod)
+    await agent.until("/debug/ledger", lambda answer: answer["grants"] == [])
+    assert await agent.metric("vgpu_agent_ledger_drift_total") == 0
+
+
+async def test_init_container_and_its_successor_share_ids(stage: Stage) -> None:
+    """kubelet gives the init container's ids to the app container: one holder in the book, the running one."""
+    agent = await stage.ready_agent()
+    await stage.kubelet.admit("job", [Container("prepare", {GPU: 1}, init=True), Container("main", {GPU: 1})])
+    ledger = await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    assert [grant["container"] for grant in ledger["grants"]] == ["main"]
+
+
+async def test_v10_after_kill_9_the_ledger_is_full_before_anything_registers(stage: Stage) -> None:
+    """kubelet contract V10: a new process knows U0::n of ns/p/c before its first Register, and gives a free id to the next pod."""
+    agent = await stage.ready_agent()
+    pods = [await stage.admit(f"pod-{number}") for number in range(3)]
+    await agent.kill()
+    await agent.start()
+    await agent.until_ready()
+    events = [line["msg"] for line in agent.log_lines()]
+    assert events.index("ledger.adopted") < events.index("ledger.rebuilt") < events.index("plugin.registered")
+    ledger = await agent.get("/debug/ledger")
+    assert {grant["pod"]: grant["ids"] for grant in ledger["grants"]} == {pod.name: stage.ids(pod) for pod in pods}
+    held = {id_ for pod in pods for id_ in stage.ids(pod)}
+    assert not held & set(stage.ids(await stage.admit("late")))
+    assert await agent.metric("vgpu_agent_ledger_drift_total") == 0
+
+
+async def test_a_graceful_restart_loses_nothing(stage: Stage) -> None:
+    """SIGTERM ends with status 0 and no socket left; the next process has the same grants."""
+    agent = await stage.ready_agent()
+    pod = await stage.admit("train")
+    assert await agent.terminate() == 0
+    assert [path.name for path in stage.kubelet.plugins.iterdir() if path.name.endswith(".sock")] == ["kubelet.sock"]
+    await agent.start()
+    await agent.until_ready()
+    ledger = await agent.get("/debug/ledger")
+    assert [(grant["pod"], grant["ids"]) for grant in ledger["grants"]] == [("train", stage.ids(pod))]
+
+
+async def test_v2_kubelet_restarts_under_running_pods(stage: Stage) -> None:
+    """kubelet contract V2: a new socket of our own, one Register, the full list, and the same grants; within a second."""
+    agent = await stage.ready_agent()
+    await stage.admit("train")
+    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    before = stage.kubelet.called("Register")
+    began = time.monotonic()
+    await stage.kubelet.restart()
+    await stage.kubelet.until(lambda: len(stage.kubelet.called("Register")) > len(before))
+    assert time.monotonic() - began < 1.0
+    await stage.allocatable(8)
+    again = stage.kubelet.called("Register")[len(before) :]
+    assert len(again) == 1
+    assert again[0].facts["endpoint"] != before[-1].facts["endpoint"]
+    assert len((await agent.get("/debug/ledger"))["grants"]) == 1
+
+
+async def test_v14_without_kubelet_the_agent_waits(folder: Path) -> None:
+    """kubelet contract V14: no kubelet.sock is no crash; /readyz says what is missing; when it appears, Register comes within 0.3 s."""
+    stage = await asyncio.to_thread(Stage, folder)
+    agent = stage.agent()
+    await agent.start()
+    await agent.until_logged("agent.started")
+    status, text = await agent.get_text("/readyz")
+    assert status == 503
+    assert "waiting for kubelet: there is no" in text
+    began = time.monotonic()
+    await stage.kubelet.start()
+    await stage.kubelet.until(lambda: bool(stage.kubelet.called("Register")))
+    assert time.monotonic() - began < 0.5  # the stand-in itself needs some of it; scripts/bench measures the agent's part
+    await agent.until_ready()
+    await agent.terminate()
+    await stage.kubelet.stop()
+
+
+async def test_v7_one_fault_is_one_message_with_all_ids(stage: Stage) -> None:
+    """kubelet contract V7: a GPU with 4 replicas fails: exactly one more list, 4 ids Unhealthy."""
+    await stage.ready_agent(QUICK.replace("quietSeconds: 0.5", "quietSeconds: 5") + SHARED)
+    await stage.allocatable(8)
+    before = len(stage.kubelet.called("list"))
+    stage.node.xid(U1, 79)
+    await stage.allocatable(4)
+    await asyncio.sleep(0.5)
+    assert len(stage.kubelet.called("list")) == before + 1
+    assert set(stage.kubelet.resource(GPU).unhealthy) == {f"{U1}::{number}" for number in range(4)}
+
+
+async def test_v16_a_lost_gpu_stays_in_the_list_under_its_holder(stage: Stage) -> None:
+    """kubelet contract V16: NVML loses GPU 1 while U1::n is held: all its ids stay, all Unhealthy, also after a restart beside it."""
+    agent = await stage.ready_agent()
+    await stage.admit("on-both", 2)
+    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    stage.node.lose(U1)
+    await stage.allocatable(4)
+    assert set(stage.kubelet.resource(GPU).unhealthy) == {f"{U1}::{number}" for number in range(4)}
+    await agent.kill()
+    await agent.start()
+    await agent.until_ready()
+    await stage.allocatable(4)
+    assert f"{U1}::0" in stage.kubelet.resource(GPU).unhealthy
+
+
+async def test_a_gpu_recovers_and_is_offered_again(stage: Stage) -> None:
+    """XID 79, then quiet: Unhealthy within a second, Healthy again after the quiet time; the running pod never noticed."""
+    agent = await stage.ready_agent()
+    pod = await stage.admit("train", 2)
+    began = time.monotonic()
+    stage.node.xid(U0, 79)
+    await stage.allocatable(4)
+    assert time.monotonic() - began < 1.0
+    await stage.allocatable(8)
+    assert len(stage.ids(pod)) == 2
+    events = [event["event"] for event in (await agent.get("/debug/events"))["events"]]
+    assert events.index("gpu.unhealthy") < events.index("gpu.recovered")
+
+
+async def test_the_driver_can_forbid_recovery(stage: Stage) -> None:
+    """As long as the driver asks for a reset, the GPU stays out, with the reason in /debug/devices."""
+    agent = await stage.ready_agent()
+    stage.node.recovery_action(U0, "reset")
+    stage.node.xid(U0, 95)
+    await stage.allocatable(4)
+    await asyncio.sleep(1.5)
+    assert stage.kubelet.resource(GPU).allocatable == 4
+    (gpu, _) = (await agent.get("/debug/devices"))["gpus"]
+    assert "reset" in gpu["health_reason"]
+    stage.node.recovery_action(U0, "none")
+    await stage.allocatable(8)
+
+
+@pytest.mark.parametrize(
+    ("environment", "xid", "allocatable"),
+    [({}, 31, 8), ({"DP_DISABLE_HEALTHCHECKS": "48"}, 48, 8), ({"DP_DISABLE_HEALTHCHECKS": "all", "DP_ENABLE_HEALTHCHECKS": "79"}, 79, 4)],
+    ids=["31 is ignored by default", "48 is disabled", "all but 79"],
+)
+async def test_xid_lists_from_the_environment(stage: Stage, environment: dict[str, str], xid: int, allocatable: int) -> None:
+    """nvidia contract §17.4 through the real process, with NVIDIA's variable names; ENABLE beats DISABLE=all (its bug is not copied)."""
+    agent = await stage.ready_agent(QUICK.replace("quietSeconds: 0.5", "quietSeconds: 5") + SHARED, **environment)
+    stage.node.xid(U0, xid)
+    await agent.until("/debug/events", lambda answer: any(event["event"] == "gpu.xid" for event in answer["events"]))
+    await stage.allocatable(allocatable)
+    await asyncio.sleep(0.3)
+    assert stage.kubelet.resource(GPU).allocatable == allocatable
+
+
+async def test_a_hung_driver_stops_neither_allocate_nor_http(stage: Stage) -> None:
+    """NVML does not return for 3 s: pods are admitted, /readyz and /debug/tasks name the call, and it is over when the driver answers."""
+    agent = await stage.ready_agent(QUICK.replace("gpu: {", "gpu: {callTimeoutSeconds: 0.5, hungUnhealthySeconds: 60, ") + SHARED)
+    stage.node.fault("nvmlDeviceGetTemperature", times=1, delay_ms=3000)
+    await agent.until("/debug/tasks", lambda answer: answer["nvml"]["state"] == "hung")
+    began = time.monotonic()
+    await stage.admit("during")
+    status, text = await agent.get_text("/readyz")
+    assert time.monotonic() - began < 1.0
+    assert status == 503
+    assert "nvmlDeviceGetTemperature" in text
+    assert (await agent.get_text("/livez"))[0] == 200
+    await agent.until("/debug/tasks", lambda answer: answer["nvml"]["state"] == "answering")
+    await agent.until_ready()
+
+
+async def test_new_replicas_take_effect_under_running_pods(stage: Stage) -> None:
+    """A changed file changes the list within moments; who runs keeps its id."""
+    agent = await stage.ready_agent()
+    pod = await stage.admit("train")
+    stage.config.write_text(QUICK + SHARED.replace("replicas: 4", "replicas: 6"))
+    await stage.allocatable(12)
+    assert await agent.get_text("/readyz") == (200, "ready\n")
+    assert len(stage.ids(pod)) == 1
+
+
+async def test_a_bad_new_file_keeps_the_old_one_in_force(stage: Stage) -> None:
+    """The error is in the log and in /debug/config, nothing else changes, and the corrected file is taken."""
+    agent = await stage.ready_agent()
+    stage.config.write_text(QUICK + SHARED.replace("replicas: 4", "replicas: four"))
+    line = await agent.until_logged("config.refused")
+    assert any('sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got "four"' in text for text in line["problems"])
+    assert "four" in str(await agent.get("/debug/config"))
+    assert await agent.metric("vgpu_agent_config_reload_failed") == 1
+    assert stage.kubelet.resource(GPU).allocatable == 8
+    stage.config.write_text(QUICK + SHARED.replace("replicas: 4", "replicas: 2"))
+    await stage.allocatable(4)
+    assert await agent.metric("vgpu_agent_config_reload_failed") == 0
+
+
+async def test_a_simulated_node_says_so(stage: Stage) -> None:
+    """No silent simulation: the log, /debug and a metric say that the GPUs are not real."""
+    agent = await stage.ready_agent()
+    assert (await agent.until_logged("agent.simulated"))["level"] == "warning"
+    assert (await agent.get("/debug/devices"))["simulated"] is True
+    assert await agent.metric("vgpu_agent_simulated") == 1
+
+
+async def test_two_pods_in_a_burst_and_a_lost_admission(stage: Stage) -> None:
+    """Eight pods in a row get eight different ids; one more is refused by kubelet and nothing leaks."""
+    agent = await stage.ready_agent()
+    pods = [await stage.admit(f"pod-{number}") for number in range(8)]
+    assert len({id_ for pod in pods for id_ in stage.ids(pod)}) == 8
+    with pytest.raises(AdmissionError, match="Requested: 1, Available: 0"):
+        await stage.admit("ninth")
+    ledger = await agent.until("/debug/ledger", lambda answer: all(grant["state"] == "proven" for grant in answer["grants"]))
+    assert len(ledger["grants"]) == 8
