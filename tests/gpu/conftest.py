@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulated import simulated_node
 from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.sim.preload import preload
 from vgpu_agent.sim.state import SimulatedNode
@@ -15,7 +16,7 @@ from vgpu_agent.sim.state import SimulatedNode
 @pytest.fixture
 def node(tmp_path: Path) -> SimulatedNode:
     """Four A100 on two NUMA nodes, under the NVML of this process."""
-    node = SimulatedNode.create(tmp_path / "node", gpus=4, numa=[0, 0, 1, 1])
+    node = simulated_node(tmp_path, gpus=4, numa=[0, 0, 1, 1])
     preload(node.directory)
     node.fault("nvmlInit", code=999, times=1)  # the first fault of a process reads the list of functions: here, not on an event loop
     node.clear_faults()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.gpu.watched import PATIENCE_SECONDS, eventually, settings, watching
+from tests.gpu.watched import PATIENCE_SECONDS, Watched, eventually, settings, watching
 from vgpu_agent.errors import NvmlHungError
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
@@ -66,7 +68,7 @@ async def test_a_short_hang_leaves_the_gpu_alone(node: SimulatedNode) -> None:
 async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNode) -> None:
     """It belongs to no GPU, so none is marked; XIDs are heard again afterwards."""
     async with watching(node) as watched:
-        node.fault("nvmlEventSetWait", times=1, delay_ms=1000)
+        node.fault("nvmlEventSetWait", times=1, delay_ms=600)
         entry = await watched.recorded("nvml.hung")
         assert entry.facts == {"call": "nvmlEventSetWait_v2", "gpu": ""}
         await watched.recorded("nvml.answering")
@@ -79,7 +81,7 @@ async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNod
 async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
     """Whoever asks while the driver hangs is refused at once, with the call and the GPU in the text."""
     async with watching(node) as watched:
-        node.fault("nvmlDeviceGetTemperature", gpu=2, times=1, delay_ms=1000)
+        node.fault("nvmlDeviceGetTemperature", gpu=2, times=1, delay_ms=700)
         await watched.recorded("nvml.hung")
         ran = []
         began = time.monotonic()
@@ -126,7 +128,7 @@ async def test_an_exception_of_a_job_reaches_its_caller(node: SimulatedNode) -> 
 
 async def test_a_driver_that_hangs_at_the_start_is_an_error(node: SimulatedNode) -> None:
     """failOnInitError true: start gives up after callTimeoutSeconds, though the thread is still inside nvmlInit."""
-    node.fault("nvmlInit", times=1, delay_ms=800)
+    node.fault("nvmlInit", times=1, delay_ms=600)
     watch = GpuWatch(settings(node), Journal())
 
     with pytest.raises(NvmlHungError, match="hangs in nvmlInit"):
@@ -138,7 +140,7 @@ async def test_a_driver_that_hangs_at_the_start_is_an_error(node: SimulatedNode)
 
 async def test_a_driver_that_hangs_at_the_start_can_be_waited_for(node: SimulatedNode) -> None:
     """failOnInitError false: the GPUs are there when nvmlInit comes back."""
-    node.fault("nvmlInit", times=1, delay_ms=800)
+    node.fault("nvmlInit", times=1, delay_ms=600)
 
     async with watching(node, fail_on_init_error=False) as watched:
         assert watched.watch.status.state is NvmlState.HUNG
@@ -153,3 +155,51 @@ async def test_calls_to_a_stopped_watch_are_refused(node: SimulatedNode) -> None
 
         with pytest.raises(NvmlHungError, match="not running"):
             await watched.watch._thread.call("too late", lambda: None)
+
+
+async def test_an_xid_does_not_wait_for_the_end_of_a_slow_reading(node: SimulatedNode) -> None:
+    """A driver that takes 300 ms for each GPU answers all the same; events come through between two GPUs, and the loop shows life."""
+    beats = []
+    journal = Journal()
+    watch = GpuWatch(settings(node), journal, beat=lambda: beats.append(1))
+    await watch.start()
+    watched = Watched(watch, journal)
+    node.fault("nvmlDeviceGetMemoryInfo", delay_ms=300)
+    reading = asyncio.ensure_future(watch._poll())
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    node.xid(3, 79)
+
+    await watched.unhealthy(node.uuids[3])
+
+    assert time.monotonic() - began < 0.8
+    assert not reading.done()
+    node.clear_faults()
+    await reading
+    assert beats
+    assert await watch.stop(PATIENCE_SECONDS)
+
+
+_GIVES_UP_ON_A_HUNG_DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from vgpu_agent.config.settings import Gpu
+from vgpu_agent.errors import NvmlHungError
+from vgpu_agent.gpu.watch import GpuWatch
+from vgpu_agent.journal import Journal
+from vgpu_agent.sim.preload import preload
+preload(Path(sys.argv[1]))
+try:
+    asyncio.run(GpuWatch(Gpu(call_timeout_seconds=0.1), Journal()).start())
+except NvmlHungError:
+    sys.exit(7)
+"""
+
+
+def test_a_hung_driver_does_not_keep_the_process_from_exiting(node: SimulatedNode) -> None:
+    """The thread is still inside a call that would take a minute."""
+    node.fault("nvmlInit", times=1, delay_ms=60_000)
+
+    process = subprocess.run([sys.executable, "-c", _GIVES_UP_ON_A_HUNG_DRIVER, str(node.directory)], check=False, timeout=10)
+
+    assert process.returncode == 7

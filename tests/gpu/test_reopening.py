@@ -12,7 +12,7 @@ from vgpu_agent.model import Gpu
 
 def _snapshot(*uuids: str, failures: tuple[str, ...] = (), bound: frozenset[str] = frozenset()) -> Snapshot:
     cards = tuple(Card(Gpu(uuid, index, index, "A100", 81920), Handle(None), Probe()) for index, uuid in enumerate(uuids))
-    return Snapshot(Reading(cards, failures), None, bound, (), (), "580", "13.0", simulated=True)
+    return Snapshot(Reading(cards, failures), None, bound, (), "580", "13.0", simulated=True)
 
 
 def test_a_node_where_all_is_well_is_never_reopened() -> None:

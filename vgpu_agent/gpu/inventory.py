@@ -18,7 +18,7 @@ from vgpu_agent.gpu.nvml import GPU_IS_LOST
 from vgpu_agent.model import Gpu, MigInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from vgpu_agent.gpu.nvml import Handle, Nvml
@@ -83,8 +83,13 @@ class NumaNodes:
         return node, news
 
 
-def read(nvml: Nvml, numa: NumaNodes) -> Reading:
+def read(nvml: Nvml, numa: NumaNodes, between: Callable[[], None] = lambda: None) -> Reading:
     """Ask for every GPU; the failure of one never hides another.
+
+    Args:
+        nvml: the open driver.
+        numa: where NUMA nodes come from.
+        between: called before each GPU, since a reading can take long.
 
     Raises:
         NvmlError: not even the number of GPUs can be had.
@@ -93,6 +98,7 @@ def read(nvml: Nvml, numa: NumaNodes) -> Reading:
     failures: list[str] = []
     warnings: list[str] = []
     for index in range(nvml.count()):
+        between()
         try:
             card = _read_card(nvml, numa, index, warnings)
         except NvmlError as err:

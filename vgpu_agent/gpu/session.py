@@ -17,13 +17,14 @@ from vgpu_agent.gpu import inventory, topology
 from vgpu_agent.model import GpuUsage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from vgpu_agent.gpu.nvml import DeviceEvent, EventSet, Handle, Nvml
     from vgpu_agent.model import Link
 
 
-_LONGEST_DRAIN = 1000  # events; a card that reports faster than they are read must not keep us from reopening
+_LONGEST_DRAIN = 1000  # events; a card that reports faster than they are read must not keep us from the other cards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +35,6 @@ class Snapshot:
         reading: the GPUs.
         links: the pairs of the GPUs that answer; None when nothing changed since the last snapshot.
         bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where that cannot be read.
-        events: what was still in the event queue when it was closed for a reopening.
         warnings: what had to be left out, one sentence each, said once.
         driver_version: as in `Inventory`.
         cuda_version: same.
@@ -44,7 +44,6 @@ class Snapshot:
     reading: inventory.Reading
     links: dict[tuple[str, str], Link] | None
     bound: frozenset[str]
-    events: tuple[DeviceEvent, ...]
     warnings: tuple[str, ...]
     driver_version: str
     cuda_version: str
@@ -58,8 +57,17 @@ class Session:
     worth keeping.
     """
 
-    def __init__(self, nvml: Nvml, *, driver_root: Path, sysfs_root: Path) -> None:
+    def __init__(self, nvml: Nvml, *, driver_root: Path, sysfs_root: Path, report: Callable[[DeviceEvent], None]) -> None:
+        """Begin closed.
+
+        Args:
+            nvml: the driver.
+            driver_root: where it is installed.
+            sysfs_root: where sysfs is mounted.
+            report: takes the events that come while GPUs are read; called in the owner thread.
+        """
         self._nvml = nvml
+        self._report = report
         self._driver_root = driver_root
         self._numa = inventory.NumaNodes(sysfs_root)
         self._bound = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
@@ -68,34 +76,31 @@ class Session:
         self._heard: dict[str, bool] = {}  # by UUID: registered for events, or known to have none
         self._handles: dict[str, Handle] = {}
         self._links_of: frozenset[tuple[str, str]] | None = None
-        self._drained: list[DeviceEvent] = []  # kept over a reopening that fails
 
     def read(self, *, reopen: bool = False) -> Snapshot:
         """Open the driver if it is not open, and read everything.
 
         Args:
-            reopen: close it first, to see cards that came or went; `Snapshot.events` has what was still queued.
+            reopen: close it first, to see cards that came or went; what was still queued is reported before.
 
         Raises:
             DriverMissingError: the driver is not there (any more); the next call tries again.
             NvmlError: it is there and does not even count its GPUs.
         """
         if reopen:
-            self._drain()
+            self._pass_on_events()
             self.close()
         if not self._open:
             self._nvml.load(self._driver_root)
             self._open = True
-        reading = inventory.read(self._nvml, self._numa)
+        reading = inventory.read(self._nvml, self._numa, between=self._pass_on_events)
         warnings = [*reading.warnings, *self._listen(reading)]
         self._handles = {card.gpu.uuid: card.handle for card in reading.cards}
         links = self._read_links(reading, warnings)
-        events, self._drained = tuple(self._drained), []
         return Snapshot(
             reading=reading,
             links=links,
             bound=self._bound_cards(),
-            events=events,
             warnings=tuple(warnings),
             driver_version=self._nvml.driver_version(),
             cuda_version=self._nvml.cuda_version(),
@@ -138,10 +143,14 @@ class Session:
         self._handles.clear()
         self._links_of = None
 
-    def _drain(self) -> None:
-        with contextlib.suppress(NvmlError):
-            while len(self._drained) < _LONGEST_DRAIN and (event := self.wait(0)) is not None:
-                self._drained.append(event)
+    def _pass_on_events(self) -> None:
+        """Report what is queued: a slow driver takes minutes for a reading, and an XID must not wait for its end."""
+        with contextlib.suppress(NvmlError):  # the next wait meets it again
+            for _ in range(_LONGEST_DRAIN):
+                event = self.wait(0)
+                if event is None:
+                    return
+                self._report(event)
 
     def _listen(self, reading: inventory.Reading) -> list[str]:
         """Register the cards that are new for events; one that has none is polled and nothing else (nvidia contract §10.5)."""

@@ -40,12 +40,14 @@ class Listener:
         wait_failed: waiting for events failed with this text.
         hung: a call does not return; once for each hang.
         answering: the call that hung has returned, after this many seconds.
+        waiting: a job takes long, and who waits for it is alive; at least once in every call timeout.
     """
 
     event: Callable[[DeviceEvent], None]
     wait_failed: Callable[[str], None]
     hung: Callable[[CallInFlight], None]
     answering: Callable[[CallInFlight, float], None]
+    waiting: Callable[[], None] = lambda: None
 
 
 class _Job(Generic[T]):
@@ -58,8 +60,8 @@ class _Job(Generic[T]):
 class NvmlThread:
     """Owns NVML.
 
-    State: the queue of jobs, which is empty or gone when nobody waits. While a call hangs, `hang` names it. Everything but `_main` and what
-    it calls runs on the event loop.
+    State: the queue of jobs, which is empty or gone when nobody waits. While a call hangs, `hang` names it. Everything but `pass_on`,
+    `_main` and what they call belongs to the event loop.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class NvmlThread:
             while not future.done():
                 await asyncio.wait({future}, timeout=self._until_next_look(deadline))
                 if not future.done():
+                    self._listener.waiting()
                     self.look()
                     if self._ended.is_set():
                         raise NvmlHungError(f"{name}: the NVML thread has ended")
@@ -169,6 +172,10 @@ class NvmlThread:
 
     # ---- inside the thread
 
+    def pass_on(self, event: DeviceEvent) -> None:
+        """Hand an event to the loop; for jobs that find one while they run."""
+        self._report(self._listener.event, event)
+
     def _main(self) -> None:
         try:
             while not self._stopping:
@@ -194,7 +201,7 @@ class NvmlThread:
                 self._report(self._listener.wait_failed, str(err))
             else:
                 if event is not None:
-                    self._report(self._listener.event, event)
+                    self.pass_on(event)
                 return None
         with contextlib.suppress(queue.Empty):
             return self._jobs.get(timeout=tick)

@@ -62,11 +62,16 @@ class GpuWatch:
         self._beat = beat
         self._status = NvmlStatus()
         self._nvml = Nvml()
-        self._session = Session(self._nvml, driver_root=Path(settings.driver_root), sysfs_root=Path(settings.sysfs_root))
+        self._session = Session(
+            self._nvml,
+            driver_root=Path(settings.driver_root),
+            sysfs_root=Path(settings.sysfs_root),
+            report=self._pass_on,
+        )
         self._thread = NvmlThread(
             self._nvml,
             self._session,
-            Listener(self._on_event, self._on_wait_failed, self._on_hung, self._on_answering),
+            Listener(self._on_event, self._on_wait_failed, self._on_hung, self._on_answering, beat),
             event_wait_seconds=settings.event_wait_milliseconds / 1000,
             call_timeout_seconds=settings.call_timeout_seconds,
         )
@@ -127,6 +132,8 @@ class GpuWatch:
         self._policy = XidPolicy.from_lists(settings.disable_health_checks, settings.enable_health_checks)
         for warning in self._policy.warnings:
             _logger.warning("gpu.xid_list", problem=warning)
+        if not self._policy.watches:
+            _logger.warning("gpu.xids_unwatched", meaning="gpu.disableHealthChecks: no XID makes a GPU Unhealthy")
         for health in self._healths.values():
             health.policy = _recovery_policy(settings.recovery)
         self._thread.event_wait_seconds = settings.event_wait_milliseconds / 1000
@@ -177,8 +184,6 @@ class GpuWatch:
         snapshot = await self._thread.call("read the GPUs", functools.partial(self._session.read, reopen=reopen))
         if reopen:
             self._wait_trouble = ""
-        for event in snapshot.events:
-            self._on_event(event)
         self._reopening.read(snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopen, now=time.monotonic())
         self._take(snapshot)
 
@@ -239,6 +244,10 @@ class GpuWatch:
                 self.usage.publish(usage)
 
     # ---- what the thread reports
+
+    def _pass_on(self, event: DeviceEvent) -> None:
+        """In the owner thread: an event that came while the GPUs were read."""
+        self._thread.pass_on(event)
 
     def _on_event(self, event: DeviceEvent) -> None:
         self._wait_trouble = ""
