@@ -43,6 +43,21 @@ def _no_ziglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ziglang" else real(name, *more))
 
 
+def test_the_sources_are_free_of_warnings(tmp_path: Path) -> None:
+    """Held here and not in `build`, where a newer compiler's new warning would stop a user."""
+    files = [str(source) for source in building.sources() if source.suffix == ".c"]
+
+    done = subprocess.run(
+        [*building.compiler(), *building._FLAGS, "-Werror", "-o", tmp_path / building.LIBRARY, *files],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
 def test_the_second_build_does_nothing(cache: Path) -> None:
     """The same file, untouched, and no leftovers beside it."""
     first = building.build()

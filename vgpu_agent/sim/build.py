@@ -30,7 +30,6 @@ _FLAGS: Final = (
     "-O2",
     "-Wall",
     "-Wextra",
-    "-Werror",
     "-shared",
     "-fPIC",
     "-fvisibility=hidden",

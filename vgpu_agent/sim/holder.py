@@ -20,6 +20,7 @@ from vgpu_agent.sim import layout
 from vgpu_agent.sim.state import FLOCK, ProcessUse, SimulatedNode, lock_byte
 
 READY: Final = "holding"
+_ENDS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | None = None) -> None:
@@ -28,21 +29,24 @@ def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | N
     Raises:
         SimulationError: no such GPU or MIG instance, or its 64 slots are all taken.
     """
-    node = SimulatedNode.open(directory)
-    descriptor = os.open(node.state_path, os.O_RDWR | os.O_CLOEXEC)  # never closed: that would give up the lock
-    number = node.gpu_number(gpu)
-    row = _take_slot(node, number, descriptor)
-    node.fill_process(row, use, pid=os.getpid())
-    row.pid_namespace = os.stat("/proc/self/ns/pid").st_ino
-    row.kind = layout.Process.LIVE
-    sys.stdout.write(f"{READY} {use.memory_mib} MiB on GPU {number} as pid {os.getpid()}\n")
-    sys.stdout.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    if seconds is None:
-        signal.sigwait((signal.SIGINT, signal.SIGTERM))
-    else:
-        signal.sigtimedwait((signal.SIGINT, signal.SIGTERM), seconds)
-    row.kind = layout.Process.FREE
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # from now on they wait for us, so that the slot is always given back
+    try:
+        node = SimulatedNode.open(directory)
+        number = node.gpu_number(gpu)
+        descriptor = os.open(node.state_path, os.O_RDWR | os.O_CLOEXEC)  # never closed: that would give up the lock
+        row = _take_slot(node, number, descriptor)
+        node.fill_process(row, use, pid=os.getpid())
+        row.pid_namespace = os.stat("/proc/self/ns/pid").st_ino
+        row.kind = layout.Process.LIVE
+        sys.stdout.write(f"{READY} {use.memory_mib} MiB on GPU {number} as pid {os.getpid()}\n")
+        sys.stdout.flush()
+        if seconds is None:
+            signal.sigwait(_ENDS)
+        else:
+            signal.sigtimedwait(_ENDS, seconds)
+        row.kind = layout.Process.FREE
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _take_slot(node: SimulatedNode, gpu: int, descriptor: int) -> layout.Process:

@@ -1,5 +1,6 @@
 /* Who a device is: names, numbers, PCI address, capabilities that never change. */
 #include "core.h"
+#include "pci.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -53,44 +54,47 @@ NVML_API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(void *handle, int *majo
 
 /* ---- PCI ---- */
 
-struct pci_info_v3 {
-    char bus_id_legacy[16];
-    unsigned domain, bus, device, pci_device_id, pci_subsystem_id;
-    char bus_id[32];
-};
+struct sim_pci_info sim_pci_info(uint32_t domain, uint32_t bus, uint32_t device, uint32_t pci_device_id, uint32_t pci_subsystem_id)
+{
+    struct sim_pci_info info = {.domain = domain,
+                                .bus = bus,
+                                .device = device,
+                                .pci_device_id = pci_device_id,
+                                .pci_subsystem_id = pci_subsystem_id};
+    snprintf(info.bus_id, sizeof info.bus_id, "%08X:%02X:%02X.0", domain, bus & 0xff, device & 0xff);
+    snprintf(info.bus_id_legacy, sizeof info.bus_id_legacy, "%04X:%02X:%02X.0", domain & 0xffff, bus & 0xff, device & 0xff);
+    return info;
+}
+
+static struct sim_pci_info own_pci_info(const struct sim_gpu *gpu)
+{
+    return sim_pci_info(gpu->domain, gpu->bus, gpu->device, gpu->pci_device_id, gpu->pci_subsystem_id);
+}
+
+NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v3(void *handle, struct sim_pci_info *info)
+{
+    ENTER(handle, ANY_DEVICE, info != NULL);
+    *info = own_pci_info(call.device);
+    LEAVE(NVML_SUCCESS);
+}
 
 struct pci_info_v2 {
     char bus_id[16];
     unsigned domain, bus, device, pci_device_id, pci_subsystem_id, reserved[4];
 };
 
-NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v3(void *handle, struct pci_info_v3 *info)
-{
-    ENTER(handle, ANY_DEVICE, info != NULL);
-    const struct sim_gpu *device = call.device;
-    *info = (struct pci_info_v3){.domain = device->domain,
-                                 .bus = device->bus,
-                                 .device = device->device,
-                                 .pci_device_id = device->pci_device_id,
-                                 .pci_subsystem_id = device->pci_subsystem_id};
-    snprintf(info->bus_id, sizeof info->bus_id, "%08X:%02X:%02X.0", info->domain, info->bus & 0xff, info->device & 0xff);
-    snprintf(info->bus_id_legacy, sizeof info->bus_id_legacy, "%04X:%02X:%02X.0", info->domain & 0xffff, info->bus & 0xff,
-             info->device & 0xff);
-    LEAVE(NVML_SUCCESS);
-}
-
 static nvmlReturn_t pci_info_v2(const char *function, void *handle, struct pci_info_v2 *info)
 {
     struct sim_call call;
     nvmlReturn_t refused = sim_begin(&call, function, handle, ANY_DEVICE, info != NULL);
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
-    const struct sim_gpu *device = call.device;
-    *info = (struct pci_info_v2){.domain = device->domain,
-                                 .bus = device->bus,
-                                 .device = device->device,
-                                 .pci_device_id = device->pci_device_id,
-                                 .pci_subsystem_id = device->pci_subsystem_id};
-    snprintf(info->bus_id, sizeof info->bus_id, "%04X:%02X:%02X.0", info->domain & 0xffff, info->bus & 0xff, info->device & 0xff);
+    struct sim_pci_info own = own_pci_info(call.device);
+    *info = (struct pci_info_v2){.domain = own.domain,
+                                 .bus = own.bus,
+                                 .device = own.device,
+                                 .pci_device_id = own.pci_device_id,
+                                 .pci_subsystem_id = own.pci_subsystem_id};
+    memcpy(info->bus_id, own.bus_id_legacy, sizeof info->bus_id);
     return sim_end(&call, NVML_SUCCESS);
 }
 

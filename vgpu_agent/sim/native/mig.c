@@ -206,7 +206,7 @@ NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(void *handle, unsigne
                                      .jpegs = known->jpegs,
                                      .ofas = known->ofas,
                                      .memory_mib = known->memory_mib};
-    snprintf(info->name, sizeof info->name, "MIG %s", known->name);
+    snprintf(info->name, sizeof info->name, "MIG %.80s", known->name);
     LEAVE(NVML_SUCCESS);
 }
 

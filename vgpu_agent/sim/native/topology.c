@@ -1,7 +1,7 @@
 /* Where a GPU sits: CPUs and memory next to it, other GPUs around it, NVLinks, fabric. */
 #include "core.h"
+#include "pci.h"
 
-#include <stdio.h>
 #include <string.h>
 
 /* ---- NUMA ---- */
@@ -132,35 +132,23 @@ NVML_API nvmlReturn_t nvmlDeviceGetNvLinkCapability(void *handle, unsigned link,
     LEAVE(NVML_SUCCESS);
 }
 
-struct remote_pci_info {
-    char bus_id_legacy[16];
-    unsigned domain, bus, device, pci_device_id, pci_subsystem_id;
-    char bus_id[32];
-};
-
-static nvmlReturn_t remote_pci_info(const char *function, void *handle, unsigned link, struct remote_pci_info *info)
+static nvmlReturn_t remote_pci_info(const char *function, void *handle, unsigned link, struct sim_pci_info *info)
 {
     struct sim_call call;
     nvmlReturn_t refused = sim_begin(&call, function, handle, GPU, info != NULL && link < NVML_NVLINK_MAX_LINKS);
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
     const struct sim_link *known = &call.device->links[link < SIM_LINKS ? link : 0];
     if (link >= call.device->link_count || !known->up) return sim_end(&call, NVML_ERROR_NOT_SUPPORTED);
-    *info = (struct remote_pci_info){.domain = known->remote_domain,
-                                     .bus = known->remote_bus,
-                                     .device = known->remote_device,
-                                     .pci_device_id = known->remote_pci_device_id};
-    snprintf(info->bus_id, sizeof info->bus_id, "%08X:%02X:%02X.0", info->domain, info->bus & 0xff, info->device & 0xff);
-    snprintf(info->bus_id_legacy, sizeof info->bus_id_legacy, "%04X:%02X:%02X.0", info->domain & 0xffff, info->bus & 0xff,
-             info->device & 0xff);
+    *info = sim_pci_info(known->remote_domain, known->remote_bus, known->remote_device, known->remote_pci_device_id, 0);
     return sim_end(&call, NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo(void *handle, unsigned link, struct remote_pci_info *info)
+NVML_API nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo(void *handle, unsigned link, struct sim_pci_info *info)
 {
     return remote_pci_info(__func__, handle, link, info);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, struct remote_pci_info *info)
+NVML_API nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, struct sim_pci_info *info)
 {
     return remote_pci_info(__func__, handle, link, info);
 }

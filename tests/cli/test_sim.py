@@ -1,0 +1,179 @@
+"""``vgpu-agent sim …``: each action changes what NVML says, and bad input gets one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from tests.simulated import nvml_on
+from vgpu_agent.cli.sim import add_parser
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.models import models
+from vgpu_agent.sim.state import SimulatedNode
+
+
+def _sim(*words: object) -> int:
+    parser = argparse.ArgumentParser(prog="vgpu-agent")
+    add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["sim", *(str(word) for word in words)])
+    return int(arguments.run(arguments))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A node of four A100."""
+    SimulatedNode.create(tmp_path / "gpus", gpus=4)
+    return tmp_path / "gpus"
+
+
+def test_create_spreads_gpus_over_numa_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evenly, in order."""
+    code = _sim("create", tmp_path / "new", "--gpus", 8, "--model", "h100-80gb-hbm3", "--numa-nodes", 2)
+
+    assert code == 0
+    assert capsys.readouterr().out == f"created 8 × NVIDIA H100 80GB HBM3 in {tmp_path / 'new'}\n"
+    assert [gpu.numa_node for gpu in SimulatedNode.open(tmp_path / "new").describe()] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_create_takes_a_numa_node_for_each_gpu(tmp_path: Path) -> None:
+    """Also none, -1."""
+    _sim("create", tmp_path / "new", "--gpus", 3, "--numa=1,0,-1")
+
+    assert [gpu.numa_node for gpu in SimulatedNode.open(tmp_path / "new").describe()] == [1, 0, None]
+
+
+def test_list_as_a_table_and_as_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For people and for scripts, the same facts."""
+    _sim("lose", directory, "--gpu", 1)
+    _sim("list", directory)
+    table = capsys.readouterr().out.splitlines()
+    _sim("list", directory, "--json")
+    rows = json.loads(capsys.readouterr().out)
+
+    assert table[0].split() == ["GPU", "UUID", "MODEL", "MEMORY", "NUMA", "CONDITION", "DRIVER", "ASKS", "PROCESSES", "MIG"]
+    assert "lost" in table[2]
+    assert len(rows) == 4
+    assert [row["condition"] for row in rows] == ["answers", "lost", "answers", "answers"]
+    assert rows[1]["uuid"] in table[2]
+
+
+def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every one, by the name that ``--model`` takes."""
+    _sim("models")
+
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(models())
+
+
+def test_a_gpu_is_lost_restored_unplugged_and_plugged(directory: Path) -> None:
+    """By number or by UUID."""
+    uuid = SimulatedNode.open(directory).uuids[2]
+    conditions = []
+    for words in (["lose"], ["lose", "--entirely"], ["restore"], ["unplug"], ["plug"]):
+        _sim(words[0], directory, "--gpu", uuid, *words[1:])
+        conditions.append(SimulatedNode.open(directory).describe()[2].condition)
+
+    assert conditions == ["lost", "lost entirely", "answers", "unplugged", "answers"]
+
+
+def test_xid_mig_and_health_reach_nvml(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything in one session of a running client."""
+    with nvml_on(SimulatedNode.open(directory)):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        events = pynvml.nvmlEventSetCreate()
+        pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+        _sim("xid", directory, "--gpu", 0, "--code", 79, "--mig", "7:0")
+        _sim("recovery-action", directory, "--gpu", 0, "drain-and-reset")
+        _sim("remap", directory, "--gpu", 0, "--uncorrected", 2, "--pending")
+        _sim("temperature", directory, "--gpu", 0, 77)
+        _sim("utilisation", directory, "--gpu", 0, "--percent", 60)
+
+        event = pynvml.nvmlEventSetWait_v2(events, 1000)
+        action = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]
+
+        assert (event.eventData, event.gpuInstanceId, event.computeInstanceId) == (79, 7, 0)
+        assert action.value.uiVal == pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET
+        assert pynvml.nvmlDeviceGetRemappedRows(handle) == (0, 2, 1, 0)
+        assert pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) == 77
+        assert pynvml.nvmlDeviceGetUtilizationRates(handle).gpu == 60
+        _sim("utilisation", directory, "--gpu", 0, "--percent", "auto")
+        assert pynvml.nvmlDeviceGetUtilizationRates(handle).gpu == 0
+        _sim("mig", directory, "--gpu", 0, "--profiles", "3g.40gb, 1g.10gb")
+        assert pynvml.nvmlDeviceGetMigMode(handle) == [1, 1]
+        assert len(capsys.readouterr().out.splitlines()) == 2
+        _sim("mig", directory, "--gpu", 0, "--profiles", "")
+        assert pynvml.nvmlDeviceGetMigMode(handle) == [0, 0]
+
+
+def test_faults_are_set_and_cleared(directory: Path) -> None:
+    """A running client meets them at its next call."""
+    with nvml_on(SimulatedNode.open(directory)):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(1)
+        _sim("fault", directory, "nvmlDeviceGetMemoryInfo", "--gpu", 1, "--code", 999, "--times", 1, "--delay-ms", 1)
+        with pytest.raises(pynvml.NVMLError_Unknown):
+            pynvml.nvmlDeviceGetMemoryInfo(handle)
+        pynvml.nvmlDeviceGetMemoryInfo(handle)
+        _sim("fault", directory, "nvmlDeviceGet*", "--code", 15)
+        _sim("fault", directory, "--clear")
+        pynvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def test_a_process_runs_until_it_is_interrupted(directory: Path) -> None:
+    """In the foreground; Ctrl-C ends it with 0."""
+    program = "import sys; from vgpu_agent.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "sim", "process", str(directory), "--gpu", "2", "--memory-mib", "300", "--mig", "7:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    announced = process.stdout.readline()
+    with nvml_on(SimulatedNode.open(directory)):
+        rows = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(pynvml.nvmlDeviceGetHandleByIndex(2))
+        process.send_signal(signal.SIGINT)
+
+        assert announced == f"holding 300 MiB on GPU 2 as pid {process.pid}\n"
+        assert [(row.pid, row.usedGpuMemory >> 20, row.gpuInstanceId) for row in rows] == [(process.pid, 300, 7)]
+        assert process.wait(10) == 0
+        assert pynvml.nvmlDeviceGetComputeRunningProcesses_v3(pynvml.nvmlDeviceGetHandleByIndex(2)) == []
+    process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["xid", "--gpu", 0, "--code", 1, "--mig", "7"], r"--mig '7': expected the ids of a GPU and a compute instance, like 7:0"),
+        (["xid", "--gpu", 9, "--code", 1], r"has no GPU 9; it has 0 to 3"),
+        (["utilisation", "--gpu", 0, "--percent", "lots"], r"--percent 'lots': expected 0 to 100, or auto"),
+        (["fault"], r"sim fault needs the name of an NVML function, or --clear"),
+        (["fault", "nvmlInit"], r"a fault of nvmlInit needs a code or a delay"),
+        (["create", "--force", "--numa", "0,x"], r"--numa '0,x': expected numbers like 0,0,1,1"),
+        (["create", "--force", "--numa-nodes", 3], r"--numa-nodes 3: expected 1 to the number of GPUs, 2"),
+        (["create"], r"holds a simulated node already"),
+        (["mig", "--gpu", 0, "--profiles", "9g.9gb"], r"has no MIG profile '9g.9gb'; it has 1g.10gb"),
+    ],
+    ids=str,
+)
+def test_bad_input_gets_one_sentence(directory: Path, words: list[object], complaint: str) -> None:
+    """Which the command line prints; the node is as it was."""
+    with pytest.raises(SimulationError, match=complaint):
+        _sim(words[0], directory, *words[1:])
+
+    assert len(SimulatedNode.open(directory).uuids) == 4
+
+
+def test_a_directory_without_a_node(tmp_path: Path) -> None:
+    """The sentence says how to make one."""
+    with pytest.raises(SimulationError, match="create one with: vgpu-agent sim create"):
+        _sim("list", tmp_path)
+
+
+def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """That can be copied."""
+    with pytest.raises(SystemExit):
+        _sim("--help")
+
+    assert "vgpu-agent sim create /tmp/node --gpus 8 --model A100-SXM4-80GB" in capsys.readouterr().out
