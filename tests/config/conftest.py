@@ -14,13 +14,13 @@ Problems = Callable[..., list[str]]
 
 
 def _load(text: str | bytes = "", *, flags: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
-    content = text if isinstance(text, bytes) else text.encode()
+    content = text if isinstance(text, bytes) else (text or "version: v1\n").encode()
     return load_content(Sources(flags or {}, environment or {}, "config.yaml"), content)
 
 
 @pytest.fixture(scope="session")
 def load_text() -> Load:
-    """Loads a text as the content of ``config.yaml``."""
+    """Loads a text as the content of ``config.yaml``; "" is the shortest file there can be."""
     return _load
 
 

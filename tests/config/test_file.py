@@ -74,7 +74,7 @@ def test_a_file_above_one_mebibyte_is_not_read() -> None:
 
 def test_a_file_of_one_mebibyte_is_read() -> None:
     """The bound itself is allowed."""
-    Path("config.yaml").write_bytes(b"#" * LARGEST_FILE_BYTES)
+    Path("config.yaml").write_bytes(b"version: v1\n".ljust(LARGEST_FILE_BYTES, b"#"))
 
     assert load({"--config": "config.yaml"}, {}).warnings == ()
 

@@ -253,12 +253,16 @@ def test_a_section_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of
     assert problems_of("version: v1\nshutdownSeconds: 1\nkubelet: [1]\n") == ["config.yaml:3: kubelet: expected a mapping, got a list"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "\n# nothing yet\n", "---\n", "version: v1\n", "version: v1\nlog:\ngpu:\n  recovery:\n", "\ufeffversion: v1\r\n"]
-)
+@pytest.mark.parametrize("text", ["version: v1\n", "version: v1\nlog:\ngpu:\n  recovery:\n", "\ufeffversion: v1\r\n"])
 def test_a_file_that_says_nothing_means_the_defaults(load_text: Load, text: str) -> None:
-    """Empty files, and sections whose keys are all commented out, change nothing."""
+    """Sections whose keys are all commented out change nothing."""
     assert load_text(text).settings == Settings()
+
+
+@pytest.mark.parametrize("text", [b"", b"\n# nothing yet\n", b"---\n"])
+def test_an_empty_file_is_refused(problems_of: Problems, text: bytes) -> None:
+    """A write that was cut short must not switch sharing off under running pods."""
+    assert problems_of(text) == ["config.yaml:1: version: missing, the file is empty; add the line version: v1"]
 
 
 @pytest.mark.parametrize(("name", "complete"), [("gpu", "nvidia.com/gpu"), ("nvidia.com/gpu", "nvidia.com/gpu")])

@@ -171,6 +171,9 @@ class _Reading:
         for fault in faults:
             self._problem(fault.line, fault.path, fault.text)
         if root is None:
+            # Not "all defaults": a write that was cut short must not switch sharing off under running pods.
+            if not faults:
+                self._problem(1, "version", f"missing, the file is empty; add the line version: {VERSION}")
             return
         if not isinstance(root.value, dict):
             self._problem(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}")
