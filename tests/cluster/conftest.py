@@ -56,8 +56,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the ends of the components' logs with a failure: after the run, the rig and its logs are gone."""
+    """Show the ends of the components' logs with a failure, for after the run they are gone; and say only once why there is no cluster."""
     report = yield
+    reason = item.config.stash.get(_unavailable, None)
+    if report.skipped and reason is not None:
+        report.longrepr = (
+            str(_HERE / "conftest.py"),
+            1,
+            f"Skipped: {reason}",
+        )  # one place, so that pytest sums up in one line
     if report.failed:
         values = getattr(item, "funcargs", {}).values()
         for rig in {*(value for value in values if isinstance(value, Rig)), *item.stash.get(_started, [])}:

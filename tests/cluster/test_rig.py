@@ -99,9 +99,7 @@ class TestOneNode:
 
     def test_a_static_pod_runs(self, rig: Rig) -> None:
         """A manifest in the static pod folder becomes a pod, and the pod ends with it."""
-        manifest = rig.static_pod_dir() / "fixed.json"
-
-        manifest.write_text(json.dumps(pod("fixed")))
+        manifest = rig.add_static_pod(pod("fixed"))
 
         rig.wait_for_phase("fixed-node-1", "Running")
         manifest.unlink()

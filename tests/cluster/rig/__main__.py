@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from typing import NoReturn
@@ -154,7 +155,8 @@ def _kubectl(options: argparse.Namespace) -> NoReturn:
 
 def _shell(options: argparse.Namespace) -> int:
     # As a child, so that the terminal's Ctrl-C ends what runs in the shell, not this process and with it the way back.
-    return subprocess.run(Rig(options.name).in_node("sh", "-i", node=options.node), check=False).returncode
+    shell = "bash" if shutil.which("bash") else "sh"
+    return subprocess.run(Rig(options.name).in_node(shell, node=options.node), check=False).returncode
 
 
 def _logs(options: argparse.Namespace) -> None:

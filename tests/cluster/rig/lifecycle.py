@@ -235,6 +235,16 @@ class Rig:
         items: list[Json] = self.api.get(_pods(namespace))["items"]
         return items
 
+    def add_static_pod(self, manifest: Json, *, node: int = 1) -> Path:
+        """Give a node's kubelet a static pod, named in the API ``NAME-NODE``; removing the returned file ends it.
+
+        On a kubelet a second old, its status can take 10 s to show in the API: the kubelet's own interval, when it was too early for an event.
+        """
+        file = self.layout.node(node).static_pods / f"{manifest['metadata']['name']}.json"
+        writing = self.layout.node(node).folder / f"{file.name}.writing"
+        writing.write_text(json.dumps(manifest))
+        return writing.rename(file)  # at once, for the kubelet reads a file as soon as it appears
+
     def delete_pod(self, name: str, *, namespace: str = "default", timeout: float = 30.0) -> None:
         """Delete a pod as a user would, and wait until the kubelet has ended it."""
         self.api.delete(f"{_pods(namespace)}/{name}")
@@ -321,7 +331,10 @@ class Rig:
     # ---------------------------------------------------------------- between tests, and after a failure
 
     def clean(self, timeout: float = 60.0) -> None:
-        """Undo what a test did: start what it stopped, remove all pods and CDI specs, and wait until the kubelets are done with them."""
+        """Undo what a test did, and wait until the kubelets are done with it.
+
+        Starts what was stopped; removes static pods, CDI specs, and the namespace ``default``'s pods and what would make new ones.
+        """
         for name in ("etcd", "apiserver", "controller-manager", "scheduler"):
             self.start_component(name)
         self.wait_for(self.api.is_ready, timeout, what="the API server")
@@ -330,6 +343,8 @@ class Rig:
             self.start_kubelet(node.index)
             for file in [*node.static_pods.iterdir(), *node.cdi_dir.iterdir()]:
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
+        for kind in ("daemonsets", "deployments"):
+            self.api.delete(f"/apis/apps/v1/namespaces/default/{kind}")
         self.api.delete(_pods("default"))
         self.wait_for(lambda: not self.pods(), timeout, what="the end of all pods")
 
