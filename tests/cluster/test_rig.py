@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -317,6 +318,21 @@ class TestParts:
 
         assert [path.name for path in entry.iterdir()] == ["whole"]
         assert not [path for path in cache.root().iterdir() if "making" in path.name]
+
+    def test_whoever_builds_second_waits_and_takes_what_the_first_built(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Two test runs on a fresh machine build once."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        made: list[Path] = []
+
+        def make(folder: Path) -> None:
+            made.append(folder)
+            time.sleep(0.2)
+
+        with ThreadPoolExecutor(max_workers=2) as threads:
+            entries = list(threads.map(lambda _: cache.get("thing", make), range(2)))
+
+        assert len(made) == 1
+        assert entries[0] == entries[1]
 
     @pytest.mark.parametrize(("text", "number"), [("0", 0), ("20", 20), ("10k", 10_000), ("2Ki", 2048), ("1M", 1_000_000), (None, 0)])
     def test_a_quantity_is_read_as_the_api_server_writes_it(self, text: str | None, number: int) -> None:
