@@ -238,7 +238,7 @@ class Rig:
     def add_static_pod(self, manifest: Json, *, node: int = 1) -> Path:
         """Give a node's kubelet a static pod, named in the API ``NAME-NODE``; removing the returned file ends it.
 
-        On a kubelet a second old, its status can take 10 s to show in the API: too early for an event, it waits for the kubelet's next round.
+        On a kubelet a second old, its status can take 10 s to show in the API: too early for an event, it waits for the next round.
         """
         file = self.layout.node(node).static_pods / f"{manifest['metadata']['name']}.json"
         writing = self.layout.node(node).folder / f"{file.name}.writing"
