@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests.kubelet.backend import FakeBackend
@@ -20,6 +21,14 @@ from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.model import Resource
 from vgpu_agent.sim.kubelet import SimulatedKubelet
 from vgpu_agent.status import KubeletStatus
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _grpcio_stays_initialised() -> Iterator[None]:
+    """grpcio joins a thread when its last object goes, which in the middle of a test would count as blocking the loop."""
+    grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # missing in the stubs
+    yield
+    grpc.aio.shutdown_grpc_aio()  # type: ignore[attr-defined]  # likewise
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_a_path_that_is_too_long_is_refused(directory: Path) -> None:
 
 def test_a_missing_directory_is_explained(directory: Path) -> None:
     """The message names the path and asks the right question."""
-    with pytest.raises(ListenError, match=r"none/a\.sock: No such file or directory: the directory does not exist; .*--kubelet-dir"):
+    with pytest.raises(ListenError, match=r"a socket in .*/none: No such file or directory: the directory does not exist; .*--kubelet-dir"):
         sockets.bind(directory / "none" / "a.sock")
 
 

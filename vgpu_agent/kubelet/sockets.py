@@ -78,7 +78,8 @@ def bind(path: Path) -> socket.socket:
     except OSError as err:
         listener.close()
         remedy = _REMEDIES.get(err.errno or 0, "see the error")
-        raise ListenError(f"cannot create socket {path}: {err.strerror or err}: {remedy}") from err
+        # Names the directory, because the file's name is another at each try and the same trouble should read the same.
+        raise ListenError(f"cannot create a socket in {path.parent}: {err.strerror or err}: {remedy}") from err
     return listener
 
 

@@ -9,6 +9,7 @@ this one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import random
@@ -120,14 +121,17 @@ class SimulatedKubelet:
         return ResourceDevices() if gone_for > _STOP_GRACE_SECONDS else self._records.devices.get(name, ResourceDevices())
 
     async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 10.0) -> None:
-        """Return when ``condition`` holds; it is asked after every change of this kubelet.
+        """Return when ``condition`` holds; it is asked after every change of this kubelet, and twenty times a second besides.
 
         Raises:
             TimeoutError: it does not come true in time; the message says what has happened instead.
         """
         try:
             async with asyncio.timeout(timeout_seconds), self._changed:
-                await self._changed.wait_for(condition)
+                while not condition():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.05):
+                            await self._changed.wait()
         except TimeoutError:
             last = [f"{call.what} {call.resource} {call.facts}" for call in self.calls[-8:]]
             raise TimeoutError(f"the simulated kubelet waited {timeout_seconds:g} s in vain; last calls: {last}") from None

@@ -1,0 +1,166 @@
+"""kubelet's checkpoint in every state that a file can be in (kubelet contract §9)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kubelet.backend import U0, U1
+from vgpu_agent.errors import CheckpointError
+from vgpu_agent.kubelet.checkpoint import CheckpointEntry, parse_checkpoint, read_checkpoint
+
+SAMPLE = {
+    "Data": {
+        "PodDeviceEntries": [
+            {
+                "PodUID": "11111111-2222-3333-4444-555555555555",
+                "ContainerName": "train",
+                "ResourceName": "nvidia.com/gpu",
+                "DeviceIDs": {"0": [U0]},
+                "AllocResp": "CkIKFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSKEdQVS1hYWFhYWFhYS0wMDAwLTQwMDAtODAwMC0wMDAwMDAwMDAwMDA=",
+            }
+        ],
+        "RegisteredDevices": {"nvidia.com/gpu": [U0, U1]},
+    },
+    "Checksum": 1234567890,
+}
+
+
+def _parse(content: Any) -> tuple[CheckpointEntry, ...]:
+    return parse_checkpoint(json.dumps(content).encode(), name="checkpoint")
+
+
+def _entry(**changes: Any) -> dict[str, Any]:
+    """The sample with its one entry changed."""
+    return {"Data": {"PodDeviceEntries": [{**SAMPLE["Data"]["PodDeviceEntries"][0], **changes}], "RegisteredDevices": {}}, "Checksum": 1}  # type: ignore[index]
+
+
+def test_the_contracts_sample_is_understood() -> None:
+    """Pod UID, container, resource, ids, and the answer that was once given, which is golden vector §17 envvar."""
+    (entry,) = _parse(SAMPLE)
+
+    assert (entry.pod_uid, entry.container_name, entry.resource_name) == ("11111111-2222-3333-4444-555555555555", "train", "nvidia.com/gpu")
+    assert entry.ids == (U0,)
+    assert b"NVIDIA_VISIBLE_DEVICES\x12(" + U0.encode() in entry.answer
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "expected"),
+    [
+        ({"0": ["a"], "1": ["b", "c"]}, ("a", "b", "c")),
+        ({"-1": ["a"]}, ("a",)),
+        (["a", "b"], ("a", "b")),
+        ({"0": None}, ()),
+        ({}, ()),
+        (None, ()),
+    ],
+    ids=["by NUMA node", "without topology", "flat list of kubelets before 1.20", "node without ids", "no node", "null"],
+)
+def test_ids_are_read_in_every_form(device_ids: Any, expected: tuple[str, ...]) -> None:
+    """The change of this form once broke other plugins."""
+    (entry,) = _parse(_entry(DeviceIDs=device_ids))
+
+    assert entry.ids == expected
+
+
+def test_a_kubelet_that_has_given_nothing_has_null_entries() -> None:
+    """Go writes an empty list as null."""
+    assert _parse({"Data": {"PodDeviceEntries": None, "RegisteredDevices": {}}, "Checksum": 1}) == ()
+
+
+def test_unknown_keys_are_ignored() -> None:
+    """A newer kubelet may say more."""
+    (entry,) = _parse(_entry(Generation=3, AllocResp=None) | {"Version": "v9"})
+
+    assert (entry.ids, entry.answer) == ((U0,), b"")
+
+
+def test_an_answer_that_is_no_base64_harms_only_who_asks_for_it() -> None:
+    """The ids count; the stored answer is decoded on demand."""
+    (entry,) = _parse(_entry(AllocResp="%%%"))
+
+    assert entry.ids == (U0,)
+    with pytest.raises(CheckpointError, match=r"container train .* is not base64"):
+        _ = entry.answer
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (json.dumps(SAMPLE).encode()[:200], "truncated"),
+        (b"\x00" * 512, "malformed"),
+        (b"\xff\xfe{}", "malformed"),
+        (b"[]", "Expected `object`"),
+        (b"{}", "missing required field `Data`"),
+        (b'{"Data": {"Pods": []}}', "missing required field `PodDeviceEntries`"),
+        (b'{"Data": {"PodDeviceEntries": [{"PodUID": 5}]}}', "Expected `str`, got `int`"),
+        (b'{"Data": {"PodDeviceEntries": [{"PodUID": "a"}]}}', "missing required field `ContainerName`"),
+        (b"[" * 100_000, "cannot be understood"),
+    ],
+    ids=["empty", "blank", "half-written", "zeros", "other encoding", "list", "foreign", "future", "wrong type", "no name", "very deep"],
+)
+def test_what_cannot_be_understood_is_one_clear_error(content: bytes, complaint: str) -> None:
+    """The message names the file, what is wrong, and what it means."""
+    with pytest.raises(CheckpointError, match=complaint) as error:
+        parse_checkpoint(content, name="/k/kubelet_internal_checkpoint")
+
+    assert str(error.value).startswith("kubelet's checkpoint /k/kubelet_internal_checkpoint ")
+    assert "until then pods are known by name only" in str(error.value)
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_an_error_and_nothing_else(content: bytes) -> None:
+    """No bytes lead to another exception."""
+    try:
+        entries = parse_checkpoint(content, name="junk")
+    except CheckpointError:
+        return
+    assert entries == ()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["0", "-1", "PodUID", "x"]), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("PodUID", "ContainerName", "ResourceName", "DeviceIDs", "AllocResp"), _JSON)))
+def test_an_entry_of_any_shape_is_understood_or_an_error(entry: dict[str, Any]) -> None:
+    """JSON of the right outline and the wrong inside leads to no other exception, and ids are always strings."""
+    try:
+        entries = _parse({"Data": {"PodDeviceEntries": [entry]}})
+    except CheckpointError:
+        return
+    assert all(isinstance(device, str) for each in entries for device in each.ids)
+
+
+async def test_no_file_means_that_nothing_was_given(directory: Path) -> None:
+    """A fresh node."""
+    assert await read_checkpoint(directory / "none") == ()
+
+
+async def test_a_file_that_cannot_be_read_is_an_error(directory: Path) -> None:
+    """Here a directory in its place; the message names the path."""
+    (directory / "checkpoint").mkdir()
+
+    with pytest.raises(CheckpointError, match=r"/checkpoint cannot be read: Is a directory"):
+        await read_checkpoint(directory / "checkpoint")
+
+
+async def test_a_big_file_is_read_without_blocking_the_loop(directory: Path) -> None:
+    """Eight megabytes, in a thread; the fixture for blocked loops would fail this test otherwise."""
+    entry = {**SAMPLE["Data"]["PodDeviceEntries"][0], "DeviceIDs": {"0": [f"{U0}::{number}" for number in range(150_000)]}}  # type: ignore[index]
+    content = json.dumps({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": {}}, "Checksum": 1})
+    (directory / "checkpoint").write_text(content, encoding="utf-8")
+
+    (read,) = await read_checkpoint(directory / "checkpoint")
+
+    assert (len(content) > 7_000_000, len(read.ids)) == (True, 150_000)

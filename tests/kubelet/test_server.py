@@ -1,0 +1,407 @@
+"""The life of a device plugin beside a kubelet that restarts, forgets, refuses and dawdles (kubelet contract V1 to V17)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
+from tests.kubelet.conftest import Node
+from vgpu_agent.concurrency import Supervisor, TaskState
+from vgpu_agent.errors import UnknownDeviceError
+from vgpu_agent.kubelet.pod_resources import PodResources
+from vgpu_agent.kubelet.records import read_records
+from vgpu_agent.model import DeviceId, Resource
+from vgpu_agent.sim.kubelet import Container, SimulatedKubelet
+from vgpu_agent.sim.kubelet_faults import AdmissionError
+from vgpu_agent.status import PluginState
+
+RESOURCE = "nvidia.com/gpu.shared"
+
+
+async def _all_offered(kubelet: SimulatedKubelet, resource: str = RESOURCE, number: int = 8) -> None:
+    await kubelet.until(lambda: kubelet.resource(resource).allocatable == number, timeout_seconds=5)
+
+
+async def _registered_again(kubelet: SimulatedKubelet, before: int) -> None:
+    await kubelet.until(lambda: len(kubelet.called("list", RESOURCE)) > before and kubelet.resource(RESOURCE).allocatable == 8)
+
+
+def _sockets(kubelet: SimulatedKubelet) -> list[str]:
+    return sorted(path.name for path in kubelet.plugins.iterdir() if path.name.startswith("vgpu-agent-"))
+
+
+async def test_a_resource_is_served_registered_and_listed(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V1: kubelet asks for the options while our Register is pending, and gets them."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+
+    await _all_offered(kubelet)
+
+    register, options = kubelet.called("Register")[0], kubelet.called("GetDevicePluginOptions")[0]
+    assert options.at - register.at < 1.0
+    assert register.facts["version"] == "v1beta1"
+    await kubelet.until(lambda: plugin.status.ready)
+    assert (plugin.status.registrations, plugin.status.registration_failures, plugin.status.last_error) == (1, 0, "")
+    assert plugin.status.endpoint == register.facts["endpoint"]
+
+
+async def test_the_socket_is_for_root_alone(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Mode 0600."""
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    (name,) = _sockets(kubelet)
+
+    assert stat.S_IMODE((kubelet.plugins / name).stat().st_mode) == 0o600
+
+
+async def test_kubelets_return_is_a_new_socket_and_one_register(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V2: sockets wiped, kubelet.sock made anew; the full list is back within a second, on a socket of another name."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+    before = len(kubelet.called("Register"))
+
+    await kubelet.restart()
+    began = time.monotonic()
+    await _all_offered(kubelet)
+
+    assert time.monotonic() - began < 1.0
+    registers = kubelet.called("Register")
+    assert len(registers) - before == 1
+    assert registers[0].facts["endpoint"] != registers[-1].facts["endpoint"]
+    assert _sockets(kubelet) == [plugin.status.endpoint]
+    assert node.status.restarts_seen == 1
+
+
+async def test_register_follows_kubelet_sock_within_300_milliseconds(kubelet: SimulatedKubelet, node: Node) -> None:
+    """The budget for a kubelet that was away for a while, when the pauses between tries have become long."""
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    await kubelet.restart(away_seconds=1.0)
+    began = time.monotonic()
+    before = len(kubelet.called("list"))
+    await kubelet.until(lambda: len(kubelet.called("list")) > before)
+
+    assert kubelet.called("Register")[-1].at - began < 0.3
+
+
+async def test_two_quick_restarts_end_with_one_registration(kubelet: SimulatedKubelet, node: Node) -> None:
+    """The second restart may hit any step of the reaction to the first."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    await kubelet.restart()
+    await kubelet.restart(away_seconds=0.02)
+    await _all_offered(kubelet)
+    await kubelet.until(lambda: plugin.status.ready)
+
+    assert _sockets(kubelet) == [plugin.status.endpoint]
+
+
+async def test_a_cancelled_stream_leads_to_a_new_registration(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V3: socket files untouched, only the stream is gone."""
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    await kubelet.cancel_stream(RESOURCE)
+    await _registered_again(kubelet, before=1)
+
+    assert len(kubelet.called("Register")) == 2
+
+
+async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V4: only our own socket file goes; the server behind it would never notice."""
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+    (name,) = _sockets(kubelet)
+    await kubelet.until(lambda: name in node.watch.state.value.sockets)
+
+    (kubelet.plugins / name).unlink()
+    await _registered_again(kubelet, before=1)
+
+    assert name not in _sockets(kubelet)
+    assert [event["reason"] for event in node.events("plugin.registering_again")] == [f"our socket {name} has been deleted or replaced"]
+
+
+async def test_two_agents_with_one_resource_do_not_disturb_each_other(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V5: unique endpoints; the later registration's list is equal to the first."""
+    first = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await kubelet.until(lambda: first.status.ready)
+    second = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await kubelet.until(lambda: second.status.ready)
+    await kubelet.until(lambda: len(kubelet.called("list")) == 2)
+
+    lists = kubelet.called("list")
+    assert lists[0].facts["bytes"] == lists[1].facts["bytes"]
+    assert first.status.endpoint != second.status.endpoint
+    assert _sockets(kubelet) == sorted([first.status.endpoint, second.status.endpoint])
+
+
+async def test_a_refused_version_ends_the_plugin_and_nothing_else(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V6: one Register, state failed with kubelet's words, no tight loop, no socket left."""
+    kubelet.faults.refuse_version = True
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+
+    await kubelet.until(lambda: plugin.status.state is PluginState.FAILED)
+    await asyncio.sleep(0.3)  # time for a loop, if there were one
+
+    assert len(kubelet.called("Register")) == 1
+    assert "is not supported by kubelet" in plugin.status.last_error
+    assert _sockets(kubelet) == []
+    (report,) = [report for report in node.supervisor.reports if report.name.startswith("plugin")]
+    assert report.state is TaskState.FAILED
+
+
+async def test_a_failing_kubelet_is_tried_again_with_growing_pauses(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Each pause is longer than the one before, and one line of journal says it."""
+    kubelet.faults.failing_registrations = 4
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+
+    await _all_offered(kubelet)
+
+    times = [call.at for call in kubelet.called("Register")]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert len(pauses) == 4
+    assert all(pause >= expected for pause, expected in zip(pauses, (0.05, 0.1, 0.2, 0.4), strict=True))
+    assert plugin.status.registration_failures == 4
+    assert len({str(event["reason"]) for event in node.events("plugin.registering_again")}) == 1
+    assert plugin.status.last_error == ""
+
+
+async def test_a_kubelet_that_opens_no_stream_is_registered_with_again(directory: Path, kubelet: SimulatedKubelet) -> None:
+    """A registration without a stream is worth nothing."""
+    kubelet.faults.open_no_stream = True
+    async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
+        node = Node(directory, supervisor, stream_open_timeout_seconds=0.1)
+        node.watch_directory()
+        plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+        await kubelet.until(lambda: len(kubelet.called("Register")) == 2)
+
+        kubelet.faults.open_no_stream = False
+        await _all_offered(kubelet)
+        await plugin.stop()
+
+    assert "opened no stream within 0.1 s" in str(node.events("plugin.registering_again")[0]["reason"])
+
+
+async def test_allocate_goes_to_the_backend_and_back(kubelet: SimulatedKubelet, node: Node) -> None:
+    """GetPreferredAllocation, Allocate and the container's environment, as in an admission."""
+    backend = FakeBackend(shared_resource())
+    node.offer(shared_resource(), backend)
+    await _all_offered(kubelet)
+
+    pod = await kubelet.admit("train", [Container("c", {RESOURCE: 2})])
+
+    assert backend.allocated == [(RESOURCE, tuple(kubelet.ids_of(pod, "c", RESOURCE)))]
+    assert dict(pod.answers["c"].envs) == {"NVIDIA_VISIBLE_DEVICES": U1}
+
+
+async def test_an_unknown_id_fails_the_pod_with_our_text(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V8, kubelet side: a gRPC error with the backend's words; the stream and the next pod are not disturbed."""
+    backend = FakeBackend(shared_resource())
+    node.offer(shared_resource(), backend)
+    await _all_offered(kubelet)
+    backend.failure = UnknownDeviceError("unknown device id x; known are 8 ids")
+
+    with pytest.raises(AdmissionError, match="unknown device id x; known are 8 ids"):
+        await kubelet.admit("bad", [Container("c", {RESOURCE: 1})])
+    backend.failure = None
+    await kubelet.admit("good", [Container("c", {RESOURCE: 1})])
+
+    assert backend.allocated != []
+    assert kubelet.called("stream ended") == []
+
+
+async def test_pre_start_is_called_at_each_start(kubelet: SimulatedKubelet, node: Node) -> None:
+    """The ids of the container, again at a restart of it."""
+    resource = shared_resource(pre_start_required=True)
+    backend = FakeBackend(resource)
+    node.offer(resource, backend)
+    await _all_offered(kubelet)
+    pod = await kubelet.admit("train", [Container("c", {RESOURCE: 1})])
+
+    await kubelet.start_container(pod, "c")
+    await kubelet.start_container(pod, "c")
+
+    assert backend.started == [(RESOURCE, tuple(kubelet.ids_of(pod, "c", RESOURCE)))] * 2
+
+
+async def test_a_missing_kubelet_is_waited_for(directory: Path, node: Node) -> None:
+    """Kubelet contract V14: no socket, no crash loop, no serving in vain; registered as soon as kubelet is there."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await asyncio.sleep(0.1)
+    assert (plugin.status.state, plugin.status.registration_failures) == (PluginState.WAITING, 0)
+    kubelet = SimulatedKubelet(directory)
+
+    await kubelet.start()
+    await _all_offered(kubelet)
+    await plugin.stop()
+    await kubelet.stop()
+
+    assert len(kubelet.called("Register")) == 1
+
+
+async def test_kubelets_records_are_readable_before_the_first_register(directory: Path, kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V10, kubelet side: an agent that starts under running pods reads them without being registered."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+    pod = await kubelet.admit("p", [Container("c", {RESOURCE: 1})], namespace="ns")
+    await plugin.stop()
+    before = len(kubelet.called("Register"))
+
+    pod_resources = PodResources(directory / "pod-resources" / "kubelet.sock", timeout_seconds=5)
+    records = await read_records(pod_resources, node.settings.checkpoint_path)
+
+    (holding,) = records.holdings
+    assert (holding.owner.namespace, holding.owner.pod, holding.owner.pod_uid) == ("ns", "p", pod.uid)
+    assert len(kubelet.called("Register")) == before
+
+
+async def test_two_resources_have_sockets_and_lists_of_their_own(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V17, kubelet side: no call names its resource, so the socket must; no id is in both lists."""
+    cores = Resource("nvidia.com/cores", "nvidia", tuple(DeviceId(f"cores-{number}", U0, 0) for number in range(5)))
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    node.offer(cores, FakeBackend(cores))
+
+    await _all_offered(kubelet)
+    await _all_offered(kubelet, cores.name, 5)
+
+    assert len(_sockets(kubelet)) == 2
+    assert not kubelet.resource(RESOURCE).healthy.keys() & kubelet.resource(cores.name).healthy.keys()
+
+
+async def test_a_preference_among_100_000_ids_through_the_socket(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Kubelet contract V9: 5 MB of ids, which grpcio's own servers would refuse, answered within a second."""
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+    available = [f"{U0}::{number}" for number in range(100_000)]
+
+    began = time.perf_counter()
+    preferred = await kubelet._endpoints[RESOURCE].prefer(available, [], 2)
+
+    assert time.perf_counter() - began < 1.0
+    assert preferred == available[:-3:-1]
+
+
+async def test_stopping_ends_the_stream_cleanly_and_removes_the_socket(kubelet: SimulatedKubelet, node: Node) -> None:
+    """kubelet sees the end of the stream, not an error, although it keeps its connection."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    began = time.monotonic()
+    await plugin.stop()
+    await kubelet.until(lambda: kubelet.called("stream ended") != [])
+
+    assert time.monotonic() - began < 1.0
+    assert kubelet.called("stream ended")[0].facts["reason"] == "EOF"
+    assert _sockets(kubelet) == []
+    assert (plugin.status.state, plugin.status.ready) == (PluginState.STOPPED, False)
+
+
+async def test_the_last_act_of_a_pre_start_resource_is_a_registration_without(kubelet: SimulatedKubelet, node: Node) -> None:
+    """A container that crashes while we are away must be able to start again without being asked for."""
+    resource = shared_resource(pre_start_required=True)
+    backend = FakeBackend(resource)
+    plugin = node.offer(resource, backend)
+    await _all_offered(kubelet)
+    pod = await kubelet.admit("train", [Container("c", {RESOURCE: 1})])
+
+    await plugin.stop()
+    await kubelet.until(lambda: kubelet.resource(RESOURCE).allocatable == 0)
+
+    assert len(kubelet.called("Register")) == 2
+    assert (await kubelet.start_container(pod, "c")).envs != {}
+    assert backend.started == []
+
+
+async def test_a_resource_without_pre_start_just_goes(kubelet: SimulatedKubelet, node: Node) -> None:
+    """No farewell registration where it would change nothing."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    await plugin.stop()
+
+    assert len(kubelet.called("Register")) == 1
+
+
+async def test_stopping_does_not_wait_for_a_register_that_hangs(kubelet: SimulatedKubelet, node: Node) -> None:
+    """kubelet may take 15 seconds for a Register; an agent that stops does not."""
+    kubelet.faults.register_delay_seconds = 10.0
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await kubelet.until(lambda: kubelet.called("Register") != [])
+
+    began = time.monotonic()
+    await plugin.stop()
+
+    assert time.monotonic() - began < 1.0
+    assert _sockets(kubelet) == []
+
+
+async def test_a_cancelled_plugin_removes_its_socket(kubelet: SimulatedKubelet, node: Node) -> None:
+    """The supervisor's way to end a loop leaves nothing behind either."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    await node.supervisor.stop(f"plugin {RESOURCE} 1")
+
+    assert _sockets(kubelet) == []
+    assert plugin.status.state is PluginState.STOPPED
+
+
+async def test_a_plugin_that_never_ran_can_be_stopped(node: Node) -> None:
+    """Nothing to wait for."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+
+    await asyncio.wait_for(plugin.stop(), 1)
+
+
+async def test_new_ids_are_a_new_plugin(kubelet: SimulatedKubelet, node: Node) -> None:
+    """A reload of the configuration stops one plugin and starts the next; capacity follows within a second."""
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+    fewer = Resource(RESOURCE, "nvidia", shared_resource().ids[:4], holders_per_device=4)
+
+    began = time.monotonic()
+    await plugin.stop()
+    node.offer(fewer, FakeBackend(fewer))
+    await _all_offered(kubelet, number=4)
+
+    assert time.monotonic() - began < 1.0
+
+
+async def test_a_directory_that_cannot_be_written_is_one_error_and_a_retry(
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full or read-only disk is reported once, tried again, and forgotten when it is over."""
+    original = node.watch.directory
+    await kubelet.until(lambda: node.watch.state.value.kubelet_socket is not None)
+    monkeypatch.setattr(node.watch, "directory", original / "vanished")
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await kubelet.until(lambda: node.events("plugin.registering_again") != [])
+    await asyncio.sleep(0.2)  # time for more tries, which must not be more lines
+    assert "the directory does not exist" in plugin.status.last_error
+    assert len(node.events("plugin.registering_again")) == 1
+
+    monkeypatch.setattr(node.watch, "directory", original)
+    await _all_offered(kubelet)
+
+    assert plugin.status.last_error == ""
+
+
+async def test_a_directory_that_is_removed_and_made_again_is_survived(kubelet: SimulatedKubelet, node: Node) -> None:
+    """Somebody cleans up too much; the next kubelet finds us all the same."""
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    await kubelet.stop()
+    await asyncio.to_thread(shutil.rmtree, kubelet.plugins)
+    await kubelet.start()
+
+    await _all_offered(kubelet)
