@@ -13,7 +13,8 @@ import pynvml
 import pytest
 
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim.state import ProcessUse, SimulatedNode
+from vgpu_agent.sim.processes import ProcessUse
+from vgpu_agent.sim.state import SimulatedNode
 
 USE = ProcessUse(memory_mib=100, sm_percent=20)
 LIST = (
@@ -94,7 +95,7 @@ def test_two_processes_share_a_gpu(node: SimulatedNode) -> None:
 def test_a_holder_ends_after_its_time(node: SimulatedNode) -> None:
     """``sim process --seconds``."""
     program = (
-        "import sys, pathlib; from vgpu_agent.sim.holder import hold; from vgpu_agent.sim.state import ProcessUse\n"
+        "import sys, pathlib; from vgpu_agent.sim.holder import hold; from vgpu_agent.sim.processes import ProcessUse\n"
         "hold(pathlib.Path(sys.argv[1]), 0, ProcessUse(memory_mib=1), seconds=0.05)"
     )
 

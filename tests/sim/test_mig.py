@@ -11,7 +11,8 @@ import pytest
 from tests.sim.conftest import NodeFactory
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.models import Model, models
-from vgpu_agent.sim.state import ProcessUse, SimulatedNode
+from vgpu_agent.sim.processes import ProcessUse
+from vgpu_agent.sim.state import SimulatedNode
 
 MIB = 1 << 20
 CUTTABLE = [model for model in models().values() if model.mig]

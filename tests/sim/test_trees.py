@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulated import simulated_node
 from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.state import SimulatedNode
 
 
 def test_numa_nodes_in_sysfs(tmp_path: Path) -> None:
@@ -98,3 +99,13 @@ def test_a_tree_that_cannot_be_written(tmp_path: Path) -> None:
 
     with pytest.raises(SimulationError, match=r"cannot write .*/gpus/sys"):
         simulated_node(tmp_path)
+
+
+def test_a_replaced_node_leaves_no_gpu_behind(tmp_path: Path) -> None:
+    """Neither a device node nor a PCI device of the larger node before."""
+    SimulatedNode.create(tmp_path, gpus=4)
+
+    SimulatedNode.create(tmp_path, gpus=1, force=True)
+
+    assert [path.name for path in (tmp_path / "sys" / "bus" / "pci" / "devices").iterdir()] == ["0000:07:00.0"]
+    assert not (tmp_path / "dev" / "nvidia1").exists()

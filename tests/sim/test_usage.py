@@ -13,7 +13,8 @@ import pytest
 
 from tests.simulated import simulated_node
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim.state import ProcessUse, SimulatedNode
+from vgpu_agent.sim.processes import ProcessUse
+from vgpu_agent.sim.state import SimulatedNode
 
 MIB = 1 << 20
 
@@ -144,6 +145,19 @@ def test_slots_run_out_with_one_clear_error(node: SimulatedNode) -> None:
         node.add_process(0, 9999, ProcessUse(memory_mib=1))
 
     assert len(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(pynvml.nvmlDeviceGetHandleByIndex(0))) == 64
+
+
+def test_a_killed_process_does_not_keep_its_slot(node: SimulatedNode) -> None:
+    """A fixed process takes the place of a live one that is dead."""
+    for pid in range(63):
+        node.add_process(0, 1000 + pid, ProcessUse(memory_mib=1))
+    with node.start_process(0, ProcessUse(memory_mib=1)) as process:
+        process.kill()
+        process.wait()
+
+    slot = node.add_process(0, 9999, ProcessUse(memory_mib=1))
+
+    assert slot == 0
 
 
 @pytest.mark.parametrize("values", [{"memory_mib": -1}, {"memory_mib": 1, "sm_percent": 101}, {"memory_mib": 1, "type": "vulkan"}], ids=str)

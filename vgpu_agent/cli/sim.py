@@ -15,7 +15,8 @@ from typing import Final
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.holder import hold
 from vgpu_agent.sim.models import models
-from vgpu_agent.sim.state import RECOVERY_ACTIONS, GpuDescription, ProcessUse, SimulatedNode
+from vgpu_agent.sim.processes import ProcessUse
+from vgpu_agent.sim.state import RECOVERY_ACTIONS, GpuDescription, SimulatedNode
 
 _EXAMPLES: Final = """\
 examples:

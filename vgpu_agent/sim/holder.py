@@ -7,17 +7,16 @@ Must be a process of its own: POSIX locks vanish when their process closes any d
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import signal
-import struct
 import sys
 from pathlib import Path
 from typing import Final
 
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim import layout
-from vgpu_agent.sim.state import FLOCK, ProcessUse, SimulatedNode, lock_byte
+from vgpu_agent.sim.processes import ProcessUse, try_lock
+from vgpu_agent.sim.state import SimulatedNode
 
 READY: Final = "holding"
 _ENDS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -34,10 +33,11 @@ def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | N
         node = SimulatedNode.open(directory)
         number = node.gpu_number(gpu)
         descriptor = os.open(node.state_path, os.O_RDWR | os.O_CLOEXEC)  # never closed: that would give up the lock
-        row = _take_slot(node, number, descriptor)
-        node.fill_process(row, use, pid=os.getpid())
-        row.pid_namespace = os.stat("/proc/self/ns/pid").st_ino
-        row.kind = layout.Process.LIVE
+        with node.writing():
+            row = _take_slot(node, number, descriptor)
+            use.fill(row, pid=os.getpid())
+            row.pid_namespace = os.stat("/proc/self/ns/pid").st_ino
+            row.kind = layout.Process.LIVE
         sys.stdout.write(f"{READY} {use.memory_mib} MiB on GPU {number} as pid {os.getpid()}\n")
         sys.stdout.flush()
         if seconds is None:
@@ -55,12 +55,8 @@ def _take_slot(node: SimulatedNode, gpu: int, descriptor: int) -> layout.Process
     for slot, row in enumerate(node.state.gpus[gpu].processes):
         if row.kind == layout.Process.FIXED:
             continue
-        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, lock_byte(gpu, slot), 1, 0)
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_SETLK, request)
-        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody alive holds it
-            continue
-        return row
+        if try_lock(descriptor, gpu, slot):
+            return row
     raise SimulationError(f"all {layout.PROCESSES} process slots of GPU {gpu} are taken; end one of its processes first")
 
 

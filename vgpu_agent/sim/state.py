@@ -9,24 +9,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import json
 import mmap
 import os
-import re
-import struct
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim import build, creation, layout, mig, trees
+from vgpu_agent.sim import creation, layout, mig, trees
+from vgpu_agent.sim.functions import check_function
 from vgpu_agent.sim.models import model_of
+from vgpu_agent.sim.processes import ProcessUse, is_locked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+# With what its methods take, so that a caller needs this module only.
+__all__ = ["RECOVERY_ACTIONS", "STATE_FILE", "XID_EVENT", "GpuDescription", "ProcessUse", "SimulatedNode"]
 
 STATE_FILE: Final = "state"
 XID_EVENT: Final = 0x8  # nvmlEventTypeXidCriticalError
@@ -40,37 +41,7 @@ RECOVERY_ACTIONS: Final = {
     "drain-and-reset": 4,
     "unsupported": layout.NONE,
 }
-PROCESS_TYPES: Final = ("compute", "graphics", "mps")
-FLOCK: Final = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _MIB: Final = 1 << 20
-_FUNCTION = re.compile(r"nvml\w+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessUse:
-    """What a process does on a GPU; ``gpu_instance`` and ``compute_instance`` name the MIG instance it runs in."""
-
-    memory_mib: int
-    sm_percent: int = 0
-    memory_percent: int = 0
-    type: str = "compute"
-    gpu_instance: int | None = None
-    compute_instance: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.memory_mib < 0 or not 0 <= self.sm_percent <= 100 or not 0 <= self.memory_percent <= 100:
-            raise SimulationError(f"a process uses 0 or more MiB and 0 to 100 percent, not {self}")
-        if self.type not in PROCESS_TYPES:
-            raise SimulationError(f"unknown type of process {self.type!r}; there are {', '.join(PROCESS_TYPES)}")
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
-        return cls(**json.loads(text))
-
-    def to_json(self) -> str:
-        """One line for a command line."""
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +118,7 @@ class SimulatedNode:
         creation.fill(fresh, kind, numa_nodes=nodes, uuids=names, driver_version=driver_version, cuda_version=cuda_version)
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            trees.clear(directory)
             unfinished = directory / f".{STATE_FILE}.{os.getpid()}"
             unfinished.write_bytes(bytes(fresh))
             unfinished.replace(state)
@@ -239,13 +211,15 @@ class SimulatedNode:
         kind = self.state.gpus[gpu].processes[slot].kind
         if kind != layout.Process.LIVE:
             return bool(kind == layout.Process.FIXED)
-        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, lock_byte(gpu, slot), 1, 0)
-        with self.state_path.open("r+b") as file:
-            answer = fcntl.fcntl(file.fileno(), fcntl.F_GETLK, request)
-        return bool(struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK)
+        return is_locked(self.state_path, gpu, slot)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Hold the lock that authors take for a change of several fields.
+
+        Raises:
+            SimulationError: the lock's file cannot be made.
+        """
         try:
             with (self.directory / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -270,7 +244,7 @@ class SimulatedNode:
     ) -> None:
         """Raise an event of type ``nvmlEventType…``; every event set that registered for it gets it once."""
         number = self.gpu_number(gpu)
-        with self._writing():
+        with self.writing():
             sequence = self.state.event_head
             row = self.state.events[sequence % layout.EVENTS]
             row.type, row.payload, row.gpu = event_type, payload, number
@@ -335,11 +309,11 @@ class SimulatedNode:
         Raises:
             SimulationError: no such function, nothing to do, or all 32 rows are in use.
         """
-        _check_function(function)
+        check_function(function)
         if (code is None and delay_ms <= 0) or times == 0 or times < -1 or delay_ms < 0:
             raise SimulationError(f"a fault of {function} needs a code or a delay, and times -1 or at least 1")
         number = layout.NONE if gpu is None else self.gpu_number(gpu)
-        with self._writing():
+        with self.writing():
             free = [row for row in self.state.faults if not row.function or row.times_left == 0]
             if not free:
                 raise SimulationError(f"all {layout.FAULTS} fault rows are in use; clear them first")
@@ -351,7 +325,7 @@ class SimulatedNode:
 
     def clear_faults(self) -> None:
         """Forget every fault; a call that is being delayed now finishes its delay."""
-        with self._writing():
+        with self.writing():
             for row in self.state.faults:
                 row.times_left, row.function = 0, b""
 
@@ -363,7 +337,7 @@ class SimulatedNode:
         Raises:
             SimulationError: unknown profile, or they do not fit; nothing is changed then.
         """
-        with self._writing():
+        with self.writing():
             mig.cut(self._gpu(gpu), profiles, uuids)
             trees.write(self.directory, self.state)
 
@@ -385,12 +359,12 @@ class SimulatedNode:
         Raises:
             SimulationError: all slots are taken.
         """
-        with self._writing():
+        with self.writing():
             # From the far end: live processes take the first free slot.
             for slot in reversed(range(layout.PROCESSES)):
                 row = self._gpu(gpu).processes[slot]
-                if row.kind == layout.Process.FREE:
-                    self.fill_process(row, use, pid=pid)
+                if not self._is_running(self.gpu_number(gpu), slot):
+                    use.fill(row, pid=pid)
                     row.kind = layout.Process.FIXED
                     return slot
         raise SimulationError(f"all {layout.PROCESSES} process slots of GPU {gpu} are taken; remove one first")
@@ -411,37 +385,3 @@ class SimulatedNode:
             _, complaint = process.communicate()
             raise SimulationError(f"the process on GPU {gpu} did not start: {complaint.strip()}")
         return process
-
-    @staticmethod
-    def fill_process(row: layout.Process, use: ProcessUse, *, pid: int) -> None:
-        """Write a process's use into its slot; the caller sets its kind afterwards, which makes it visible."""
-        row.pid, row.pid_namespace, row.type = pid, 0, PROCESS_TYPES.index(use.type)
-        row.memory_bytes = use.memory_mib * _MIB
-        row.sm_percent, row.memory_percent = use.sm_percent, use.memory_percent
-        row.gpu_instance = layout.NONE if use.gpu_instance is None else use.gpu_instance
-        row.compute_instance = layout.NONE if use.compute_instance is None else use.compute_instance
-
-
-def lock_byte(gpu: int, slot: int) -> int:
-    """The byte of the state file that a live process in this slot holds locked."""
-    return layout.LOCK_BASE + gpu * layout.PROCESSES + slot
-
-
-@cache
-def _known_functions() -> frozenset[str]:
-    text = "".join(source.read_text(encoding="utf-8") for source in build.sources())
-    return frozenset(_FUNCTION.findall(text))
-
-
-def _check_function(function: str) -> None:
-    """Refuse a name that no call will ever have: a fault that waits for it would look like a bug in the agent.
-
-    Raises:
-        SimulationError: names it.
-    """
-    prefix = function.removesuffix("*")
-    known = _known_functions()
-    versions = re.compile(re.escape(prefix) + r"(_v\d)?")
-    fits = any(name.startswith(prefix) if function != prefix else versions.fullmatch(name) for name in known)
-    if not function.startswith("nvml") or not fits or len(function) > 63:
-        raise SimulationError(f"NVML has no function {function!r}; give a name like nvmlDeviceGetMemoryInfo, or a prefix and *")

@@ -41,6 +41,17 @@ def write(directory: Path, node: Node) -> None:
         raise SimulationError(f"cannot write {err.filename or directory}: {err.strerror}") from err
 
 
+def clear(directory: Path) -> None:
+    """Remove what `write` wrote for a node that is being replaced, so that no GPU of the old one is left.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for tree in ("sys", "proc", "dev"):
+        if (directory / tree).is_dir():
+            shutil.rmtree(directory / tree)
+
+
 def pci_address(gpu: Gpu) -> str:
     """The GPU's name below ``/sys/bus/pci/devices``: lower case, a domain of four digits."""
     return f"{gpu.domain & 0xFFFF:04x}:{gpu.bus:02x}:{gpu.device:02x}.0"

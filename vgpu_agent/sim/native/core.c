@@ -99,7 +99,6 @@ static bool map_node(void)
     return true;
 }
 
-struct sim_node *sim_mapped(void) { return node; }
 int sim_descriptor(void) { return descriptor; }
 bool sim_initialized(void) { return __atomic_load_n(&references, __ATOMIC_ACQUIRE) > 0; }
 
@@ -250,7 +249,7 @@ NVML_API nvmlReturn_t nvmlShutdown(void)
 static bool is_identity(const char *function)
 {
     static const char *const names[] = {
-        "nvmlDeviceGetUUID",      "nvmlDeviceGetName",  "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo",
+        "nvmlDeviceGetUUID",        "nvmlDeviceGetName",  "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo",
         "nvmlDeviceGetMinorNumber", "nvmlDeviceGetIndex", "nvmlDeviceGetBrand",      "nvmlDeviceGetSerial",
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {

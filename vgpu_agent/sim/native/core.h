@@ -57,31 +57,31 @@ nvmlReturn_t sim_found(struct sim_call *call, uint32_t gpu, struct sim_handle *h
 nvmlReturn_t sim_end(const struct sim_call *call, nvmlReturn_t result);
 
 /* Starts a call: refuses before nvmlInit, wrong handles and arguments, faults, lost GPUs. */
-#define ENTER(handle, kinds, arguments_ok)                                                        \
-    struct sim_call call;                                                                         \
-    do {                                                                                          \
-        nvmlReturn_t refused = sim_begin(&call, __func__, (handle), (kinds), (arguments_ok));      \
-        if (refused != NVML_SUCCESS) return sim_end(&call, refused);                              \
+#define ENTER(handle, kinds, arguments_ok)                                                    \
+    struct sim_call call;                                                                     \
+    do {                                                                                      \
+        nvmlReturn_t refused = sim_begin(&call, __func__, (handle), (kinds), (arguments_ok)); \
+        if (refused != NVML_SUCCESS) return sim_end(&call, refused);                          \
     } while (0)
 
 /* Starts a call that finds a device: faults and loss are decided by sim_found, once it is known which GPU is meant. */
-#define ENTER_LOOKUP(arguments_ok)                                                                \
-    struct sim_call call;                                                                         \
-    do {                                                                                          \
-        nvmlReturn_t refused = sim_begin_lookup(&call, __func__, (arguments_ok));                  \
-        if (refused != NVML_SUCCESS) return sim_end(&call, refused);                              \
+#define ENTER_LOOKUP(arguments_ok)                                                \
+    struct sim_call call;                                                         \
+    do {                                                                          \
+        nvmlReturn_t refused = sim_begin_lookup(&call, __func__, (arguments_ok)); \
+        if (refused != NVML_SUCCESS) return sim_end(&call, refused);              \
     } while (0)
 
 #define LEAVE(result) return sim_end(&call, (result))
 
 /* An entry point that answers with one number, or with NVML_ERROR_NOT_SUPPORTED where `supported` is false. */
-#define NUMBER(name, kinds, type, supported, expression)                                          \
-    NVML_API nvmlReturn_t name(void *handle, type *value)                                         \
-    {                                                                                             \
-        ENTER(handle, kinds, value != NULL);                                                      \
-        if (!(supported)) LEAVE(NVML_ERROR_NOT_SUPPORTED);                                        \
-        *value = (type)(expression);                                                              \
-        LEAVE(NVML_SUCCESS);                                                                      \
+#define NUMBER(name, kinds, type, supported, expression)   \
+    NVML_API nvmlReturn_t name(void *handle, type *value)  \
+    {                                                      \
+        ENTER(handle, kinds, value != NULL);               \
+        if (!(supported)) LEAVE(NVML_ERROR_NOT_SUPPORTED); \
+        *value = (type)(expression);                       \
+        LEAVE(NVML_SUCCESS);                               \
     }
 
 /* The client's view: which GPUs this initialisation found, in NVML's order. */
@@ -97,7 +97,6 @@ struct sim_handle *sim_compute_instance_handle(uint32_t gpu, uint32_t mig);
 uint32_t sim_gpu_of(const void *handle);
 
 bool sim_initialized(void);
-struct sim_node *sim_mapped(void);
 int sim_descriptor(void);
 
 nvmlReturn_t sim_copy_string(char *to, uint32_t size, const char *from);

@@ -1,13 +1,14 @@
 /* Events: a ring in the state file, and sets that each read it from their own place.
  *
  * Every set gets each event it registered for, once and in order, whoever else listens. A wait looks every few milliseconds
- * rather than sleeping on a futex, because authors of events are other processes and may be written in Python.
+ * rather than sleeping on a futex, because authors of events are other processes and may be written in Python. Not more often: an
+ * idle agent waits all day.
  */
 #include "core.h"
 
 #include <stdlib.h>
 
-enum { SET_MAGIC = 0x56534554, LOOK_EVERY_NS = 2000000 };
+enum { SET_MAGIC = 0x56534554, LOOK_EVERY_NS = 10000000 };
 
 struct event_set {
     uint32_t magic;
@@ -86,8 +87,13 @@ static nvmlReturn_t wait(const char *function, struct event_set *set, struct eve
         sim_sleep_ns(deadline - now < LOOK_EVERY_NS ? deadline - now : LOOK_EVERY_NS);
     }
     call.gpu = event.gpu;
-    *out = (struct event_data){sim_gpu_handle(event.gpu), event.type, event.payload,
-                               with_instances ? event.gpu_instance : SIM_NONE, with_instances ? event.compute_instance : SIM_NONE};
+    *out = (struct event_data){
+        .device = sim_gpu_handle(event.gpu),
+        .type = event.type,
+        .payload = event.payload,
+        .gpu_instance = with_instances ? event.gpu_instance : SIM_NONE,
+        .compute_instance = with_instances ? event.compute_instance : SIM_NONE,
+    };
     return sim_end(&call, NVML_SUCCESS);
 }
 

@@ -17,16 +17,18 @@ NVML_API nvmlReturn_t nvmlDeviceGetUUID(void *handle, char *uuid, unsigned size)
     LEAVE(sim_copy_string(uuid, size, call.mig != NULL ? call.mig->uuid : call.device->uuid));
 }
 
-#define TEXT(name, field)                                                                         \
-    NVML_API nvmlReturn_t name(void *handle, char *text, unsigned size)                           \
-    {                                                                                             \
-        ENTER(handle, GPU, text != NULL);                                                         \
-        LEAVE(sim_copy_string(text, size, call.device->field));                                   \
+#define TEXT(name, field)                                               \
+    NVML_API nvmlReturn_t name(void *handle, char *text, unsigned size) \
+    {                                                                   \
+        ENTER(handle, GPU, text != NULL);                               \
+        LEAVE(sim_copy_string(text, size, call.device->field));         \
     }
 
 TEXT(nvmlDeviceGetSerial, serial)
 TEXT(nvmlDeviceGetVbiosVersion, vbios)
 TEXT(nvmlDeviceGetBoardPartNumber, board_part)
+
+static uint32_t cores_of(const struct sim_gpu *gpu) { return gpu->multiprocessors * gpu->cores_per_multiprocessor; }
 
 /* A MIG handle answers with its own number within the parent. */
 NUMBER(nvmlDeviceGetIndex, ANY_DEVICE, unsigned, true,
@@ -37,7 +39,7 @@ NUMBER(nvmlDeviceGetArchitecture, ANY_DEVICE, unsigned, true, call.device->archi
 NUMBER(nvmlDeviceGetBoardId, GPU, unsigned, true, call.device->bus << 8)
 NUMBER(nvmlDeviceGetMultiGpuBoard, GPU, unsigned, true, 0)
 NUMBER(nvmlDeviceGetModuleId, GPU, unsigned, true, call.device->module_id)
-NUMBER(nvmlDeviceGetNumGpuCores, GPU, unsigned, true, call.device->multiprocessors * call.device->cores_per_multiprocessor)
+NUMBER(nvmlDeviceGetNumGpuCores, GPU, unsigned, true, cores_of(call.device))
 NUMBER(nvmlDeviceGetPersistenceMode, ANY_DEVICE, unsigned, true, call.device->persistence_mode)
 NUMBER(nvmlDeviceGetComputeMode, ANY_DEVICE, unsigned, true, call.device->compute_mode)
 NUMBER(nvmlDeviceGetDisplayMode, GPU, unsigned, true, 0)
@@ -56,11 +58,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(void *handle, int *majo
 
 struct sim_pci_info sim_pci_info(uint32_t domain, uint32_t bus, uint32_t device, uint32_t pci_device_id, uint32_t pci_subsystem_id)
 {
-    struct sim_pci_info info = {.domain = domain,
-                                .bus = bus,
-                                .device = device,
-                                .pci_device_id = pci_device_id,
-                                .pci_subsystem_id = pci_subsystem_id};
+    struct sim_pci_info info = {
+        .domain = domain, .bus = bus, .device = device, .pci_device_id = pci_device_id, .pci_subsystem_id = pci_subsystem_id};
     snprintf(info.bus_id, sizeof info.bus_id, "%08X:%02X:%02X.0", domain, bus & 0xff, device & 0xff);
     snprintf(info.bus_id_legacy, sizeof info.bus_id_legacy, "%04X:%02X:%02X.0", domain & 0xffff, bus & 0xff, device & 0xff);
     return info;

@@ -48,9 +48,17 @@ static nvmlReturn_t attributes_of(const char *function, void *handle, struct att
     nvmlReturn_t refused = sim_begin(&call, function, handle, MIG, attributes != NULL);
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
     const struct sim_mig_device *mig = call.mig;
-    *attributes = (struct attributes){mig->multiprocessors, mig->copy_engines,        mig->decoders,
-                                      mig->encoders,        mig->jpegs,               mig->ofas,
-                                      mig->gpu_instance_slices, mig->compute_instance_slices, mig->memory_mib};
+    *attributes = (struct attributes){
+        .multiprocessors = mig->multiprocessors,
+        .copy_engines = mig->copy_engines,
+        .decoders = mig->decoders,
+        .encoders = mig->encoders,
+        .jpegs = mig->jpegs,
+        .ofas = mig->ofas,
+        .gpu_instance_slices = mig->gpu_instance_slices,
+        .compute_instance_slices = mig->compute_instance_slices,
+        .memory_mib = mig->memory_mib,
+    };
     return sim_end(&call, NVML_SUCCESS);
 }
 
@@ -100,10 +108,12 @@ NVML_API nvmlReturn_t nvmlDeviceGetGpuInstances(void *handle, unsigned profile, 
 NVML_API nvmlReturn_t nvmlGpuInstanceGetInfo(void *instance, struct gpu_instance_info *info)
 {
     ENTER(instance, GPU_INSTANCE, info != NULL);
-    *info = (struct gpu_instance_info){sim_gpu_handle(call.gpu),
-                                       call.mig->gpu_instance,
-                                       call.mig->gpu_instance_profile,
-                                       {call.mig->placement_start, call.mig->placement_size}};
+    *info = (struct gpu_instance_info){
+        .device = sim_gpu_handle(call.gpu),
+        .id = call.mig->gpu_instance,
+        .profile = call.mig->gpu_instance_profile,
+        .placement = {call.mig->placement_start, call.mig->placement_size},
+    };
     LEAVE(NVML_SUCCESS);
 }
 
@@ -134,11 +144,13 @@ static nvmlReturn_t compute_instance_info(const char *function, void *instance, 
     struct sim_call call;
     nvmlReturn_t refused = sim_begin(&call, function, instance, COMPUTE_INSTANCE, info != NULL);
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
-    *info = (struct compute_instance_info){sim_gpu_handle(call.gpu),
-                                           sim_gpu_instance_handle(call.gpu, slot_of(&call)),
-                                           call.mig->compute_instance,
-                                           call.mig->compute_instance_profile,
-                                           {0, call.mig->compute_instance_slices}};
+    *info = (struct compute_instance_info){
+        .device = sim_gpu_handle(call.gpu),
+        .gpu_instance = sim_gpu_instance_handle(call.gpu, slot_of(&call)),
+        .id = call.mig->compute_instance,
+        .profile = call.mig->compute_instance_profile,
+        .placement = {0, call.mig->compute_instance_slices},
+    };
     return sim_end(&call, NVML_SUCCESS);
 }
 
@@ -179,9 +191,18 @@ NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(void *handle, unsigned
     ENTER(handle, GPU, info != NULL && profile < GPU_INSTANCE_PROFILES);
     const struct sim_mig_profile *known = profile_of(&call, profile);
     if (known == NULL) LEAVE(NVML_ERROR_NOT_SUPPORTED);
-    *info = (struct profile_info){known->id,       0,               known->slices,   known->instances, known->multiprocessors,
-                                  known->copy_engines, known->decoders, known->encoders, known->jpegs,     known->ofas,
-                                  known->memory_mib};
+    *info = (struct profile_info){
+        .id = known->id,
+        .slices = known->slices,
+        .instances = known->instances,
+        .multiprocessors = known->multiprocessors,
+        .copy_engines = known->copy_engines,
+        .decoders = known->decoders,
+        .encoders = known->encoders,
+        .jpegs = known->jpegs,
+        .ofas = known->ofas,
+        .memory_mib = known->memory_mib,
+    };
     LEAVE(NVML_SUCCESS);
 }
 
@@ -195,17 +216,19 @@ NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(void *handle, unsigne
     }
     const struct sim_mig_profile *known = profile_of(&call, profile);
     if (known == NULL) LEAVE(NVML_ERROR_NOT_SUPPORTED);
-    *info = (struct profile_info_v2){.version = version,
-                                     .id = known->id,
-                                     .slices = known->slices,
-                                     .instances = known->instances,
-                                     .multiprocessors = known->multiprocessors,
-                                     .copy_engines = known->copy_engines,
-                                     .decoders = known->decoders,
-                                     .encoders = known->encoders,
-                                     .jpegs = known->jpegs,
-                                     .ofas = known->ofas,
-                                     .memory_mib = known->memory_mib};
+    *info = (struct profile_info_v2){
+        .version = version,
+        .id = known->id,
+        .slices = known->slices,
+        .instances = known->instances,
+        .multiprocessors = known->multiprocessors,
+        .copy_engines = known->copy_engines,
+        .decoders = known->decoders,
+        .encoders = known->encoders,
+        .jpegs = known->jpegs,
+        .ofas = known->ofas,
+        .memory_mib = known->memory_mib,
+    };
     snprintf(info->name, sizeof info->name, "MIG %.80s", known->name);
     LEAVE(NVML_SUCCESS);
 }
@@ -259,10 +282,17 @@ static bool compute_profile(const struct sim_mig_device *mig, unsigned profile, 
     static const uint32_t slices_of[COMPUTE_INSTANCE_PROFILES] = {1, 2, 3, 4, 7, 8, 6};
     uint32_t slices = slices_of[profile];
     if (slices == 0 || slices > mig->gpu_instance_slices) return false;
-    uint32_t per_slice = mig->multiprocessors / mig->compute_instance_slices;
-    *info = (struct compute_profile_info){profile,           slices,        mig->gpu_instance_slices / slices,
-                                          per_slice * slices, mig->copy_engines, mig->decoders,
-                                          mig->encoders,     mig->jpegs,    mig->ofas};
+    *info = (struct compute_profile_info){
+        .id = profile,
+        .slices = slices,
+        .instances = mig->gpu_instance_slices / slices,
+        .multiprocessors = slices * (mig->multiprocessors / mig->compute_instance_slices),
+        .copy_engines = mig->copy_engines,
+        .decoders = mig->decoders,
+        .encoders = mig->encoders,
+        .jpegs = mig->jpegs,
+        .ofas = mig->ofas,
+    };
     return true;
 }
 

@@ -9,9 +9,9 @@
 
 #include <stdint.h>
 
-#define SIM_MAGIC 0x314d495355504756ull /* "VGPUSIM1" as little-endian bytes */
-#define SIM_NONE 0xffffffffu            /* no NUMA node, no MIG instance, no return code, field not supported */
-#define SIM_LOCK_BASE 0x40000000l       /* process slots lock single bytes from here on, far beyond the end of the file */
+#define SIM_MAGIC     0x314d495355504756ull /* "VGPUSIM1" as little-endian bytes */
+#define SIM_NONE      0xffffffffu           /* no NUMA node, no MIG instance, no return code, field not supported */
+#define SIM_LOCK_BASE 0x40000000l           /* process slots lock single bytes from here on, far beyond the end of the file */
 
 enum {
     SIM_LAYOUT = 1,
@@ -201,9 +201,9 @@ struct sim_event {
 };
 
 struct sim_fault {
-    char function[64]; /* an NVML name, or a prefix and "*" */
-    uint32_t gpu;      /* SIM_NONE: any, and calls about no GPU */
-    uint32_t code;     /* SIM_NONE: only slow */
+    char function[64];  /* an NVML name, or a prefix and "*" */
+    uint32_t gpu;       /* SIM_NONE: any, and calls about no GPU */
+    uint32_t code;      /* SIM_NONE: only slow */
     int32_t times_left; /* -1 for ever */
     uint32_t delay_ms;
 };

@@ -4,11 +4,11 @@
  */
 #include "core.h"
 
-#define STUB(name)                                                                                \
-    NVML_API nvmlReturn_t name(void)                                                              \
-    {                                                                                             \
-        ENTER(NULL, NO_HANDLE, true);                                                             \
-        LEAVE(NVML_ERROR_NOT_SUPPORTED);                                                          \
+#define STUB(name)                       \
+    NVML_API nvmlReturn_t name(void)     \
+    {                                    \
+        ENTER(NULL, NO_HANDLE, true);    \
+        LEAVE(NVML_ERROR_NOT_SUPPORTED); \
     }
 
 #include "stubs.inc"

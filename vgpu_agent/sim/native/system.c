@@ -146,8 +146,8 @@ static nvmlReturn_t by_pci_bus_id(const char *function, const char *bus_id, void
     unsigned domain = 0;
     unsigned bus = 0;
     unsigned device = 0;
-    bool readable = bus_id != NULL && (sscanf(bus_id, "%x:%x:%x", &domain, &bus, &device) == 3 ||
-                                       (domain = 0, sscanf(bus_id, "%x:%x", &bus, &device) == 2));
+    bool readable = bus_id != NULL &&
+                    (sscanf(bus_id, "%x:%x:%x", &domain, &bus, &device) == 3 || (domain = 0, sscanf(bus_id, "%x:%x", &bus, &device) == 2));
     struct sim_call call;
     nvmlReturn_t refused = sim_begin_lookup(&call, function, handle != NULL && readable);
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);

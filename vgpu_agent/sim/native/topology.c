@@ -110,14 +110,14 @@ NVML_API nvmlReturn_t nvmlDeviceGetP2PStatus(void *handle, void *other, unsigned
 
 enum { NVML_NVLINK_MAX_LINKS = 36 };
 
-#define LINK_NUMBER(name, expression)                                                             \
-    NVML_API nvmlReturn_t name(void *handle, unsigned link, unsigned *value)                      \
-    {                                                                                             \
-        ENTER(handle, GPU, value != NULL && link < NVML_NVLINK_MAX_LINKS);                        \
-        if (link >= call.device->link_count) LEAVE(NVML_ERROR_NOT_SUPPORTED);                     \
-        const struct sim_link *known = &call.device->links[link];                                 \
-        *value = (expression);                                                                    \
-        LEAVE(NVML_SUCCESS);                                                                      \
+#define LINK_NUMBER(name, expression)                                         \
+    NVML_API nvmlReturn_t name(void *handle, unsigned link, unsigned *value)  \
+    {                                                                         \
+        ENTER(handle, GPU, value != NULL && link < NVML_NVLINK_MAX_LINKS);    \
+        if (link >= call.device->link_count) LEAVE(NVML_ERROR_NOT_SUPPORTED); \
+        const struct sim_link *known = &call.device->links[link];             \
+        *value = (expression);                                                \
+        LEAVE(NVML_SUCCESS);                                                  \
     }
 
 LINK_NUMBER(nvmlDeviceGetNvLinkState, known->up)

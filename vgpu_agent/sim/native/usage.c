@@ -28,10 +28,8 @@ static int slot_pid(const struct sim_call *call, int slot)
     const struct sim_process *process = &call->device->processes[slot];
     if (process->kind == SIM_PROCESS_FIXED) return (int)process->pid;
     if (process->kind != SIM_PROCESS_LIVE) return SLOT_EMPTY;
-    struct flock lock = {.l_type = F_WRLCK,
-                         .l_whence = SEEK_SET,
-                         .l_start = SIM_LOCK_BASE + (off_t)call->gpu * SIM_PROCESSES + slot,
-                         .l_len = 1};
+    struct flock lock = {
+        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = SIM_LOCK_BASE + (off_t)call->gpu * SIM_PROCESSES + slot, .l_len = 1};
     if (fcntl(sim_descriptor(), F_GETLK, &lock) != 0) return SLOT_EMPTY;
     if (lock.l_type != F_UNLCK) return lock.l_pid;
     /* A process's own locks are never in its way: then the slot is ours, or its holder is dead. */
@@ -41,8 +39,8 @@ static int slot_pid(const struct sim_call *call, int slot)
 
 static bool belongs(const struct sim_call *call, const struct sim_process *process)
 {
-    return call->mig == NULL || (process->gpu_instance == call->mig->gpu_instance &&
-                                 process->compute_instance == call->mig->compute_instance);
+    return call->mig == NULL ||
+           (process->gpu_instance == call->mig->gpu_instance && process->compute_instance == call->mig->compute_instance);
 }
 
 /* ---- memory ---- */
@@ -160,10 +158,10 @@ static nvmlReturn_t list_processes(const char *function, void *handle, uint32_t 
     return sim_end(&call, NVML_SUCCESS);
 }
 
-#define PROCESS_LIST(name, type, with_instances)                                                  \
-    NVML_API nvmlReturn_t name(void *handle, unsigned *count, void *processes)                    \
-    {                                                                                             \
-        return list_processes(__func__, handle, (type), count, processes, (with_instances));      \
+#define PROCESS_LIST(name, type, with_instances)                                             \
+    NVML_API nvmlReturn_t name(void *handle, unsigned *count, void *processes)               \
+    {                                                                                        \
+        return list_processes(__func__, handle, (type), count, processes, (with_instances)); \
     }
 
 PROCESS_LIST(nvmlDeviceGetComputeRunningProcesses, COMPUTE, false)
@@ -243,14 +241,14 @@ NVML_API nvmlReturn_t nvmlDeviceGetUtilizationRates(void *handle, struct utilisa
 
 enum { CODEC_SAMPLING_US = 167000 };
 
-#define CODEC_UTILISATION(name, field)                                                            \
-    NVML_API nvmlReturn_t name(void *handle, unsigned *percent, unsigned *sampling_us)            \
-    {                                                                                             \
-        ENTER(handle, GPU, percent != NULL && sampling_us != NULL);                               \
-        if (call.device->mig_current) LEAVE(NVML_ERROR_NOT_SUPPORTED);                            \
-        *percent = call.device->field;                                                            \
-        *sampling_us = CODEC_SAMPLING_US;                                                         \
-        LEAVE(NVML_SUCCESS);                                                                      \
+#define CODEC_UTILISATION(name, field)                                                 \
+    NVML_API nvmlReturn_t name(void *handle, unsigned *percent, unsigned *sampling_us) \
+    {                                                                                  \
+        ENTER(handle, GPU, percent != NULL && sampling_us != NULL);                    \
+        if (call.device->mig_current) LEAVE(NVML_ERROR_NOT_SUPPORTED);                 \
+        *percent = call.device->field;                                                 \
+        *sampling_us = CODEC_SAMPLING_US;                                              \
+        LEAVE(NVML_SUCCESS);                                                           \
     }
 
 CODEC_UTILISATION(nvmlDeviceGetEncoderUtilization, encoder_utilisation)
@@ -283,12 +281,14 @@ static unsigned samples_of(const struct sim_call *call, struct process_sample_v1
         if ((process->sm_percent | process->memory_percent | process->encoder_percent | process->decoder_percent) == 0) continue;
         int pid = slot_pid(call, slot);
         if (pid <= SLOT_NOT_VISIBLE) continue;
-        rows[found++] = (struct process_sample_v1){.timestamp_us = now,
-                                                   .pid = (unsigned)pid,
-                                                   .sm = process->sm_percent,
-                                                   .memory = process->memory_percent,
-                                                   .encoder = process->encoder_percent,
-                                                   .decoder = process->decoder_percent};
+        rows[found++] = (struct process_sample_v1){
+            .timestamp_us = now,
+            .pid = (unsigned)pid,
+            .sm = process->sm_percent,
+            .memory = process->memory_percent,
+            .encoder = process->encoder_percent,
+            .decoder = process->decoder_percent,
+        };
     }
     return found;
 }
@@ -312,8 +312,14 @@ NVML_API nvmlReturn_t nvmlDeviceGetProcessUtilization(void *handle, struct proce
     struct process_sample_v1 found[SIM_PROCESSES];
     nvmlReturn_t result = sample_count(samples_of(&call, found), rows, count);
     for (unsigned row = 0; result == NVML_SUCCESS && row < *count; row++) {
-        rows[row] = (struct process_sample){found[row].pid,    found[row].timestamp_us, found[row].sm,
-                                            found[row].memory, found[row].encoder,      found[row].decoder};
+        rows[row] = (struct process_sample){
+            .pid = found[row].pid,
+            .timestamp_us = found[row].timestamp_us,
+            .sm = found[row].sm,
+            .memory = found[row].memory,
+            .encoder = found[row].encoder,
+            .decoder = found[row].decoder,
+        };
     }
     LEAVE(result);
 }
