@@ -103,7 +103,7 @@ def test_a_wait_keeps_its_timeout(node: SimulatedNode) -> None:
     with pytest.raises(pynvml.NVMLError_Timeout):
         pynvml.nvmlEventSetWait_v2(events, 120)
 
-    assert 0.12 <= time.monotonic() - before < 0.6
+    assert 0.12 <= time.monotonic() - before < 2
 
 
 def test_an_event_ends_a_wait(node: SimulatedNode) -> None:

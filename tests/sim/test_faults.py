@@ -105,7 +105,7 @@ def test_a_slow_call_succeeds_in_the_end(node: SimulatedNode) -> None:
     power = pynvml.nvmlDeviceGetPowerUsage(handle)
 
     assert power == 60_000
-    assert 0.1 <= time.monotonic() - before < 0.6
+    assert 0.1 <= time.monotonic() - before < 2
 
 
 def test_a_slow_call_does_not_hold_the_interpreter(node: SimulatedNode) -> None:
