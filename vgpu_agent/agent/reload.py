@@ -54,7 +54,7 @@ class Reload:
             self._refuse(err)
             return
         self.loaded, self.problem, self.needs_restart = outcome, "", tuple(later)
-        if outcome.settings.log.level != self._at_start.log.level or "log.level" in at_once:
+        if "log.level" in at_once:
             log.set_level(outcome.settings.log.level)
         self._journal.record("config.applied", file=outcome.sources.file, changed=at_once, needs_restart=later)
 

@@ -6,6 +6,7 @@ kubelet never says whose ids it has just allocated, nor that a pod has ended; it
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -33,12 +34,22 @@ class Verification:
     State: when the records were last read and how much drift was ever found; nothing that a restart would miss.
     """
 
-    def __init__(self, *, allocator: Allocator, ledger: Ledger, settings: Kubelet, kubelet: KubeletStatus, journal: Journal) -> None:
+    def __init__(
+        self,
+        *,
+        allocator: Allocator,
+        ledger: Ledger,
+        settings: Kubelet,
+        kubelet: KubeletStatus,
+        journal: Journal,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._allocator = allocator
         self._ledger = ledger
         self._settings = settings
         self._kubelet = kubelet
         self._journal = journal
+        self._clock = clock
         self._pod_resources = PodResources(settings.pod_resources_socket, timeout_seconds=settings.pod_resources_timeout_seconds)
         self._restarts_seen = 0
         self._restarted_at = 0.0
@@ -56,26 +67,34 @@ class Verification:
         pause = _SHORTEST_PAUSE_SECONDS
         while True:
             beat()
-            await self._pause(pause)
+            if await self._pause(pause):
+                pause = _SHORTEST_PAUSE_SECONDS
             await self._verify()
-            unsettled = self._allocator.unconfirmed() or self._ledger.in_doubt
-            pause = min(pause * 2, self._settings.verify_seconds) if unsettled else self._settings.verify_seconds
+            if self._ledger.in_doubt:
+                pause = 2 * _SHORTEST_PAUSE_SECONDS  # the second look decides, so there is no third
+            elif self._allocator.unconfirmed():
+                pause = min(pause * 2, self._settings.verify_seconds)
+            else:
+                pause = self._settings.verify_seconds
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait, but not much longer than until something new is booked."""
-        began = time.monotonic()
+    async def _pause(self, seconds: float) -> bool:
+        """Wait, but not much longer than until something new is booked; whether something was."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         revision: Latest[int] = self._ledger.revision
-        known = self._allocator.unconfirmed()
-        while (left := seconds - (time.monotonic() - began)) > 0:
+        known, booked = self._allocator.unconfirmed(), False
+        while (left := seconds - (loop.time() - began)) > 0:
             version = revision.version
             if not await first_of(revision.newer_than(version), timeout_seconds=left):
-                return
+                break
             if self._allocator.unconfirmed() and not known:
-                known, seconds = True, time.monotonic() - began + _SHORTEST_PAUSE_SECONDS
+                known = booked = True
+                seconds = loop.time() - began + _SHORTEST_PAUSE_SECONDS
+        return booked
 
     async def _verify(self, *, initial: bool = False) -> None:
         records = await read_records(self._pod_resources, self._settings.checkpoint_path)
-        now = time.time()
+        now = self._clock()
         if records.trouble and records.trouble != self._kubelet.records_trouble:
             self._journal.record("kubelet.records_incomplete", level="warning", reason=records.trouble)
         self._kubelet.records_trouble, self._kubelet.records_read_at = records.trouble, now

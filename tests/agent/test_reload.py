@@ -1,0 +1,97 @@
+"""A changed configuration: in force as a whole, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from vgpu_agent import log
+from vgpu_agent.agent.reload import Reload
+from vgpu_agent.config.load import Loaded, Sources, load_content
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.errors import ConfigError
+from vgpu_agent.journal import Journal
+
+
+def loaded(text: str = "") -> Loaded:
+    """The settings of a file with this text after its version."""
+    return load_content(Sources({}, {}, "config.yaml"), b"version: v1\n" + text.encode())
+
+
+class Applied:
+    """Takes settings, or refuses them."""
+
+    def __init__(self) -> None:
+        self.settings: list[Settings] = []
+        self.refusal = ""
+
+    async def __call__(self, settings: Settings) -> None:
+        """As `composition` applies them."""
+        if self.refusal:
+            raise ConfigError([self.refusal])
+        self.settings.append(settings)
+
+
+@pytest.fixture
+def applied() -> Iterator[Applied]:
+    """What was put in force; the log level is put back."""
+    yield Applied()
+    log.set_level("debug")
+
+
+async def test_good_settings_are_applied_and_shown(applied: Applied) -> None:
+    """/debug/config shows the new values with their origins."""
+    reload = Reload(loaded(), apply=applied, journal=Journal())
+    new = loaded("plugin: {passDeviceSpecs: true}\n")
+    await reload.take(new)
+    assert applied.settings == [new.settings]
+    assert reload.loaded is new
+    assert (reload.problem, reload.needs_restart) == ("", ())
+
+
+async def test_bad_settings_change_nothing_until_a_good_file_comes(applied: Applied) -> None:
+    """The reason stays visible as long as the newest file is not in force."""
+    journal = Journal()
+    reload = Reload(loaded(), apply=applied, journal=journal)
+    await reload.take(ConfigError(["config.yaml:2: listen: …"]))
+    assert reload.problem == "config.yaml:2: listen: …"
+    assert applied.settings == []
+    assert journal.entries[-1].event == "config.refused"
+    await reload.take(loaded())
+    assert reload.problem == ""
+
+
+async def test_settings_that_cannot_be_put_in_force_are_refused_whole(applied: Applied) -> None:
+    """A list that would not fit: the old settings stay, and are what is shown."""
+    first = loaded()
+    reload = Reload(first, apply=applied, journal=Journal())
+    applied.refusal = "nvidia.com/gpu: replicas: at most 5 would fit"
+    await reload.take(loaded("plugin: {passDeviceSpecs: true}\n"))
+    assert reload.loaded is first
+    assert "at most 5" in reload.problem
+
+
+async def test_what_needs_a_restart_is_named_until_it_is_taken_back(applied: Applied) -> None:
+    """The comparison is with the settings at start, so a second reload does not forget it."""
+    reload = Reload(loaded(), apply=applied, journal=Journal())
+    await reload.take(loaded("listen: ':1'\n"))
+    await reload.take(loaded("listen: ':1'\nplugin: {passDeviceSpecs: true}\n"))
+    assert reload.needs_restart == ("listen",)
+    await reload.take(loaded())
+    assert not reload.needs_restart
+
+
+async def test_a_new_log_level_is_in_force_at_once(applied: Applied) -> None:
+    """No restart for a closer look."""
+    reload = Reload(loaded(), apply=applied, journal=Journal())
+    await reload.take(loaded("log: {level: warning}\n"))
+    assert log.current_level() == "warning"
+
+
+async def test_a_reload_of_something_else_leaves_a_level_set_by_hand_alone(applied: Applied) -> None:
+    """``PUT /debug/loglevel`` holds until the file's own level changes."""
+    reload = Reload(loaded(), apply=applied, journal=Journal())
+    log.set_level("error")
+    await reload.take(loaded("plugin: {passDeviceSpecs: true}\n"))
+    assert log.current_level() == "error"

@@ -1,0 +1,84 @@
+"""The command line as a whole: one line for each error, and exit statuses that scripts can rely on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.cli import main as cli
+from vgpu_agent.errors import AgentError
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """``vgpu-agent version`` says which one it is and exits 0."""
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("vgpu-agent 0.")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["no-such-command"], ["run", "--no-such-flag"], ["config"], ["sim", "xid"], ["run", "stray"]],
+    ids=["nothing", "unknown command", "unknown flag", "no subcommand", "missing argument", "stray word"],
+)
+def test_a_wrong_call_is_one_line_and_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Usage errors name the command and where to read on; no page of usage."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(argv)
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vgpu-agent")
+    assert "--help" in line
+
+
+def test_wrong_configuration_is_a_line_a_problem_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two mistakes, two lines, in the form of a compiler."""
+    file = tmp_path / "config.yaml"
+    file.write_text("version: v1\nlisten: 5\nlog: {level: loud}\n")
+    assert cli.main(["run", "--config", str(file)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{file}:2: listen: ")
+    assert second.startswith(f"{file}:3: log.level: ")
+
+
+def test_a_failure_is_one_line_and_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of ours is written for an operator, not as a traceback."""
+
+    def fail(_: object) -> int:
+        raise AgentError("the address is in use")
+
+    monkeypatch.setattr("vgpu_agent.cli.version._print_version", fail)
+    assert cli.main(["version"]) == 1
+    assert capsys.readouterr().err == "vgpu-agent: the address is in use\n"
+
+
+@pytest.mark.parametrize("command", ["run", "status", "config", "sim", "demo", "version"])
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--help`` exits 0; the commands that take options show examples."""
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    assert command == "version" or "examples:" in capsys.readouterr().out
+
+
+def test_the_top_help_shows_every_command_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first thing a newcomer types."""
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("run", "status", "config", "sim", "demo", "version", "examples:"))
+
+
+@pytest.mark.parametrize("argv", [["version"], ["status", "--help"], ["config", "example"]])
+def test_small_commands_do_not_load_the_agents_libraries(argv: list[str]) -> None:
+    """``status`` in a shell loop on a busy node must not import a gRPC stack and an HTTP server."""
+    program = (
+        "import sys, contextlib\n"
+        "from vgpu_agent.cli.main import main\n"
+        f"with contextlib.suppress(SystemExit): main({argv!r})\n"
+        "print(sorted({'aiohttp', 'grpclib', 'pynvml', 'prometheus_client', 'grpc'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ran.stderr.splitlines()[-1] == "[]"
