@@ -29,6 +29,7 @@ class FakeBackend:
         self.started: list[tuple[str, tuple[str, ...]]] = []
         self.failure: Exception | None = None
         self.choice: list[str] | None = None
+        self.edits: Edits | None = None
 
     def lose(self, uuid: str) -> None:
         """Make a GPU unhealthy, with all its ids, and tell whoever waits."""
@@ -54,6 +55,8 @@ class FakeBackend:
     def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         self._fail()
         self.allocated.append((resource, tuple(ids)))
+        if self.edits is not None:
+            return self.edits
         return Edits(environment={"NVIDIA_VISIBLE_DEVICES": ",".join(sorted({device.partition("::")[0] for device in ids}))})
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:

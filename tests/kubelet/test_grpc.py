@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import h2.config
 import h2.connection
+import h2.settings
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 from structlog.testing import capture_logs
@@ -222,6 +223,21 @@ async def test_draining_cancels_what_does_not_finish_in_time(served: Served) -> 
     assert (await hanging)[0] in {"UNAVAILABLE", "CANCELLED", "UNKNOWN"}
 
 
+async def test_draining_cuts_off_a_peer_that_does_not_read(served: Served) -> None:
+    """Unsent bytes of a peer that is stopped or broken must neither hold the end up nor leave a task behind."""
+    served.service.message = b"x" * 20_000_000
+    _, writer = await _raw_watch(served.path, window_bytes=2**30)
+    await asyncio.wait_for(served.service.watching.wait(), 1)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]  # a stream's transport can both
+
+    began = time.perf_counter()
+    await served.server.drain(0.2)
+
+    assert time.perf_counter() - began < 1.0
+    assert [task for task in asyncio.all_tasks() if "request_handler" in repr(task)] == []
+    writer.transport.abort()
+
+
 @pytest.mark.parametrize(
     "junk", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 500, b""]
 )
@@ -336,9 +352,12 @@ def _post(client: h2.connection.H2Connection, method: str, message: bytes | None
         client.send_data(1, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
 
 
-async def _raw_watch(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A ListAndWatch-like call whose reader never acknowledges anything, so that the sender blocks."""
+async def _raw_watch(path: Path, *, window_bytes: int = 0) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A ListAndWatch-like call whose reader never acknowledges anything; the sender blocks on it, or on the socket's buffer."""
     client = _client()
+    if window_bytes:
+        client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window_bytes})
+        client.increment_flow_control_window(window_bytes)
     _post(client, WATCH, b"")
     connection = socket.socket(socket.AF_UNIX)
     connection.setblocking(False)

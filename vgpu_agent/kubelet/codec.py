@@ -46,6 +46,7 @@ class DeviceListEncoder:
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[str, int | None, bool], bytes] = {}
+        self._suffixes: dict[tuple[int | None, bool], bytes] = {}
 
     def encode(self, devices: Iterable[ListedDevice]) -> bytes:
         """The complete ListAndWatchResponse."""
@@ -55,9 +56,18 @@ class DeviceListEncoder:
             key = (device.id.id, device.id.numa_node, device.healthy)
             piece = pieces.get(key)
             if piece is None:
-                piece = pieces[key] = _list_element(device.id, healthy=device.healthy)
+                piece = pieces[key] = self._piece(*key)
             out.append(piece)
         return b"".join(out)
+
+    def _piece(self, device_id: str, numa_node: int | None, healthy: bool) -> bytes:
+        """One element of ListAndWatchResponse.devices, with its tag and length; what follows the id is the same for many ids."""
+        suffix = self._suffixes.get((numa_node, healthy))
+        if suffix is None:
+            suffix = self._suffixes[numa_node, healthy] = _after_the_id(numa_node, healthy=healthy)
+        encoded_id = device_id.encode()
+        device = b"\x0a" + wire.varint(len(encoded_id)) + encoded_id + suffix
+        return b"\x0a" + wire.varint(len(device)) + device
 
 
 def list_size_bytes(ids: Iterable[DeviceId]) -> int:
@@ -172,18 +182,17 @@ def _options(*, pre_start_required: bool) -> v1beta1.DevicePluginOptions:
     return v1beta1.DevicePluginOptions(pre_start_required=pre_start_required, get_preferred_allocation_available=True)
 
 
-def _list_element(device: DeviceId, *, healthy: bool) -> bytes:
-    """One element of ListAndWatchResponse.devices, with its tag and length."""
-    message = v1beta1.Device(id=device.id, health=HEALTHY if healthy else UNHEALTHY)
+def _after_the_id(numa_node: int | None, *, healthy: bool) -> bytes:
+    """The encoded Device without its id, which is field 1 and comes first."""
+    message = v1beta1.Device(health=HEALTHY if healthy else UNHEALTHY)
     # NUMA node 0 is an *empty* NumaNode element, not a missing one; a negative number means that the kernel does not know: no topology.
-    if device.numa_node is not None and device.numa_node >= 0:
-        message.topology = v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=device.numa_node)])
-    encoded = bytes(message)
-    return b"\x0a" + wire.varint(len(encoded)) + encoded
+    if numa_node is not None and numa_node >= 0:
+        message.topology = v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=numa_node)])
+    return bytes(message)
 
 
 def _element_size(device: DeviceId) -> int:
-    """Length of the unhealthy `_list_element`, without building it: this is asked for lists that are far too long."""
+    """Length of an unhealthy element, without building it: this is asked about lists that are far too long."""
     size = _length_delimited_size(len(device.id.encode())) + _length_delimited_size(len(UNHEALTHY))
     if device.numa_node is not None and device.numa_node >= 0:
         numa_node = 1 + len(wire.varint(device.numa_node)) if device.numa_node else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpclib
 from grpclib.client import Channel
@@ -34,7 +34,7 @@ from vgpu_agent.errors import (
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
     from pathlib import Path
 
 
@@ -88,20 +88,17 @@ class GrpcServer:
     async def drain(self, grace_seconds: float) -> None:
         """Accept nothing new, let running methods return for up to ``grace_seconds``, then close every connection.
 
-        grpclib's own way would wait for kubelet to close its connection, which it never does.
+        grpclib's own way would wait for kubelet to close its connection, which it never does. A peer that does not read what we still have
+        for it gets a tenth of the grace and is cut off.
         """
         self._server.stop_accepting()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_seconds):
-                await self._idle.wait()
+        await _within(grace_seconds, self._idle.wait())
         self._server.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_seconds):
-                await self._idle.wait()  # the cancelled ones need a moment to clean up
+        await _within(grace_seconds, self._idle.wait())  # the cancelled ones need a moment to clean up
         self._server.close_connections()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_seconds):
-                await self._server.wait_closed()
+        if not await _within(grace_seconds / 10, self._server.wait_closed()):
+            self._server.abort_connections()
+            await _within(grace_seconds / 10, self._server.wait_closed())
 
     def _unary(self, path: str, method: UnaryMethod) -> Callable[[_ByteStream], Awaitable[None]]:
         async def serve(stream: _ByteStream) -> None:
@@ -195,12 +192,23 @@ class _Methods(dict[str, Handler]):
 
 
 class _Connection(H2Protocol):
-    """A connection that, as HTTP/2 demands, ignores frames of a kind it does not know; grpclib would drop the connection."""
+    """A connection that repairs two habits of grpclib's.
+
+    As HTTP/2 demands, it ignores frames of a kind that it does not know, where grpclib would drop the connection. And when it is lost, a
+    method that waits for room in the write buffer is let go, where grpclib would leave it waiting for ever.
+    """
+
+    transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self.transport = cast("asyncio.Transport", transport)
         for event in (UnknownFrameReceived, AlternativeServiceAvailable):
             self.processor.processors[event] = lambda _: None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self.resume_writing()
 
 
 class _ClosableServer(Server):
@@ -223,10 +231,17 @@ class _ClosableServer(Server):
             self._server.close()
 
     def close_connections(self) -> None:
-        """Close what is still open, after its last bytes have been written."""
-        for connection in list(self._connections):
-            if hasattr(connection, "processor"):
-                connection.processor.close("the server stops")
+        """Close what is still open, once its last bytes have been written."""
+        for connection in self._made():
+            connection.processor.close("the server stops")
+
+    def abort_connections(self) -> None:
+        """Close what is still open, at once."""
+        for connection in self._made():
+            connection.transport.abort()
+
+    def _made(self) -> list[_Connection]:
+        return [connection for connection in self._connections if hasattr(connection, "processor")]
 
 
 class _Servable:
@@ -237,6 +252,16 @@ class _Servable:
 
     def __mapping__(self) -> dict[str, Handler]:
         return self._methods
+
+
+async def _within(seconds: float, wait: Coroutine[Any, Any, object]) -> bool:
+    """Whether ``wait`` returned in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await wait
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _request(stream: _ByteStream) -> bytes:
