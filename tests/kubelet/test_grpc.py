@@ -172,7 +172,7 @@ async def test_a_cancelled_stream_is_cleaned_up_at_once(served: Served) -> None:
 async def test_a_reader_that_goes_away_during_a_send_is_cleaned_up_at_once(served: Served) -> None:
     """The method is blocked in a send of more than the flow-control window when the connection is cut."""
     served.service.message = b"x" * 20_000_000
-    reader, writer = await _raw_watch(served.path)
+    reader, writer = await _raw_watch(served.path, _client())
     await asyncio.wait_for(served.service.watching.wait(), 1)
     await reader.read(1000)
 
@@ -224,16 +224,22 @@ async def test_draining_cancels_what_does_not_finish_in_time(served: Served) -> 
 
 
 async def test_draining_cuts_off_a_peer_that_does_not_read(served: Served) -> None:
-    """Unsent bytes of a peer that is stopped or broken must neither hold the end up nor leave a task behind."""
+    """It has cancelled its stream and reads no more: neither the end nor a task may wait for room in the write buffer."""
     served.service.message = b"x" * 20_000_000
-    _, writer = await _raw_watch(served.path, window_bytes=2**30)
-    await asyncio.wait_for(served.service.watching.wait(), 1)
+    client = _client()
+    client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
+    client.increment_flow_control_window(2**30)
+    _, writer = await _raw_watch(served.path, client)
     writer.transport.pause_reading()  # type: ignore[attr-defined]  # a stream's transport can both
+    await asyncio.wait_for(served.service.watching.wait(), 1)
+    client.reset_stream(1)
+    writer.write(client.data_to_send())
+    await asyncio.wait_for(served.service.cleaned_up.wait(), 1)
 
     began = time.perf_counter()
-    await served.server.drain(0.2)
+    await served.server.drain(1.0)
 
-    assert time.perf_counter() - began < 1.0
+    assert time.perf_counter() - began < 0.5
     assert [task for task in asyncio.all_tasks() if "request_handler" in repr(task)] == []
     writer.transport.abort()
 
@@ -352,12 +358,8 @@ def _post(client: h2.connection.H2Connection, method: str, message: bytes | None
         client.send_data(1, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
 
 
-async def _raw_watch(path: Path, *, window_bytes: int = 0) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A ListAndWatch-like call whose reader never acknowledges anything; the sender blocks on it, or on the socket's buffer."""
-    client = _client()
-    if window_bytes:
-        client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window_bytes})
-        client.increment_flow_control_window(window_bytes)
+async def _raw_watch(path: Path, client: h2.connection.H2Connection) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A ListAndWatch-like call on a connection of our own."""
     _post(client, WATCH, b"")
     connection = socket.socket(socket.AF_UNIX)
     connection.setblocking(False)

@@ -215,6 +215,7 @@ async def test_pre_start_is_skipped_between_a_restart_and_the_plugins_return(kub
     backend = await _offered(kubelet, node, shared_resource(pre_start_required=True))
     pod = await kubelet.admit("p", [Container("c", {R: 1})])
     await node.supervisor.stop(f"plugin {R} 1")
+    await kubelet.until(lambda: kubelet.called("stream ended") != [])
 
     with pytest.raises(ContainerStartError, match="has been stopped"):
         await kubelet.start_container(pod, "c")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from vgpu_agent.sim.kubelet_endpoint import Endpoint
+from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint
 from vgpu_agent.sim.kubelet_faults import AdmissionError, Call, ContainerStartError, Faults
 from vgpu_agent.sim.kubelet_records import Allocation, Records, ResourceDevices
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
@@ -98,12 +98,11 @@ class SimulatedKubelet:
 
     async def stop(self) -> None:
         """End like a killed kubelet: connections break, sockets and checkpoint stay."""
+        for server in self._servers:  # first, so that nobody who loses his stream can register with a dying kubelet
+            await server.stop(None)
         for endpoint in [*self._endpoints.values(), *self._retired]:
             await endpoint.close()
-        self._endpoints, self._retired = {}, []
-        for server in self._servers:
-            await server.stop(None)
-        self._servers = []
+        self._servers, self._endpoints, self._retired = [], {}, []
 
     async def restart(self, *, away_seconds: float = 0.0) -> None:
         """Stop, stay away, and start again with what the checkpoint says; pods keep running."""
@@ -177,10 +176,9 @@ class SimulatedKubelet:
                 raise ContainerStartError(f"endpoint {endpoint.socket_path} has been stopped")
             try:
                 await endpoint.pre_start(allocation.ids)
-            except grpc.aio.AioRpcError as err:
-                await self._note("PreStartContainer", allocation.resource, ids=allocation.ids, error=err.details())
-                text = f"rpc error: code = {err.code().name} desc = {err.details()}"
-                raise ContainerStartError(f"device plugin PreStartContainer rpc failed with err: {text}") from err
+            except CallFailedError as err:
+                await self._note("PreStartContainer", allocation.resource, ids=allocation.ids, error=str(err))
+                raise ContainerStartError(f"device plugin PreStartContainer rpc failed with err: {err}") from err
             await self._note("PreStartContainer", allocation.resource, ids=allocation.ids)
         return self._answer(pod.uid, container)
 
@@ -214,7 +212,7 @@ class SimulatedKubelet:
         endpoint = Endpoint(request.resource_name, self.plugins / request.endpoint)
         try:
             await endpoint.connect()
-        except (TimeoutError, grpc.aio.AioRpcError) as err:
+        except CallFailedError as err:
             await endpoint.close()
             await context.abort(grpc.StatusCode.UNKNOWN, f"failed to dial device plugin with socketPath {endpoint.socket_path}: {err}")
         await self._note("GetDevicePluginOptions", request.resource_name, endpoint=request.endpoint)
@@ -264,10 +262,9 @@ class SimulatedKubelet:
         try:
             ids = await self._choose(endpoint, ids, free, number)
             answer = await endpoint.allocate(ids)
-        except (grpc.aio.AioRpcError, IndexError) as err:
-            text = f"rpc error: code = {err.code().name} desc = {err.details()}" if isinstance(err, grpc.aio.AioRpcError) else str(err)
-            await self._note("Allocate", resource, ids=ids, error=text)
-            raise AdmissionError(_rejected(text)) from err
+        except CallFailedError as err:
+            await self._note("Allocate", resource, ids=ids, error=str(err))
+            raise AdmissionError(_rejected(str(err))) from err
         self._records.add(pod.uid, container.name, resource, ids, answer.SerializeToString())
         await asyncio.to_thread(self._records.write_checkpoint)
         await self._note("Allocate", resource, ids=ids, pod=pod.uid, container=container.name)

@@ -26,6 +26,10 @@ _DIAL_SECONDS = 10.0
 _PRE_START_SECONDS = 30.0
 
 
+class CallFailedError(Exception):
+    """A call to the plugin failed; the text is as kubelet words it: ``rpc error: code = … desc = …``."""
+
+
 class Endpoint:
     """A device plugin as kubelet holds it: alive from `connect` until its stream ends."""
 
@@ -42,18 +46,21 @@ class Endpoint:
                 ("grpc.use_local_subchannel_pool", 1),
             ],
         )
+        self._hung_up = False
         self._watching: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
         """Dial, and ask for the options, as kubelet does before it answers Register (V1).
 
         Raises:
-            TimeoutError: nobody answers on the socket.
-            grpc.aio.AioRpcError: the plugin refuses.
+            CallFailedError: nobody answers on the socket, or the plugin refuses.
         """
-        async with asyncio.timeout(_DIAL_SECONDS):
-            await self._channel.channel_ready()
-        self.options = await self._unary("GetDevicePluginOptions", messages.DevicePluginOptions)(messages.Empty())
+        try:
+            async with asyncio.timeout(_DIAL_SECONDS):
+                await self._channel.channel_ready()
+        except TimeoutError as err:
+            raise CallFailedError(f"nobody answers on {self.socket_path} within {_DIAL_SECONDS:g} s") from err
+        self.options = await self._call("GetDevicePluginOptions", messages.Empty(), messages.DevicePluginOptions)
 
     def watch(self, on_list: OnList, on_end: OnEnd) -> None:
         """Open ListAndWatch; each list goes to ``on_list``, the end of the stream to ``on_end`` with its reason."""
@@ -70,7 +77,7 @@ class Endpoint:
             async for response in call(messages.Empty()):
                 await on_list(self, response)
         except grpc.aio.AioRpcError as err:
-            reason = f"rpc error: code = {err.code().name} desc = {err.details()}"
+            reason = _worded(err)
         except asyncio.CancelledError:
             await on_end(self, "cancelled by kubelet")
             raise
@@ -83,29 +90,38 @@ class Endpoint:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def prefer(self, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
-        """GetPreferredAllocation for one container."""
+        """GetPreferredAllocation for one container.
+
+        Raises:
+            CallFailedError: the call failed.
+        """
         request = messages.PreferredAllocationRequest()
         request.container_requests.add(available_device_ids=available, must_include_device_ids=must_include, allocation_size=size)
-        response = await self._unary("GetPreferredAllocation", messages.PreferredAllocationResponse)(request)
+        response = await self._call("GetPreferredAllocation", request, messages.PreferredAllocationResponse)
         return list(response.container_responses[0].device_ids) if response.container_responses else []
 
     async def allocate(self, ids: Sequence[str]) -> messages.ContainerAllocateResponse:
         """Allocate for one container; only the first element of the answer is read.
 
         Raises:
-            grpc.aio.AioRpcError: refused.
-            IndexError: an answer without elements.
+            CallFailedError: refused, or an answer without elements.
         """
         request = messages.AllocateRequest()
         request.container_requests.add(device_ids=ids)
-        response = await self._unary("Allocate", messages.AllocateResponse)(request)
+        response = await self._call("Allocate", request, messages.AllocateResponse)
+        if not response.container_responses:
+            raise CallFailedError("no containers return in allocation response")
         answer: messages.ContainerAllocateResponse = response.container_responses[0]
         return answer
 
     async def pre_start(self, ids: Sequence[str]) -> None:
-        """PreStartContainer."""
-        call = self._unary("PreStartContainer", messages.PreStartContainerResponse, timeout_seconds=_PRE_START_SECONDS)
-        await call(messages.PreStartContainerRequest(device_ids=ids))
+        """PreStartContainer.
+
+        Raises:
+            CallFailedError: refused, or not answered in time.
+        """
+        request = messages.PreStartContainerRequest(device_ids=ids)
+        await self._call("PreStartContainer", request, messages.PreStartContainerResponse, timeout_seconds=_PRE_START_SECONDS)
 
     async def close(self) -> None:
         """Drop the connection; the stream ends with it."""
@@ -114,12 +130,26 @@ class Endpoint:
 
     async def hang_up(self) -> None:
         """Drop the connection of a stream that has ended."""
+        self._hung_up = True
         await self._channel.close(None)
 
-    def _unary(self, method: str, response: type[Any], *, timeout_seconds: float | None = None) -> Callable[[Any], Any]:
+    async def _call(self, method: str, request: Any, response: type[Any], *, timeout_seconds: float | None = None) -> Any:
         call: Any = self._channel.unary_unary(
             f"{_SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=response.FromString,
         )
-        return lambda request: call(request, timeout=timeout_seconds)
+        try:
+            return await call(request, timeout=timeout_seconds)
+        except grpc.aio.AioRpcError as err:
+            raise CallFailedError(_worded(err)) from err
+        except asyncio.CancelledError:
+            # grpcio cancels the calls of a channel that is closed under them; a cancellation of our own task passes on.
+            task = asyncio.current_task()
+            if not self._hung_up or (task is not None and task.cancelling()):
+                raise
+            raise CallFailedError(f"endpoint {self.socket_path} has been stopped") from None
+
+
+def _worded(err: grpc.aio.AioRpcError) -> str:
+    return f"rpc error: code = {err.code().name} desc = {err.details()}"
