@@ -73,6 +73,13 @@ def test_a_preference_spreads_over_the_gpus() -> None:
     assert allocator.preferred(GPU, every, [], 2) == [f"{U0}::0", f"{U1}::0"]
 
 
+def test_a_preference_avoids_what_allocate_would_refuse() -> None:
+    """Between an XID and the list that tells kubelet, an unhealthy id is still available to it; it is not recommended."""
+    allocator, _, _ = make(inventory=golden_inventory(U0=Health(ok=False, reason="XID 79")))
+    assert allocator.preferred(GPU, [f"{U0}::0", f"{U1}::0"], [], 1) == [f"{U1}::0"]
+    assert allocator.preferred(GPU, [f"{U0}::0", f"{U1}::0"], [], 2) == [f"{U0}::0", f"{U1}::0"]
+
+
 def test_the_list_of_a_resource_that_went_away_is_empty() -> None:
     """A stream that is still open for a withdrawn resource tells kubelet that nothing is left."""
     allocator, _, _ = make()

@@ -61,7 +61,10 @@ class Allocator:
         """The ids that suit best; never an error, for which kubelet would fail the pod (kubelet contract §6), but then a simple pick."""
         try:
             offered = self._ledger.resource(resource)
-            return self._family(offered.family).prefer(offered, available, must_include, size)
+            # kubelet's view of health can be a moment older than ours; what Allocate would refuse is not recommended.
+            usable = {entry.id.id for entry in self._ledger.listing(resource) if entry.healthy}
+            healthy = [id_ for id_ in available if id_ in usable]
+            return self._family(offered.family).prefer(offered, healthy, must_include, size)
         except (CapacityError, UnknownDeviceError) as err:
             simple = list(dict.fromkeys([*must_include, *available]))[:size]
             self._journal.record("preferred.simple", level="warning", resource=resource, size=size, reason=str(err))
