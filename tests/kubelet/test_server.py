@@ -15,6 +15,7 @@ from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
 from vgpu_agent.concurrency import Supervisor, TaskState
 from vgpu_agent.errors import UnknownDeviceError
+from vgpu_agent.kubelet.grpc import GrpcServer
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.model import DeviceId, Resource
@@ -405,3 +406,35 @@ async def test_a_directory_that_is_removed_and_made_again_is_survived(kubelet: S
     await kubelet.start()
 
     await _all_offered(kubelet)
+
+
+async def test_a_farewell_that_fails_costs_nothing(kubelet: SimulatedKubelet, node: Node) -> None:
+    """kubelet may be stopping at the same time; the agent ends all the same, without a socket left."""
+    resource = shared_resource(pre_start_required=True)
+    plugin = node.offer(resource, FakeBackend(resource))
+    await _all_offered(kubelet)
+    kubelet.faults.failing_registrations = 1
+
+    await plugin.stop()
+
+    assert (plugin.status.state, _sockets(kubelet)) == (PluginState.STOPPED, [])
+
+
+async def test_a_plugin_that_is_cancelled_while_it_starts_leaves_nothing(
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the moment when the socket file is there and nobody listens on it yet."""
+    bound = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        bound.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(GrpcServer, "start", never)
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await bound.wait()
+    assert len(_sockets(kubelet)) == 1
+
+    await node.supervisor.stop(f"plugin {RESOURCE} 1")
+
+    assert _sockets(kubelet) == []

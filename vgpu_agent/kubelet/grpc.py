@@ -91,6 +91,8 @@ class GrpcServer:
         grpclib's own way would wait for kubelet to close its connection, which it never does. A peer that does not read what we still have
         for it gets a tenth of the grace and is cut off.
         """
+        if not self._server.started:
+            return
         self._server.stop_accepting()
         await _within(grace_seconds, self._idle.wait())
         self._server.close()
@@ -224,6 +226,11 @@ class _ClosableServer(Server):
         connection = _Connection(plain.handler, plain.config, plain.h2_config)
         self._connections.add(connection)
         return connection
+
+    @property
+    def started(self) -> bool:
+        """Whether there is something to close."""
+        return self._server is not None
 
     def stop_accepting(self) -> None:
         """Close the listening socket and keep the connections."""

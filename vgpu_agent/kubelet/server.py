@@ -20,6 +20,8 @@ from vgpu_agent.kubelet.waiting import first_of, unless
 from vgpu_agent.status import PluginState, PluginStatus
 
 if TYPE_CHECKING:
+    import socket
+
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
@@ -119,9 +121,9 @@ class DevicePlugin:
             ListenError: there is no socket to serve on.
         """
         instance = _Instance(self.resource, self._backend, self.status, self._settings, self._directory)
-        await instance.start()
-        self.status.state, self.status.endpoint = PluginState.SERVING, instance.name
         try:
+            await instance.start()
+            self.status.state, self.status.endpoint = PluginState.SERVING, instance.name
             if not await unless(self._stopping, instance.register(self._settings.register_timeout_seconds)):
                 return "the agent stops"
             self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
@@ -144,14 +146,13 @@ class DevicePlugin:
         last = _Instance(self.resource, self._backend, self.status, self._settings, self._directory, pre_start_required=False)
         try:
             await last.start()
-            try:
-                await last.register(self._settings.drain_seconds)
-                await last.until_first_list()
-                self._journal.record("plugin.retired", resource=self.resource.name)
-            finally:
-                await last.close()
+            await last.register(self._settings.drain_seconds)
+            await last.until_first_list()
+            self._journal.record("plugin.retired", resource=self.resource.name)
         except (KubeletError, ListenError) as err:
             _logger.warning("plugin.not_retired", resource=self.resource.name, error=str(err))
+        finally:
+            await last.close()
 
     async def _kubelet_socket(self) -> SocketIdentity | None:
         """kubelet's socket, as soon as there is one (V14); None when we are to stop."""
@@ -191,6 +192,7 @@ class _Instance:
         self._settings = settings
         self._directory = directory
         self._path = directory.directory / self.name
+        self._listener: socket.socket | None = None
         self._identity: SocketIdentity | None = None
         self._listed = False
         self._pre_start_required = resource.pre_start_required if pre_start_required is None else pre_start_required
@@ -205,8 +207,8 @@ class _Instance:
         Raises:
             ListenError: the socket cannot be created.
         """
-        listener = await asyncio.to_thread(sockets.bind, self._path)
-        await self._server.start(listener)
+        self._listener = await asyncio.to_thread(sockets.bind, self._path)
+        await self._server.start(self._listener)
         self._identity = await asyncio.to_thread(sockets.identity, self._path)
 
     async def register(self, timeout_seconds: float) -> None:
@@ -248,11 +250,13 @@ class _Instance:
             await first_of(self._service.activity.newer_than(self._service.activity.version), timeout_seconds=left)
 
     async def close(self) -> None:
-        """Let streams return, close every connection, remove the socket."""
+        """Let streams return, close every connection, remove the socket; also right after a `start` that was broken off."""
         self._service.end_streams()
         try:
             await self._server.drain(self._settings.drain_seconds)
         finally:
+            if self._listener is not None:
+                self._listener.close()
             await asyncio.to_thread(sockets.remove, self._path)
 
     def _lost(self, kubelet: SocketIdentity) -> str:
