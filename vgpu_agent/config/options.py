@@ -23,6 +23,8 @@ CONFIG_FLAG, CONFIG_VARIABLE = "--config", "VGPU_AGENT_CONFIG"
 _SERVICE_LINK = re.compile(r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)\Z")
 # What the simulated GPUs exchange with their own processes; no configuration of the agent.
 _SIMULATION = "VGPU_AGENT_SIM_"
+# Set in the image to say which build it is; no configuration either.
+_COMMIT = "VGPU_AGENT_COMMIT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,7 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """The variables that look like ours and are not, sorted; Kubernetes' service variables are none of them."""
-    known = {option.variable for option in OPTIONS} | {CONFIG_VARIABLE}
+    known = {option.variable for option in OPTIONS} | {CONFIG_VARIABLE, _COMMIT}
     return sorted(
         name
         for name in environment
