@@ -342,9 +342,10 @@ class SimulatedKubelet:
     def _prepare(self) -> None:
         for below in (self.plugins, self.directory / "pod-resources"):
             below.mkdir(mode=0o750, parents=True, exist_ok=True)
-        for path in self.plugins.iterdir():
-            if stat.S_ISSOCK(path.lstat().st_mode):
-                path.unlink()
+        for path in list(self.plugins.iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # a plugin may remove its own at the same time
+                if stat.S_ISSOCK(path.lstat().st_mode):
+                    path.unlink()
 
 
 def _rejected(text: str) -> str:
