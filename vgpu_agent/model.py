@@ -293,8 +293,9 @@ class KubeletRecords:
 
     Attributes:
         holdings: for every resource on the node, also those of other plugins.
-        complete: both sources answered; an incomplete picture may add to the ledger but never take away.
-        trouble: why it is incomplete; empty otherwise.
+        complete: pod-resources answered, so whoever is not mentioned is gone; an incomplete picture may add to the ledger but never
+            take away.
+        trouble: which source was silent or unreadable, and why; empty when both spoke.
     """
 
     holdings: tuple[Holding, ...] = ()
