@@ -74,6 +74,7 @@ def test_the_image_is_the_one_the_kustomization_sets_to_this_version(kustomizati
     """A placeholder that kustomize does not know would reach the nodes as it is."""
     assert [image["name"] for image in kustomization["images"]] == [container["image"]]
     assert kustomization["images"][0]["newTag"] == __version__
+    assert kustomization["images"][0]["newName"].startswith("localhost/")  # nobody else can publish under it
 
 
 def test_the_config_map_holds_a_configuration_that_the_agent_accepts(objects: dict[str, Any], container: Any, tmp_path: Path) -> None:
