@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -45,11 +46,11 @@ def build(*, timeout_seconds: float = 120.0) -> Path:
     Raises:
         SimulationError: there is no compiler, it fails, or the cache cannot be written; the message says what to do.
     """
-    command = compiler()
-    directory = cache_directory() / _content_hash(command)
+    directory = cache_directory() / _content_hash()
     library = directory / LIBRARY
     if library.exists():
         return library
+    command = compiler()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "lock").open("w") as lock:
@@ -92,10 +93,10 @@ def sources() -> list[Path]:
     return sorted(path for path in _NATIVE.iterdir() if path.suffix in {".c", ".h", ".inc"})
 
 
-def _content_hash(command: Sequence[str]) -> str:
+def _content_hash() -> str:
+    """What the library is made from and for; not by which compiler, so that a library brought along needs none."""
     digest = hashlib.sha256()
-    tool = Path(command[0]).stat()
-    for word in (*command, *_FLAGS, str(tool.st_size), str(tool.st_mtime_ns)):
+    for word in (*_FLAGS, platform.machine(), platform.libc_ver()[0]):
         digest.update(word.encode() + b"\0")
     for source in sources():
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
