@@ -86,9 +86,6 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             description="Largest device list that is sent. The kubelet refuses 4 MiB; the default leaves room for ids that grow.",
         ),
     ] = 3670016
-    allocate_timeout_seconds: Annotated[
-        Seconds, Meta(description="Longest time an Allocate may take; the kubelet admits no other pod while it waits.")
-    ] = 1.0
 
     @property
     def device_plugin_directory(self) -> Path:
@@ -135,7 +132,9 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         OptionalPath, Meta(description="Root of the file system in which `/dev/nvidia*` lie on the host. Empty: the same as driverRoot.")
     ] = ""
     sysfs_root: Annotated[Directory, Meta(description="Where sysfs is mounted; NUMA nodes and PCI paths are read from it.")] = "/sys"
-    proc_root: Annotated[Directory, Meta(description="Where the host's procfs is mounted; GPU processes are looked up in it.")] = "/proc"
+    proc_root: Annotated[
+        Directory, Meta(description="Where the host's procfs is mounted; for MIG capability files, which this version does not read yet.")
+    ] = "/proc"
     fail_on_init_error: Annotated[
         bool, Meta(description="Without a usable driver: true ends the agent with an error, false waits and tries again.")
     ] = True
@@ -260,7 +259,10 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     debug_listen: Annotated[
         Address, Meta(description="Where `/debug` is served. It shows everything and can change the log level, hence only locally.")
     ] = "127.0.0.1:9395"
-    kubeconfig: Annotated[OptionalPath, Meta(description="Credentials for the API server. Empty: the pod's service account.")] = ""
+    kubeconfig: Annotated[
+        OptionalPath,
+        Meta(description="Credentials for the API server. Empty: the pod's service account. This version makes no API call yet."),
+    ] = ""
     simulate: Annotated[
         OptionalPath,
         Meta(
