@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,17 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 from tests.golden import golden_inventory
 from vgpu_agent import log
+from vgpu_agent.config import options
 from vgpu_agent.model import Inventory
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nobody_configures_the_tests() -> None:
+    """What the shell says to an agent is not meant for the ones under test."""
+    for option in options.OPTIONS:
+        os.environ.pop(option.variable, None)
+    for name in [name for name in os.environ if name.startswith("VGPU_AGENT_")]:
+        del os.environ[name]
 
 
 @pytest.fixture(autouse=True, scope="session")

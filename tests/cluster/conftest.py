@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
 _HERE = Path(__file__).resolve().parent
-_INSIST = "VGPU_AGENT_REQUIRE_CLUSTER"
+_INSIST = "REQUIRE_CLUSTER"
 _TIMEOUT_SECONDS = 300
 _SESSION_RIGS = ("rig", "numa_rig")
 _unavailable = pytest.StashKey[str]()
@@ -75,7 +75,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def cluster_available(pytestconfig: pytest.Config) -> None:
-    """Skip, in one line that says why, where no cluster can be; fail where VGPU_AGENT_REQUIRE_CLUSTER=1 insists on one."""
+    """Skip, in one line that says why, where no cluster can be; fail where REQUIRE_CLUSTER=1 insists on one."""
     reason = pytestconfig.stash.get(_unavailable, None)
     if reason is None:
         return

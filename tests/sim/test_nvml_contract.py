@@ -1,6 +1,6 @@
 """What any NVML answers, simulated or real: the guard of the simulator's honesty.
 
-Runs against the simulator. On a machine with a GPU, run this file alone with VGPU_AGENT_TEST_HARDWARE=1: the same assertions then meet the
+Runs against the simulator. On a machine with a GPU, run this file alone with TEST_HARDWARE=1: the same assertions then meet the
 installed driver, and whatever fails is corrected in the simulator.
 """
 
@@ -20,7 +20,7 @@ import pytest
 
 from tests.simulated import nvml_on, simulated_node
 
-HARDWARE = os.environ.get("VGPU_AGENT_TEST_HARDWARE") == "1"
+HARDWARE = os.environ.get("TEST_HARDWARE") == "1"
 BINDINGS = ["hardware"] if HARDWARE else ["A100-SXM4-80GB", "T4", "H200-141GB"]
 
 
