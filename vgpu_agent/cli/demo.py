@@ -2,7 +2,8 @@
 
 A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and restarted under running pods; kubelet
 restarts; a wrong request is refused. Each scene states what it proves and checks it. With ``--check`` nobody is waited for and the exit
-status is the verdict; without it the node stays up, with the addresses to curl, until Ctrl-C.
+status is the verdict; without it the node stays up, with the addresses to curl, until Ctrl-C. However it ends short of SIGKILL, the agent
+and the temporary directory go with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import shutil
 import signal
 import socket
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vgpu_agent.errors import AgentError, SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 _GPU = "nvidia.com/gpu"
 _REPLICAS = 4
 _QUIET_SECONDS = 2
+_PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that what the README says to type works
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+_ENDED = 128 + signal.SIGTERM  # exit status when we were ended from outside before the story was told
 
 _CONFIG = f"""\
 version: v1
@@ -70,6 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
     directory = Path(tempfile.mkdtemp(prefix="vgpu-demo-", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108
     try:
         return asyncio.run(_Demo(directory, check=arguments.check).play())
+    except asyncio.CancelledError:
+        return _ENDED
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -93,6 +100,7 @@ class _Demo:
         from vgpu_agent.sim.kubelet import SimulatedKubelet  # noqa: PLC0415 - needs the extra packages, see _run
         from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415 - same
 
+        _end_gracefully()
         began = time.monotonic()
         self._say("A simulated node with 2 × A100, a simulated kubelet, and the agent's own `vgpu-agent run`.")
         self._node = await asyncio.to_thread(SimulatedNode.create, self._directory / "node", model="A100-SXM4-80GB", gpus=2, numa=[0, 1])
@@ -105,8 +113,8 @@ class _Demo:
             kubelet=self._directory / "kubelet",
             simulate=self._directory / "node",
             config=config,
-            listen=_address(9394, ephemeral=self._check),
-            debug_listen=_address(9395, ephemeral=self._check),
+            listen=_address(_PUBLIC_PORT, ephemeral=self._check),
+            debug_listen=_address(_DEBUG_PORT, ephemeral=self._check),
         )
         try:
             await self._scenes()
@@ -156,6 +164,7 @@ class _Demo:
         self._prove(True, f"all {_REPLICAS} shares of GPU 0 are Unhealthy at kubelet after {time.monotonic() - began:.2f} s; GPU 1 goes on")
         pod = await self._admit("while-broken")
         self._prove(self._visible(pod) != broken, "a new pod lands on the healthy GPU")
+        await self._know(5)
         await self._show("what is wrong with it: curl {debug}/debug/devices")
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS, timeout_seconds=20)
         self._prove(
@@ -203,24 +212,48 @@ class _Demo:
 
     async def _stay(self) -> None:
         agent = self._agent
+        status = ".venv/bin/vgpu-agent status"
+        if agent.debug_address != f"127.0.0.1:{_DEBUG_PORT}":
+            status += f" --debug-listen {agent.debug_address}"
+            self._say(f"\nAnother program has port {_PUBLIC_PORT} or {_DEBUG_PORT}, so this agent listens elsewhere.")
         self._say(
             f"""
-The node stays up. In another terminal:
+The node stays up until Ctrl-C. In another terminal, in this folder:
 
-  curl http://{agent.debug_address}/debug/                 what there is to ask
-  curl http://{agent.debug_address}/debug/pods?pretty      who holds which GPU
-  curl http://{agent.public_address}/metrics
-  .venv/bin/vgpu-agent status --debug-listen {agent.debug_address}
+  {status}
+  curl '{agent.debug_address}/debug/pods?pretty'               who holds which GPU
+  curl '{agent.debug_address}/debug/events?since=5m&pretty'    what happened
+  curl '{agent.debug_address}/debug/?pretty'                   what else there is to ask
+  curl {agent.public_address}/metrics
+
+Break a GPU ({_QUIET_SECONDS} s later it is back), and change the number of shares:
+
   .venv/bin/vgpu-agent sim xid {self._directory}/node --gpu 1 --code 79
-  tail -f {agent.log_path}
+  sed -i 's/replicas: {_REPLICAS}/replicas: {2 * _REPLICAS}/' {self._directory}/config.yaml
 
-A browser shows http://{agent.public_address}/. Edit {self._directory}/config.yaml (replicas: 8) and watch the node change.
-Ctrl-C ends it."""
+A browser shows http://{agent.public_address}/. The agent's log is {agent.log_path}."""
         )
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await stop.wait()
+        ended: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+        for number in (signal.SIGINT, *_ENDINGS):
+            asyncio.get_running_loop().add_signal_handler(number, _once, ended, number)
+        await self._keep_running(ended)
+        if ended.result() is not signal.SIGHUP:  # then nobody is there to read it
+            self._say("\nEnded. Agent, node and logs are gone.")
+
+    async def _keep_running(self, ended: asyncio.Future[signal.Signals]) -> None:
+        """Start the agent again whenever it dies, as kubelet would, until ``ended``."""
+        while True:
+            death = asyncio.ensure_future(self._agent.wait(timeout_seconds=math.inf))
+            either: list[asyncio.Future[Any]] = [death, ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                death.cancel()
+                return
+            self._say(f"\nThe agent has ended ({_how(death.result())}). On a node, kubelet starts it again; so do we.")
+            await self._agent.start()
+            await self._agent.until_ready()
+            grants = (await self._agent.get("/debug/ledger"))["grants"]
+            self._say(f"It is ready again and knows the {len(grants)} containers that hold shares.")
 
     async def _admit(self, name: str, *, number: int = 1) -> Pod:
         from vgpu_agent.sim.kubelet import Container  # noqa: PLC0415 - needs the extra packages, see _run
@@ -253,6 +286,22 @@ Ctrl-C ends it."""
 
     def _say(self, line: str) -> None:
         print(line, flush=True)
+
+
+def _end_gracefully() -> None:
+    """Let SIGTERM and a closed terminal cancel the calling task: without its `finally`, they would leave an agent behind."""
+    task = cast("asyncio.Task[int]", asyncio.current_task())  # a coroutine always runs in one
+    for number in _ENDINGS:
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+
+def _once(ended: asyncio.Future[signal.Signals], number: signal.Signals) -> None:
+    if not ended.done():
+        ended.set_result(number)
+
+
+def _how(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def _address(port: int, *, ephemeral: bool) -> str:
