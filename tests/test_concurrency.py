@@ -136,3 +136,45 @@ async def test_a_stopped_loop_is_gone_and_its_name_free() -> None:
         await supervisor.stop("plugin")
         assert supervisor.reports == []
         supervisor.start("plugin", _forever)
+
+
+async def test_a_loop_cancelled_while_it_stops_another_ends_as_well() -> None:
+    """SIGTERM may come while a plugin server is being replaced; a loop that went on would keep the agent from ending."""
+
+    async def slow_to_end() -> None:
+        try:
+            await _forever()
+        finally:
+            await asyncio.sleep(0.01)
+
+    async def replace() -> None:
+        await supervisor.stop("old")
+        supervisor.start("new", _forever)
+
+    async with asyncio.timeout(5), _supervisor() as supervisor:
+        supervisor.start("old", slow_to_end)
+        await asyncio.sleep(0)
+        supervisor.start("replace", replace)
+        await asyncio.sleep(0)
+    assert [report.name for report in supervisor.reports] == ["replace"]
+
+
+@pytest.mark.looptime
+async def test_a_loop_whose_wait_was_cancelled_by_somebody_else_is_started_again() -> None:
+    """A future that is cancelled under a loop is a failure of the loop, not its end: it would never be seen again."""
+    runs = 0
+
+    async def wait_in_vain() -> None:
+        nonlocal runs
+        runs += 1
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    async with _supervisor() as supervisor:
+        supervisor.start("watch", wait_in_vain)
+        await asyncio.sleep(60)
+        (report,) = supervisor.reports
+        assert runs == report.restarts + (report.state is TaskState.RUNNING)
+        assert runs > 2
+        assert report.last_error.startswith("CancelledError")

@@ -9,7 +9,6 @@ Loops are `Supervisor` tasks: named, restarted with back-off, counted, and visib
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import enum
 import time
@@ -164,8 +163,8 @@ class Supervisor:
         self._reports.pop(name, None)
         if task is not None:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({task})
+            # `wait` does not pass the task's own end on, so a cancellation that arrives here is the caller's and must reach it.
+            await asyncio.wait({task})
 
     async def _look_after(self, report: TaskReport, loop: Callable[[], Awaitable[None]], fatal: tuple[type[Exception], ...]) -> None:
         delay = self._min
@@ -178,7 +177,11 @@ class Supervisor:
                 report.state, report.last_error = TaskState.FAILED, str(err)
                 _logger.error("task.failed", task=report.name, error=str(err))
                 return
-            except Exception as err:  # a loop's bug must not end the other loops; it is logged whole and counted
+            # A loop's bug must not end the other loops; it is logged whole and counted. One of the bugs is to be cancelled by nobody: a
+            # future that the loop waited for was.
+            except (Exception, asyncio.CancelledError) as err:
+                if isinstance(err, asyncio.CancelledError) and _is_being_cancelled():
+                    raise
                 if time.monotonic() - began > self._healthy:
                     delay = self._min
                 report.restarts += 1
@@ -189,3 +192,9 @@ class Supervisor:
             else:
                 report.state = TaskState.ENDED
                 return
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody wants the running task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
