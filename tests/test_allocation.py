@@ -101,7 +101,7 @@ def test_confirming_names_the_container_in_the_journal() -> None:
     allocator.allocate(GPU, [f"{U0}::0"])
     assert allocator.unconfirmed()
     holding = Holding(GPU, (f"{U0}::0",), Owner("main", "uid", "default", "train"))
-    assert allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60) == 0
+    assert allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60) == []
     booked, named = journal.entries
     assert booked.facts["grant"] == named.facts["grant"]
     assert (named.event, named.facts["pod"], named.facts["container"]) == ("ledger.named", "default/train", "main")
@@ -112,8 +112,8 @@ def test_confirming_counts_drift() -> None:
     """A holder that the ledger did not know is adopted and counted once."""
     allocator, _, _ = make()
     records = KubeletRecords((Holding(GPU, (f"{U0}::0",), Owner("main", "uid", "default", "train")),))
-    assert allocator.confirm(records, reservation_seconds=60) == 1
-    assert allocator.confirm(records, reservation_seconds=60) == 0
+    assert [drift.event for drift in allocator.confirm(records, reservation_seconds=60)] == ["ledger.adopted"]
+    assert allocator.confirm(records, reservation_seconds=60) == []
 
 
 def test_new_options_change_the_offer_and_keep_the_grants() -> None:

@@ -97,8 +97,40 @@ def words(ledger: Ledger, resource: str = "nvidia.com/gpu") -> dict[str, bool]:
 def test_asking_twice_with_the_same_ids_gives_the_same_grant(clock: Clock) -> None:
     """kubelet contract V15: a repeated Allocate changes nothing."""
     ledger = make(clock, WHOLE)
-    assert book(ledger, U0) is book(ledger, U0)
+    assert book(ledger, U0) == book(ledger, U0)
     assert len(ledger.grants) == 1
+
+
+def test_a_repeated_allocate_is_waited_for_as_long_as_the_first(clock: Clock) -> None:
+    """An admission that failed left the reservation; the next pod that gets the ids has all of reservationSeconds."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U0)
+    clock.now += 50
+    book(ledger, U0)
+    clock.now += 50
+    assert reconcile(ledger) == []
+    clock.now += 20
+    assert reconcile(ledger) == ["ledger.released"]
+
+
+def test_a_device_that_holds_too_much_bars_no_other(clock: Clock) -> None:
+    """kubelet's word stands even where a card now has less than was booked; the other card goes on serving."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U1)
+    first, second = golden_inventory().gpus
+    ledger.observe(Inventory(gpus=(first, dataclasses.replace(second, memory_mib=1024))))
+    assert book(ledger, U0).ids == (U0,)
+
+
+def test_records_from_before_an_allocate_say_nothing_about_it(clock: Clock) -> None:
+    """While they were read the old holder ended and kubelet gave its id away: the grant is not the old holder's."""
+    ledger = make(clock, WHOLE)
+    reconcile(ledger, held(U0), initial=True)
+    newest = ledger.newest
+    book(ledger, U0)
+    assert ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60, newest=newest) == []
+    assert ledger.grants[0].owner is None
+    assert reconcile(ledger, held(U0, owner=SERVE)) == ["ledger.named"]
 
 
 def test_an_unknown_id_is_refused_and_nothing_changes(clock: Clock) -> None:

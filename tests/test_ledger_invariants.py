@@ -14,18 +14,19 @@ from vgpu_agent.errors import LedgerError
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import GrantState, Health, Holding, KubeletRecords, Owner
 
-NAME = "nvidia.com/gpu"
+NAMES = ("nvidia.com/gpu", "nvidia.com/gpu.shared")
 REPLICAS = 3
 
 
 class LedgerAgainstKubelet(RuleBasedStateMachine):
-    """kubelet's own book is a dict from pod number to ids; the ledger must never contradict itself and must agree after verification."""
+    """kubelet's own book is a dict from pod to resource and ids; the ledger never contradicts itself and agrees after verification."""
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
         self.ledger = Ledger(clock=self.clock)
-        self.pods: dict[int, tuple[str, ...]] = {}
+        self.pods: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self.name = NAMES[0]
         self.ill: set[str] = set()
         self.cordoned: set[str] = set()
         self.gone: set[str] = set()
@@ -45,12 +46,16 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         self.ledger.observe(dataclasses.replace(whole, gpus=tuple(gpu for gpu in whole.gpus if gpu.uuid not in self.gone)))
 
     def _offer(self) -> None:
-        self.ledger.offer([replicated(REPLICAS) if self.shared else WHOLE])
+        self.ledger.offer([dataclasses.replace(replicated(REPLICAS) if self.shared else WHOLE, name=self.name)])
 
     def _free(self) -> list[str]:
         """What kubelet would choose from: healthy ids of the list that no pod of its own holds."""
-        taken = {id_ for ids in self.pods.values() for id_ in ids}
-        return [entry.id.id for entry in self.ledger.listing(NAME) if entry.healthy and entry.id.id not in taken]
+        taken = self._taken()
+        return [entry.id.id for entry in self.ledger.listing(self.name) if entry.healthy and entry.id.id not in taken]
+
+    def _taken(self) -> set[str]:
+        """What live pods hold of the resource under its name of today."""
+        return {id_ for name, ids in self.pods.values() if name == self.name for id_ in ids}
 
     def _shares(self, ids: tuple[str, ...]) -> tuple[object, ...]:
         return tuple(replica_shares(ids)) if "::" in ids[0] else tuple(whole_shares(ids))
@@ -61,25 +66,24 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         ids = tuple(self._free()[:size])
         if not ids:
             return
-        grant = self.ledger.reserve(NAME, ids, self._shares(ids))  # type: ignore[arg-type]  # shares of either kind
+        grant = self.ledger.reserve(self.name, ids, self._shares(ids))  # type: ignore[arg-type]  # shares of either kind
         assert grant.ids == ids
-        assert self.ledger.reserve(NAME, ids, self._shares(ids)) is grant  # type: ignore[arg-type]
+        assert self.ledger.reserve(self.name, ids, self._shares(ids)) == grant  # type: ignore[arg-type]
         if confirmed:
             self.pod_count += 1
-            self.pods[self.pod_count] = ids
+            self.pods[self.pod_count] = self.name, ids
 
     @rule(size=st.integers(1, 3), data=st.data())
     def ask_for_anything(self, size: int, data: st.DataObject) -> None:
         """Nonsense from kubelet is refused whole or booked whole."""
         universe = [entry.id for entry in replicated(REPLICAS).ids] + [U0, U1, "GPU-x"]
         ids = tuple(data.draw(st.lists(st.sampled_from(universe), min_size=size, max_size=size)))
-        taken = {id_ for held in self.pods.values() for id_ in held}
-        if taken & set(ids):
+        if self._taken() & set(ids):
             return  # kubelet never gives away what a live pod of its own holds
-        listing = {entry.id.id: entry.healthy for entry in self.ledger.listing(NAME)}
+        listing = {entry.id.id: entry.healthy for entry in self.ledger.listing(self.name)}
         before = self.ledger.grants
         try:
-            self.ledger.reserve(NAME, ids, self._shares(ids))  # type: ignore[arg-type]
+            self.ledger.reserve(self.name, ids, self._shares(ids))  # type: ignore[arg-type]
         except LedgerError:
             assert self.ledger.grants == before
         else:
@@ -118,6 +122,12 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         self.shared = not self.shared
         self._offer()
 
+    @rule()
+    def resource_is_renamed(self) -> None:
+        """The operator switches renameByDefault under running pods: the same ids under another name."""
+        self.name = NAMES[self.name == NAMES[0]]
+        self._offer()
+
     @rule(seconds=st.integers(1, 100))
     def time_passes(self, seconds: int) -> None:
         """Reservations age."""
@@ -134,7 +144,7 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         self.clock.now += 61
         self._reconcile()
         self._reconcile()
-        assert {frozenset(grant.ids) for grant in self.ledger.grants} == {frozenset(ids) for ids in self.pods.values()}
+        assert self._booked() == self._held()
         assert all(grant.state is GrantState.PROVEN for grant in self.ledger.grants)
 
     @rule()
@@ -146,10 +156,16 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         for uuid in self.cordoned:
             self.ledger.cordon(uuid, "test")
         self._reconcile(initial=True)
-        assert {frozenset(grant.ids) for grant in self.ledger.grants} == {frozenset(ids) for ids in self.pods.values()}
+        assert self._booked() == self._held()
+
+    def _booked(self) -> set[tuple[str, frozenset[str]]]:
+        return {(grant.resource, frozenset(grant.ids)) for grant in self.ledger.grants}
+
+    def _held(self) -> set[tuple[str, frozenset[str]]]:
+        return {(name, frozenset(ids)) for name, ids in self.pods.values()}
 
     def _reconcile(self, *, complete: bool = True, initial: bool = False) -> None:
-        holdings = tuple(Holding(NAME, ids, Owner("main", f"uid-{pod}", "default", f"pod-{pod}")) for pod, ids in self.pods.items())
+        holdings = tuple(Holding(name, ids, Owner("main", f"uid-{pod}", "default", f"pod-{pod}")) for pod, (name, ids) in self.pods.items())
         self.ledger.reconcile(KubeletRecords(holdings, complete), interpret, reservation_seconds=60, initial=initial)
 
     @invariant()
@@ -160,8 +176,8 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
     @invariant()
     def what_a_live_pod_holds_is_in_the_book(self) -> None:
         """An id that kubelet confirmed is held by a grant at every moment, through illness, restarts and new settings."""
-        booked = {id_ for grant in self.ledger.grants for id_ in grant.ids}
-        assert {id_ for ids in self.pods.values() for id_ in ids} <= booked
+        booked = {(grant.resource, id_) for grant in self.ledger.grants for id_ in grant.ids}
+        assert {(name, id_) for name, ids in self.pods.values() for id_ in ids} <= booked
 
 
 LedgerAgainstKubelet.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

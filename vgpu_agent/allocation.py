@@ -7,6 +7,7 @@ pod of the node while it runs).
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CapacityError, LedgerError, RequestRefusedError, UnknownDeviceError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Grant, Holding, Inventory, KubeletRecords, ListedDevice, Share
+    from vgpu_agent.model import Correction, Grant, Holding, Inventory, KubeletRecords, ListedDevice, Share
 
 
 class Allocator:
@@ -102,14 +103,22 @@ class Allocator:
         if not any(wanted <= set(grant.ids) for grant in self._ledger.grants if grant.resource == resource):
             raise UnknownDeviceError(f"{resource}: {', '.join(ids)} are not booked for any container; kubelet will ask again")
 
-    def confirm(self, records: KubeletRecords, *, reservation_seconds: float, initial: bool = False, may_release: bool = True) -> int:
-        """Bring the ledger in line with kubelet's records; each correction is journalled.
+    def confirm(
+        self,
+        records: KubeletRecords,
+        *,
+        reservation_seconds: float,
+        newest: float = math.inf,
+        initial: bool = False,
+        may_release: bool = True,
+    ) -> list[Correction]:
+        """Bring the ledger in line with kubelet's records (see `Ledger.reconcile`); each correction is journalled.
 
         Returns:
-            How many corrections were drift: the ledger had been wrong.
+            The corrections that were drift: the ledger had been wrong.
         """
         corrections = self._ledger.reconcile(
-            records, self._interpret, reservation_seconds=reservation_seconds, initial=initial, may_release=may_release
+            records, self._interpret, reservation_seconds=reservation_seconds, newest=newest, initial=initial, may_release=may_release
         )
         for correction in corrections:
             grant = correction.grant
@@ -124,7 +133,7 @@ class Allocator:
                 devices=_devices(grant),
                 reason=correction.reason,
             )
-        return sum(correction.drift for correction in corrections)
+        return [correction for correction in corrections if correction.drift]
 
     def unconfirmed(self) -> bool:
         """Whether a grant still waits for kubelet's records to name its container."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,8 @@ class Ledger:
         self._resources: dict[str, Resource] = {}
         self._ids: dict[str, tuple[Resource, DeviceId]] = {}
         self._grants: dict[int, Grant] = {}
-        self._holder: dict[str, int] = {}  # id → number of its grant
+        # (resource, id) → number of its grant; by resource, since one that was renamed keeps its ids, and kubelet counts anew.
+        self._holder: dict[tuple[str, str], int] = {}
         self._misses: collections.Counter[int] = collections.Counter()
         self._last_number = 0
 
@@ -111,6 +113,11 @@ class Ledger:
         return tuple(self._grants[number] for number in sorted(self._grants))
 
     @property
+    def newest(self) -> int:
+        """The number of the grant that was booked last, whether it is still there or not; 0 before the first."""
+        return self._last_number
+
+    @property
     def in_doubt(self) -> bool:
         """Whether a grant was missing in kubelet's last complete records; the next pass decides."""
         return bool(self._misses)
@@ -118,11 +125,11 @@ class Ledger:
     @property
     def foreign_ids(self) -> tuple[str, ...]:
         """Ids in containers' hands that this node does not offer (any more)."""
-        return tuple(sorted(id_ for id_ in self._holder if id_ not in self._ids))
+        return tuple(sorted({id_ for name, id_ in self._holder if not self._is_offered(name, id_)}))
 
     def free_ids(self, resource: str) -> int:
         """How many ids of ``resource`` could be given out now."""
-        return sum(entry.healthy and entry.id.id not in self._holder for entry in self.listing(resource))
+        return sum(entry.healthy and (resource, entry.id.id) not in self._holder for entry in self.listing(resource))
 
     def resource(self, name: str) -> Resource:
         """The offer of that name.
@@ -132,9 +139,8 @@ class Ledger:
         """
         if resource := self._resources.get(name):
             return resource
-        raise UnknownDeviceError(
-            f"resource {name} is not offered by this node; it offers {', '.join(sorted(self._resources)) or 'nothing'}"
-        )
+        offers = ", ".join(sorted(self._resources)) or "nothing"
+        raise UnknownDeviceError(f"resource {name} is not offered by this node; it offers {offers}")
 
     def listing(self, name: str) -> list[ListedDevice]:
         """The complete list that kubelet must see now: every offered id, and held ids of devices that went away (never dropped: V16)."""
@@ -161,9 +167,9 @@ class Ledger:
                 problems.append(f"{uuid} serves several families at once")
         for resource in self._resources.values():
             problems += [f"{device}: {text}" for device, text in self._overbooked(resource).items()]
-        counted = collections.Counter(id_ for grant in self.grants for id_ in grant.ids)
-        problems += [f"id {id_} has {count} holders" for id_, count in counted.items() if count > 1]
-        if set(counted) != set(self._holder):
+        counted = collections.Counter((grant.resource, id_) for grant in self.grants for id_ in grant.ids)
+        problems += [f"id {id_} of {name} has {count} holders" for (name, id_), count in counted.items() if count > 1]
+        if counted.keys() != self._holder.keys():
             problems.append("the index of holders does not match the grants")
         return problems
 
@@ -182,36 +188,37 @@ class Ledger:
         """
         resource = self.resource(name)
         for id_ in ids:
-            entry = self._ids.get(id_)
-            if entry is None or entry[0].name != name:
+            if not self._is_offered(name, id_):
                 raise UnknownDeviceError(f"invalid request: unknown device: {id_}")
         if len(set(ids)) != len(ids):
             raise CapacityError(f"invalid request: an id is named twice in {', '.join(ids)}")
-        for id_ in ids:
-            if trouble := self._trouble(self._ids[id_][1].device, resource):
+        devices = {self._ids[id_][1].device: id_ for id_ in reversed(ids)}
+        for device, id_ in devices.items():
+            if trouble := self._trouble(device, resource):
                 raise UnhealthyDeviceError(f"invalid request: device {id_} is not available: {trouble}")
 
-        holders = {self._holder[id_] for id_ in ids if id_ in self._holder}
+        holders = self._holders(name, ids)
         if len(holders) == 1:
             held = self._grants[next(iter(holders))]
-            if held.state is GrantState.RESERVED and set(held.ids) == set(ids) and held.resource == name:
-                return held
+            if held.state is GrantState.RESERVED and set(held.ids) == set(ids):
+                self._grants[held.number] = dataclasses.replace(held, reserved_at=self._clock())
+                return self._grants[held.number]
 
         before = dict(self._grants), dict(self._holder)
         for number in holders:
             self._take_from(self._grants[number], set(ids))
-        grant = self._enter(Grant(self._next_number(), resource.family, name, tuple(ids), tuple(shares), reserved_at=self._clock()))
-        if excess := self._overbooked(resource):
+        self._last_number += 1
+        grant = self._enter(Grant(self._last_number, resource.family, name, tuple(ids), tuple(shares), reserved_at=self._clock()))
+        if excess := [(device, text) for device, text in self._overbooked(resource).items() if device in devices]:
             self._grants, self._holder = before
-            device, text = next(iter(excess.items()))
+            device, text = excess[0]
             raise CapacityError(f"invalid request: device {device} cannot take {', '.join(ids)}: {text}")
         self._changed()
         return grant
 
     def release(self, number: int) -> Grant | None:
         """Take grant ``number`` out of the book; None when it is not in it."""
-        grant = self._grants.get(number)
-        if grant is None:
+        if not (grant := self._grants.get(number)):
             return None
         self._leave(grant)
         self._changed()
@@ -223,6 +230,7 @@ class Ledger:
         interpret: Callable[[Holding], tuple[str, tuple[Share, ...]] | None],
         *,
         reservation_seconds: float,
+        newest: float = math.inf,
         initial: bool = False,
         may_release: bool = True,
     ) -> list[Correction]:
@@ -232,6 +240,7 @@ class Ledger:
             records: what kubelet says; when incomplete, it may add and name but never take away.
             interpret: (family, shares) of a holding, None when its resource is not ours.
             reservation_seconds: how long a reservation may stay unconfirmed.
+            newest: `newest` from before the records were read; they say nothing about ids that were booked since.
             initial: the book is being rebuilt at start, so adopting is no drift.
             may_release: False while kubelet itself is still finding its pods again after a restart.
 
@@ -241,13 +250,12 @@ class Ledger:
         corrections: list[Correction] = []
         confirmed: set[int] = set()
         for holding in records.holdings:
-            meaning = interpret(holding)
-            if meaning is None:
+            if (meaning := interpret(holding)) is None:
                 continue
-            correction, number = self._confirm(holding, *meaning, initial=initial)
-            confirmed.add(number)
-            if correction:
+            holders = self._holders(holding.resource, holding.ids)
+            if max(holders, default=0) <= newest and (correction := self._confirm(holding, holders, *meaning, initial=initial)):
                 corrections.append(correction)
+            confirmed |= self._holders(holding.resource, holding.ids)
         if records.complete and may_release:
             for grant in self.grants:
                 if grant.number not in confirmed and (reason := self._outlived(grant, reservation_seconds)):
@@ -262,24 +270,20 @@ class Ledger:
 
     # -- how it is done ---------------------------------------------------------------------------------------------------------------
 
-    def _confirm(self, holding: Holding, family: str, shares: tuple[Share, ...], *, initial: bool) -> tuple[Correction | None, int]:
-        holders = {self._holder[id_] for id_ in holding.ids if id_ in self._holder}
+    def _confirm(self, holding: Holding, holders: set[int], family: str, shares: tuple[Share, ...], *, initial: bool) -> Correction | None:
         state = GrantState.PROVEN if holding.owner.pod_uid and holding.owner.pod else GrantState.GRANTED
         if len(holders) == 1:
             grant = self._grants[next(iter(holders))]
-            if set(grant.ids) == set(holding.ids) and grant.resource == holding.resource:
+            if set(grant.ids) == set(holding.ids):
                 return self._name(grant, holding.owner, state)
         for number in holders:
             self._take_from(self._grants[number], set(holding.ids))
-        adopted = self._enter(
-            Grant(self._next_number(), family, holding.resource, holding.ids, shares, state, holding.owner, reserved_at=self._clock())
-        )
+        self._last_number += 1
+        adopted = self._enter(Grant(self._last_number, family, holding.resource, holding.ids, shares, state, holding.owner, self._clock()))
         reason = "found in kubelet's records at start" if initial else "kubelet's records name a holder that the ledger did not know"
-        return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason), adopted.number
+        return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)
 
-    def _name(self, grant: Grant, owner: Owner, state: GrantState) -> tuple[Correction | None, int]:
-        if grant.owner == owner and grant.state is state:
-            return None, grant.number
+    def _name(self, grant: Grant, owner: Owner, state: GrantState) -> Correction | None:
         known = grant.owner
         same_container = known is None or known.may_be(owner)
         # A source that was silent this time takes no knowledge away.
@@ -287,11 +291,11 @@ class Ledger:
         proven = GrantState.PROVEN if merged.pod_uid and merged.pod else state
         named = self._grants[grant.number] = dataclasses.replace(grant, owner=merged, state=proven)
         if known == merged and grant.state is proven:
-            return None, grant.number
+            return None
         if same_container:
-            return Correction("ledger.named", drift=False, grant=named, reason="kubelet's records name the container"), grant.number
+            return Correction("ledger.named", drift=False, grant=named, reason="kubelet's records name the container")
         reason = f"the ids belong to {owner.pod_name}, the ledger had {known.pod_name if known else 'nobody'}"
-        return Correction("ledger.renamed", drift=True, grant=named, reason=reason), grant.number
+        return Correction("ledger.renamed", drift=True, grant=named, reason=reason)
 
     def _outlived(self, grant: Grant, reservation_seconds: float) -> str:
         if grant.state is GrantState.RESERVED:
@@ -317,8 +321,7 @@ class Ledger:
                 if share.device != device:
                     continue
                 # Ids from before a change of replicas: whole and shared holders never mix on one device.
-                offered = all(id_ in self._ids for id_ in grant.ids)
-                if not offered and (share.exclusive or resource.holders_per_device == 1):
+                if not self._offers_all_of(grant) and (share.exclusive or resource.holders_per_device == 1):
                     return f"a container admitted under earlier settings still holds it ({', '.join(grant.ids)})"
         return ""
 
@@ -333,7 +336,7 @@ class Ledger:
         slots: collections.Counter[str] = collections.Counter()
         exclusive: collections.Counter[str] = collections.Counter()
         for grant in self._grants.values():
-            if grant.family != resource.family or not all(id_ in self._ids for id_ in grant.ids):
+            if grant.family != resource.family or not self._offers_all_of(grant):
                 continue
             for share in grant.shares:
                 memory[share.device] += share.memory_mib
@@ -357,27 +360,32 @@ class Ledger:
     def _device_behind(self, grant: Grant, id_: str) -> str:
         if entry := self._ids.get(id_):
             return entry[1].device
-        return next(
-            (share.device for share in grant.shares if id_.startswith(share.device)), grant.shares[0].device if grant.shares else ""
-        )
+        devices = [share.device for share in grant.shares]
+        return next((device for device in devices if id_.startswith(device)), devices[0] if devices else "")
+
+    def _is_offered(self, resource: str, id_: str) -> bool:
+        return (entry := self._ids.get(id_)) is not None and entry[0].name == resource
+
+    def _offers_all_of(self, grant: Grant) -> bool:
+        """Whether the grant was made under today's settings."""
+        return all(self._is_offered(grant.resource, id_) for id_ in grant.ids)
+
+    def _holders(self, resource: str, ids: Iterable[str]) -> set[int]:
+        return {number for id_ in ids if (number := self._holder.get((resource, id_))) is not None}
 
     def _held_devices(self) -> set[str]:
         return {share.device for grant in self._grants.values() for share in grant.shares}
 
-    def _next_number(self) -> int:
-        self._last_number += 1
-        return self._last_number
-
     def _enter(self, grant: Grant) -> Grant:
         self._grants[grant.number] = grant
-        self._holder.update(dict.fromkeys(grant.ids, grant.number))
+        self._holder.update({(grant.resource, id_): grant.number for id_ in grant.ids})
         return grant
 
     def _leave(self, grant: Grant) -> None:
         self._grants.pop(grant.number)
         self._misses.pop(grant.number, None)
         for id_ in grant.ids:
-            self._holder.pop(id_, None)
+            self._holder.pop((grant.resource, id_), None)
 
     def _take_from(self, grant: Grant, ids: set[str]) -> None:
         """Take ``ids`` out of ``grant``; it leaves when nothing remains."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.golden import U0, golden_inventory
+from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent import verification
 from vgpu_agent.agent.verification import Verification
 from vgpu_agent.allocation import Allocator
@@ -106,6 +106,33 @@ async def test_an_admission_that_failed_is_asked_after_less_and_less_often_until
         pauses = [later - earlier for earlier, later in itertools.pairwise(records.read_at[1:])]
         assert pauses[:5] == [2, 4, 8, 16, 30]
         assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_an_admission_that_failed_delays_nobody_else(records: Records) -> None:
+    """While one reservation is waited for in vain, the next pod is still named a second after its Allocate."""
+    async with verifying(records) as parts:
+        await asyncio.sleep(5)
+        parts.allocator.allocate(GPU, [U0])
+        await asyncio.sleep(40)
+        parts.allocator.allocate(GPU, [U1])
+        records.now = KubeletRecords((Holding(GPU, (U1,), Owner("main", "uid", "default", "train")),))
+        await asyncio.sleep(1.5)
+        assert [grant.owner and grant.owner.pod for grant in parts.ledger.grants] == [None, "train"]
+
+
+@pytest.mark.looptime
+async def test_what_is_shown_as_drift_is_the_drift(records: Records) -> None:
+    """A pod that ended in the same pass is the normal course, and not what an operator should look into."""
+    async with verifying(records) as parts:
+        records.now = HELD
+        await asyncio.sleep(2)
+        records.now = KubeletRecords()
+        await asyncio.sleep(30)
+        records.now = KubeletRecords((Holding(GPU, (U1,), Owner("main", "other", "default", "serve")),))
+        await asyncio.sleep(3)
+        assert [entry.event for entry in parts.journal.entries][-2:] == ["ledger.adopted", "ledger.released"]
+        assert [text.partition(":")[0] for text in parts.verification.drift_last] == ["ledger.adopted"]
 
 
 @pytest.mark.looptime

@@ -82,17 +82,18 @@ class Verification:
         loop = asyncio.get_running_loop()
         began = loop.time()
         revision: Latest[int] = self._ledger.revision
-        known, booked = self._allocator.unconfirmed(), False
+        newest, booked = self._ledger.newest, False
         while (left := seconds - (loop.time() - began)) > 0:
             version = revision.version
             if not await first_of(revision.newer_than(version), timeout_seconds=left):
                 break
-            if self._allocator.unconfirmed() and not known:
-                known = booked = True
+            if self._ledger.newest > newest and not booked:
+                booked = True
                 seconds = loop.time() - began + _SHORTEST_PAUSE_SECONDS
         return booked
 
     async def _verify(self, *, initial: bool = False) -> None:
+        newest = self._ledger.newest
         records = await read_records(self._pod_resources, self._settings.checkpoint_path)
         now = self._clock()
         if records.trouble and records.trouble != self._kubelet.records_trouble:
@@ -103,13 +104,14 @@ class Verification:
         drift = self._allocator.confirm(
             records,
             reservation_seconds=self._settings.reservation_seconds,
+            newest=newest,
             initial=initial,
             # A kubelet that has just come back does not list its pods until it has heard of them again.
             may_release=now - self._restarted_at > self._settings.reservation_seconds,
         )
         if drift:
-            self.drift_total += drift
-            self.drift_last = tuple(f"{entry.event}: {entry.facts['reason']}" for entry in self._journal.entries[-drift:])
+            self.drift_total += len(drift)
+            self.drift_last = tuple(f"{correction.event}: {correction.reason}" for correction in drift)
         for problem in self._ledger.audit():
             self._journal.record("ledger.unsound", level="error", problem=problem)
         if records.complete:
