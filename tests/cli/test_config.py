@@ -59,7 +59,7 @@ def test_check_without_a_file_checks_flags_and_environment(command: Command, cap
 
 def test_check_refuses_two_different_files(command: Command) -> None:
     """It could only check one of them."""
-    with pytest.raises(ConfigError, match=r"two files to check, config\.yaml and --config wrong\.yaml; name one"):
+    with pytest.raises(ConfigError, match=r"two files given, config\.yaml and --config wrong\.yaml; name one"):
         command("check", "config.yaml", "--config", "wrong.yaml")
 
 
@@ -90,6 +90,12 @@ def test_show_lists_each_value_and_where_it_came_from(
         ["gpu.procRoot", "/sim/proc", "derived from simulate"],
     ]
     assert len({line.rindex("default") for line in lines if line.endswith("default")}) == 1
+
+
+def test_show_takes_the_file_as_a_word_too(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """As ``check`` does; nobody should have to remember which of the two."""
+    assert command("show", "config.yaml") == 0
+    assert "config.yaml:3" in capsys.readouterr().out
 
 
 def test_show_as_json_is_for_programs(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,14 @@ def test_a_wrong_call_is_one_line_and_status_2(argv: list[str], capsys: pytest.C
     assert "--help" in line
 
 
+def test_an_unknown_flag_points_at_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The top help does not know the flags of ``run``."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "--replicas", "4"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "vgpu-agent run: error: unrecognized arguments: --replicas 4 (see vgpu-agent run --help)\n"
+
+
 def test_wrong_configuration_is_a_line_a_problem_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two mistakes, two lines, in the form of a compiler."""
     file = tmp_path / "config.yaml"

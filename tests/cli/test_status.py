@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vgpu_agent.cli import status
-from vgpu_agent.errors import AgentError, ListenError
+from vgpu_agent.errors import AgentError, ConfigError
 from vgpu_agent.model import Gpu, Grant, GrantState, Inventory, Owner, Share
 from vgpu_agent.status import AgentStatus, LedgerStatus, PluginState, PluginStatus, ReadyProblem
 from vgpu_agent.web.server import WebServer
@@ -153,9 +153,17 @@ async def test_something_else_that_listens_there_is_recognised(answer: bytes, me
 
 
 def test_an_address_that_makes_no_sense_is_refused() -> None:
-    """Before anything is connected to."""
+    """Before anything is connected to, as a wrong call, with the name of what was wrong."""
     parsed = arguments("--debug-listen", "9395")
-    with pytest.raises(ListenError, match="HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"^--debug-listen: address '9395' is not understood; write HOST:PORT"):
+        parsed.run(parsed)
+
+
+def test_a_senseless_address_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would look there otherwise."""
+    monkeypatch.setenv("VGPU_AGENT_DEBUG_LISTEN", "here")
+    parsed = arguments()
+    with pytest.raises(ConfigError, match=r"^environment variable VGPU_AGENT_DEBUG_LISTEN: address 'here'"):
         parsed.run(parsed)
 
 

@@ -20,7 +20,7 @@ _DESCRIPTION = """\
 examples:
   vgpu-agent config example > config.yaml
   vgpu-agent config check config.yaml
-  vgpu-agent config show --config config.yaml --log-level debug
+  vgpu-agent config show config.yaml --log-level debug
 """
 
 
@@ -40,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     check.set_defaults(run=_check)
 
     show = commands.add_parser("show", help="each value and where it comes from")
+    show.add_argument("file", nargs="?", metavar="FILE", help="the file to show, the same as --config FILE")
     show.add_argument("--json", action="store_true", help="one JSON object: path → {value, origin}")
     options.add_arguments(show)
     show.set_defaults(run=_show)
@@ -49,20 +50,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    flags = options.given(arguments)
-    if arguments.file is not None:
-        if flags.get(options.CONFIG_FLAG, arguments.file) != arguments.file:
-            raise ConfigError([f"two files to check, {arguments.file} and {options.CONFIG_FLAG} {flags[options.CONFIG_FLAG]}; name one"])
-        flags[options.CONFIG_FLAG] = arguments.file
-    loaded = load.load(flags, os.environ)
-    _warn(loaded)
+    loaded = _loaded(arguments)
     print(f"{loaded.sources.file or 'defaults, environment and flags (no file)'}: ok")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    loaded = load.load(options.given(arguments), os.environ)
-    _warn(loaded)
+    loaded = _loaded(arguments)
     rows = [(path, value, loaded.origins[path]) for path, value in schema.values(loaded.settings)]
     if arguments.json:
         answer: dict[str, dict[str, Any]] = {path: {"value": value, "origin": origin} for path, value, origin in rows}
@@ -80,6 +74,14 @@ def _example(_: argparse.Namespace) -> int:
     return 0
 
 
-def _warn(loaded: load.Loaded) -> None:
+def _loaded(arguments: argparse.Namespace) -> load.Loaded:
+    """The configuration that ``run`` would have with these words; warnings go to stderr."""
+    flags = options.given(arguments)
+    if arguments.file is not None:
+        if flags.get(options.CONFIG_FLAG, arguments.file) != arguments.file:
+            raise ConfigError([f"two files given, {arguments.file} and {options.CONFIG_FLAG} {flags[options.CONFIG_FLAG]}; name one"])
+        flags[options.CONFIG_FLAG] = arguments.file
+    loaded = load.load(flags, os.environ)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    return loaded

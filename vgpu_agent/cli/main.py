@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = _parser(words).parse_args(words)
+        arguments, unknown = _parser(words).parse_known_args(words)
+        if unknown:  # argparse would send the reader to the top help, which does not know a command's flags
+            _Parser(prog=f"vgpu-agent {_command(words)}".strip()).error(f"unrecognized arguments: {' '.join(unknown)}")
         status: int = arguments.run(arguments)
     except ConfigError as err:
         for problem in err.problems:
@@ -70,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _command(words: Sequence[str]) -> str:
+    return next((word for word in words if not word.startswith("-")), "")
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="vgpu-agent",
@@ -79,7 +85,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vgpu-agent {__version__}")
     subparsers: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
-    asked = next((word for word in words if not word.startswith("-")), "")
+    asked = _command(words)
     for name, (module, summary) in _COMMANDS.items():
         if name == asked:
             importlib.import_module(module).add_parser(subparsers)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.errors import AgentError
+from vgpu_agent.errors import AgentError, ConfigError, ListenError
 from vgpu_agent.web import page, views
 from vgpu_agent.web.address import Address, parse
 
@@ -27,6 +27,7 @@ _EXAMPLES = f"""examples:
   vgpu-agent status                                  the agent of this node
   vgpu-agent status --json | jq '.pods[].pod'        for scripts
   vgpu-agent status --debug-listen 127.0.0.1:19395   through a port forward
+
 The exit status is 0 when the agent answered, 1 when it did not. {ENVIRONMENT} replaces the default address."""
 
 
@@ -49,13 +50,22 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the overview.
 
     Raises:
+        ConfigError: the address makes no sense.
         AgentError: the agent cannot be reached, or what answers is not the agent; one line with the remedy.
     """
-    address = parse(arguments.debug_listen or os.environ.get(ENVIRONMENT) or _DEFAULT).reachable
+    address = _address(arguments.debug_listen)
     body = _fetch(address, arguments.timeout)
     overview = _decoded(body, address)
     print(msgspec.json.format(body, indent=2).decode().strip() if arguments.json else page.as_text(overview).rstrip("\n"))
     return 0
+
+
+def _address(flag: str | None) -> Address:
+    given = ("--debug-listen", flag) if flag else (f"environment variable {ENVIRONMENT}", os.environ.get(ENVIRONMENT))
+    try:
+        return parse(given[1] or _DEFAULT).reachable
+    except ListenError as err:
+        raise ConfigError([f"{given[0]}: {err}"]) from err
 
 
 def _fetch(address: Address, timeout_seconds: float) -> bytes:
