@@ -38,7 +38,9 @@ def test_create_spreads_gpus_over_numa_nodes(tmp_path: Path, capsys: pytest.Capt
     code = _sim("create", tmp_path / "new", "--gpus", 8, "--model", "h100-80gb-hbm3", "--numa-nodes", 2)
 
     assert code == 0
-    assert capsys.readouterr().out == f"created 8 × NVIDIA H100 80GB HBM3 in {tmp_path / 'new'}\n"
+    assert capsys.readouterr().out == (
+        f"created 8 × NVIDIA H100 80GB HBM3 in {tmp_path / 'new'}\nrun an agent on it: vgpu-agent run --simulate {tmp_path / 'new'}\n"
+    )
     assert [gpu.numa_node for gpu in SimulatedNode.open(tmp_path / "new").describe()] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
@@ -145,24 +147,51 @@ def test_a_process_runs_until_it_is_interrupted(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["xid", "--gpu", 0, "--code", 1, "--mig", "7"], r"--mig '7': expected the ids of a GPU and a compute instance, like 7:0"),
         (["xid", "--gpu", 9, "--code", 1], r"has no GPU 9; it has 0 to 3"),
-        (["utilisation", "--gpu", 0, "--percent", "lots"], r"--percent 'lots': expected 0 to 100, or auto"),
-        (["fault"], r"sim fault needs the name of an NVML function, or --clear"),
-        (["fault", "nvmlInit"], r"a fault of nvmlInit needs a code or a delay"),
-        (["create", "--force", "--numa", "0,x"], r"--numa '0,x': expected numbers like 0,0,1,1"),
-        (["create", "--force", "--numa-nodes", 3], r"--numa-nodes 3: expected 1 to the number of GPUs, 2"),
+        (["fault", "nvmlNonsense", "--code", 1], r"NVML has no function 'nvmlNonsense'"),
+        (["create", "--force", "--numa", "0,1,2"], r"NUMA nodes 0,1,2 do not suit 2 GPUs"),
         (["create"], r"holds a simulated node already"),
         (["mig", "--gpu", 0, "--profiles", "9g.9gb"], r"has no MIG profile '9g.9gb'; it has 1g.10gb"),
     ],
     ids=str,
 )
-def test_bad_input_gets_one_sentence(directory: Path, words: list[object], complaint: str) -> None:
+def test_what_this_node_cannot_take_gets_one_sentence(directory: Path, words: list[object], complaint: str) -> None:
     """Which the command line prints; the node is as it was."""
     with pytest.raises(SimulationError, match=complaint):
         _sim(words[0], directory, *words[1:])
 
     assert len(SimulatedNode.open(directory).uuids) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["xid", "--gpu", 0, "--code", 1, "--mig", "7"], "--mig: expected the ids of a GPU and a compute instance, like 7:0, got '7'"),
+        (["xid", "--gpu", 0, "--code", "-4"], "--code: expected a whole number from 1 to 65535, got '-4'"),
+        (["utilisation", "--gpu", 0, "--percent", "50%"], "--percent: expected 0 to 100, or auto, got '50%'"),
+        (["temperature", "--gpu", 0, "hot"], "CELSIUS: expected a whole number from 0 to 150, got 'hot'"),
+        (["recovery-action", "--gpu", 0, "dance"], "ACTION: invalid choice: 'dance'"),
+        (["remap", "--gpu", 0, "--corrected", "-3"], "--corrected: expected a whole number from 0 to 65535, got '-3'"),
+        (["process", "--gpu", 0, "--memory-mib", "-1"], "--memory-mib: expected a whole number from 0 to 1048576, got '-1'"),
+        (["process", "--gpu", 0, "--memory-mib", 1, "--sm-percent", 200], "--sm-percent: expected a whole number from 0 to 100, got '200'"),
+        (["process", "--gpu", 0, "--memory-mib", 1, "--seconds", "-1"], "--seconds: expected seconds above 0 and up to 86400, got '-1'"),
+        (["fault"], "name one NVML function, or give --clear, which forgets all faults"),
+        (["fault", "nvmlInit", "--clear"], "name one NVML function, or give --clear, which forgets all faults"),
+        (["fault", "nvmlInit"], "a fault of nvmlInit needs --code, --delay-ms or both"),
+        (["fault", "nvmlInit", "--code", 1, "--times", 0], "--times: expected 1 to 1000000, or -1 for ever, got '0'"),
+        (["create", "--gpus", 17], "--gpus: expected a whole number from 1 to 16, got '17'"),
+        (["create", "--numa", "0,x"], "--numa: expected numbers like 0,0,1,1, got '0,x'"),
+        (["create", "--numa-nodes", 3], "--numa-nodes: expected 1 to the number of GPUs, 2, got 3"),
+    ],
+    ids=str,
+)
+def test_a_wrong_word_is_a_wrong_call(directory: Path, words: list[object], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2, and the line says what would have been right."""
+    with pytest.raises(SystemExit) as ended:
+        _sim(words[0], directory, *words[1:])
+
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_a_directory_without_a_node(tmp_path: Path) -> None:

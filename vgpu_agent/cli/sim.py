@@ -1,23 +1,26 @@
 """``vgpu-agent sim …``: make a node of simulated GPUs and change it while agents run on it.
 
-Every action opens the directory, makes one change and ends; agents see it at their next NVML call.
+Every action opens the directory, makes one change and ends; agents see it at their next NVML call. Words that no node could take are
+refused by the parser (exit status 2), what this node cannot take by the node (1).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.holder import hold
 from vgpu_agent.sim.models import models
 from vgpu_agent.sim.processes import ProcessUse
 from vgpu_agent.sim.state import RECOVERY_ACTIONS, GpuDescription, SimulatedNode
 
+_LONGEST_SECONDS: Final = 86400
+_MOST_TIMES: Final = 1_000_000
 _EXAMPLES: Final = """\
 examples:
   vgpu-agent sim create /tmp/node --gpus 8 --model A100-SXM4-80GB --numa-nodes 2
@@ -66,18 +69,73 @@ def _action(
     return parser
 
 
+# what words may be -------------------------------------------------------------------------------------------------------------
+
+
+def _whole(lowest: int, highest: int) -> Callable[[str], int]:
+    """An argparse type: a whole number within bounds."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = lowest - 1
+        if not lowest <= number <= highest:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} to {highest}, got {text!r}")
+        return number
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST_SECONDS:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0 and up to {_LONGEST_SECONDS}, got {text!r}")
+    return seconds
+
+
+def _times(text: str) -> int:
+    if text != "-1" and not (text.isdecimal() and 1 <= int(text) <= _MOST_TIMES):
+        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST_TIMES}, or -1 for ever, got {text!r}")
+    return int(text)
+
+
+def _percent_or_auto(text: str) -> int | None:
+    if text != "auto" and not (text.isdecimal() and int(text) <= 100):
+        raise argparse.ArgumentTypeError(f"expected 0 to 100, or auto, got {text!r}")
+    return None if text == "auto" else int(text)
+
+
+def _instance(text: str) -> tuple[int, int]:
+    first, _, second = text.partition(":")
+    if not first.isdecimal() or not second.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected the ids of a GPU and a compute instance, like 7:0, got {text!r}")
+    return int(first), int(second)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers like 0,0,1,1, got {text!r}") from None
+
+
 # create, list, models ------------------------------------------------------------------------------------------------------------
 
 
 def _add_create(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _action(actions, "create", _create, "make a node of simulated GPUs")
-    parser.add_argument("--gpus", type=int, default=2, metavar="COUNT", help="how many GPUs, 1 to 16 (default: 2)")
+    parser.add_argument("--gpus", type=_whole(1, 16), default=2, metavar="COUNT", help="how many GPUs, 1 to 16 (default: 2)")
     parser.add_argument("--model", default="A100-SXM4-80GB", help="see `sim models` (default: A100-SXM4-80GB)")
     numa = parser.add_mutually_exclusive_group()
-    numa.add_argument("--numa", metavar="0,0,1,1", help="NUMA node of each GPU, -1 for none (default: 0 for all)")
-    numa.add_argument("--numa-nodes", type=int, metavar="COUNT", help="spread the GPUs evenly over this many NUMA nodes")
+    numa.add_argument("--numa", type=_numbers, metavar="0,0,1,1", help="NUMA node of each GPU, -1 for none (default: 0 for all)")
+    numa.add_argument("--numa-nodes", type=_whole(1, 16), metavar="COUNT", help="spread the GPUs evenly over this many NUMA nodes")
     parser.add_argument("--seed", default="", help="nodes of different seeds do not share GPU UUIDs")
     parser.add_argument("--force", action="store_true", help="replace a node that is there; restart agents that use it")
+    parser.set_defaults(refuse=parser.error)
 
 
 def _create(arguments: argparse.Namespace) -> int:
@@ -90,19 +148,16 @@ def _create(arguments: argparse.Namespace) -> int:
         force=arguments.force,
     )
     print(f"created {arguments.gpus} × {node.describe()[0].name} in {arguments.directory}")
+    print(f"run an agent on it: vgpu-agent run --simulate {shlex.quote(str(arguments.directory))}")
     return 0
 
 
 def _numa_nodes(arguments: argparse.Namespace) -> list[int] | None:
-    if arguments.numa is not None:
-        try:
-            return [int(word) for word in arguments.numa.split(",")]
-        except ValueError as err:
-            raise SimulationError(f"--numa {arguments.numa!r}: expected numbers like 0,0,1,1") from err
+    numa: list[int] | None = arguments.numa
     if arguments.numa_nodes is None:
-        return None
-    if not 1 <= arguments.numa_nodes <= max(arguments.gpus, 1):
-        raise SimulationError(f"--numa-nodes {arguments.numa_nodes}: expected 1 to the number of GPUs, {arguments.gpus}")
+        return numa
+    if arguments.numa_nodes > arguments.gpus:
+        arguments.refuse(f"argument --numa-nodes: expected 1 to the number of GPUs, {arguments.gpus}, got {arguments.numa_nodes}")
     return [gpu * arguments.numa_nodes // arguments.gpus for gpu in range(arguments.gpus)]
 
 
@@ -150,22 +205,29 @@ def _models(_: argparse.Namespace) -> int:
 
 def _add_health(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     xid = _action(actions, "xid", _xid, "raise an XID on a GPU", gpu=True)
-    xid.add_argument("--code", type=int, required=True, metavar="XID", help="for example 79, GPU has fallen off the bus")
-    xid.add_argument("--mig", metavar="GI:CI", help="on one MIG instance only, by its GPU and compute instance id")
+    xid.add_argument("--code", type=_whole(1, 65535), required=True, metavar="XID", help="for example 79, GPU has fallen off the bus")
+    xid.add_argument(
+        "--mig", type=_instance, default=(None, None), metavar="GI:CI", help="on one MIG instance only, by its GPU and compute instance id"
+    )
     lose = _action(actions, "lose", _lose, "let a GPU fall off the bus, without an event", gpu=True)
     lose.add_argument("--entirely", action="store_true", help="not even handles held before answer the GPU's identity")
     _action(actions, "restore", lambda arguments: _change(arguments, SimulatedNode.restore), "undo lose", gpu=True)
     _action(actions, "unplug", lambda arguments: _change(arguments, SimulatedNode.unplug), "take a GPU away", gpu=True)
     _action(actions, "plug", lambda arguments: _change(arguments, SimulatedNode.plug), "undo unplug", gpu=True)
     action = _action(actions, "recovery-action", _recovery_action, "set what the driver asks for to recover a GPU", gpu=True)
-    action.add_argument("wanted", choices=list(RECOVERY_ACTIONS), help="unsupported: a driver that does not know the question")
+    action.add_argument(
+        "wanted",
+        metavar="ACTION",
+        choices=list(RECOVERY_ACTIONS),
+        help=f"one of {', '.join(RECOVERY_ACTIONS)}; the last is a driver that does not know the question",
+    )
     remap = _action(actions, "remap", _remap, "set a GPU's remapped rows", gpu=True)
-    remap.add_argument("--corrected", type=int, default=0, metavar="ROWS", help="remapped for correctable errors")
-    remap.add_argument("--uncorrected", type=int, default=0, metavar="ROWS", help="remapped for uncorrectable errors")
+    remap.add_argument("--corrected", type=_whole(0, 65535), default=0, metavar="ROWS", help="remapped for correctable errors")
+    remap.add_argument("--uncorrected", type=_whole(0, 65535), default=0, metavar="ROWS", help="remapped for uncorrectable errors")
     remap.add_argument("--pending", action="store_true", help="a remapping waits for a GPU reset")
     remap.add_argument("--failed", action="store_true", help="a remapping has failed")
     temperature = _action(actions, "temperature", _temperature, "set a GPU's temperature", gpu=True)
-    temperature.add_argument("celsius", type=int, help="degrees Celsius")
+    temperature.add_argument("celsius", metavar="CELSIUS", type=_whole(0, 150), help="degrees Celsius")
 
 
 def _change(arguments: argparse.Namespace, change: Callable[[SimulatedNode, str], None]) -> int:
@@ -174,18 +236,9 @@ def _change(arguments: argparse.Namespace, change: Callable[[SimulatedNode, str]
 
 
 def _xid(arguments: argparse.Namespace) -> int:
-    gpu_instance = compute_instance = None
-    if arguments.mig is not None:
-        gpu_instance, compute_instance = _instance(arguments.mig)
+    gpu_instance, compute_instance = arguments.mig
     SimulatedNode.open(arguments.directory).xid(arguments.gpu, arguments.code, gpu_instance=gpu_instance, compute_instance=compute_instance)
     return 0
-
-
-def _instance(text: str) -> tuple[int, int]:
-    first, _, second = text.partition(":")
-    if not first.isdecimal() or not second.isdecimal():
-        raise SimulationError(f"--mig {text!r}: expected the ids of a GPU and a compute instance, like 7:0")
-    return int(first), int(second)
 
 
 def _lose(arguments: argparse.Namespace) -> int:
@@ -221,12 +274,14 @@ def _add_use(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     mig = _action(actions, "mig", _mig, "cut a GPU into MIG instances", gpu=True)
     mig.add_argument("--profiles", required=True, metavar="3g.40gb,1g.10gb", help="one instance each; empty switches MIG off")
     process = _action(actions, "process", _process, "be a process that uses a GPU, until Ctrl-C", gpu=True)
-    process.add_argument("--memory-mib", type=int, required=True, metavar="MIB", help="memory it uses")
-    process.add_argument("--sm-percent", type=int, default=0, metavar="PERCENT", help="share of the GPU's time it uses")
-    process.add_argument("--mig", metavar="GI:CI", help="in this MIG instance")
-    process.add_argument("--seconds", type=float, metavar="S", help="end after so long")
+    process.add_argument("--memory-mib", type=_whole(0, 1 << 20), required=True, metavar="MIB", help="memory it uses")
+    process.add_argument("--sm-percent", type=_whole(0, 100), default=0, metavar="PERCENT", help="share of the GPU's time it uses")
+    process.add_argument("--mig", type=_instance, default=(None, None), metavar="GI:CI", help="in this MIG instance")
+    process.add_argument("--seconds", type=_seconds, metavar="S", help="end after so long")
     utilisation = _action(actions, "utilisation", _utilisation, "fix a GPU's utilisation", gpu=True)
-    utilisation.add_argument("--percent", required=True, metavar="P", help="0 to 100, or auto: what its processes use")
+    utilisation.add_argument(
+        "--percent", type=_percent_or_auto, required=True, metavar="P", help="0 to 100, or auto: what its processes use"
+    )
 
 
 def _mig(arguments: argparse.Namespace) -> int:
@@ -238,7 +293,7 @@ def _mig(arguments: argparse.Namespace) -> int:
 
 
 def _process(arguments: argparse.Namespace) -> int:
-    gpu_instance, compute_instance = (None, None) if arguments.mig is None else _instance(arguments.mig)
+    gpu_instance, compute_instance = arguments.mig
     use = ProcessUse(
         memory_mib=arguments.memory_mib,
         sm_percent=arguments.sm_percent,
@@ -250,10 +305,7 @@ def _process(arguments: argparse.Namespace) -> int:
 
 
 def _utilisation(arguments: argparse.Namespace) -> int:
-    if arguments.percent != "auto" and not arguments.percent.isdecimal():
-        raise SimulationError(f"--percent {arguments.percent!r}: expected 0 to 100, or auto")
-    percent = None if arguments.percent == "auto" else int(arguments.percent)
-    SimulatedNode.open(arguments.directory).utilisation(arguments.gpu, percent)
+    SimulatedNode.open(arguments.directory).utilisation(arguments.gpu, arguments.percent)
     return 0
 
 
@@ -264,19 +316,24 @@ def _add_fault(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = _action(actions, "fault", _fault, "make NVML calls fail or be slow")
     parser.add_argument("function", nargs="?", metavar="FUNCTION", help="an NVML name, or a prefix and *")
     parser.add_argument("--gpu", metavar="N", help="only calls about this GPU (number or UUID)")
-    parser.add_argument("--code", type=int, metavar="CODE", help="NVML return code, for example 999 unknown, 15 lost, 3 not supported")
-    parser.add_argument("--times", type=int, default=-1, metavar="COUNT", help="how often (default: for ever)")
-    parser.add_argument("--delay-ms", type=int, default=0, metavar="MS", help="how long each such call takes first")
+    parser.add_argument(
+        "--code", type=_whole(1, 999), metavar="CODE", help="NVML return code, for example 999 unknown, 15 lost, 3 not supported"
+    )
+    parser.add_argument("--times", type=_times, default=-1, metavar="COUNT", help="how often (default: for ever)")
+    parser.add_argument("--delay-ms", type=_whole(0, 3_600_000), default=0, metavar="MS", help="how long each such call takes first")
     parser.add_argument("--clear", action="store_true", help="forget all faults instead")
+    parser.set_defaults(refuse=parser.error)
 
 
 def _fault(arguments: argparse.Namespace) -> int:
+    if (arguments.function is None) is not arguments.clear:
+        arguments.refuse("name one NVML function, or give --clear, which forgets all faults")
     node = SimulatedNode.open(arguments.directory)
     if arguments.clear:
         node.clear_faults()
         return 0
-    if arguments.function is None:
-        raise SimulationError("sim fault needs the name of an NVML function, or --clear")
+    if arguments.code is None and not arguments.delay_ms:
+        arguments.refuse(f"a fault of {arguments.function} needs --code, --delay-ms or both")
     node.fault(
         arguments.function,
         gpu=arguments.gpu,
