@@ -113,6 +113,8 @@ def test_resources_show_each_plugin_server_and_the_kubelet(node: AgentStatus) ->
         ({"since": "1m"}, ["gpu.unhealthy", "allocate.granted"]),
         ({"since": "2027-01-15T07:59:35Z"}, ["allocate.granted"]),
         ({"since": "2027-01-15T07:59:35"}, ["allocate.granted"]),
+        ({"since": "2027-01-15 07:59:35"}, ["allocate.granted"]),
+        ({"since": "2027-01-15T08:59:35 01:00"}, ["allocate.granted"]),  # what a query makes of +01:00
         ({"since": str(NOW - 25)}, ["allocate.granted"]),
         ({"event": "gpu"}, ["gpu.recovered", "gpu.unhealthy"]),
         ({"event": "gpu.unhealthy"}, ["gpu.unhealthy"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from vgpu_agent.model import Owner
@@ -39,7 +40,7 @@ def test_the_table_answers_who_holds_what(overview: Overview) -> None:
         "  nvidia.com/gpu  registered  20   10       2     9\n"
         "\n"
         "Pods\n"
-        "  POD              CONTAINER  RESOURCE        GPU  STATE     SINCE\n"
+        "  POD              CONTAINER  RESOURCE        GPU  STATE     KNOWN FOR\n"
         "  (not named yet)  -          nvidia.com/gpu  1    reserved  2m00s\n"
         "  ml/train-0       main       nvidia.com/gpu  0    granted   1m00s\n"
         "\n"
@@ -49,6 +50,20 @@ def test_the_table_answers_who_holds_what(overview: Overview) -> None:
         "  gpu     a GPU did not answer: 2: GPU is lost\n"
         "  ledger  kubelet's records hold ids that this node does not offer: GPU-9::0\n"
     )
+
+
+def test_many_holders_do_not_tear_the_table_apart(overview: Overview) -> None:
+    """A GPU of ten shares is one line still; the table of pods has them all."""
+    crowded = msgspec.structs.replace(overview.gpus[0], holders=tuple(f"ml/train-{number}/main" for number in range(10)))
+    text = page.as_text(msgspec.structs.replace(overview, gpus=(crowded,)))
+    assert "  ml/train-0/main, ml/train-1/main and 8 more\n" in text
+
+
+def test_a_browser_shows_problems_first_and_in_colour(overview: Overview) -> None:
+    """Nobody scrolls to learn that a GPU is gone."""
+    rendered = page.as_html(overview)
+    assert rendered.index("<h2>Problems</h2>") < rendered.index("<h2>GPUs</h2>")
+    assert rendered.count('<td class="bad">Unhealthy</td>') == 1
 
 
 def test_an_empty_node_says_so_instead_of_showing_empty_tables() -> None:
@@ -111,6 +126,10 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
     ("change", "sentence"),
     [
         ({"config_problem": "config.yaml:3: no"}, "the newest configuration is not in force: config.yaml:3: no"),
+        (
+            {"config_problem": "config.yaml:3: no\nconfig.yaml:4: nor"},
+            "  config  the newest configuration is not in force: config.yaml:4: nor",
+        ),
         ({"config_needs_restart": ("listen", "simulate")}, "takes effect after a restart: listen, simulate"),
     ],
 )

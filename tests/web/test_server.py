@@ -135,7 +135,7 @@ async def test_a_wrong_method_is_told_the_right_one(ask: Callable[..., Awaitable
     """405 with Allow, as HTTP asks, and in words."""
     answer = await ask("/debug/loglevel", method="POST", data=b"debug")
     assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD, PUT")
-    assert answer.text == '{"error":"POST is not possible on /debug/loglevel; use GET or HEAD or PUT"}\n'
+    assert answer.text == '{"error":"POST is not possible on /debug/loglevel; use GET, HEAD or PUT"}\n'
 
 
 async def test_an_unknown_path_is_answered_with_those_that_exist(ask: Callable[..., Awaitable[Any]]) -> None:

@@ -195,7 +195,8 @@ def _since(text: str | None, now: float) -> float:
     if _UNIX_SECONDS.match(text):
         return float(text)
     try:
-        at = dt.datetime.fromisoformat(text)
+        # "+" of "…T12:00:00+01:00" means a space in a query, unless it is escaped, which nobody does in curl.
+        at = dt.datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
     except ValueError:
         raise BadQuestionError(
             f"since {_echo(text)} is not understood; write an age (30s, 10m, 2h, 1d), a time (2026-01-31T12:00:00Z) or unix seconds"

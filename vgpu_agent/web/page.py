@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.web.views import GpuView, Overview, When
 
+_SHOWN_HOLDERS = 2  # in a line about a GPU; 80 of them would tear the table apart, and the pods have a table of their own
+
 SIMULATED = "SIMULATED GPUs: nothing here is real hardware"
 
 _Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]  # title, columns, rows, what to say when there are none
@@ -46,7 +48,9 @@ def as_html(overview: Overview) -> str:
     if overview.simulated:
         parts.append(f'<p class="loud">{SIMULATED}</p>')
     parts.append(f"<p{'' if overview.ready else _BAD}>{html.escape(_headline(overview))}</p>")
-    for title, columns, rows, otherwise in _tables(overview):
+    *tables, problems = _tables(overview)
+    # Problems last in a terminal, where the end is what one sees, and first in a browser.
+    for title, columns, rows, otherwise in (problems, *tables):
         parts.append(f"<h2>{html.escape(title)}</h2>")
         parts.append(_html_table(columns, rows) if rows else f"<p>{html.escape(otherwise)}</p>")
     parts.append(
@@ -56,12 +60,17 @@ def as_html(overview: Overview) -> str:
 
 
 _BAD = ' class="bad"'
+_BAD_HEALTH = ("Unhealthy", "Gone")
 
 
 def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(_html_cell(cell) for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _html_cell(text: str) -> str:
+    return f"<td{_BAD if text in _BAD_HEALTH else ''}>{html.escape(text)}</td>"
 
 
 def _headline(overview: Overview) -> str:
@@ -77,7 +86,7 @@ def _headline(overview: Overview) -> str:
 def _tables(overview: Overview) -> Iterator[_Table]:
     yield "GPUs", ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", "UUID", "HELD BY"), _gpu_rows(overview), "none"
     yield "Resources", ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"), _resource_rows(overview), "none offered"
-    yield "Pods", ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "SINCE"), _pod_rows(overview), "no pod holds a share"
+    yield "Pods", ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "KNOWN FOR"), _pod_rows(overview), "no pod holds a share"
     problems: list[tuple[str, ...]] = [(problem.part, _one_line(problem.reason)) for problem in overview.problems]
     yield "Problems", ("PART", "REASON"), problems, "none known"
 
@@ -93,7 +102,7 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
             str(sum(share.gpu == gpu.uuid for pod in overview.pods for grant in pod.grants for share in grant.shares))
             + (f"/{gpu.holders_allowed}" if gpu.holders_allowed is not None else ""),
             gpu.uuid,
-            ", ".join(gpu.holders) or "-",
+            _holders(gpu),
         )
         for gpu in overview.gpus
     ]
@@ -101,6 +110,11 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 def _health(gpu: GpuView) -> str:
     return gpu.health if gpu.present else "Gone"  # the reason stands under Problems; a sentence would tear the columns apart
+
+
+def _holders(gpu: GpuView) -> str:
+    more = len(gpu.holders) - _SHOWN_HOLDERS
+    return ", ".join(gpu.holders[:_SHOWN_HOLDERS]) + (f" and {more} more" if more > 0 else "") or "-"
 
 
 def _memory(gpu: GpuView) -> str:

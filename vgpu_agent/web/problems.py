@@ -60,7 +60,8 @@ def _kubelet(status: AgentStatus) -> Iterator[Problem]:
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
     if status.config_problem:
-        yield Problem("config", f"the newest configuration is not in force: {status.config_problem}")
+        for line in status.config_problem.splitlines():
+            yield Problem("config", f"the newest configuration is not in force: {line}")
     if status.config_needs_restart:
         yield Problem("config", f"takes effect after a restart: {', '.join(status.config_needs_restart)}")
 

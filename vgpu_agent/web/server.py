@@ -208,7 +208,7 @@ class WebServer:
                 return _error(413, f"the request body is too large; at most {self._max_body_bytes} bytes are read")
             case web.HTTPMethodNotAllowed():
                 allowed = sorted(err.allowed_methods)
-                refusal = _error(405, f"{_shortened(request.method)} is not possible on {path}; use {' or '.join(allowed)}")
+                refusal = _error(405, f"{_shortened(request.method)} is not possible on {path}; use {_alternatives(allowed)}")
                 refusal.headers[hdrs.ALLOW] = ", ".join(allowed)
                 return refusal
             case web.HTTPNotFound():
@@ -238,6 +238,11 @@ def _error(status: int, text: str) -> web.Response:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}…"
+
+
+def _alternatives(words: list[str]) -> str:
+    """``A``, ``A or B``, ``A, B or C``."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 class _OneLine(logging.Filter):
