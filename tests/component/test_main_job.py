@@ -269,6 +269,33 @@ async def test_a_bad_new_file_keeps_the_old_one_in_force(stage: Stage) -> None:
     assert await agent.metric("vgpu_agent_config_reload_failed") == 0
 
 
+async def test_a_new_list_is_held_against_the_budget_in_force(stage: Stage) -> None:
+    """A larger budget needs a restart, so a list that only fits the new one is refused and the old one goes on being served."""
+    budget = QUICK.replace("kubelet: {", "kubelet: {messageBudgetBytes: 4096, ")
+    agent = await stage.ready_agent(budget + SHARED)
+    stage.config.write_text(QUICK + SHARED.replace("replicas: 4", "replicas: 100"))
+    line = await agent.until_logged("config.refused")
+    assert any("replicas: at most" in text for text in line["problems"])
+    assert await agent.get_text("/readyz") == (200, "ready\n")
+    assert stage.kubelet.resource(GPU).allocatable == 8
+
+
+async def test_renaming_under_running_pods_gives_no_gpu_away_twice(stage: Stage) -> None:
+    """renameByDefault with one replica keeps the ids: who holds a GPU under its old name keeps it alone, and the book settles."""
+    agent = await stage.ready_agent(QUICK)
+    pod = await stage.admit("train")
+    (held,) = stage.ids(pod)
+    await agent.until("/debug/ledger", lambda answer: [grant["state"] for grant in answer["grants"]] == ["proven"])
+    stage.config.write_text(
+        QUICK + SHARED.replace("replicas: 4", "replicas: 1").replace("{timeSlicing: {", "{timeSlicing: {renameByDefault: true, ")
+    )
+    await stage.allocatable(1, resource="nvidia.com/gpu.shared")
+    await stage.allocatable(0)
+    ledger = await agent.get("/debug/ledger")
+    assert [grant["ids"] for grant in ledger["grants"]] == [[held]]
+    assert await agent.metric("vgpu_agent_ledger_drift_total") == 0
+
+
 async def test_a_simulated_node_says_so(stage: Stage) -> None:
     """No silent simulation: the log, /debug and a metric say that the GPUs are not real."""
     agent = await stage.ready_agent()

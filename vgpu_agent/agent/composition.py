@@ -143,7 +143,7 @@ class Agent:
         self._loop("kubelet directory", self._directory.run)
         await self._watch.start()
         families = await self._families(settings)
-        self._check(families, settings)
+        self._check(families)
         self._allocator.use_families(families)
         self._allocator.refresh_offer()
         await self._verification.rebuild()
@@ -188,9 +188,11 @@ class Agent:
         control_nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
         return (NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=control_nodes)),)
 
-    def _check(self, families: tuple[Family, ...], settings: Settings) -> None:
+    def _check(self, families: tuple[Family, ...]) -> None:
+        # By the budget of the start, also at a reload: it is the one that `offering` goes by.
+        budget_bytes = self._loaded.settings.kubelet.message_budget_bytes
         inventory = self._watch.inventory.value
-        check_offer((item for family in families for item in family.resources(inventory)), settings.kubelet.message_budget_bytes)
+        check_offer((item for family in families for item in family.resources(inventory)), budget_bytes)
 
     async def _apply(self, settings: Settings) -> None:
         """Put new settings in force as far as that works without a restart.
@@ -199,7 +201,7 @@ class Agent:
             ConfigError: they would offer more than kubelet takes; nothing has changed.
         """
         families = await self._families(settings)
-        self._check(families, settings)
+        self._check(families)
         self._allocator.use_families(families)
         self._watch.apply(settings.gpu)
         self._allocator.refresh_offer()

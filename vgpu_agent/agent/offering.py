@@ -45,7 +45,8 @@ def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
 class Offering:
     """The running plugin servers.
 
-    State: one `DevicePlugin` and one supervised task for each offered resource that fits.
+    State: one `DevicePlugin` and one supervised task for each offered resource that fits. Changes come one at a time, because a plugin
+    server takes seconds to drain, and a second change in between would start what the first has yet to stop.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Offering:
         self._supervisor = supervisor
         self._journal = journal
         self._plugins: dict[str, DevicePlugin] = {}
+        self._changing = asyncio.Lock()
+        self._closed = False
         self.withheld: dict[str, str] = {}
 
     @property
@@ -74,6 +77,17 @@ class Offering:
 
     async def sync(self) -> None:
         """Run exactly the plugin servers that the ledger's offers call for."""
+        async with self._changing:
+            if not self._closed:
+                await self._sync()
+
+    async def stop(self) -> None:
+        """Drain every plugin server for good; containers go on, and their ids stay theirs."""
+        self._closed = True
+        async with self._changing:
+            await self._stop(list(self._plugins))
+
+    async def _sync(self) -> None:
         wanted = {resource.name: resource for resource in self._ledger.resources if self._fits(resource)}
         stale = [
             name
@@ -84,13 +98,11 @@ class Offering:
         self.withheld = {
             name: reason for name, reason in self.withheld.items() if any(item.name == name for item in self._ledger.resources)
         }
+        if self._closed:
+            return
         for name in wanted.keys() - self._plugins.keys():
             plugin = self._plugins[name] = DevicePlugin(wanted[name], self._allocator, self._settings, self._directory, self._journal)
             self._supervisor.start(_task(name), plugin.run, fatal=(RegistrationRefusedError,))
-
-    async def stop(self) -> None:
-        """Drain every plugin server; containers go on, and their ids stay theirs."""
-        await self._stop(list(self._plugins))
 
     async def _stop(self, names: list[str]) -> None:
         stopping = [self._plugins.pop(name) for name in names]

@@ -48,6 +48,7 @@ class PodResources:
         self._clock = clock
         self._backoff = Backoff(_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         self._not_before = 0.0
+        self._refusal = ""
 
     async def list(self) -> tuple[Holding, ...]:
         """What every live container of the node holds; the owners have no UID. Answers of any size are accepted.
@@ -57,7 +58,8 @@ class PodResources:
             KubeletError: no socket, no such API, no answer in time, or an answer that makes no sense.
         """
         if (left := self._not_before - self._clock()) > 0:
-            raise KubeletBusyError(f"kubelet's pod-resources were asked too often; the next call is in {left:.1f} s", left)
+            # kubelet's refusal once more, word for word: trouble that reads the same is logged once.
+            raise KubeletBusyError(self._refusal, left)
         try:
             answer = await grpc.call(self._socket_path, _METHOD, codec.EMPTY, timeout_seconds=self._timeout_seconds)
         except grpc.CallError as err:
@@ -70,7 +72,8 @@ class PodResources:
         if err.status == "RESOURCE_EXHAUSTED":
             pause = self._backoff.pause()
             self._not_before = self._clock() + pause
-            return KubeletBusyError(f"kubelet's pod-resources were asked too often ({err.text}); the next call is in {pause:g} s", pause)
+            self._refusal = f"kubelet's pod-resources were asked too often ({err.text}); the next call is in {pause:g} s"
+            return KubeletBusyError(self._refusal, pause)
         if err.status == "UNIMPLEMENTED":
             return KubeletError(f"the kubelet behind {self._socket_path} has no pod-resources API v1; Kubernetes 1.20 or newer is needed")
         return err

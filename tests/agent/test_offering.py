@@ -1,0 +1,113 @@
+"""Which plugin servers run while offers change, fit or do not fit, and the agent stops; kubelet is away, so that nothing else happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.agent.offering import Offering
+from vgpu_agent.allocation import Allocator
+from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.directory import DirectoryWatch
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import DeviceId, Inventory, Resource
+from vgpu_agent.status import KubeletStatus
+
+
+def resource(name: str, ids: int = 1) -> Resource:
+    """An offer of one GPU under this name."""
+    return Resource(name, "nvidia", tuple(DeviceId(f"GPU-1::{number}", "GPU-1") for number in range(ids)), holders_per_device=ids)
+
+
+class Node:
+    """An offering over a ledger whose offers the test sets."""
+
+    def __init__(self, supervisor: Supervisor, directory: Path) -> None:
+        self.supervisor, self.ledger, self.journal = supervisor, Ledger(), Journal()
+        settings = Kubelet(directory=str(directory), message_budget_bytes=4096)
+        self.offering = Offering(
+            ledger=self.ledger,
+            allocator=Allocator(ledger=self.ledger, families=(), inventory=Inventory, journal=self.journal),
+            settings=settings,
+            directory=DirectoryWatch(settings.device_plugin_directory, poll_seconds=5, journal=self.journal, status=KubeletStatus()),
+            supervisor=supervisor,
+            journal=self.journal,
+        )
+
+    async def offer(self, *resources: Resource) -> None:
+        """Offer these and nothing else."""
+        self.ledger.offer(resources)
+        await self.offering.sync()
+
+    @property
+    def served(self) -> list[str]:
+        """The resources that have a plugin server."""
+        return [status.resource for status in self.offering.statuses]
+
+    @property
+    def tasks(self) -> list[str]:
+        """The supervised loops."""
+        return [report.name for report in self.supervisor.reports]
+
+
+@contextlib.asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[Node]:
+    """A node whose loops end with the test, in time or not at all."""
+    async with asyncio.timeout(10), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+        yield Node(supervisor, directory)
+
+
+async def test_a_renamed_resource_is_served_under_its_new_name_only(tmp_path: Path) -> None:
+    """renameByDefault: the old name's server is gone, kubelet sees it end."""
+    async with running(tmp_path) as node:
+        await node.offer(resource("nvidia.com/gpu"))
+        await node.offer(resource("nvidia.com/gpu.shared"))
+        assert node.served == ["nvidia.com/gpu.shared"]
+        assert node.tasks == ["plugin nvidia.com/gpu.shared"]
+
+
+async def test_a_list_that_no_longer_fits_is_withdrawn_with_a_reason_until_it_fits(tmp_path: Path) -> None:
+    """GPUs that come later can make a list too long: it is said once, and the resource comes back."""
+    async with running(tmp_path) as node:
+        await node.offer(resource("nvidia.com/gpu"))
+        await node.offer(resource("nvidia.com/gpu", ids=1000))
+        await node.offering.sync()
+        assert node.served == []
+        assert "replicas: at most" in node.offering.withheld["nvidia.com/gpu"]
+        assert [entry.event for entry in node.journal.entries] == ["plugin.withheld"]
+        await node.offer(resource("nvidia.com/gpu"))
+        assert (node.served, node.offering.withheld) == (["nvidia.com/gpu"], {})
+
+
+@pytest.mark.parametrize("turns", range(1, 7))
+async def test_two_changes_at_once_end_with_the_later_offer(tmp_path: Path, turns: int) -> None:
+    """A new configuration and a new inventory come from two loops; what the ledger offers at the end is what runs."""
+    async with running(tmp_path) as node:
+        await node.offer(resource("nvidia.com/gpu"))
+        changing = asyncio.ensure_future(node.offer(resource("nvidia.com/gpu.shared")))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await node.offer(resource("nvidia.com/gpu"))
+        await changing
+        assert node.served == ["nvidia.com/gpu"]
+        assert node.tasks == ["plugin nvidia.com/gpu"]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_nothing_is_started_once_the_agent_stops(tmp_path: Path, turns: int) -> None:
+    """SIGTERM while a resource is being renamed: a server that started now would register with kubelet on its way out."""
+    async with running(tmp_path) as node:
+        await node.offer(resource("nvidia.com/gpu"))
+        changing = asyncio.ensure_future(node.offer(resource("nvidia.com/gpu.shared")))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await node.offering.stop()
+        await changing
+        assert node.served == []
+        assert node.tasks == []
