@@ -273,7 +273,7 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
         self._say("   " + caption.format(debug=f"http://{self._agent.debug_address}"))
         for gpu in (await self._agent.get("/debug/devices"))["gpus"]:
             health = f"{gpu['health']}{': ' if gpu['health_reason'] else ''}{gpu['health_reason']}"
-            self._say(f"     GPU {gpu['index']}  {gpu['uuid']}  {', '.join(gpu['holders']) or '-'}  [{health}]")
+            self._say(f"     GPU {gpu['index']}  {', '.join(gpu['holders']) or '-'}  [{health}]")
 
     def _scene(self, title: str) -> None:
         self._say(f"\n── {title}")
