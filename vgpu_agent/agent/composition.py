@@ -104,7 +104,6 @@ class Agent:
             supervisor=self._supervisor,
             journal=self._journal,
             lag=self._lag,
-            stuck_seconds=settings.tasks.stuck_seconds,
         )
         self.web = WebServer(
             self._report,

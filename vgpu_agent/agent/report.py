@@ -46,7 +46,6 @@ class Report:
         supervisor: Supervisor,
         journal: Journal,
         lag: LoopLag,
-        stuck_seconds: float,
     ) -> None:
         self._ledger = ledger
         self._watch = watch
@@ -57,7 +56,6 @@ class Report:
         self._supervisor = supervisor
         self._journal = journal
         self._lag = lag
-        self._stuck_seconds = stuck_seconds
         self._started_at = time.time()
         self.usage_at = 0.0
         self.starting = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
@@ -131,7 +129,6 @@ class Report:
     def _not_alive(self) -> Iterator[ReadyProblem]:
         now = time.time()
         for report in self._supervisor.reports:
-            if late := report.stuck_for(now):
-                yield ReadyProblem(
-                    f"task {report.name}", f"no sign of life for {late + self._stuck_seconds:.0f} s; it will not come back by itself"
-                )
+            if report.stuck_for(now):
+                silent = now - report.last_beat_at
+                yield ReadyProblem(f"task {report.name}", f"no sign of life for {silent:.0f} s; it will not come back by itself")
