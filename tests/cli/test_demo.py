@@ -85,7 +85,7 @@ def demos(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
     started: list[Demo] = []
 
     def start(*flags: str) -> Demo:
-        started.append(Demo(tmp_path / "said", *flags))
+        started.append(Demo(tmp_path / f"said-{len(started)}", *flags))
         return started[-1]
 
     yield start
@@ -122,6 +122,13 @@ def test_the_node_that_stays_up_survives_the_death_of_its_agent(demos: Callable[
     assert len(commands) == 7
     for command in commands:
         _type(command)
+
+    second = demos()  # the usual ports are taken now
+    second.until(lambda: "The agent's log is" in second.said)
+    assert "Something else listens on port 9394, so this agent took 127.0.0.1:" in second.said
+    assert re.search(r"vgpu-agent status --debug-listen 127\.0\.0\.1:\d+\n", second.said)
+    second.process.terminate()
+    assert second.process.wait(_SECONDS) == 0
 
     demo.process.send_signal(signal.SIGINT)
     assert demo.process.wait(_SECONDS) == 0

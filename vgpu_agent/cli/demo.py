@@ -215,7 +215,9 @@ class _Demo:
         status = ".venv/bin/vgpu-agent status"
         if agent.debug_address != f"127.0.0.1:{_DEBUG_PORT}":
             status += f" --debug-listen {agent.debug_address}"
-            self._say(f"\nAnother program has port {_PUBLIC_PORT} or {_DEBUG_PORT}, so this agent listens elsewhere.")
+        for address, usual in ((agent.public_address, _PUBLIC_PORT), (agent.debug_address, _DEBUG_PORT)):
+            if address != f"127.0.0.1:{usual}":
+                self._say(f"\nSomething else listens on port {usual}, so this agent took {address}.")
         self._say(
             f"""
 The node stays up until Ctrl-C. In another terminal, in this folder:
