@@ -139,8 +139,7 @@ class Ledger:
         """
         if resource := self._resources.get(name):
             return resource
-        offers = ", ".join(sorted(self._resources)) or "nothing"
-        raise UnknownDeviceError(f"resource {name} is not offered by this node; it offers {offers}")
+        raise UnknownDeviceError(f"resource {name} is not offered by this node; it offers {', '.join(self._resources) or 'nothing'}")
 
     def listing(self, name: str) -> list[ListedDevice]:
         """The complete list that kubelet must see now: every offered id, and held ids of devices that went away (never dropped: V16)."""
@@ -275,6 +274,8 @@ class Ledger:
         if len(holders) == 1:
             grant = self._grants[next(iter(holders))]
             if set(grant.ids) == set(holding.ids):
+                # A GPU that did not answer when its grant was made may be known by now.
+                grant = dataclasses.replace(grant, shares=grant.shares if any(share.memory_mib for share in grant.shares) else shares)
                 return self._name(grant, holding.owner, state)
         for number in holders:
             self._take_from(self._grants[number], set(holding.ids))
@@ -318,10 +319,9 @@ class Ledger:
                     continue
                 if grant.family != resource.family:
                     return f"the GPU serves {grant.family} until its last share is returned"
-                if share.device != device:
-                    continue
                 # Ids from before a change of replicas: whole and shared holders never mix on one device.
-                if not self._offers_all_of(grant) and (share.exclusive or resource.holders_per_device == 1):
+                mixed = share.device == device and (share.exclusive or resource.holders_per_device == 1)
+                if mixed and not self._offers_all_of(grant):
                     return f"a container admitted under earlier settings still holds it ({', '.join(grant.ids)})"
         return ""
 
