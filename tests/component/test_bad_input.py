@@ -78,6 +78,20 @@ async def test_no_driver_with_fail_on_init_error_false_waits(stage: Stage) -> No
     await stage.allocatable(8)
 
 
+async def test_gpus_that_come_later_and_would_be_too_many_ids_are_withheld(stage: Stage) -> None:
+    """What could not be checked at the start is no crash loop: /readyz names the factor that would fit, once in the log."""
+    stage.node.fault("nvmlInit*", code=9)
+    agent = stage.agent(QUICK + SHARED.replace("replicas: 4", "replicas: 300000"), environment={"FAIL_ON_INIT_ERROR": "false"})
+    await agent.start()
+    await agent.until_logged("agent.started")
+    stage.node.clear_faults()
+    await agent.until_logged("plugin.withheld")
+    status, text = await agent.get_text("/readyz")
+    assert (status, "replicas: at most" in text) == (503, True)
+    tasks = await agent.get("/debug/tasks")
+    assert [task["restarts"] for task in tasks["tasks"] if task["name"] == "offering"] == [0]
+
+
 async def test_a_simulated_node_that_is_not_there_is_an_error(stage: Stage) -> None:
     """--simulate with a wrong directory ends with status 1 and names it."""
     (stage.node.directory / "state").unlink()

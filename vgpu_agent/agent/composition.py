@@ -26,6 +26,7 @@ from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
 from vgpu_agent.allocation import Allocator
 from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
@@ -208,7 +209,12 @@ class Agent:
 
     async def _follow_inventory(self) -> None:
         async for _ in self._watch.inventory.changes():
-            self._allocator.refresh_offer()
+            try:
+                self._allocator.refresh_offer()
+            except ConfigError as err:  # GPUs that came after the start; each problem begins with its resource's name
+                for problem in err.problems:
+                    self._offering.withhold(problem.partition(":")[0], problem)
+                continue
             await self._offering.sync()
 
     async def _note_usage(self) -> None:

@@ -81,6 +81,12 @@ class Offering:
             if not self._closed:
                 await self._sync()
 
+    def withhold(self, resource: str, reason: str) -> None:
+        """Say, once and in the readiness, why ``resource`` is not served, until a `sync` finds that it can be."""
+        if self.withheld.get(resource) != reason:
+            self.withheld[resource] = reason
+            self._journal.record("plugin.withheld", level="error", resource=resource, reason=reason)
+
     async def stop(self) -> None:
         """Drain every plugin server for good; containers go on, and their ids stay theirs."""
         self._closed = True
@@ -114,10 +120,7 @@ class Offering:
         try:
             check_budget(resource, self._settings.message_budget_bytes)
         except ConfigError as err:
-            reason = str(err)
-            if self.withheld.get(resource.name) != reason:
-                self.withheld[resource.name] = reason
-                self._journal.record("plugin.withheld", level="error", resource=resource.name, reason=reason)
+            self.withhold(resource.name, str(err))
             return False
         self.withheld.pop(resource.name, None)
         return True
