@@ -23,12 +23,12 @@ _SECONDS = 40
 class Demo:
     """A running demo whose words go to a file.
 
-    State: the process; its temporary directories are those below /tmp that were not there before.
+    State: the process; ``directory`` is where its node lies, once an agent of it was seen.
     """
 
     def __init__(self, output: Path, *flags: str) -> None:
         self._output = output
-        self._before = set(Path("/tmp").glob("vgpu-demo-*"))
+        self.directory: Path | None = None
         with output.open("wb") as stream:
             self.process = subprocess.Popen([sys.executable, "-m", "vgpu_agent", "demo", *flags], stdout=stream, stderr=stream)
 
@@ -46,16 +46,25 @@ class Demo:
             time.sleep(0.02)
 
     def agents(self) -> list[int]:
-        """Process ids of the agents that run on this demo's node."""
-        return [pid for pid in _pids() if any(f"{directory}/node" in _command_line(pid) for directory in self.left_behind())]
-
-    def left_behind(self) -> set[Path]:
-        """Directories of this demo that are there."""
-        return set(Path("/tmp").glob("vgpu-demo-*")) - self._before
+        """Process ids of the agents that run on this demo's node; other demos may run on this machine."""
+        found = []
+        for pid in _pids():
+            node = re.search(r" --simulate (\S+)/node ", _command_line(pid))
+            if node and _parent(pid) == self.process.pid:
+                self.directory = Path(node[1])
+                found.append(pid)
+        return found
 
 
 def _pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0  # it has just ended
 
 
 def _command_line(pid: int) -> str:
@@ -105,7 +114,8 @@ def test_ended_in_the_middle_of_the_story_nothing_is_left_behind(demos: Callable
     assert demo.process.wait(_SECONDS) in (130, 143)
     assert "Traceback" not in demo.said
     assert agents
-    assert demo.left_behind() == set()
+    assert demo.directory is not None
+    assert not demo.directory.exists()
     assert [pid for pid in agents if "vgpu_agent" in _command_line(pid)] == []
 
 
@@ -133,4 +143,5 @@ def test_the_node_that_stays_up_survives_the_death_of_its_agent(demos: Callable[
     demo.process.send_signal(signal.SIGINT)
     assert demo.process.wait(_SECONDS) == 0
     assert demo.said.endswith("Ended. Agent, node and logs are gone.\n")
-    assert demo.left_behind() == set()
+    assert demo.directory is not None
+    assert not demo.directory.exists()
