@@ -29,6 +29,7 @@ def test_our_lines_and_a_librarys_lines_have_one_shape(lines: io.StringIO) -> No
     assert ours.keys() - {"gpu", "xid"} == theirs.keys() == {"ts", "level", "logger", "msg"}
     assert (ours["msg"], ours["logger"], ours["xid"]) == ("gpu.unhealthy", "gpu.watch", 79)
     assert theirs["msg"] == "stream 3 closed"
+    assert list(ours)[:4] == ["ts", "level", "msg", "logger"]
 
 
 def test_an_exception_stays_on_one_line(lines: io.StringIO) -> None:

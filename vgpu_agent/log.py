@@ -90,4 +90,6 @@ def _shared() -> list[Any]:
 
 
 def _to_json(event: EventDict, **_: object) -> str:
-    return msgspec.json.encode(event, enc_hook=repr).decode()
+    # What a reader looks for first comes first.
+    ordered = {key: event[key] for key in ("ts", "level", "msg", "logger") if key in event}
+    return msgspec.json.encode({**ordered, **event}, enc_hook=repr).decode()

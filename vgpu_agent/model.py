@@ -111,7 +111,7 @@ class Inventory:
         cuda_version: e.g. ``13.0``.
         simulated: the library under NVML is `sim`'s.
         failures: cards that did not answer at enumeration: ``index: text``.
-        taken_at: unix seconds.
+        taken_at: unix seconds of the reading in which it changed.
     """
 
     version: int = 0

@@ -129,6 +129,7 @@ class AgentStatus:
     started_at: float = 0.0
     inventory: Inventory = dataclasses.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
+    inventory_at: float = 0.0  # when the GPUs were last read, whether anything had changed or not
     usage_at: float = 0.0
     nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)
     kubelet: KubeletStatus = dataclasses.field(default_factory=KubeletStatus)

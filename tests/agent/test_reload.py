@@ -45,7 +45,7 @@ async def test_good_settings_are_applied_and_shown(applied: Applied) -> None:
     reload = Reload(loaded(), apply=applied, journal=Journal())
     new = loaded("plugin: {passDeviceSpecs: true}\n")
     await reload.take(new)
-    assert applied.settings == [new.settings]
+    assert applied.settings == [new.settings]  # all of it takes effect at once
     assert reload.loaded is new
     assert (reload.problem, reload.needs_restart) == ("", ())
 
@@ -80,6 +80,16 @@ async def test_what_needs_a_restart_is_named_until_it_is_taken_back(applied: App
     assert reload.needs_restart == ("listen",)
     await reload.take(loaded())
     assert not reload.needs_restart
+
+
+async def test_only_what_takes_effect_at_once_is_applied(applied: Applied) -> None:
+    """A new pace of polling is named as needing a restart, so it must not be half in force before."""
+    reload = Reload(loaded(), apply=applied, journal=Journal())
+    await reload.take(loaded("gpu: {pollSeconds: 1, recovery: {quietSeconds: 7}}\n"))
+    (settings,) = applied.settings
+    assert settings.gpu.poll_seconds == Settings().gpu.poll_seconds
+    assert settings.gpu.recovery.quiet_seconds == 7
+    assert reload.needs_restart == ("gpu.pollSeconds",)
 
 
 async def test_a_new_log_level_is_in_force_at_once(applied: Applied) -> None:

@@ -98,6 +98,17 @@ async def test_an_ignored_xid_is_recorded_and_changes_nothing(node: SimulatedNod
         assert watched.watch.inventory.version == 1
 
 
+async def test_a_storm_of_one_xid_is_one_entry_and_hides_no_other(node: SimulatedNode) -> None:
+    """A thousand times the same line would push the rest of the night out of the journal; another XID is news at once."""
+    async with watching(node) as watched:
+        for _ in range(100):
+            node.xid(1, 31)
+        node.xid(1, 79)
+        await watched.unhealthy(node.uuids[1])
+
+        assert [entry.facts["xid"] for entry in watched.journal.entries if entry.event == "gpu.xid"] == [31, 79]
+
+
 async def test_an_xid_of_a_mig_slice_names_the_slice(node: SimulatedNode) -> None:
     """The GPU is judged as a whole for now; the journal keeps GI and CI."""
     await asyncio.to_thread(node.set_mig, 0, ["3g.40gb", "1g.10gb"])

@@ -93,7 +93,7 @@ def test_a_node_is_not_overwritten_unless_forced(tmp_path: Path) -> None:
     """Somebody may be using it."""
     simulated_node(tmp_path, gpus=2)
 
-    with pytest.raises(SimulationError, match="holds a simulated node already; choose another directory, or force"):
+    with pytest.raises(SimulationError, match="holds a simulated node already; choose another directory, or replace it with --force"):
         simulated_node(tmp_path, gpus=3)
 
     forced = SimulatedNode.create(tmp_path / "gpus", gpus=3, force=True)

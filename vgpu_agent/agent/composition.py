@@ -14,7 +14,6 @@ import contextlib
 import functools
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,7 +122,11 @@ class Agent:
         """
         settings = self._loaded.settings
         _logger.info(
-            "agent.starting", version=__version__, node=settings.node_name_or_hostname, config=self._loaded.sources.file, pid=os.getpid()
+            "agent.starting",
+            version=__version__,
+            node=settings.node_name_or_hostname,
+            config=self._loaded.sources.file or "defaults",
+            pid=os.getpid(),
         )
         for warning in self._loaded.warnings:
             _logger.warning("config.warning", problem=warning)
@@ -150,7 +153,6 @@ class Agent:
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
-        self._supervisor.start("usage", self._note_usage)
         self._supervisor.start("verification", functools.partial(self._verification.run, self._beat("verification")))
         self._supervisor.start("configuration", self._reload.run)
         self._report.starting = ""
@@ -216,10 +218,6 @@ class Agent:
                     self._offering.withhold(problem.partition(":")[0], problem)
                 continue
             await self._offering.sync()
-
-    async def _note_usage(self) -> None:
-        async for _ in self._watch.usage.changes():
-            self._report.usage_at = time.time()
 
     def _loop(self, name: str, loop: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
         self._supervisor.start(name, functools.partial(loop, self._beat(name)), stuck_after_seconds=self._stuck_seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
-from vgpu_agent.config.difference import reloadable_difference
+from vgpu_agent.config.difference import in_force, reloadable_difference
 from vgpu_agent.config.watch import changes
 from vgpu_agent.errors import ConfigError
 
@@ -49,7 +49,7 @@ class Reload:
         at_once, _ = reloadable_difference(self.loaded.settings, outcome.settings)
         _, later = reloadable_difference(self._at_start, outcome.settings)
         try:
-            await self._apply(outcome.settings)
+            await self._apply(in_force(self._at_start, outcome.settings))
         except ConfigError as err:
             self._refuse(err)
             return

@@ -57,7 +57,6 @@ class Report:
         self._journal = journal
         self._lag = lag
         self._started_at = time.time()
-        self.usage_at = 0.0
         self.starting = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
 
     def status(self) -> AgentStatus:
@@ -70,8 +69,9 @@ class Report:
             simulated=bool(loaded.settings.simulate) or self._watch.inventory.value.simulated,
             started_at=self._started_at,
             inventory=self._watch.inventory.value,
+            inventory_at=self._watch.read_at,
             usage=self._watch.usage.value,
-            usage_at=self.usage_at,
+            usage_at=self._watch.measured_at,
             nvml=self._watch.status,
             kubelet=self._kubelet,
             plugins=self._offering.statuses,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 
 from vgpu_agent import log
 from vgpu_agent.config import load, options
@@ -28,6 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # As process 1 of a container we have no default reaction to SIGTERM; until the agent has its own, leave as for Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     loaded = load.load(options.given(arguments), os.environ)
     log.configure(log_format=loaded.settings.log.format, level=loaded.settings.log.level)
     from vgpu_agent import agent  # noqa: PLC0415 - 200 ms of libraries that a wrong configuration should not wait for

@@ -5,16 +5,18 @@ Called by `agent` when `watch` brings new settings: the one list is applied at o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from vgpu_agent.config import schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import msgspec
-
     from vgpu_agent.config.settings import Settings
+
+Section = TypeVar("Section", bound=msgspec.Struct)
 
 # Everything else is a path, an address or a time limit that a running part was built with.
 AT_ONCE = ("sharing.", "plugin.", "gpu.recovery.", "gpu.disableHealthChecks", "gpu.enableHealthChecks", "log.level")
@@ -28,6 +30,18 @@ def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list
     changed = list(_differing(old, new, ""))
     now = [path for path in changed if takes_effect_at_once(path)]
     return now, [path for path in changed if path not in now]
+
+
+def in_force(running: Section, new: Section, prefix: str = "") -> Section:
+    """The settings that a running agent follows: those of its start, with what takes effect at once from ``new``."""
+    taken: dict[str, Any] = {}
+    for key in schema.keys(type(new)).values():
+        before, after, path = getattr(running, key.attribute), getattr(new, key.attribute), prefix + key.name
+        if takes_effect_at_once(path if key.section is None else path + "."):
+            taken[key.attribute] = after
+        elif key.section is not None:
+            taken[key.attribute] = in_force(before, after, path + ".")
+    return msgspec.structs.replace(running, **taken)
 
 
 def takes_effect_at_once(path: str) -> bool:

@@ -45,6 +45,8 @@ _logger = log.get(__name__)
 # A poll that something calls for comes no sooner than this part of the regular interval after the one before: a card may send a
 # thousand events a second.
 _SHORTEST_INTERVAL = 0.1
+# Of the same XID on the same GPU one entry in so long: a storm of them must not push everything else out of the journal.
+_XID_PAUSE_SECONDS = 10.0
 
 
 class GpuWatch:
@@ -57,6 +59,7 @@ class GpuWatch:
     def __init__(self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None) -> None:
         self.inventory: Latest[Inventory] = Latest(Inventory())
         self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
+        self.read_at = self.measured_at = 0.0  # unix seconds of the last reading and measuring that succeeded, changed or not
         self._settings = settings
         self._journal = journal
         self._beat = beat
@@ -78,6 +81,7 @@ class GpuWatch:
         self._healths: dict[str, GpuHealth] = {}
         self._links: dict[tuple[str, str], Link] = {}
         self._reopening = Reopening(settings.poll_seconds)
+        self._xids: dict[tuple[str, int], tuple[float, int]] = {}  # (GPU, XID) → when last recorded (monotonic), how many since
         self._wait_trouble = ""
         self._driver_problem = ""
         self._wake = asyncio.Event()
@@ -190,6 +194,7 @@ class GpuWatch:
     def _take(self, snapshot: Snapshot) -> None:
         """Judge every GPU by the snapshot and publish."""
         now = time.monotonic()
+        self.read_at = time.time()
         self._driver_problem = ""
         if self._status.state is not NvmlState.HUNG:
             self._status.state = NvmlState.ANSWERING
@@ -240,6 +245,7 @@ class GpuWatch:
         self._next_usage = time.monotonic() + self._settings.usage_seconds
         with contextlib.suppress(NvmlHungError):  # shown as a hang; the last figures stand until it ends
             usage = await self._thread.call("measure the GPUs", self._session.usage)
+            self.measured_at = time.time()
             if usage != self.usage.value:
                 self.usage.publish(usage)
 
@@ -255,19 +261,29 @@ class GpuWatch:
         if event.xid is None:
             return
         counts = self._policy.counts(event.xid)
+        self._record_xid(event, event.xid, counts=counts)
+        if counts and event.gpu in self._healths:  # an event that the driver cannot place marks nobody: the poll finds out whose it was
+            self._healths[event.gpu].reported(describe(event.xid), time.monotonic())
+            self._publish_healths()
+
+    def _record_xid(self, event: DeviceEvent, xid: int, *, counts: bool) -> None:
+        """Journal an XID; of a storm of the same one on the same GPU, one entry in a while, with the number of those left out."""
+        now, (last, left_out) = time.monotonic(), self._xids.get((event.gpu, xid), (-_XID_PAUSE_SECONDS, 0))
+        if now - last < _XID_PAUSE_SECONDS:
+            self._xids[event.gpu, xid] = last, left_out + 1
+            return
+        self._xids[event.gpu, xid] = now, 0
         place: dict[str, Any] = {"gpu_instance": event.gpu_instance, "compute_instance": event.compute_instance}
         self._journal.record(
             "gpu.xid",
             level="warning" if counts else "info",
             gpu=event.gpu,
-            xid=event.xid,
-            meaning=describe(event.xid),
+            xid=xid,
+            meaning=describe(xid),
             ignored=not counts,
+            **({"left_out": left_out} if left_out else {}),
             **{name: number for name, number in place.items() if number is not None},
         )
-        if counts and event.gpu in self._healths:  # an event that the driver cannot place marks nobody: the poll finds out whose it was
-            self._healths[event.gpu].reported(describe(event.xid), time.monotonic())
-            self._publish_healths()
 
     def _on_wait_failed(self, problem: str) -> None:
         """The event queue is broken: look at the cards at once, and open a new one; no GPU is ill because of it."""

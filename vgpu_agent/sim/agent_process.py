@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.01
 _HTTP_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_LIBC = ctypes.CDLL(None)
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own child is behind no proxy
 
 
 class AgentProcess:
@@ -70,7 +74,16 @@ class AgentProcess:
         with await asyncio.to_thread(self.log_path.open, "ab") as log:
             self._log_from = log.tell()
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "vgpu_agent", "run", *self._flags, *listen, stderr=log, stdout=log, env=environment
+                sys.executable,
+                "-m",
+                "vgpu_agent",
+                "run",
+                *self._flags,
+                *listen,
+                stderr=log,
+                stdout=log,
+                env=environment,
+                preexec_fn=_end_with_parent,
             )
 
     async def start(self, *, timeout_seconds: float = 20.0) -> None:
@@ -196,9 +209,14 @@ class AgentProcess:
             raise SimulationError(f"the agent did not end within {timeout_seconds:g} s of {number.name}") from None
 
 
+def _end_with_parent() -> None:
+    """In the child: be told to stop when whoever started us is gone, also by kill -9, so that no agent is left on a port."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=_HTTP_SECONDS) as response:  # noqa: S310 - an address of our own child
+        with _DIRECT.open(url, timeout=_HTTP_SECONDS) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as err:
         with err:

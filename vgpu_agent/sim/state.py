@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class SimulatedNode:
         creation.check_uuids(names)
         state = directory / STATE_FILE
         if state.exists() and not force:
-            raise SimulationError(f"{directory} holds a simulated node already; choose another directory, or force")
+            raise SimulationError(f"{directory} holds a simulated node already; choose another directory, or replace it with --force")
         fresh = layout.Node()
         creation.fill(fresh, kind, numa_nodes=nodes, uuids=names, driver_version=driver_version, cuda_version=cuda_version)
         try:
@@ -135,7 +136,7 @@ class SimulatedNode:
             SimulationError: there is none, or it is not readable and writable, or of another version of this program.
         """
         path, size = directory / STATE_FILE, ctypes.sizeof(layout.Node)
-        remedy = f"create one with: vgpu-agent sim create {directory}"
+        remedy = f"create one with: vgpu-agent sim create {shlex.quote(str(directory))}"
         try:
             with path.open("r+b") as file:
                 if os.fstat(file.fileno()).st_size < size:

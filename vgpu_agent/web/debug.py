@@ -120,7 +120,7 @@ def _devices(asked: Question) -> dict[str, Any]:
         "driver_version": inventory.driver_version,
         "cuda_version": inventory.cuda_version,
         "inventory_version": inventory.version,
-        "inventory_taken": views.when(inventory.taken_at, asked.now),
+        "inventory_taken": views.when(asked.status.inventory_at, asked.now),
         "usage_taken": views.when(asked.status.usage_at, asked.now),
         "nvml": views.nvml(asked.status, asked.now),
         "failures": inventory.failures,

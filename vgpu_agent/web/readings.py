@@ -155,8 +155,7 @@ def nvml_hung_seconds(moment: Moment) -> float:
 
 def inventory_age(moment: Moment) -> float | None:
     """Seconds since the GPUs were enumerated."""
-    taken_at = moment.status.inventory.taken_at
-    return max(0.0, moment.now - taken_at) if taken_at else None
+    return max(0.0, moment.now - moment.status.inventory_at) if moment.status.inventory_at else None
 
 
 def usage_age(moment: Moment) -> float | None:
