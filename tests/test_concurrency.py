@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import pytest
 
@@ -116,9 +117,20 @@ async def test_a_silent_loop_counts_as_stuck_until_it_beats() -> None:
         supervisor.start("watch", _forever, stuck_after_seconds=5)
         (report,) = supervisor.reports
         assert report.stuck_for(report.last_beat_at + 4) == 0
-        assert report.stuck_for(report.last_beat_at + 7) == 2
+        assert report.stuck_for(report.last_beat_at + 7) == pytest.approx(2)
+        supervisor._beats["watch"] -= 7
+        assert supervisor.reports[0].stuck_for(time.time()) == pytest.approx(2, abs=0.1)
         supervisor.beat("watch")
-        assert report.stuck_for(report.last_beat_at) == 0
+        assert supervisor.reports[0].stuck_for(time.time()) == 0
+
+
+async def test_a_corrected_wall_clock_makes_nobody_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour's jump at boot must not let kubelet restart the agent."""
+    async with _supervisor() as supervisor:
+        supervisor.start("watch", _forever, stuck_after_seconds=5)
+        later = time.time() + 3600
+        monkeypatch.setattr("vgpu_agent.concurrency.time.time", lambda: later)
+        assert supervisor.reports[0].stuck_for(later) == 0
 
 
 async def test_two_loops_of_one_name_are_a_bug() -> None:

@@ -107,6 +107,8 @@ class Supervisor:
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: dict[str, TaskReport] = {}
+        # Signs of life are kept on the monotonic clock: a corrected wall clock must not make a loop look stuck.
+        self._beats: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
         self._group = await asyncio.TaskGroup().__aenter__()
@@ -121,8 +123,12 @@ class Supervisor:
 
     @property
     def reports(self) -> list[TaskReport]:
-        """One report a loop, by name."""
-        return [self._reports[name] for name in sorted(self._reports)]
+        """One report a loop, by name, as it is now."""
+        now, monotonic = time.time(), time.monotonic()
+        return [
+            dataclasses.replace(report, last_beat_at=now - (monotonic - self._beats[name]))
+            for name, report in sorted(self._reports.items())
+        ]
 
     def start(
         self,
@@ -147,20 +153,20 @@ class Supervisor:
             raise RuntimeError("the supervisor has not been entered")
         if name in self._tasks and not self._tasks[name].done():
             raise RuntimeError(f"a task named {name!r} is already running")
-        now = time.time()
-        report = TaskReport(name, started_at=now, last_beat_at=now, stuck_after_seconds=stuck_after_seconds)
-        self._reports[name] = report
+        report = self._reports[name] = TaskReport(name, started_at=time.time(), stuck_after_seconds=stuck_after_seconds)
+        self._beats[name] = time.monotonic()
         self._tasks[name] = self._group.create_task(self._look_after(report, loop, fatal), name=name)
 
     def beat(self, name: str) -> None:
         """Give a sign of life for the loop ``name``."""
-        if report := self._reports.get(name):
-            report.last_beat_at = time.time()
+        if name in self._beats:
+            self._beats[name] = time.monotonic()
 
     async def stop(self, name: str) -> None:
         """Cancel the loop ``name``, wait for its end and forget it; unknown names are fine."""
         task = self._tasks.pop(name, None)
         self._reports.pop(name, None)
+        self._beats.pop(name, None)
         if task is not None:
             task.cancel()
             # `wait` does not pass the task's own end on, so a cancellation that arrives here is the caller's and must reach it.
@@ -170,7 +176,8 @@ class Supervisor:
         delay = self._min
         while True:
             began = time.monotonic()
-            report.state, report.last_beat_at = TaskState.RUNNING, time.time()
+            report.state = TaskState.RUNNING
+            self.beat(report.name)
             try:
                 await loop()
             except fatal as err:
