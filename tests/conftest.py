@@ -16,6 +16,9 @@ from vgpu_agent import log
 from vgpu_agent.config import options
 from vgpu_agent.model import Inventory
 
+# Some tests import grpcio before the simulator, which says the same and why.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _nobody_configures_the_tests() -> None:
