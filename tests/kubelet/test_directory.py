@@ -84,7 +84,7 @@ async def test_a_new_kubelet_socket_is_seen_at_once(watched: Watched) -> None:
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
     assert time.perf_counter() - began < 0.2
-    assert watched.events() == ["kubelet.socket_found"]
+    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found"]
     assert (watched.status.socket_present, watched.status.restarts_seen) == (True, 0)
 
 
@@ -97,8 +97,25 @@ async def test_a_kubelet_restart_is_another_socket_of_the_same_name(watched: Wat
     with sockets.bind(watched.path / "kubelet.sock"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
-    assert watched.events() == ["kubelet.socket_found", "kubelet.socket_vanished", "kubelet.restarted"]
+    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found", "kubelet.socket_vanished", "kubelet.restarted"]
     assert watched.status.restarts_seen == 1
+
+
+async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -> None:
+    """At the start at once; later when kubelet is away for longer than a poll; each time one line, however long it lasts."""
+    watched = Watched(plugins, 0.05)
+    await watched.until(lambda: watched.beats > 3)
+    assert watched.events() == ["kubelet.waiting"]
+    assert watched.journal.entries[0].facts == {"socket": str(plugins / "kubelet.sock")}
+
+    with sockets.bind(plugins / "kubelet.sock"):
+        await watched.until(lambda: watched.state.kubelet_socket is not None)
+    (plugins / "kubelet.sock").unlink()
+    seen = watched.beats
+    await watched.until(lambda: watched.beats > seen + 4)
+    await watched.stop()
+
+    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found", "kubelet.socket_vanished", "kubelet.waiting"]
 
 
 async def test_a_deleted_socket_of_ours_is_seen(watched: Watched) -> None:
@@ -177,7 +194,7 @@ async def test_leftover_sockets_are_removed_when_the_watch_begins(plugins: Path)
     await watched.started()
     await watched.stop()
 
-    assert watched.events() == ["kubelet.leftover_sockets_removed"]
+    assert watched.events() == ["kubelet.leftover_sockets_removed", "kubelet.waiting"]
     assert watched.state.sockets == {}
 
 

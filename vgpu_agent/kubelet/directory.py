@@ -57,6 +57,8 @@ class DirectoryWatch:
         self._woken = asyncio.Event()
         self._warned = False
         self._known_kubelet: SocketIdentity | None = None
+        self._missing_since: float | None = None  # loop time
+        self._waiting_noted = False
 
     async def run(self, beat: Callable[[], None] = lambda: None) -> None:
         """Watch until cancelled; ``beat`` is called after each look, at least every ``poll_seconds``."""
@@ -69,6 +71,7 @@ class DirectoryWatch:
                 # Watch first, then look: what happens in between wakes us again.
                 self._watch(inotify)
                 self._publish(await asyncio.to_thread(self._look))
+                self._note_waiting()
                 beat()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._poll_seconds):
@@ -118,6 +121,19 @@ class DirectoryWatch:
             self._known_kubelet = now
             self._journal.record(event, directory=str(self.directory))
         self.state.publish(state)
+
+    def _note_waiting(self) -> None:
+        """Say once that there is no kubelet: at the start at once, later when it is gone for longer than a restart takes."""
+        if self.state.value.kubelet_socket is not None:
+            self._missing_since, self._waiting_noted = None, False
+            return
+        now = asyncio.get_running_loop().time()
+        if self._missing_since is None:
+            self._missing_since = now
+        long_enough = self._known_kubelet is None or now - self._missing_since >= self._poll_seconds
+        if long_enough and not self._waiting_noted:
+            self._waiting_noted = True
+            self._journal.record("kubelet.waiting", socket=str(self.directory / sockets.KUBELET_SOCKET))
 
     def _warn(self, err: OSError) -> None:
         if not self._warned:
