@@ -38,8 +38,8 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only; mount the kubelet's directory writable",
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
-    errno.EACCES: "permission denied; the agent has to run as root",
-    errno.EPERM: "permission denied; the agent has to run as root",
+    errno.EACCES: "the agent has to run as root",
+    errno.EPERM: "the agent has to run as root",
 }
 
 
