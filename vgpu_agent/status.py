@@ -54,6 +54,13 @@ class PluginStatus:
     pre_starts: int = 0
     pre_starts_refused: int = 0
     last_error: str = ""
+    not_listed: str = ""  # why kubelet's own list lacks ids that we told it; empty while it has them all
+    rival: str = ""  # which ids of this resource kubelet has from another plugin; empty while there are none
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with kubelet's list of this resource, in words."""
+        return "; ".join(filter(None, (self.not_listed, self.rival)))
 
     @property
     def ready(self) -> bool:

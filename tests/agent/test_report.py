@@ -51,7 +51,12 @@ class Parts:
             kubelet=self.kubelet,
             offering=self.offering,
             verification=Verification(
-                allocator=self.allocator, ledger=self.ledger, settings=settings.kubelet, kubelet=self.kubelet, journal=journal
+                allocator=self.allocator,
+                ledger=self.ledger,
+                settings=settings.kubelet,
+                kubelet=self.kubelet,
+                journal=journal,
+                servers=tuple,
             ),
             reload=Reload(loaded, apply=self._apply, journal=journal),
             supervisor=supervisor,

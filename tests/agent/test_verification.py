@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.agent.fake_server import FakeServer
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent import verification
 from vgpu_agent.agent.verification import Verification
@@ -16,6 +17,7 @@ from vgpu_agent.allocation import Allocator
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Holding, KubeletRecords, Owner
 from vgpu_agent.status import KubeletStatus
@@ -42,13 +44,20 @@ class Parts:
 
     def __init__(self, records: Records) -> None:
         self.records = records
+        self.servers: list[FakeServer] = []
         self.ledger, self.journal, self.kubelet = Ledger(clock=self._clock), Journal(), KubeletStatus()
         self.allocator = Allocator(
             ledger=self.ledger, families=[NvidiaFamily(NvidiaOptions())], inventory=golden_inventory, journal=self.journal
         )
         self.allocator.refresh_offer()
         self.verification = Verification(
-            allocator=self.allocator, ledger=self.ledger, settings=Kubelet(), kubelet=self.kubelet, journal=self.journal, clock=self._clock
+            allocator=self.allocator,
+            ledger=self.ledger,
+            settings=Kubelet(),
+            kubelet=self.kubelet,
+            journal=self.journal,
+            servers=lambda: self.servers,
+            clock=self._clock,
         )
 
     @staticmethod
@@ -185,3 +194,39 @@ async def test_trouble_with_the_records_is_said_once(records: Records) -> None:
         assert [entry.event for entry in parts.journal.entries] == ["kubelet.records_incomplete"]
         assert parts.kubelet.records_trouble == "no socket"
         assert parts.verification.verified_at == 0.0
+
+
+@pytest.fixture
+def allocatable(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When kubelet was asked what can be allocated; it answers that nothing can."""
+    asked_at: list[float] = []
+
+    async def nothing(_: object) -> dict[str, frozenset[str]]:
+        asked_at.append(round(asyncio.get_running_loop().time(), 3))
+        return {}
+
+    monkeypatch.setattr(PodResources, "allocatable", nothing)
+    return asked_at
+
+
+@pytest.mark.looptime
+async def test_ids_that_kubelet_does_not_list_are_looked_at_again_soon_and_registered_again(
+    records: Records, allocatable: list[float]
+) -> None:
+    """A second look 2 s after the first, one new registration, then the usual pace: never more calls than passes."""
+    async with verifying(records) as parts:
+        parts.servers = [FakeServer()]
+        await asyncio.sleep(30)
+        assert allocatable == [1, 3]
+        assert len(parts.servers[0].again) == 1
+        assert set(allocatable) <= set(records.read_at)
+
+
+@pytest.mark.looptime
+async def test_a_silent_pod_resources_is_not_asked_a_second_question(records: Records, allocatable: list[float]) -> None:
+    """The pass whose first call failed makes no second one, so that a timeout costs one."""
+    async with verifying(records) as parts:
+        parts.servers = [FakeServer()]
+        records.now = KubeletRecords(complete=False, trouble="no socket")
+        await asyncio.sleep(60)
+        assert allocatable == []

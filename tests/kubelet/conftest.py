@@ -14,7 +14,6 @@ import pytest
 from tests.kubelet.backend import FakeBackend
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
-from vgpu_agent.errors import RegistrationRefusedError
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.server import DevicePlugin
@@ -77,7 +76,7 @@ class Node:
         """Run a plugin for the resource."""
         plugin = DevicePlugin(resource, backend, self.settings, self.watch, self.journal)
         self.plugins.append(plugin)
-        self.supervisor.start(f"plugin {resource.name} {len(self.plugins)}", plugin.run, fatal=(RegistrationRefusedError,))
+        self.supervisor.start(f"plugin {resource.name} {len(self.plugins)}", plugin.run)
         return plugin
 
     def events(self, name: str) -> list[dict[str, object]]:

@@ -272,6 +272,26 @@ def test_one_container_in_two_entries_is_united() -> None:
     )
 
 
+def test_what_can_be_allocated_is_united_by_resource() -> None:
+    """kubelet makes an entry of each id; a resource that it knows without ids has none."""
+    response = google_resources.AllocatableResourcesResponse()
+    response.devices.add(resource_name="r", device_ids=["a"]).topology.nodes.add(id=0)
+    response.devices.add(resource_name="r", device_ids=["b", "a"])
+    response.devices.add(resource_name="other", device_ids=["x"])
+
+    assert codec.decode_allocatable(response.SerializeToString()) == {"r": frozenset({"a", "b"}), "other": frozenset({"x"})}
+
+
+@given(st.binary(max_size=120))
+def test_a_junk_answer_about_what_can_be_allocated_is_an_error_or_a_picture(answer: bytes) -> None:
+    """Nothing that comes back from the socket leads to another exception."""
+    try:
+        listed = codec.decode_allocatable(answer)
+    except KubeletError:
+        return
+    assert all(isinstance(ids, frozenset) for ids in listed.values())
+
+
 @given(st.binary(max_size=120))
 def test_a_junk_answer_of_pod_resources_is_an_error_or_a_picture(answer: bytes) -> None:
     """Nothing that comes back from the socket leads to another exception."""

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubelet.backend import FakeBackend, shared_resource
+from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet.checkpoint import CheckpointEntry
-from vgpu_agent.kubelet.pod_resources import KubeletBusyError, PodResources
+from vgpu_agent.kubelet.pod_resources import AllocatableUnsupportedError, KubeletBusyError, PodResources
 from vgpu_agent.kubelet.records import join, read_records
 from vgpu_agent.model import Holding, Owner
 from vgpu_agent.sim.kubelet import Container, Pod, SimulatedKubelet
@@ -169,7 +169,8 @@ async def test_without_either_there_is_an_empty_and_incomplete_picture(directory
     records = await read_records(PodResources(directory / "none.sock", timeout_seconds=1), checkpoint)
 
     assert (records.holdings, records.complete) == ((), False)
-    assert "List: cannot connect to" in records.trouble
+    assert records.trouble.startswith("pod-resources: List: cannot connect to")
+    assert "is kubelet running, and is its pod-resources directory mounted?" in records.trouble
     assert "is empty" in records.trouble
 
 
@@ -179,6 +180,41 @@ async def test_a_kubelet_without_the_api_is_explained(kubelet: SimulatedKubelet)
 
     with pytest.raises(KubeletError, match=r"has no pod-resources API v1; Kubernetes 1\.20 or newer is needed"):
         await client.list()
+
+
+async def test_what_can_be_allocated_is_every_healthy_id(kubelet: SimulatedKubelet, node: Node, pod_resources: PodResources) -> None:
+    """Kubelet contract §13: held or not, by resource; ids of an unhealthy GPU are left out."""
+    backend = FakeBackend(shared_resource())
+    node.offer(shared_resource(), backend)
+    await kubelet.until(lambda: kubelet.resource(R).allocatable == 8)
+    await kubelet.admit("p", [Container("c", {R: 2})])
+
+    assert await pod_resources.allocatable() == {R: {device.id for device in shared_resource().ids}}
+    backend.lose(U0)
+    await kubelet.until(lambda: kubelet.resource(R).allocatable == 4)
+    assert await pod_resources.allocatable() == {R: {device.id for device in shared_resource().ids if device.device == U1}}
+
+
+async def test_a_kubelet_that_does_not_tell_what_can_be_allocated(kubelet: SimulatedKubelet, pod_resources: PodResources) -> None:
+    """An error of its own kind, and List goes on."""
+    kubelet.faults.no_allocatable = True
+
+    with pytest.raises(AllocatableUnsupportedError, match=r"^pod-resources: .*has no GetAllocatableResources"):
+        await pod_resources.allocatable()
+
+    assert await pod_resources.list() == ()
+
+
+async def test_what_can_be_allocated_is_not_asked_of_a_busy_kubelet(kubelet: SimulatedKubelet, pod_resources: PodResources) -> None:
+    """Kubelet contract V12: both questions share the pause."""
+    kubelet.faults.exhausted_lists = 1
+    with pytest.raises(KubeletBusyError):
+        await pod_resources.list()
+
+    with pytest.raises(KubeletBusyError, match=r"^pod-resources: kubelet was asked too often"):
+        await pod_resources.allocatable()
+
+    assert kubelet.called("GetAllocatableResources") == []
 
 
 async def test_a_list_that_does_not_come_is_an_error(kubelet: SimulatedKubelet) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import shutil
 import stat
 import time
@@ -13,7 +12,6 @@ import pytest
 
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
-from vgpu_agent.concurrency import Supervisor, TaskState
 from vgpu_agent.errors import UnknownDeviceError
 from vgpu_agent.kubelet.grpc import GrpcServer
 from vgpu_agent.kubelet.pod_resources import PodResources
@@ -143,53 +141,6 @@ async def test_two_agents_with_one_resource_do_not_disturb_each_other(kubelet: S
     assert lists[0].facts["bytes"] == lists[1].facts["bytes"]
     assert first.status.endpoint != second.status.endpoint
     assert _sockets(kubelet) == sorted([first.status.endpoint, second.status.endpoint])
-
-
-async def test_a_refused_version_ends_the_plugin_and_nothing_else(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V6: one Register, state failed with kubelet's words, no tight loop, no socket left."""
-    kubelet.faults.refuse_version = True
-    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
-
-    await kubelet.until(lambda: plugin.status.state is PluginState.FAILED)
-    await asyncio.sleep(0.3)  # time for a loop, if there were one
-
-    assert len(kubelet.called("Register")) == 1
-    assert "is not supported by kubelet" in plugin.status.last_error
-    assert _sockets(kubelet) == []
-    (report,) = [report for report in node.supervisor.reports if report.name.startswith("plugin")]
-    assert report.state is TaskState.FAILED
-
-
-async def test_a_failing_kubelet_is_tried_again_with_growing_pauses(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Each pause is longer than the one before, and one line of journal says it."""
-    kubelet.faults.failing_registrations = 4
-    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
-
-    await _all_offered(kubelet)
-
-    times = [call.at for call in kubelet.called("Register")]
-    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert len(pauses) == 4
-    assert all(pause >= expected for pause, expected in zip(pauses, (0.05, 0.1, 0.2, 0.4), strict=True))
-    assert plugin.status.registration_failures == 4
-    assert len({str(event["reason"]) for event in node.events("plugin.registering_again")}) == 1
-    assert plugin.status.last_error == ""
-
-
-async def test_a_kubelet_that_opens_no_stream_is_registered_with_again(directory: Path, kubelet: SimulatedKubelet) -> None:
-    """A registration without a stream is worth nothing."""
-    kubelet.faults.open_no_stream = True
-    async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
-        node = Node(directory, supervisor, stream_open_timeout_seconds=0.1)
-        node.watch_directory()
-        plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
-        await kubelet.until(lambda: len(kubelet.called("Register")) == 2)
-
-        kubelet.faults.open_no_stream = False
-        await _all_offered(kubelet)
-        await plugin.stop()
-
-    assert "opened no stream within 0.1 s" in str(node.events("plugin.registering_again")[0]["reason"])
 
 
 async def test_allocate_goes_to_the_backend_and_back(kubelet: SimulatedKubelet, node: Node) -> None:

@@ -90,7 +90,12 @@ class Agent:
             journal=self._journal,
         )
         self._verification = Verification(
-            allocator=self._allocator, ledger=self._ledger, settings=settings.kubelet, kubelet=self._kubelet, journal=self._journal
+            allocator=self._allocator,
+            ledger=self._ledger,
+            settings=settings.kubelet,
+            kubelet=self._kubelet,
+            journal=self._journal,
+            servers=lambda: self._offering.plugins,
         )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal)
         self._lag = LoopLag()

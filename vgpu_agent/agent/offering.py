@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import ConfigError, RegistrationRefusedError
+from vgpu_agent.errors import ConfigError
 from vgpu_agent.kubelet.codec import check_budget
 from vgpu_agent.kubelet.server import DevicePlugin
 
@@ -75,6 +75,11 @@ class Offering:
         """One status for each plugin server, by resource."""
         return tuple(self._plugins[name].status for name in sorted(self._plugins))
 
+    @property
+    def plugins(self) -> tuple[DevicePlugin, ...]:
+        """The plugin servers themselves, whose lists `listed` compares."""
+        return tuple(self._plugins.values())
+
     async def sync(self) -> None:
         """Run exactly the plugin servers that the ledger's offers call for."""
         async with self._changing:
@@ -108,7 +113,7 @@ class Offering:
             return
         for name in wanted.keys() - self._plugins.keys():
             plugin = self._plugins[name] = DevicePlugin(wanted[name], self._allocator, self._settings, self._directory, self._journal)
-            self._supervisor.start(_task(name), plugin.run, fatal=(RegistrationRefusedError,))
+            self._supervisor.start(_task(name), plugin.run)
 
     async def _stop(self, names: list[str]) -> None:
         stopping = [self._plugins.pop(name) for name in names]

@@ -1,7 +1,8 @@
 """The ledger against kubelet's own records: at start, soon after each Allocate, and every ``kubelet.verifySeconds``.
 
-kubelet never says whose ids it has just allocated, nor that a pod has ended; its checkpoint and its pod-resources socket do. Run by
-`composition`: `rebuild` before the first registration (kubelet contract V10), `run` as a supervised loop.
+kubelet never says whose ids it has just allocated, nor that a pod has ended; its checkpoint and its pod-resources socket do. The same pass
+asks whether kubelet still lists what it was told (`listed`). Run by `composition`: `rebuild` before the first registration (kubelet
+contract V10), `run` as a supervised loop.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent.agent.listed import ListedIds
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.kubelet.waiting import first_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from vgpu_agent.agent.listed import Server
     from vgpu_agent.allocation import Allocator
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.config.settings import Kubelet
@@ -42,6 +45,7 @@ class Verification:
         settings: Kubelet,
         kubelet: KubeletStatus,
         journal: Journal,
+        servers: Callable[[], Iterable[Server]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._allocator = allocator
@@ -51,6 +55,7 @@ class Verification:
         self._journal = journal
         self._clock = clock
         self._pod_resources = PodResources(settings.pod_resources_socket, timeout_seconds=settings.pod_resources_timeout_seconds)
+        self._listed = ListedIds(servers=servers, pod_resources=self._pod_resources, settings=settings, kubelet=kubelet, journal=journal)
         self._restarts_seen = 0
         self._restarted_at = 0.0
         self.drift_total = 0
@@ -69,8 +74,9 @@ class Verification:
             beat()
             if await self._pause(pause):
                 pause = _SHORTEST_PAUSE_SECONDS
-            await self._verify()
-            if self._ledger.in_doubt:
+            pod_resources_answer = await self._verify()
+            differs = pod_resources_answer and await self._listed.compare()
+            if differs or self._ledger.in_doubt:
                 pause = 2 * _SHORTEST_PAUSE_SECONDS  # the second look decides, so there is no third
             elif self._allocator.unconfirmed():
                 pause = min(pause * 2, self._settings.verify_seconds)
@@ -92,7 +98,8 @@ class Verification:
                 seconds = loop.time() - began + _SHORTEST_PAUSE_SECONDS
         return booked
 
-    async def _verify(self, *, initial: bool = False) -> None:
+    async def _verify(self, *, initial: bool = False) -> bool:
+        """Compare once with the ledger; whether pod-resources answered."""
         newest = self._ledger.newest
         records = await read_records(self._pod_resources, self._settings.checkpoint_path)
         now = self._clock()
@@ -116,3 +123,4 @@ class Verification:
             self._journal.record("ledger.unsound", level="error", problem=problem)
         if records.complete:
             self.verified_at = now
+        return records.complete

@@ -174,8 +174,23 @@ def decode_pod_resources(response: bytes) -> tuple[Holding, ...]:
         for owner, resource, ids in _holders(response):
             united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
     except wire.MalformedError as err:
-        raise KubeletError(f"the answer of pod-resources List cannot be understood: {err}") from err
+        raise KubeletError(f"pod-resources: the answer to List cannot be understood: {err}") from err
     return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
+
+
+def decode_allocatable(response: bytes) -> dict[str, frozenset[str]]:
+    """The healthy ids of each resource, from AllocatableResourcesResponse (kubelet contract §13).
+
+    Raises:
+        KubeletError: the bytes are no such message.
+    """
+    united: dict[str, set[str]] = {}
+    try:
+        for devices in _messages(response, 1):
+            united.setdefault(_string(devices, 1), set()).update(_strings(devices, 2))
+    except wire.MalformedError as err:
+        raise KubeletError(f"pod-resources: the answer to GetAllocatableResources cannot be understood: {err}") from err
+    return {resource: frozenset(ids) for resource, ids in united.items()}
 
 
 def _options(*, pre_start_required: bool) -> v1beta1.DevicePluginOptions:

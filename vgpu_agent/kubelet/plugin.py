@@ -8,6 +8,7 @@ second, and one element for each container.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,6 +52,15 @@ class Backend(Protocol):
         """Return when the container may start; an error refuses the start for now, and kubelet asks again."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """What kubelet was last told: all ids, the healthy ones among them, and how long ago in seconds."""
+
+    ids: frozenset[str]
+    healthy: frozenset[str]
+    seconds_ago: float
+
+
 class PluginService:
     """Answers kubelet for one resource on one server instance.
 
@@ -70,6 +80,7 @@ class PluginService:
         self._encoder = codec.DeviceListEncoder()
         self._ending = asyncio.Event()
         self._open = 0
+        self._sent: tuple[Sequence[ListedDevice], float] | None = None  # the last list, and when (monotonic)
         self.activity = Latest(0)  # moves on when a stream is opened, sends a list, or ends
         self.streams_opened = 0
         self.lists_sent = 0
@@ -93,6 +104,18 @@ class PluginService:
     def open_streams(self) -> int:
         """How many ListAndWatch calls are running."""
         return self._open
+
+    @property
+    def told(self) -> Told | None:
+        """What an open stream last sent; None when none is open, or none has sent anything yet."""
+        if not self._open or self._sent is None:
+            return None
+        devices, at = self._sent
+        return Told(
+            ids=frozenset(device.id.id for device in devices),
+            healthy=frozenset(device.id.id for device in devices if device.healthy),
+            seconds_ago=time.monotonic() - at,
+        )
 
     def end_streams(self) -> None:
         """Let every stream return, which kubelet sees as a clean end."""
@@ -137,6 +160,7 @@ class PluginService:
         self._status.bytes_sent = len(message)
         self._status.messages_sent += 1
         self.lists_sent += 1
+        self._sent = devices, time.monotonic()
         self.activity.publish(self.activity.value + 1)
 
     async def _prefer(self, request: bytes) -> bytes:

@@ -1,8 +1,8 @@
-"""kubelet's pod-resources API: who is alive and holds what, by name.
+"""kubelet's pod-resources API: who is alive and holds what, by name; and which ids kubelet would give to a pod.
 
-Read by `records`. Its List is the freshest truth there is, because kubelet forgets ended pods before it answers; but it knows no UIDs and
-no plain init containers, and it limits how often it may be asked (kubelet contract §13). Never called inside Allocate: the pod in question
-is recorded only after our answer.
+Called by `records` and by the agent's verification. Its List is the freshest truth there is, because kubelet forgets ended pods before it
+answers; but it knows no UIDs and no plain init containers, and it limits how often it may be asked (kubelet contract §13). Never called
+inside Allocate: the pod in question is recorded only after our answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
     from vgpu_agent.model import Holding
 
-_METHOD = "/v1.PodResourcesLister/List"
+_LIST = "/v1.PodResourcesLister/List"
+_ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"
+
+# How a kubelet from before 1.28 words that its feature gate KubeletPodResourcesGetAllocatable is off; it has no status code for that.
+_SWITCHED_OFF = "getallocatableresources disabled"
 
 # kubelet refills its allowance within a second (100 calls a second, 10 at once), so short pauses are enough.
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
@@ -37,6 +41,10 @@ class KubeletBusyError(KubeletError):
     def __init__(self, message: str, retry_in_seconds: float) -> None:
         super().__init__(message)
         self.retry_in_seconds = retry_in_seconds
+
+
+class AllocatableUnsupportedError(KubeletError):
+    """This kubelet does not tell what can be allocated: it is older than 1.21, or the feature is switched off."""
 
 
 class PodResources:
@@ -57,23 +65,41 @@ class PodResources:
             KubeletBusyError: kubelet wants to be left alone (V12).
             KubeletError: no socket, no such API, no answer in time, or an answer that makes no sense.
         """
+        # In a thread, because a node with thousands of ids takes a tenth of a second to decode.
+        return await asyncio.to_thread(codec.decode_pod_resources, await self._call(_LIST))
+
+    async def allocatable(self) -> dict[str, frozenset[str]]:
+        """The healthy ids of each resource as kubelet has them, held by somebody or not: what our lists have come to.
+
+        Raises:
+            AllocatableUnsupportedError: this kubelet does not tell.
+            KubeletError: as for `list`, with which it shares the pauses.
+        """
+        return await asyncio.to_thread(codec.decode_allocatable, await self._call(_ALLOCATABLE))
+
+    async def _call(self, method: str) -> bytes:
         if (left := self._not_before - self._clock()) > 0:
             # kubelet's refusal once more, word for word: trouble that reads the same is logged once.
             raise KubeletBusyError(self._refusal, left)
         try:
-            answer = await grpc.call(self._socket_path, _METHOD, codec.EMPTY, timeout_seconds=self._timeout_seconds)
+            answer = await grpc.call(self._socket_path, method, codec.EMPTY, timeout_seconds=self._timeout_seconds)
         except grpc.CallError as err:
-            raise self._explained(err) from err
+            raise self._explained(err, method) from err
         self._backoff.reset()
-        # In a thread, because a node with thousands of ids takes a tenth of a second to decode.
-        return await asyncio.to_thread(codec.decode_pod_resources, answer)
+        return answer
 
-    def _explained(self, err: grpc.CallError) -> KubeletError:
+    def _explained(self, err: grpc.CallError, method: str) -> KubeletError:
         if err.status == "RESOURCE_EXHAUSTED":
             pause = self._backoff.pause()
             self._not_before = self._clock() + pause
-            self._refusal = f"kubelet's pod-resources were asked too often ({err.text}); the next call is in {pause:g} s"
+            self._refusal = f"pod-resources: kubelet was asked too often ({err.text}); the next call is in {pause:g} s"
             return KubeletBusyError(self._refusal, pause)
+        if method == _ALLOCATABLE and (err.status == "UNIMPLEMENTED" or _SWITCHED_OFF in err.text.lower()):
+            return AllocatableUnsupportedError(f"pod-resources: the kubelet behind {self._socket_path} has no GetAllocatableResources")
         if err.status == "UNIMPLEMENTED":
-            return KubeletError(f"the kubelet behind {self._socket_path} has no pod-resources API v1; Kubernetes 1.20 or newer is needed")
-        return err
+            return KubeletError(
+                f"pod-resources: the kubelet behind {self._socket_path} has no pod-resources API v1; Kubernetes 1.20 or newer is needed"
+            )
+        if err.status == "UNAVAILABLE":
+            return KubeletError(f"pod-resources: {err}; is kubelet running, and is its pod-resources directory mounted?")
+        return KubeletError(f"pod-resources: {err}")

@@ -24,7 +24,7 @@ async def register(kubelet_socket: Path, *, endpoint: str, resource: str, pre_st
     """Announce that ``resource`` is served on the socket ``endpoint``, a base name beside kubelet's socket.
 
     Raises:
-        RegistrationRefusedError: kubelet does not want this API version or this resource name; trying again cannot help (V6).
+        RegistrationRefusedError: kubelet does not want this API version or this resource name, and will not change its mind (V6).
         CallError: anything else; trying again later may help.
     """
     request = codec.encode_register(endpoint=endpoint, resource=resource, pre_start_required=pre_start_required)
@@ -34,7 +34,7 @@ async def register(kubelet_socket: Path, *, endpoint: str, resource: str, pre_st
         if err.status == "UNIMPLEMENTED" or any(words in err.text.lower() for words in _FINAL_WORDS):
             raise RegistrationRefusedError(
                 f"kubelet refuses to register {resource}: {err.text or err}; it will not change its mind, so this resource stays away until"
-                " the configuration or the kubelet changes and the agent is restarted"
+                " another kubelet starts, or the agent with another configuration"
             ) from err
         raise
 

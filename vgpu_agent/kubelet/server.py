@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
-    from vgpu_agent.kubelet.plugin import Backend
+    from vgpu_agent.kubelet.plugin import Backend, Told
     from vgpu_agent.kubelet.sockets import SocketIdentity
     from vgpu_agent.model import Resource
 
@@ -35,7 +35,8 @@ _logger = log.get(__name__)
 class DevicePlugin:
     """One resource, offered to kubelet for as long as `run` runs.
 
-    A resource whose ids change is a new `DevicePlugin`: stop this one, start that one; it costs two socket files and one Register.
+    Its ids may come and go meanwhile: what is listed is whatever the backend has. Only pre-start is fixed, because kubelet asks for it once
+    in a registration; a resource that changes its mind about that is a new `DevicePlugin`.
 
     State: the server instance of the current round. `status` outlives rounds and is read by `web`.
     """
@@ -50,12 +51,22 @@ class DevicePlugin:
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
+        self._registered: _Instance | None = None
+
+    @property
+    def told(self) -> Told | None:
+        """What kubelet was last told over a stream that is still open; None while it is not registered or has heard nothing yet."""
+        return self._registered.told if self._registered is not None else None
+
+    def register_again(self, reason: str) -> None:
+        """End the current round, so that a fresh server registers; nothing to do when a new round is coming anyway."""
+        if self._registered is not None:
+            self._registered.leave(reason)
 
     async def run(self) -> None:
         """Keep the resource registered until `stop` is called or the task is cancelled.
 
-        Raises:
-            RegistrationRefusedError: kubelet will never accept it; the state is ``failed`` and a restart of this loop cannot help (V6).
+        A kubelet that refuses for good is not asked again (V6): the state is ``failed`` until there is another kubelet.
         """
         self._ended.clear()
         backoff = Backoff(self._settings.retry_min_seconds, self._settings.retry_max_seconds)
@@ -64,13 +75,14 @@ class DevicePlugin:
                 kubelet = await self._kubelet_socket()
                 if kubelet is None:
                     break
-                await self._attempt(kubelet, backoff)
+                try:
+                    await self._attempt(kubelet, backoff)
+                except RegistrationRefusedError as err:
+                    self.status.state, self.status.last_error = PluginState.FAILED, str(err)
+                    self._journal.record("plugin.refused", level="error", resource=self.resource.name, reason=str(err))
+                    await self._until_another(kubelet)
             await self._retire()
             self.status.state = PluginState.STOPPED
-        except RegistrationRefusedError as err:
-            self.status.state, self.status.last_error = PluginState.FAILED, str(err)
-            self._journal.record("plugin.refused", level="error", resource=self.resource.name, reason=str(err))
-            raise
         except asyncio.CancelledError:
             self.status.state = PluginState.STOPPED
             raise
@@ -128,10 +140,13 @@ class DevicePlugin:
                 return "the agent stops"
             self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
             self.status.registrations += 1
-            self.status.last_error = ""
-            self._journal.record("plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=len(self.resource.ids))
+            self.status.last_error = self.status.complaint
+            ids = len(self._backend.listing(self.resource.name))
+            self._journal.record("plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=ids)
+            self._registered = instance
             return await instance.until_lost(kubelet, self._stopping)
         finally:
+            self._registered = None
             if self._stopping.is_set():
                 self.status.state = PluginState.DRAINING
             await instance.close()
@@ -164,6 +179,14 @@ class DevicePlugin:
             await first_of(self._directory.state.newer_than(version), self._stopping.wait())
         return None
 
+    async def _until_another(self, kubelet: SocketIdentity) -> None:
+        """Wait until another kubelet than this one is there, or until we are to stop."""
+        while not self._stopping.is_set():
+            version, now = self._directory.state.version, self._directory.state.value.kubelet_socket
+            if now is not None and now != kubelet:
+                return
+            await first_of(self._directory.state.newer_than(version), self._stopping.wait())
+
     async def _while_kubelet_is(self, kubelet: SocketIdentity, seconds: float) -> None:
         """Pause, but not longer than this very kubelet is there."""
         until = time.monotonic() + seconds
@@ -195,11 +218,22 @@ class _Instance:
         self._listener: socket.socket | None = None
         self._identity: SocketIdentity | None = None
         self._listed = False
+        self._left = ""
         self._pre_start_required = resource.pre_start_required if pre_start_required is None else pre_start_required
         self._service = PluginService(
             resource, backend, status, coalesce_seconds=settings.coalesce_seconds, pre_start_required=self._pre_start_required
         )
         self._server = GrpcServer(unary=self._service.unary_methods, streams=self._service.stream_methods)
+
+    @property
+    def told(self) -> Told | None:
+        """See `PluginService.told`."""
+        return self._service.told
+
+    def leave(self, reason: str) -> None:
+        """Let `until_lost` return ``reason``."""
+        self._left = reason
+        self._service.activity.publish(self._service.activity.value + 1)
 
     async def start(self) -> None:
         """Create the socket and serve.
@@ -260,6 +294,8 @@ class _Instance:
             await asyncio.to_thread(sockets.remove, self._path)
 
     def _lost(self, kubelet: SocketIdentity) -> str:
+        if self._left:
+            return self._left
         state = self._directory.state.value
         now = state.kubelet_socket
         if now is not None and now != kubelet:

@@ -93,7 +93,10 @@ class SimulatedKubelet:
         hidden = self.directory / f"kubelet-{uuid.uuid4().hex[:8]}.sock"
         await self._listen(hidden, "v1beta1.Registration", {"Register": (self._register, messages.RegisterRequest)})
         await asyncio.to_thread(os.link, hidden, self.plugins / "kubelet.sock")
-        lister = {"List": (self._list, pod_resources.ListPodResourcesRequest)}
+        lister = {
+            "List": (self._list, pod_resources.ListPodResourcesRequest),
+            "GetAllocatableResources": (self._allocatable, pod_resources.AllocatableResourcesRequest),
+        }
         await self._listen(self.directory / "pod-resources" / "kubelet.sock", "v1.PodResourcesLister", lister)
 
     async def stop(self) -> None:
@@ -314,6 +317,16 @@ class SimulatedKubelet:
             entry = response.pod_resources.add(name=pod.name, namespace=pod.namespace)
             for container in [each for each in pod.containers if not each.init]:  # plain init containers are not listed
                 _describe(entry.containers.add(name=container.name), self._records.of_container(pod.uid, container.name))
+        return response
+
+    async def _allocatable(self, _: pod_resources.AllocatableResourcesRequest, context: Any) -> pod_resources.AllocatableResourcesResponse:
+        await self._note("GetAllocatableResources", "")
+        if self.faults.no_allocatable:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method GetAllocatableResources")
+        response = pod_resources.AllocatableResourcesResponse()
+        for resource in self._records.devices:
+            for device in self.resource(resource).healthy:
+                response.devices.add(resource_name=resource, device_ids=[device])
         return response
 
     # Inner matters

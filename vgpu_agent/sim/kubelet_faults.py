@@ -16,8 +16,8 @@ class Call:
 
     Attributes:
         what: ``Register``, ``GetDevicePluginOptions``, ``stream opened``, ``list``, ``stream ended``, ``GetPreferredAllocation``,
-            ``Allocate``, ``PreStartContainer``, ``List``.
-        resource: the resource it was about; empty for ``List``.
+            ``Allocate``, ``PreStartContainer``, ``List``, ``GetAllocatableResources``.
+        resource: the resource it was about; empty for the last two.
         at: `time.monotonic` seconds.
         facts: e.g. ``endpoint``, ``ids``, ``error``, ``healthy``, ``seconds``.
     """
@@ -39,6 +39,7 @@ class Faults:
         open_no_stream: after Register no ListAndWatch is opened.
         exhausted_lists: so many pod-resources List calls are answered with RESOURCE_EXHAUSTED.
         list_delay_seconds: pod-resources List is answered this much later.
+        no_allocatable: pod-resources has no GetAllocatableResources, like a kubelet before 1.21.
     """
 
     refuse_version: bool = False
@@ -47,6 +48,7 @@ class Faults:
     open_no_stream: bool = False
     exhausted_lists: int = 0
     list_delay_seconds: float = 0.0
+    no_allocatable: bool = False
 
 
 class AdmissionError(Exception):

@@ -1,0 +1,23 @@
+"""A plugin server as the comparison with kubelet's list sees it: what it told, and which new registrations were asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vgpu_agent.kubelet.plugin import Told
+from vgpu_agent.status import PluginStatus
+
+GPU = "nvidia.com/gpu"
+
+
+class FakeServer:
+    """Told kubelet of ``healthy`` and ``unhealthy`` a minute ago; a test may set `told`."""
+
+    def __init__(self, healthy: Iterable[str] = ("a", "b"), unhealthy: Iterable[str] = (), *, resource: str = GPU) -> None:
+        self.status = PluginStatus(resource, "nvidia")
+        self.told: Told | None = Told(frozenset({*healthy, *unhealthy}), frozenset(healthy), seconds_ago=60.0)
+        self.again: list[str] = []
+
+    def register_again(self, reason: str) -> None:
+        """Remember it; nothing else happens."""
+        self.again.append(reason)

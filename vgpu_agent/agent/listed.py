@@ -1,0 +1,174 @@
+"""Whether kubelet lists what it was told: the only way to notice that another plugin has taken a resource away from us.
+
+kubelet keeps one list for each resource name, the last that arrived, and when any plugin's stream of that name ends it takes down whichever
+plugin is registered (kubelet contract §3). So a second plugin that comes and goes leaves us with an open stream, no error, and an
+allocatable of 0. Called by `verification` in each pass; it asks pod-resources what can be allocated and compares.
+
+Nothing is done at the first look, because a list may be on its way. A second look that finds the same lets the plugin server register
+again: after pauses that double while it does not help, and with the longest pause at once while another plugin is there, because two that
+take the resource from each other again and again are worse for pods than one that stands back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+from vgpu_agent import log
+from vgpu_agent.errors import KubeletError
+from vgpu_agent.kubelet.pod_resources import AllocatableUnsupportedError
+from vgpu_agent.kubelet.registration import Backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vgpu_agent.config.settings import Kubelet
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.kubelet.plugin import Told
+    from vgpu_agent.kubelet.pod_resources import PodResources
+    from vgpu_agent.status import KubeletStatus, PluginStatus
+
+_logger = log.get(__name__)
+
+# A list that was sent more recently may still be on its way into kubelet's book.
+_SETTLING_SECONDS = 3.0
+_SHORTEST_PAUSE_SECONDS = 2.0
+_NOT_LISTED = "kubelet does not list our ids: another plugin registered this resource, or its own connection was lost"
+
+
+class Server(Protocol):
+    """What is compared; `kubelet.server.DevicePlugin` is it."""
+
+    status: PluginStatus
+
+    @property
+    def told(self) -> Told | None:
+        """What kubelet was last told over a stream that is still open."""
+
+    def register_again(self, reason: str) -> None:
+        """End the current registration and make a new one."""
+
+
+@dataclasses.dataclass
+class _Course:
+    """How one resource has fared; times are the loop's, in seconds.
+
+    Attributes:
+        doubted: the look before this one found a difference.
+        fine_since: since when there is none.
+        pause_seconds: how long the last new registration is given before the next.
+    """
+
+    backoff: Backoff
+    doubted: bool = False
+    fine_since: float | None = None
+    registered_again_at: float = float("-inf")
+    pause_seconds: float = 0.0
+
+
+class ListedIds:
+    """Compares kubelet's list with ours, and acts on a difference.
+
+    State: the course of each resource, and whether this kubelet tells what it lists at all. A restart of the agent begins with new
+    registrations, so nothing is lost with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        servers: Callable[[], Iterable[Server]],
+        pod_resources: PodResources,
+        settings: Kubelet,
+        kubelet: KubeletStatus,
+        journal: Journal,
+    ) -> None:
+        self._servers = servers
+        self._pod_resources = pod_resources
+        self._longest_pause_seconds = max(settings.retry_max_seconds, _SHORTEST_PAUSE_SECONDS)
+        self._kubelet = kubelet
+        self._journal = journal
+        self._courses: dict[str, _Course] = {}
+        self._silent_kubelet: int | None = None  # which kubelet, by restarts seen, does not tell
+
+    async def compare(self) -> bool:
+        """Compare once, with at most one call to pod-resources; whether a second look should follow soon."""
+        servers = [server for server in self._servers() if server.told is not None]
+        if not servers or self._silent_kubelet == self._kubelet.restarts_seen:
+            return False
+        try:
+            listed = await self._pod_resources.allocatable()
+        except AllocatableUnsupportedError as err:
+            self._silent_kubelet = self._kubelet.restarts_seen
+            _logger.debug("kubelet.allocatable_unsupported", reason=str(err))
+            return False
+        except KubeletError as err:  # `records` has its own trouble with the same socket, and says so
+            _logger.debug("kubelet.allocatable_unknown", reason=str(err))
+            return False
+        names = {server.status.resource for server in servers}
+        self._courses = {name: course for name, course in self._courses.items() if name in names}
+        # Each is looked at, so no short cut with any().
+        return True in [self._look(server, listed.get(server.status.resource, frozenset())) for server in servers]
+
+    def _look(self, server: Server, listed: frozenset[str]) -> bool:
+        """Whether to look again soon."""
+        status, told = server.status, server.told
+        course = self._courses.setdefault(status.resource, _Course(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds)))
+        if told is None or told.seconds_ago < _SETTLING_SECONDS:
+            course.doubted = False
+            return False
+        missing, strangers = told.healthy - listed, listed - told.ids
+        if not missing and not strangers:
+            self._note_fine(status, course)
+            return False
+        course.fine_since = None
+        if not course.doubted:
+            course.doubted = True
+            return True
+        self._note_difference(status, len(missing), strangers)
+        if missing:
+            self._register_again(server, course)
+        return False
+
+    def _register_again(self, server: Server, course: _Course) -> None:
+        now = asyncio.get_running_loop().time()
+        pause_seconds = self._longest_pause_seconds if server.status.rival else course.pause_seconds
+        if now - course.registered_again_at < pause_seconds:
+            return
+        course.registered_again_at, course.pause_seconds, course.doubted = now, course.backoff.pause(), False
+        server.register_again(server.status.complaint)
+
+    def _note_difference(self, status: PluginStatus, missing: int, strangers: frozenset[str]) -> None:
+        before, was_listed = status.complaint, not status.not_listed
+        status.not_listed = _NOT_LISTED if missing else ""
+        if missing and was_listed:
+            self._journal.record("plugin.not_listed", level="warning", resource=status.resource, missing=missing, reason=_NOT_LISTED)
+        rival = ""
+        if strangers:
+            rival = (
+                f"another plugin offers {status.resource} as well: {len(strangers)} ids that are not ours, e.g. {min(strangers)};"
+                " remove one of the two"
+            )
+        if rival and rival != status.rival:
+            self._journal.record("plugin.rival", level="error", resource=status.resource, reason=rival)
+        status.rival = rival
+        _show(status, before)
+
+    def _note_fine(self, status: PluginStatus, course: _Course) -> None:
+        """All our ids are listed and no others; what was wrong counts until that has lasted, because two plugins take turns."""
+        now = asyncio.get_running_loop().time()
+        course.doubted = False
+        if course.fine_since is None:
+            course.fine_since = now
+        before, status.not_listed = status.complaint, ""
+        if now - course.fine_since >= self._longest_pause_seconds:
+            status.rival = ""
+            course.pause_seconds = 0.0
+            course.backoff.reset()
+        _show(status, before)
+
+
+def _show(status: PluginStatus, before: str) -> None:
+    """Make the complaint the last error; ``before`` was the complaint so far, and goes, while an error of another kind stays."""
+    if status.complaint != before and (status.complaint or status.last_error == before):
+        status.last_error = status.complaint
