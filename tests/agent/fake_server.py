@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vgpu_agent.kubelet.plugin import Told
+from vgpu_agent.model import DeviceId, ListedDevice
 from vgpu_agent.status import PluginStatus
 
 GPU = "nvidia.com/gpu"
@@ -15,7 +16,9 @@ class FakeServer:
 
     def __init__(self, healthy: Iterable[str] = ("a", "b"), unhealthy: Iterable[str] = (), *, resource: str = GPU) -> None:
         self.status = PluginStatus(resource, "nvidia")
-        self.told: Told | None = Told(frozenset({*healthy, *unhealthy}), frozenset(healthy), seconds_ago=60.0)
+        health = {**dict.fromkeys(healthy, True), **dict.fromkeys(unhealthy, False)}
+        devices = [ListedDevice(DeviceId(name, name), well) for name, well in health.items()]
+        self.told: Told | None = Told(devices, seconds_ago=60.0)
         self.again: list[str] = []
 
     def register_again(self, reason: str) -> None:

@@ -102,7 +102,8 @@ async def test_a_list_that_was_just_sent_is_not_compared() -> None:
     """Neither is one that cannot be: no stream is open."""
     compared = Compared(FakeServer())
     compared.listed = {}
-    compared.servers[0].told = Told(frozenset({"a"}), frozenset({"a"}), seconds_ago=2.9)
+    assert compared.servers[0].told is not None
+    compared.servers[0].told = Told(compared.servers[0].told.devices, seconds_ago=2.9)
     assert await compared.look(3) == [False, False, False]
     compared.servers[0].told = None
     calls = compared.calls

@@ -54,11 +54,20 @@ class Backend(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Told:
-    """What kubelet was last told: all ids, the healthy ones among them, and how long ago in seconds."""
+    """The list that kubelet was last sent, and how long ago in seconds."""
 
-    ids: frozenset[str]
-    healthy: frozenset[str]
+    devices: Sequence[ListedDevice]
     seconds_ago: float
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """All of them."""
+        return frozenset(device.id.id for device in self.devices)
+
+    @property
+    def healthy(self) -> frozenset[str]:
+        """What kubelet may give to a pod."""
+        return frozenset(device.id.id for device in self.devices if device.healthy)
 
 
 class PluginService:
@@ -111,11 +120,7 @@ class PluginService:
         if not self._open or self._sent is None:
             return None
         devices, at = self._sent
-        return Told(
-            ids=frozenset(device.id.id for device in devices),
-            healthy=frozenset(device.id.id for device in devices if device.healthy),
-            seconds_ago=time.monotonic() - at,
-        )
+        return Told(devices, time.monotonic() - at)
 
     def end_streams(self) -> None:
         """Let every stream return, which kubelet sees as a clean end."""
