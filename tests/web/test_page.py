@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from vgpu_agent.model import Owner
-from vgpu_agent.status import AgentStatus, PluginState, ReadyProblem
+from vgpu_agent.status import AgentStatus, PluginStatus, PluginState, ReadyProblem
 from vgpu_agent.web import page, views
 
 if TYPE_CHECKING:
@@ -131,6 +131,10 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
             "  config  the newest configuration is not in force: config.yaml:4: nor",
         ),
         ({"config_needs_restart": ("listen", "simulate")}, "takes effect after a restart: listen, simulate"),
+        (
+            {"plugins": (PluginStatus("nvidia.com/gpu", "nvidia", rival="another plugin offers it as well"),)},
+            "another plugin offers it as well",
+        ),
     ],
 )
 def test_what_stops_nothing_yet_is_a_problem_too(node: AgentStatus, change: dict[str, object], sentence: str) -> None:

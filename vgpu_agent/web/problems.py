@@ -56,6 +56,9 @@ def _nvml(nvml: NvmlStatus, now: float) -> Iterator[Problem]:
 def _kubelet(status: AgentStatus) -> Iterator[Problem]:
     if status.kubelet.records_trouble:
         yield Problem("kubelet", status.kubelet.records_trouble)
+    for plugin in status.plugins:
+        if plugin.complaint:
+            yield Problem(f"resource {plugin.resource}", plugin.complaint)
 
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
