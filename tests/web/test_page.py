@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from vgpu_agent.model import Owner
-from vgpu_agent.status import AgentStatus, PluginStatus, PluginState, ReadyProblem
+from vgpu_agent.status import AgentStatus, PluginState, PluginStatus, ReadyProblem
 from vgpu_agent.web import page, views
 
 if TYPE_CHECKING:
