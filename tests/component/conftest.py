@@ -64,6 +64,8 @@ class Stage:
         agent = self.agent(config, environment=environment)
         await agent.start()
         await agent.until_ready()
+        # Ready means that the stream is open; a moment later kubelet has the list as well.
+        await self.kubelet.until(lambda: any(call.facts["ids"] for call in self.kubelet.called("list")))
         return agent
 
     async def admit(self, name: str, number: int = 1, resource: str = GPU) -> Pod:

@@ -234,9 +234,11 @@ async def test_garbage_on_the_grpc_socket_disturbs_nobody(stage: Stage) -> None:
         silent[number].connect(str(path))
         with contextlib.suppress(OSError):
             silent[number].send(junk)
-    await stage.admit("train")
-    for client in silent:
-        client.close()
+    try:
+        await stage.admit("train")
+    finally:
+        for client in silent:
+            client.close()
     assert (await agent.get_text("/livez"))[0] == 200
     assert await agent.metric("vgpu_agent_task_restarts_total") == 0
 

@@ -267,6 +267,7 @@ async def test_a_broken_event_queue_makes_no_gpu_unhealthy(node: SimulatedNode) 
     async with watching(node) as watched:
         node.fault("nvmlEventSetWait", code=UNKNOWN, times=2)
         await watched.recorded("nvml.events_failed")
+        await watched.polls(2)  # an XID between the old queue and the new one is heard by nobody
         node.xid(2, 79)
         await watched.unhealthy(node.uuids[2])
 
