@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from vgpu_agent.config import difference, options, schema  # noqa: E402 - the path comes first
-from vgpu_agent.config.example import example, yaml_value  # noqa: E402
-from vgpu_agent.config.settings import Settings  # noqa: E402
+from vgpu_agent.config.example import example, yaml_value  # noqa: E402 - likewise
+from vgpu_agent.config.settings import Settings  # noqa: E402 - likewise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

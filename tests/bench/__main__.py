@@ -225,12 +225,12 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if arguments.json:
-        print(json.dumps([{**dataclasses.asdict(figure), "met": figure.met} for figure in figures], indent=2))  # noqa: T201
+        print(json.dumps([{**dataclasses.asdict(figure), "met": figure.met} for figure in figures], indent=2))  # noqa: T201 - what it is for
     else:
         width = max(len(figure.name) for figure in figures)
         for figure in figures:
             verdict = "ok" if figure.met else "MISSED"
-            print(f"{figure.name:{width}}  {figure.value:8.3f}  ≤ {figure.limit:<5g} {figure.unit:12} {verdict:7} {figure.how}")  # noqa: T201
+            print(f"{figure.name:{width}}  {figure.value:8.3f}  ≤ {figure.limit:<5g} {figure.unit:12} {verdict:7} {figure.how}")  # noqa: T201 - what it is for
     return 0 if all(figure.met for figure in figures) else 1
 
 

@@ -153,7 +153,6 @@ def test_a_gpu_that_held_out_for_the_whole_window_starts_afresh() -> None:
 
     machine.reported("much later", 140)
 
-    assert machine.relapses == 0
     assert machine.quiet_needed_seconds == 10
 
 

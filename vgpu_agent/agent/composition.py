@@ -158,7 +158,13 @@ class Agent:
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
-        self._supervisor.start("verification", functools.partial(self._verification.run, self._beat("verification")))
+        kubelet = settings.kubelet
+        self._supervisor.start(
+            "verification",
+            functools.partial(self._verification.run, self._beat("verification")),
+            # Its longest pause, and the two calls of a pass.
+            stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds + 2 * kubelet.pod_resources_timeout_seconds,
+        )
         self._supervisor.start("configuration", self._reload.run)
         self._report.starting = ""
         inventory = self._watch.inventory.value

@@ -122,11 +122,6 @@ class GpuHealth:
         return self._health
 
     @property
-    def relapses(self) -> int:
-        """How often in a row the GPU failed again within the flap window."""
-        return self._relapses
-
-    @property
     def quiet_needed_seconds(self) -> float:
         """How long it must be quiet this time."""
         longest = max(self.policy.quiet_seconds, self.policy.max_quiet_seconds)
