@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vgpu_agent.concurrency import Latest
-    from vgpu_agent.families.family import Family
+    from vgpu_agent.device_ids import ListedDevice
+    from vgpu_agent.families.family import IdFamily
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Correction, Grant, Holding, Inventory, KubeletRecords, ListedDevice, Share
+    from vgpu_agent.model import Correction, Grant, Holding, Inventory, KubeletRecords, Share
 
 
 class Allocator:
@@ -30,7 +31,7 @@ class Allocator:
     State: none of its own; what is booked stands in the ledger, what GPUs there are in the inventory that ``inventory()`` returns.
     """
 
-    def __init__(self, *, ledger: Ledger, families: Sequence[Family], inventory: Callable[[], Inventory], journal: Journal) -> None:
+    def __init__(self, *, ledger: Ledger, families: Sequence[IdFamily], inventory: Callable[[], Inventory], journal: Journal) -> None:
         self._ledger = ledger
         self._families = tuple(families)
         self._inventory = inventory
@@ -41,7 +42,7 @@ class Allocator:
         """Moves on whenever a list that kubelet should see may have changed."""
         return self._ledger.revision
 
-    def use_families(self, families: Sequence[Family]) -> None:
+    def use_families(self, families: Sequence[IdFamily]) -> None:
         """Answer with other options from now on (a reloaded configuration); grants stay as they are."""
         self._families = tuple(families)
 
@@ -139,7 +140,7 @@ class Allocator:
         """Whether a grant still waits for kubelet's records to name its container."""
         return any(grant.state is GrantState.RESERVED for grant in self._ledger.grants)
 
-    def _family(self, name: str) -> Family:
+    def _family(self, name: str) -> IdFamily:
         return next(family for family in self._families if family.name == name)
 
     def _interpret(self, holding: Holding) -> tuple[str, tuple[Share, ...]] | None:

@@ -15,8 +15,9 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.model import Correction, DeviceId, Grant, GrantState, Inventory, ListedDevice, Resource
+from vgpu_agent.model import Correction, Grant, GrantState, Inventory, Resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

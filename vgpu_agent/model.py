@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.device_ids import DeviceId
 
 # What kubelet wants to read in a Device message; anything else counts as unhealthy (kubelet contract §4).
 HEALTHY = "Healthy"
@@ -142,27 +148,12 @@ class GpuUsage:
     processes: tuple[tuple[int, int], ...] = ()  # (host pid, MiB)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceId:
-    """One opaque id that a resource offers to kubelet, and the device behind it.
+class Decider(enum.StrEnum):
+    """Who decides what the holder of an id gets."""
 
-    Attributes:
-        id: what kubelet hands back; unique across all resources of the node (kubelet contract §11, V17).
-        device: UUID of the GPU or MIG instance.
-        numa_node: NUMA node told to kubelet, or None for no topology.
-    """
-
-    id: str
-    device: str
-    numa_node: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ListedDevice:
-    """One entry of the list that kubelet is to see: the id and whether it may be given to somebody."""
-
-    id: DeviceId
-    healthy: bool
+    IDS = "ids"  # each id names its device; `Allocate` can answer completely
+    POD = "pod"  # the pod's limits and annotations; ids are only counted, so it takes the pod to decide
+    NOBODY = "nobody"  # the resource is only there for schedulers to count; its ids are neither booked nor answered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,8 +163,10 @@ class Resource:
     Attributes:
         name: ``nvidia.com/gpu``.
         family: whose vocabulary it belongs to, e.g. ``nvidia``.
-        ids: in the order in which kubelet sees them; deterministic.
-        holders_per_device: how many ids of one device may be held at once (replicas).
+        ids: in the order in which kubelet sees them; deterministic. `NumberedIds` where there are tens of thousands.
+        holders_per_device: how many ids of one device may be held at once (replicas); where the pod decides, how many containers.
+        prefers: kubelet is to ask which ids suit best (GetPreferredAllocation).
+        unit: what fewer ids would take, for the error when there are too many, e.g. ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never promises what is not there.
         cores_scaling: the same for compute.
         pre_start_required: kubelet is to call PreStartContainer before each start.
@@ -181,11 +174,14 @@ class Resource:
 
     name: str
     family: str
-    ids: tuple[DeviceId, ...]
+    ids: Sequence[DeviceId]
     holders_per_device: int = 1
     memory_scaling: float = 1.0
     cores_scaling: float = 1.0
     pre_start_required: bool = False
+    decided_by: Decider = Decider.IDS
+    prefers: bool = True
+    unit: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,6 +262,8 @@ class Grant:
         shares: one for each distinct device behind the ids.
         owner: None until kubelet's records name it.
         reserved_at: unix seconds of the Allocate call, or of the rebuild that found it.
+        decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod decides; None before. An early guess may
+            differ from ``owner``, which is kubelet's word.
     """
 
     number: int
@@ -276,6 +274,26 @@ class Grant:
     state: GrantState = GrantState.RESERVED
     owner: Owner | None = None
     reserved_at: float = 0.0
+    decided_for: tuple[str, str] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """What a device still has for new containers of one resource; memory and cores with the resource's scaling.
+
+    Attributes:
+        trouble: why nobody may get anything of it now; empty when it may be given.
+        holders: how many containers have a share of it.
+    """
+
+    device: str
+    trouble: str = ""
+    memory_mib: int = 0
+    memory_free_mib: int = 0
+    cores_free_percent: int = 0
+    holders: int = 0
+    holders_free: int = 0
+    exclusive: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

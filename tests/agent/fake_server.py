@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.kubelet.plugin import Told
-from vgpu_agent.model import DeviceId, ListedDevice
 from vgpu_agent.status import PluginStatus
 
 GPU = "nvidia.com/gpu"

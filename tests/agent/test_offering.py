@@ -13,10 +13,11 @@ from vgpu_agent.agent.offering import Offering
 from vgpu_agent.allocation import Allocator
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import DeviceId, Inventory, Resource
+from vgpu_agent.model import Inventory, Resource
 from vgpu_agent.status import KubeletStatus
 
 

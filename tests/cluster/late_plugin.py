@@ -19,6 +19,7 @@ from pathlib import Path
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.journal import Journal
@@ -26,7 +27,7 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.kubelet.server import DevicePlugin
-from vgpu_agent.model import DeviceId, ListedDevice, Resource
+from vgpu_agent.model import Resource
 from vgpu_agent.status import KubeletStatus
 
 KIND = "vgpu-agent.test/grant"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.isolation.edits import Edits
-from vgpu_agent.model import DeviceId, ListedDevice, Resource
+from vgpu_agent.model import Resource
 
 U0 = "GPU-aaaaaaaa-0000-4000-8000-000000000000"
 U1 = "GPU-bbbbbbbb-0000-4000-8000-000000000001"

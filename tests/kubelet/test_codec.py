@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kubelet.backend import U0, U1, shared_resource
+from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.errors import ConfigError, KubeletError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet import codec
-from vgpu_agent.model import DeviceId, Holding, ListedDevice, Owner, Resource
+from vgpu_agent.model import Holding, Owner, Resource
 from vgpu_agent.protocol import v1beta1
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as google
 from vgpu_agent.sim.protocol import podresources_pb2 as google_resources

@@ -10,9 +10,10 @@ import pytest
 
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
+from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet.pod_resources import PodResources
-from vgpu_agent.model import DeviceId, Resource
+from vgpu_agent.model import Resource
 from vgpu_agent.sim.kubelet import Container, SimulatedKubelet
 from vgpu_agent.sim.kubelet_faults import AdmissionError, ContainerStartError
 

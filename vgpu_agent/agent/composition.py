@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.load import Loaded
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.families.family import Family
+    from vgpu_agent.families.family import IdFamily
 
 _logger = log.get(__name__)
 
@@ -195,13 +195,13 @@ class Agent:
         _logger.warning("agent.simulated", directory=str(directory), meaning="the GPUs are simulated; no work runs on them")
         await asyncio.to_thread(preload, directory)
 
-    async def _families(self, settings: Settings) -> tuple[Family, ...]:
+    async def _families(self, settings: Settings) -> tuple[IdFamily, ...]:
         """The families this configuration asks for; a later family is one entry more."""
         root = str(settings.gpu.device_node_root).rstrip("/")
         control_nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
         return (NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=control_nodes)),)
 
-    def _check(self, families: tuple[Family, ...]) -> None:
+    def _check(self, families: tuple[IdFamily, ...]) -> None:
         # By the budget of the start, also at a reload: it is the one that `offering` goes by.
         budget_bytes = self._loaded.settings.kubelet.message_budget_bytes
         inventory = self._watch.inventory.value

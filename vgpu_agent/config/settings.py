@@ -15,20 +15,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from vgpu_agent.config.binding import Binding, Cluster, Families
+from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
+from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
+
 NVIDIA_GPU = "nvidia.com/gpu"
 
 # kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the stream that carried it.
 MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
-
-_PORT = r"(0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"  # 0 to 65535
-_HOST = r"(\[[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?\]|[0-9A-Za-z._-]*)"  # [IPv6], IPv4, a name, or nothing
-_NODE_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
-
-Address = Annotated[str, Meta(pattern=rf"\A{_HOST}:{_PORT}\Z", extra={"expected": "an address HOST:PORT or :PORT, port 0 to 65535"})]
-Directory = Annotated[str, Meta(pattern=r"\A/", extra={"expected": "an absolute path", "path": True})]
-OptionalPath = Annotated[str, Meta(pattern=r"\A(/|\Z)", extra={"expected": 'an absolute path or ""', "path": True})]
-# The ends keep a typing error from becoming a busy loop or a wait that the operating system refuses.
-Seconds = Annotated[float, Meta(ge=0.01, le=86400)]
 
 
 class Log(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -248,7 +242,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     node_name: Annotated[
         str,
         Meta(
-            pattern=rf"\A({_NODE_NAME})?\Z",
+            pattern=rf"\A({NODE_NAME})?\Z",
             extra={"expected": "a Kubernetes node name (lower case letters, digits, '-' and '.')"},
             description="This node's name in Kubernetes. Empty: the host's name.",
         ),
@@ -261,7 +255,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     ] = "127.0.0.1:9395"
     kubeconfig: Annotated[
         OptionalPath,
-        Meta(description="Credentials for the API server. Empty: the pod's service account. This version makes no API call yet."),
+        Meta(description="Credentials for the API server. Empty: the pod's service account, where there is one."),
     ] = ""
     simulate: Annotated[
         OptionalPath,
@@ -270,6 +264,13 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             "driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. Empty: real GPUs."
         ),
     ] = ""
+    state_directory: Annotated[
+        Directory,
+        Meta(
+            description="Directory on the node in which the agent keeps the last good copy of what it read from the API server, so that a "
+            "restart during an outage offers the same resources. It may be lost at any time while the API server answers."
+        ),
+    ] = "/var/lib/vgpu-agent"
     config_reload_seconds: Annotated[Seconds, Meta(description="How often the configuration file is looked at for new content.")] = 2.0
     shutdown_seconds: Annotated[
         Seconds, Meta(description="Longest time an orderly stop may take before the agent leaves whatever still runs.")
@@ -279,6 +280,12 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     gpu: Gpu = msgspec.field(default_factory=Gpu)
     plugin: Plugin = msgspec.field(default_factory=Plugin)
     sharing: Sharing = msgspec.field(default_factory=Sharing)
+    families: Families = msgspec.field(default_factory=Families)
+    binding: Binding = msgspec.field(default_factory=Binding)
+    cluster: Cluster = msgspec.field(default_factory=Cluster)
+    volcano_vgpu: VolcanoVgpu = msgspec.field(default_factory=VolcanoVgpu)
+    volcano_gpushare: VolcanoGpushare = msgspec.field(default_factory=VolcanoGpushare)
+    hami_core: HamiCore = msgspec.field(default_factory=HamiCore)
     tasks: Tasks = msgspec.field(default_factory=Tasks)
     web: Web = msgspec.field(default_factory=Web)
 

@@ -1,17 +1,24 @@
 """What every family must be able to answer; `allocation` and `agent` know families only through this.
 
-To add a family: write a module with a class of this shape, translate its golden vectors into tests, and add it to the list in `agent`.
+There are two kinds. Of an `IdFamily` each id names its device, so `Allocate` can answer completely (`nvidia`, `aws`). Of a `PodFamily`
+ids are only counted; what a container gets stands in its pod, so it is decided once the pod is proven (`volcano-vgpu`, …).
+
+To add a family: write a module with a class of one of these shapes, translate its golden vectors into tests, and add it to the list in
+`agent`. Everything here is a pure function of what it is given.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from vgpu_agent.isolation.edits import Edits
-    from vgpu_agent.model import Inventory, Resource, Share
+    from vgpu_agent.isolation.edits import Edits, Provision
+    from vgpu_agent.model import DeviceRoom, Grant, Inventory, Resource, Share
+    from vgpu_agent.nodes import Node, NodeWishes
+    from vgpu_agent.pods import Pod
 
 
 class Family(Protocol):
@@ -27,29 +34,124 @@ class Family(Protocol):
         ...
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """What a node with these GPUs offers, deterministic for the same inventory."""
+        """What a node with these GPUs offers, deterministic for the same inventory.
+
+        Raises:
+            ConfigError: it cannot be offered as configured; each problem begins with the resource's name and a colon.
+        """
         ...
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Refuse a request that is nonsense in this family's terms.
+        """Refuse a request that is nonsense in this family's terms, whichever pod it comes from.
 
         Raises:
             RequestRefusedError: with the text that the pod's status will show.
         """
         ...
 
-    def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """What the holder of ``ids`` has of each device; also for ids of earlier settings, as far as they can be read."""
-        ...
-
     def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
-        """The ids that suit best.
+        """The ids that suit best; only called for resources that say ``prefers``.
 
         Raises:
             CapacityError: there are not enough; the caller answers with a simple pick.
         """
         ...
 
+
+class IdFamily(Family, Protocol):
+    """A family whose ids name the device."""
+
+    def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
+        """What the holder of ``ids`` has of each device; also for ids of earlier settings, as far as they can be read."""
+        ...
+
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """What the container gets for these ids."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """What shall this container get?
+
+    Attributes:
+        container: the one that kubelet's records name; an init container only when no later container has the same ids.
+        node: our node's name.
+        rooms: what the devices have left, by inventory order; a grant that this container already has is not counted.
+    """
+
+    resource: Resource
+    pod: Pod
+    container: str
+    ids: tuple[str, ...]
+    node: str
+    inventory: Inventory
+    rooms: tuple[DeviceRoom, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What a container gets.
+
+    Attributes:
+        shares: in the order in which the family's vocabulary lists them.
+        by: who decided, for the evidence: ``the scheduler, in volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
+    """
+
+    shares: tuple[Share, ...]
+    by: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeView:
+    """What a family needs to say what should stand on our Node.
+
+    Attributes:
+        node: the Node as it stands.
+        rooms: resource → what each device has left for it, by inventory order.
+        allocated_at: resource → unix seconds of the last Allocate; missing when there was none.
+        now: unix seconds.
+    """
+
+    node: Node
+    inventory: Inventory
+    rooms: Mapping[str, tuple[DeviceRoom, ...]]
+    allocated_at: Mapping[str, float]
+    now: float
+
+
+class PodFamily(Family, Protocol):
+    """A family whose vocabulary says in the pod what each container gets."""
+
+    def decide(self, question: Question) -> Decision:
+        """What the container gets: as a scheduler decided in the pod's annotations, or, where none did, as this node has room.
+
+        Health and room are not checked for a scheduler's decision; the ledger does that.
+
+        Raises:
+            RequestRefusedError: the pod's limits or annotations cannot be followed; the text names pod, key, value and remedy.
+            CapacityError: nobody decided and no device has room; the text says how much was asked and how much there is.
+        """
+        ...
+
+    def recall(self, question: Question) -> Decision | None:
+        """What a container that already runs must have got, read from its pod alone; None when the pod does not say. Never an error."""
+        ...
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        """What puts ``shares`` in force: what the container is told, and what must be on the host before it starts."""
+        ...
+
+    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+        """Annotations that should stand on the pod, None for those that should not.
+
+        Args:
+            pod: as the API server has it.
+            grants: those of the pod's containers, by container, whose shares were decided.
+            failed: the agent has given up: the pod will never start here.
+        """
+        ...
+
+    def node_wishes(self, view: NodeView) -> NodeWishes:
+        """What should stand on our Node."""
         ...

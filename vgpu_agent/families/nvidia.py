@@ -11,9 +11,10 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING
 
+from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import ConfigError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits
-from vgpu_agent.model import DeviceId, Resource, Share
+from vgpu_agent.model import Resource, Share
 from vgpu_agent.placement.sharing import choose_replicas
 
 if TYPE_CHECKING:

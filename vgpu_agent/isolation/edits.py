@@ -40,3 +40,62 @@ class Edits:
     device_nodes: tuple[DeviceNode, ...] = ()
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cdi_names: tuple[str, ...] = ()
+
+    def joined(self, other: Edits) -> Edits:
+        """Both together, in this order; where they set the same variable or annotation, ``other`` wins."""
+        return Edits(
+            {**self.environment, **other.environment},
+            self.mounts + other.mounts,
+            self.device_nodes + other.device_nodes,
+            {**self.annotations, **other.annotations},
+            self.cdi_names + other.cdi_names,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostDirectory:
+    """A directory that must exist on the host before the container starts."""
+
+    path: str
+    mode: int = 0o755
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostFile:
+    """A file that must be on the host, whole, before the container starts.
+
+    Attributes:
+        size: bytes; what ``parts`` do not cover is zero.
+        parts: (offset, bytes), in order.
+        renewed: parts that are written into an existing file of that size, in place, because containers have it mapped; a file that does
+            not exist yet is created with all ``parts`` and renamed into place.
+    """
+
+    path: str
+    size: int
+    parts: tuple[tuple[int, bytes], ...] = ()
+    mode: int = 0o644
+    renewed: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Provision:
+    """Everything that puts a grant in force: what the container is told, and what must be on the host before it starts.
+
+    Attributes:
+        collected: the grant's own directory on the host; removed with all its content once the pod is gone and nothing in it is mounted.
+    """
+
+    edits: Edits = dataclasses.field(default_factory=Edits)
+    directories: tuple[HostDirectory, ...] = ()
+    files: tuple[HostFile, ...] = ()
+    collected: str = ""
+
+    def joined(self, other: Provision) -> Provision:
+        """Both together, in this order."""
+        return Provision(
+            self.edits.joined(other.edits),
+            self.directories + other.directories,
+            self.files + other.files,
+            self.collected or other.collected,
+        )

@@ -19,8 +19,9 @@ from vgpu_agent.protocol import v1beta1
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from vgpu_agent.device_ids import DeviceId, ListedDevice
     from vgpu_agent.isolation.edits import Edits
-    from vgpu_agent.model import DeviceId, ListedDevice, Resource
+    from vgpu_agent.model import Resource
 
 API_VERSION = "v1beta1"
 EMPTY = b""

@@ -21,10 +21,11 @@ from vgpu_agent.kubelet.waiting import first_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vgpu_agent.device_ids import ListedDevice
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.kubelet.codec import PreferenceRequest
     from vgpu_agent.kubelet.grpc import Send, StreamMethod, UnaryMethod
-    from vgpu_agent.model import ListedDevice, Resource
+    from vgpu_agent.model import Resource
     from vgpu_agent.status import PluginStatus
 
 _logger = log.get(__name__)

@@ -1,0 +1,91 @@
+"""Settings about whose Allocate it is and about the API server: the sections ``families``, ``binding`` and ``cluster``.
+
+Part of the schema in `settings`, in a file of its own because together they are one subject: pods, and how the agent hears of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vgpu_agent.config.types import Directory, OptionalSeconds, Seconds
+
+
+class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Which resource names this node offers. Several at once share the GPUs: while a GPU serves one family, the others see it Unhealthy."""
+
+    nvidia: Annotated[bool, Meta(description="`nvidia.com/gpu`, as NVIDIA's device plugin offers it.")] = True
+    volcano_vgpu: Annotated[
+        bool, Meta(description="`volcano.sh/vgpu-number`, `-memory` and `-cores`, as volcano-vgpu-device-plugin offers them.")
+    ] = False
+    volcano_gpushare: Annotated[
+        bool, Meta(description="`volcano.sh/gpu-memory` or `volcano.sh/gpu-number`, as Volcano's own device plugin offers them.")
+    ] = False
+
+
+class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """How a container is matched with its pod before it starts."""
+
+    mode: Annotated[
+        Literal["auto", "late", "early"],
+        Meta(
+            description="late: Allocate answers with a CDI name; PreStartContainer proves the pod and writes that CDI spec. early: "
+            "Allocate "
+            "answers in full for the likeliest pod, and PreStartContainer refuses a wrong guess. auto: late where the Node's status "
+            "names a "
+            "kubelet and a runtime that resolve CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), else early. Choose late yourself for "
+            "containerd "
+            "1.7 with enable_cdi = true."
+        ),
+    ] = "auto"
+    cdi_directory: Annotated[
+        Directory, Meta(description="Where the container runtime looks for CDI specs; one file for each grant is written into it.")
+    ] = "/var/run/cdi"
+    pod_wait_seconds: Annotated[
+        Seconds,
+        Meta(description="How long PreStartContainer waits for a pod that the watch has not shown yet, before it asks the API server."),
+    ] = 2.0
+    allocate_wait_seconds: Annotated[
+        Seconds, Meta(description="How long an early Allocate waits for an unseen pod; the kubelet admits nothing else meanwhile.")
+    ] = 0.8
+    refused_event_seconds: Annotated[
+        Seconds, Meta(description="How long a start must have been refused before the pod gets an event that says why.")
+    ] = 30.0
+    refused_evict_seconds: Annotated[
+        OptionalSeconds,
+        Meta(description="How long a start must have been refused before the pod is evicted, so that it is scheduled anew. 0: never."),
+    ] = 0.0
+    policy: Annotated[
+        Literal["binpack", "spread"],
+        Meta(description="Where the agent places a pod that no GPU scheduler has placed: the fullest GPU that fits, or the emptiest."),
+    ] = "binpack"
+
+
+class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """How the agent talks with the API server. It watches its own Node and its own pods, and writes only what has changed."""
+
+    enabled: Annotated[
+        Literal["auto", "never"],
+        Meta(
+            description="auto: when there are credentials (`kubeconfig`, or a service account). never: not at all; only `nvidia` "
+            "works then."
+        ),
+    ] = "auto"
+    connect_timeout_seconds: Annotated[Seconds, Meta(description="How long a connection to the API server may take.")] = 5.0
+    request_timeout_seconds: Annotated[Seconds, Meta(description="How long one request may take; a watch is not one of them.")] = 15.0
+    watch_seconds: Annotated[
+        Seconds, Meta(description="How long a watch is asked to last; the real time is drawn between this and its double.")
+    ] = 240.0
+    watch_silence_seconds: Annotated[
+        Seconds, Meta(description="How long beyond its time a watch may be silent before the connection counts as dead.")
+    ] = 60.0
+    backoff_min_seconds: Annotated[Seconds, Meta(description="First pause after a failed request or watch; it doubles each time.")] = 0.8
+    backoff_max_seconds: Annotated[Seconds, Meta(description="Longest pause after a failed request or watch.")] = 30.0
+    start_wait_seconds: Annotated[
+        Seconds, Meta(description="How long the start waits for the first list of Node and pods, before it goes on with what it knows.")
+    ] = 5.0
+    handshake_min_seconds: Annotated[
+        Seconds, Meta(description="Shortest time between two answers to the handshake annotation of old Volcano schedulers.")
+    ] = 15.0

@@ -1,0 +1,22 @@
+"""The kinds of value that settings are made of: addresses, paths, seconds; used by `settings` and its sections.
+
+Each carries its own check and the words with which an error says what was expected.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+_PORT = r"(0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"  # 0 to 65535
+_HOST = r"(\[[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?\]|[0-9A-Za-z._-]*)"  # [IPv6], IPv4, a name, or nothing
+NODE_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+
+Address = Annotated[str, Meta(pattern=rf"\A{_HOST}:{_PORT}\Z", extra={"expected": "an address HOST:PORT or :PORT, port 0 to 65535"})]
+Directory = Annotated[str, Meta(pattern=r"\A/", extra={"expected": "an absolute path", "path": True})]
+OptionalPath = Annotated[str, Meta(pattern=r"\A(/|\Z)", extra={"expected": 'an absolute path or ""', "path": True})]
+# The ends keep a typing error from becoming a busy loop or a wait that the operating system refuses.
+Seconds = Annotated[float, Meta(ge=0.01, le=86400)]
+OptionalSeconds = Annotated[float, Meta(ge=0, le=86400)]  # 0 means "never", where the description says so
+Factor = Annotated[float, Meta(ge=0.01, le=100)]

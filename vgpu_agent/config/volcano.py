@@ -1,0 +1,111 @@
+"""Settings of the two Volcano families and of the isolation backend `hami-core`.
+
+Part of the schema in `settings`. Defaults are those of the plugins that are replaced (volcano-vgpu contract §5, volcano-gpushare contract
+§5); what their own configuration files say is read by `config/volcano_files.py` and laid over this.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vgpu_agent.config.types import Directory, Factor, OptionalPath
+
+_VOLCANO_NAME = r"\Avolcano\.sh/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
+VolcanoName = Annotated[str, Meta(pattern=_VOLCANO_NAME, extra={"expected": "a resource name that begins with volcano.sh/"})]
+
+
+class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The family `volcano-vgpu`. The ConfigMap and the node configuration of volcano-vgpu-device-plugin, where they exist, beat this."""
+
+    number_resource: Annotated[
+        VolcanoName, Meta(description="The resource that counts GPUs; schedulers from 1.14.3 know the default only.")
+    ] = "volcano.sh/vgpu-number"
+    memory_resource: Annotated[VolcanoName, Meta(description="The resource that counts memory in units of `gpuMemoryFactor` MiB.")] = (
+        "volcano.sh/vgpu-memory"
+    )
+    cores_resource: Annotated[VolcanoName, Meta(description="The resource that counts percents of a GPU's compute.")] = (
+        "volcano.sh/vgpu-cores"
+    )
+    memory_percentage_resource: Annotated[
+        VolcanoName, Meta(description="The resource with which a pod asks for a percentage of a GPU's memory.")
+    ] = "volcano.sh/vgpu-memory-percentage"
+    offer_memory_percentage: Annotated[
+        bool,
+        Meta(description="Offer the percentage resource to the kubelet, without which schedulers from 1.13 leave such pods pending."),
+    ] = False
+    device_split_count: Annotated[int, Meta(ge=1, le=1000, description="How many containers may share one GPU.")] = 10
+    gpu_memory_factor: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="MiB in one unit of the memory resource. 0: the smallest power of two with which the device list fits into "
+            "one message of "
+            "the kubelet; 1 unless the node has much memory.",
+        ),
+    ] = 0
+    device_memory_scaling: Annotated[
+        Factor, Meta(description="How many times a GPU's memory is offered; above 1, containers may run out.")
+    ] = 1.0
+    device_core_scaling: Annotated[Factor, Meta(description="How many times a GPU's compute is offered.")] = 1.0
+    disable_core_limit: Annotated[bool, Meta(description="Book compute but do not limit it.")] = False
+    gdrcopy_enabled: Annotated[bool, Meta(description="Ask the NVIDIA runtime for GDRCopy devices (`NVIDIA_GDRCOPY`).")] = True
+    gds_enabled: Annotated[bool, Meta(description="Ask the NVIDIA runtime for GPUDirect Storage devices (`NVIDIA_GDS`).")] = True
+    mofed_enabled: Annotated[bool, Meta(description="Ask the NVIDIA runtime for Mellanox devices (`NVIDIA_MOFED`).")] = True
+    isolation: Annotated[
+        Literal["hami-core", "none"],
+        Meta(
+            description="hami-core: libvgpu.so limits memory and compute in the container. none: sharing without any limit, and it says so."
+        ),
+    ] = "hami-core"
+    read_config_map: Annotated[
+        bool,
+        Meta(description="Read the ConfigMap volcano-vgpu-device-config, in kube-system or volcano-system, as the replaced plugin does."),
+    ] = True
+    node_config_file: Annotated[
+        OptionalPath, Meta(description="The mounted config.json of volcano-vgpu-node-config; empty or missing: none.")
+    ] = "/config/config.json"
+
+
+class VolcanoGpushare(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The family `volcano-gpushare`: advisory sharing, nothing limits a container."""
+
+    strategy: Annotated[
+        Literal["share", "number"],
+        Meta(description="share: offer memory (`volcano.sh/gpu-memory`). number: offer whole GPUs (`volcano.sh/gpu-number`)."),
+    ] = "share"
+    gpu_memory_factor: Annotated[
+        int, Meta(ge=0, le=65536, description="MiB in one unit of the memory resource. 0: the smallest power of two that fits, usually 1.")
+    ] = 1
+    unequal_gpus: Annotated[
+        Literal["refuse", "minimum"],
+        Meta(
+            description="GPUs of different size, which the scheduler cannot tell apart: offer nothing and say why, or offer the "
+            "smallest size of each."
+        ),
+    ] = "refuse"
+    visible_devices: Annotated[
+        Literal["index", "uuid"],
+        Meta(description="How NVIDIA_VISIBLE_DEVICES names a GPU. index is what the replaced plugin does; uuid survives renumbering."),
+    ] = "index"
+
+
+class HamiCore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The isolation backend `hami-core`: HAMi's libvgpu.so, which the operator puts onto the node."""
+
+    host_directory: Annotated[
+        Directory, Meta(description="Directory on the node for the library, ld.so.preload and the containers' regions (HOOK_PATH).")
+    ] = "/usr/local/vgpu"
+    library: Annotated[
+        OptionalPath,
+        Meta(
+            description="Where the operator's libvgpu.so is delivered; it is installed from there under a name made of its content. "
+            "Empty: `libvgpu.so` in `hostDirectory`."
+        ),
+    ] = ""
+    lock_directory: Annotated[
+        Directory, Meta(description="Directory on the node that libraries before 2.8.1 share for their start-up lock.")
+    ] = "/tmp/vgpulock"  # noqa: S108 - the path is part of the library's contract

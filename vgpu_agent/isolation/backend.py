@@ -1,0 +1,61 @@
+"""What an isolation backend must be able to do: turn a container's shares into whatever makes it keep to them.
+
+Families call it while they put a grant in force; `agent` chooses the backend and leaves a family's resources unoffered when the backend's
+own needs (a library, a daemon) are not met. Pure: a backend names files and mounts, `runtime` makes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+from vgpu_agent.isolation.edits import Provision
+
+if TYPE_CHECKING:
+    from vgpu_agent.model import Gpu, Share
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """The container that is to keep to its shares.
+
+    Attributes:
+        pod_uid: kubelet's UID of the pod.
+        grant: a name that stays the same over restarts of the container and differs from every other grant's.
+        environment: names of the variables that the pod's specification sets.
+        shares: (GPU, share) in the order of the family's vocabulary.
+        oversubscribed: more memory or compute is offered than there is.
+        limit_cores: whether compute is to be limited as well as booked.
+    """
+
+    pod_uid: str
+    container: str
+    grant: str
+    environment: frozenset[str]
+    shares: tuple[tuple[Gpu, Share], ...]
+    oversubscribed: bool = False
+    limit_cores: bool = True
+
+
+class Backend(Protocol):
+    """One way to put a limit in force."""
+
+    @property
+    def name(self) -> str:
+        """The glossary's name, e.g. ``hami-core``."""
+        ...
+
+    def provision(self, target: Target) -> Provision:
+        """What the container is told and what must be on the host."""
+        ...
+
+
+class NoIsolation:
+    """The backend `none`: sharing by time-slicing, which limits nothing."""
+
+    name = "none"
+
+    def provision(self, target: Target) -> Provision:
+        """Nothing."""
+        del target
+        return Provision()

@@ -1,0 +1,68 @@
+"""Our own Node as the API server has it, and what we want to stand there.
+
+`cluster` watches the Node and keeps it as the families wish it; families say what they wish as plain data and never see the API.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """The Node object of this machine.
+
+    Attributes:
+        kubelet_version: ``status.nodeInfo.kubeletVersion``, e.g. ``v1.31.2``.
+        runtime_version: ``status.nodeInfo.containerRuntimeVersion``, e.g. ``containerd://2.0.1``.
+        capacity: resource → quantity as text, extended resources only.
+        allocatable: the same for what pods may ask for.
+        conditions: type → (status, reason, message).
+    """
+
+    name: str
+    uid: str = ""
+    annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    kubelet_version: str = ""
+    runtime_version: str = ""
+    capacity: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    allocatable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    conditions: Mapping[str, tuple[str, str, str]] = dataclasses.field(default_factory=dict)
+    resource_version: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeWishes:
+    """What should stand on our Node; whatever is not mentioned is nobody's business of ours.
+
+    Attributes:
+        annotations: key → value; None for a key that must not be there.
+        labels: the same for labels.
+        capacity: resource → quantity, in ``status.capacity`` as well as ``status.allocatable`` (status subresource).
+        conditions: type → (status, reason, message).
+        unhurried: annotation → seconds that must lie between two writes of it by us.
+        guarded: annotations whose removal must fail when the Node has changed since it was read (a lock that somebody has just taken anew).
+    """
+
+    annotations: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    labels: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    capacity: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    conditions: Mapping[str, tuple[str, str, str]] = dataclasses.field(default_factory=dict)
+    unhurried: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    guarded: frozenset[str] = frozenset()
+
+    def joined(self, other: NodeWishes) -> NodeWishes:
+        """Both together; where they speak of the same key, ``other`` wins."""
+        return NodeWishes(
+            {**self.annotations, **other.annotations},
+            {**self.labels, **other.labels},
+            {**self.capacity, **other.capacity},
+            {**self.conditions, **other.conditions},
+            {**self.unhurried, **other.unhurried},
+            self.guarded | other.guarded,
+        )
