@@ -82,3 +82,20 @@ class ListenError(AgentError):
 
 class SimulationError(AgentError):
     """The simulated GPUs cannot be built, created or changed as asked."""
+
+
+class CarrierError(AgentError):
+    """A file that a container needs before it starts could not be put into place."""
+
+
+class ClusterError(AgentError):
+    """The API server did not answer, or not with what was asked for.
+
+    Attributes:
+        status: the HTTP status; 0 when there was no answer.
+        retry_after_seconds: how long it asked us to wait; 0 when it did not say.
+    """
+
+    def __init__(self, text: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:
+        self.status, self.retry_after_seconds = status, retry_after_seconds
+        super().__init__(text)

@@ -23,7 +23,7 @@ from vgpu_agent.agent.offering import Offering, check_offer
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
-from vgpu_agent.allocation import Allocator
+from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions

@@ -16,7 +16,7 @@ from vgpu_agent.kubelet.server import DevicePlugin
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vgpu_agent.allocation import Allocator
+    from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal

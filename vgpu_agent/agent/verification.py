@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vgpu_agent.agent.listed import Server
-    from vgpu_agent.allocation import Allocator
+    from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal

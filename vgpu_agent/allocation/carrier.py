@@ -1,0 +1,84 @@
+"""How a decided grant reaches its container, as `allocation` sees it; `runtime` is the carrier.
+
+The CDI name stands for the ids, not for a pod: it is given to kubelet before anybody knows whose ids they are, and the spec behind it is
+written when the pod has been proven. A record of the grant travels inside the spec file, so that after a restart of the agent the files
+themselves say what was decided, also while the API server is away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vgpu_agent.isolation.edits import Provision
+    from vgpu_agent.model import Owner, Share
+
+# .internal is reserved for private use, so this kind can belong to nobody else.
+CDI_KIND = "vgpu-agent.internal/grant"
+
+
+def grant_token(resource: str, ids: Iterable[str]) -> str:
+    """The name of these ids: the same for every order of them, also after a restart; 32 hexadecimal digits."""
+    digest = hashlib.sha256(resource.encode())
+    for id_ in sorted(ids):
+        digest.update(b"\0" + id_.encode())
+    return digest.hexdigest()[:32]
+
+
+def cdi_name(token: str) -> str:
+    """The CDI name that stands for the ids of ``token``."""
+    return f"{CDI_KIND}={token}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GrantRecord:
+    """What was decided for one container, as it is kept beside its CDI spec.
+
+    Attributes:
+        token: see `grant_token`.
+        ids: how many there are; the ids themselves stand in kubelet's checkpoint.
+        owner: with UID, namespace and names.
+        shares: in the family's order.
+        by: who decided (`families.family.Decision.by`).
+        decided_at: unix seconds.
+        collected: the grant's own host directory, see `Provision.collected`.
+    """
+
+    token: str
+    family: str
+    resource: str
+    ids: int
+    owner: Owner
+    shares: tuple[Share, ...]
+    by: str
+    decided_at: float
+    collected: str = ""
+
+
+class Carrier(Protocol):
+    """Puts grants where the container runtime and the container will find them."""
+
+    @property
+    def records(self) -> Sequence[GrantRecord]:
+        """The grants whose specs are there now."""
+        ...
+
+    async def deliver(self, record: GrantRecord, provision: Provision) -> None:
+        """Make the host's files, then the spec, each whole or not at all; again with the same content it changes nothing.
+
+        Raises:
+            CarrierError: something could not be written; the text names path, reason and remedy.
+        """
+        ...
+
+    async def prepare(self, record: GrantRecord, provision: Provision) -> None:
+        """The same without a spec: for answers that were complete in Allocate.
+
+        Raises:
+            CarrierError: as for `deliver`.
+        """
+        ...
