@@ -1,0 +1,84 @@
+"""Which containers may not start now, and why: the one list of them, for whoever gives such a pod another chance.
+
+`allocation` writes it down each time PreStartContainer says no, and strikes it out when the container starts after all. `cluster` reads it:
+what stays refused gets an event and, where asked for, an eviction; `web` shows how many there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.concurrency import Latest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vgpu_agent.pods import Pod
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """One container whose start was refused and that has not started since.
+
+    Attributes:
+        pod: as the watch showed it last.
+        resource: the resource for whose ids kubelet asked.
+        reason: the text of the last refusal; kubelet shows the same in the pod's status.
+        since: unix seconds of the first refusal in a row.
+        count: how often it was refused in a row.
+        final: trying again cannot help (an early guess was wrong and the container has been told of another's devices).
+    """
+
+    pod: Pod
+    container: str
+    resource: str
+    reason: str
+    since: float
+    count: int
+    final: bool
+
+
+class Refusals:
+    """The refusals of this node that still hold, one for each container.
+
+    State: memory only. kubelet asks again about every quarter of a minute, so after a restart the list fills by itself, with younger times.
+    `revision` moves on with every change. Only the event loop's thread may change it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.revision: Latest[int] = Latest(0)
+        self._clock = clock
+        self._refusals: dict[tuple[str, str], Refusal] = {}  # by kubelet's UID and container
+
+    @property
+    def current(self) -> tuple[Refusal, ...]:
+        """All of them, the longest refused first."""
+        return tuple(sorted(self._refusals.values(), key=lambda refusal: refusal.since))
+
+    def refuse(self, pod: Pod, container: str, resource: str, reason: str, *, final: bool = False) -> None:
+        """Write down that ``container`` was refused now; once final, it stays final."""
+        key = (pod.kubelet_uid, container)
+        before = self._refusals.get(key)
+        if before is None:
+            self._refusals[key] = Refusal(pod, container, resource, reason, self._clock(), 1, final)
+        else:
+            self._refusals[key] = Refusal(pod, container, resource, reason, before.since, before.count + 1, final=final or before.final)
+        self._changed()
+
+    def clear(self, pod_uid: str, container: str) -> None:
+        """Strike out ``container`` of the pod that kubelet knows as ``pod_uid``, because it may start; unknown ones are fine."""
+        if self._refusals.pop((pod_uid, container), None) is not None:
+            self._changed()
+
+    def forget_absent(self, pods: Iterable[Pod]) -> None:
+        """Strike out every container whose pod is not among ``pods`` or has ended, and take over how the others look now."""
+        present = {pod.kubelet_uid: pod for pod in pods if not pod.ended}
+        kept = {key: dataclasses.replace(refusal, pod=present[key[0]]) for key, refusal in self._refusals.items() if key[0] in present}
+        if kept != self._refusals:
+            self._refusals = kept
+            self._changed()
+
+    def _changed(self) -> None:
+        self.revision.publish(self.revision.value + 1)
