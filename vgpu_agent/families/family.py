@@ -78,6 +78,7 @@ class Question:
         container: the one that kubelet's records name; an init container only when no later container has the same ids.
         node: our node's name.
         rooms: what the devices have left, by inventory order; a grant that this container already has is not counted.
+        siblings: container → shares that were decided for it, for the other containers of this pod: some vocabularies place whole pods.
     """
 
     resource: Resource
@@ -87,6 +88,7 @@ class Question:
     node: str
     inventory: Inventory
     rooms: tuple[DeviceRoom, ...]
+    siblings: Mapping[str, tuple[Share, ...]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
