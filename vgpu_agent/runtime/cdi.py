@@ -1,0 +1,137 @@
+"""The CDI spec of one grant: what the runtime reads when the container is created, and what we read back after a restart.
+
+`grants` calls here to turn a provision into the text of a spec file and a spec file back into the record of its grant. Format: CDI 0.6.0,
+the first version with annotations, in which the record stands (https://github.com/cncf-tags/container-device-interface). The runtime
+refuses a whole file over one field it does not know, so there is nothing else of ours in it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.model import Owner, Share
+
+if TYPE_CHECKING:
+    from vgpu_agent.isolation.edits import Edits
+
+CDI_VERSION = "0.6.0"
+
+# CDI demands the form of Kubernetes annotations: a DNS prefix, a slash, a short name; 256 KiB in all.
+_PREFIX = CDI_KIND.partition("/")[0] + "/"
+
+
+class _Device(msgspec.Struct):
+    name: str
+
+
+class _Spec(msgspec.Struct):
+    """What we need of our own file; anything else in it is for the runtime."""
+
+    kind: str
+    devices: tuple[_Device, ...]
+    annotations: dict[str, str]
+
+
+def spec_text(record: GrantRecord, edits: Edits) -> bytes:
+    """The content of the grant's spec file; the same for the same grant.
+
+    Raises:
+        CarrierError: the edits contain what a CDI spec cannot bring into a container.
+    """
+    if edits.annotations or edits.cdi_names:
+        carried = ", ".join([*edits.annotations, *edits.cdi_names])
+        raise CarrierError(
+            f"a CDI spec cannot carry annotations or other CDI names ({carried}); "
+            "choose the device list strategy envvar, or binding.mode early"
+        )
+    spec = {
+        "cdiVersion": CDI_VERSION,
+        "kind": CDI_KIND,
+        "annotations": _annotations(record),
+        "devices": [{"name": record.token, "containerEdits": _container_edits(record, edits)}],
+    }
+    return msgspec.json.format(msgspec.json.encode(spec), indent=1) + b"\n"
+
+
+def read_record(content: bytes, token: str) -> GrantRecord:
+    """The record in a spec file that must be the one of ``token``.
+
+    Raises:
+        CarrierError: it is not one of ours, or damaged; the text says where.
+    """
+    try:
+        spec = msgspec.json.decode(content, type=_Spec)
+        if spec.kind != CDI_KIND or [device.name for device in spec.devices] != [token]:
+            raise CarrierError(f"expected exactly the device {CDI_KIND}={token}")
+        return _record(token, {name.removeprefix(_PREFIX): value for name, value in spec.annotations.items()})
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as err:
+        raise CarrierError(str(err)) from err
+
+
+def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
+    environment = edits.environment
+    if not environment and not edits.mounts and not edits.device_nodes:
+        environment = {"VGPU_AGENT_GRANT": record.token}  # the runtime refuses a device without any edit
+    made: dict[str, Any] = {}
+    if environment:
+        made["env"] = [f"{name}={value}" for name, value in environment.items()]
+    if edits.device_nodes:
+        made["deviceNodes"] = [
+            {"path": node.container_path, "hostPath": node.host_path, "permissions": node.permissions} for node in edits.device_nodes
+        ]
+    if edits.mounts:
+        # The options that kubelet's own mounts have; without (r)bind the runtime would look for a file system to mount.
+        made["mounts"] = [
+            {
+                "hostPath": mount.host_path,
+                "containerPath": mount.container_path,
+                "options": ["rbind", "rprivate", "ro" if mount.read_only else "rw"],
+            }
+            for mount in edits.mounts
+        ]
+    return made
+
+
+def _annotations(record: GrantRecord) -> dict[str, str]:
+    facts = {
+        "family": record.family,
+        "resource": record.resource,
+        "ids": str(record.ids),
+        "pod-uid": record.owner.pod_uid,
+        "namespace": record.owner.namespace,
+        "pod": record.owner.pod,
+        "container": record.owner.container,
+        "shares": msgspec.json.encode(record.shares).decode(),
+        "by": record.by,
+        "decided-at": repr(record.decided_at),
+        "collected": record.collected,
+    }
+    return {_PREFIX + name: value for name, value in facts.items()}
+
+
+def _record(token: str, facts: dict[str, str]) -> GrantRecord:
+    try:
+        owner = Owner(facts["container"], facts["pod-uid"], facts["namespace"], facts["pod"])
+        collected = facts["collected"]
+        if collected and (not os.path.isabs(collected) or os.path.normpath(collected) != collected):
+            raise CarrierError(f"annotation {_PREFIX}collected: expected an absolute path, got {collected!r}")
+        return GrantRecord(
+            token=token,
+            family=facts["family"],
+            resource=facts["resource"],
+            ids=int(facts["ids"]),
+            owner=owner,
+            shares=msgspec.json.decode(facts["shares"], type=tuple[Share, ...]),
+            by=facts["by"],
+            decided_at=float(facts["decided-at"]),
+            collected=collected,
+        )
+    except KeyError as err:
+        raise CarrierError(f"annotation {_PREFIX}{err.args[0]} is missing") from err
+    except ValueError as err:
+        raise CarrierError(f"annotations: {err}") from err

@@ -1,0 +1,254 @@
+"""The CDI specs of this node's grants, one file each, and the host files behind them: how a late-bound container gets what was decided.
+
+`Allocate` hands kubelet a CDI name that means nothing yet; `allocation` decides at `PreStartContainer` and has this carrier put the spec
+of that name into the runtime's directory (DESIGN's "bind late"; docs/architecture.md). `agent` loads the directory at start, restores it
+after a reboot, and collects what belongs to pods that are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import threading
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.runtime import cdi, host_files
+from vgpu_agent.runtime.mounts import MountTables, Use
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.isolation.edits import Provision
+    from vgpu_agent.journal import Journal
+
+_SPEC_NAME = re.compile(r"vgpu-agent-([0-9a-f]{32})\.json")
+_LOCKS = 64
+
+
+class GrantDirectory:
+    """The grants of this node: a spec file each in ``cdi_directory``, host files where their provisions say.
+
+    State: the files are the state; what is in memory is read from them by `load`. The agent can be killed between any two lines: host
+    files come first and the spec is renamed into place last, so a spec that is there has everything it mentions. A directory without a
+    spec is found by `sweep`.
+
+    All work is done in threads, and a thread finishes what it has begun even when the caller is cancelled; work on one token is done by
+    one thread at a time.
+    """
+
+    def __init__(self, cdi_directory: str, journal: Journal, *, proc_root: str = "/proc") -> None:
+        self._directory = cdi_directory
+        self._journal = journal
+        self._mounts = MountTables(proc_root)
+        # Replaced as a whole by the thread that has changed a file, so that the event loop reads it without a lock.
+        self._records: dict[str, GrantRecord] = {}
+        self._prepared: dict[str, GrantRecord] = {}
+        self._changing = threading.Lock()
+        self._locks = tuple(threading.Lock() for _ in range(_LOCKS))
+
+    @property
+    def records(self) -> Sequence[GrantRecord]:
+        """The grants whose specs are there now."""
+        return tuple(self._records.values())
+
+    async def load(self) -> None:
+        """Read what an earlier agent has written. Files of others are left alone; a damaged one of ours is moved out of the runtime's way.
+
+        Raises:
+            CarrierError: the directory is there and cannot be read.
+        """
+        for event, facts in await asyncio.to_thread(self._load):
+            self._journal.record(event, level="warning", **facts)
+
+    async def deliver(self, record: GrantRecord, provision: Provision) -> None:
+        """Make the host's files, then the spec, each whole or not at all; again with the same content it changes nothing.
+
+        Raises:
+            CarrierError: something could not be written; the text names path, reason and remedy.
+        """
+        await asyncio.to_thread(self._deliver, record, provision)
+
+    async def prepare(self, record: GrantRecord, provision: Provision) -> None:
+        """The same without a spec: for answers that were complete in Allocate.
+
+        Raises:
+            CarrierError: as for `deliver`.
+        """
+        await asyncio.to_thread(self._prepare, record, provision)
+
+    async def missing(self, tokens: Iterable[str]) -> tuple[str, ...]:
+        """Those of ``tokens`` that have no spec file now, whatever was delivered before: somebody deleted it, or the node was rebooted."""
+        return await asyncio.to_thread(lambda: tuple(token for token in tokens if not os.path.lexists(self._path(token))))
+
+    async def restore(self, provisions: Iterable[tuple[GrantRecord, Provision]]) -> int:
+        """Deliver each grant whose spec is missing, however many of them fail; failures are journaled. Returns how many were restored."""
+        wanted = {record.token: (record, provision) for record, provision in provisions}
+        restored = 0
+        for token in await self.missing(wanted):
+            record, provision = wanted[token]
+            try:
+                await self.deliver(record, provision)
+            except CarrierError as err:
+                self._journal.record(
+                    "grants.not_restored", level="error", pod=record.owner.pod_name, container=record.owner.container, error=str(err)
+                )
+            else:
+                restored += 1
+        return restored
+
+    async def collect(self, keep: Callable[[GrantRecord], bool]) -> tuple[GrantRecord, ...]:
+        """Remove spec and directory of each grant that ``keep`` does not want any more; what is still mounted waits for the next time.
+
+        Returns:
+            the grants that were removed.
+        """
+        removed = []
+        for record in (*self._records.values(), *self._prepared.values()):
+            if keep(record):
+                continue
+            try:
+                if await asyncio.to_thread(self._collect, record):
+                    removed.append(record)
+            except CarrierError as err:
+                self._journal.record("grants.not_collected", level="warning", pod=record.owner.pod_name, error=str(err))
+        return tuple(removed)
+
+    async def sweep(self, parent: str, keep: Callable[[str], bool]) -> tuple[str, ...]:
+        """Remove the directories in ``parent`` that no grant owns and whose name ``keep`` does not want: what was left behind by a
+        reboot, by an agent that was killed, or by another plugin. What is mounted stays.
+
+        Returns:
+            the names that were removed.
+        """
+        removed = []
+        for name in await asyncio.to_thread(_directories, parent):
+            path = os.path.join(parent, name)
+            if keep(name) or path in self._owned():
+                continue
+            try:
+                if await asyncio.to_thread(self._remove_if_free, path):
+                    removed.append(name)
+            except CarrierError as err:
+                self._journal.record("grants.not_swept", level="warning", path=path, error=str(err))
+        return tuple(removed)
+
+    def _path(self, token: str) -> str:
+        return os.path.join(self._directory, f"vgpu-agent-{token}.json")
+
+    def _lock(self, token: str) -> threading.Lock:
+        return self._locks[hash(token) % _LOCKS]
+
+    def _owned(self) -> set[str]:
+        return {record.collected for record in (*self._records.values(), *self._prepared.values())}
+
+    def _load(self) -> list[tuple[str, dict[str, str]]]:
+        notes: list[tuple[str, dict[str, str]]] = []
+        records: dict[str, GrantRecord] = {}
+        try:
+            names = sorted(os.listdir(self._directory))
+        except FileNotFoundError:
+            names = []
+        except OSError as err:
+            raise host_files.trouble("read", self._directory, err) from err
+        for name in names:
+            path = os.path.join(self._directory, name)
+            if host_files.is_temporary(name):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            elif matched := _SPEC_NAME.fullmatch(name):
+                try:
+                    records[matched[1]] = cdi.read_record(_read(path), matched[1])
+                except CarrierError as err:
+                    notes.append(("grants.unreadable", {"path": path, "error": str(err), "moved": _moved_away(path)}))
+        with self._changing:
+            self._records = records
+        return notes
+
+    def _deliver(self, record: GrantRecord, provision: Provision) -> None:
+        content = cdi.spec_text(record, provision.edits)
+        path = self._path(record.token)
+        with self._lock(record.token):
+            before = self._records.get(record.token)
+            host_files.make(provision, self._mounts)
+            if not _has(path, content):
+                if not os.path.isdir(self._directory):  # /run is empty after a reboot
+                    host_files.make_directory(self._directory)
+                host_files.replace_file(path, content)
+            with self._changing:
+                self._records = {**self._records, record.token: record}
+            if before is not None and before.collected not in {"", record.collected}:
+                # The ids have changed hands (an init container has made room, a pod has ended). If it cannot be removed now, `sweep` will.
+                with contextlib.suppress(CarrierError):
+                    self._remove_if_free(before.collected)
+
+    def _prepare(self, record: GrantRecord, provision: Provision) -> None:
+        with self._lock(record.token):
+            host_files.make(provision, self._mounts)
+            with self._changing:
+                self._prepared = {**self._prepared, record.token: record}
+
+    def _collect(self, record: GrantRecord) -> bool:
+        with self._lock(record.token):
+            specced, prepared = self._records.get(record.token) is record, self._prepared.get(record.token) is record
+            if not specced and not prepared:
+                return False  # somebody else has got these ids meanwhile
+            if record.collected and not self._remove_if_free(record.collected):
+                return False
+            if specced:
+                path = self._path(record.token)
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:
+                    pass
+                except OSError as err:
+                    raise host_files.trouble("remove", path, err) from err
+            with self._changing:
+                if specced:
+                    self._records = {token: kept for token, kept in self._records.items() if kept is not record}
+                if prepared:
+                    self._prepared = {token: kept for token, kept in self._prepared.items() if kept is not record}
+            return True
+
+    def _remove_if_free(self, path: str) -> bool:
+        """Whether the directory is gone now. Where other mount tables cannot be seen, kubelet's word that the pod is gone must do."""
+        if self._mounts.mounted_below(path) is Use.MOUNTED:
+            return False
+        host_files.remove_tree(path)
+        return True
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as err:
+        raise host_files.trouble("read", path, err) from err
+
+
+def _has(path: str, content: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read() == content
+    except OSError:
+        return False
+
+
+def _moved_away(path: str) -> str:
+    """Where a damaged spec went; the runtime reads only what ends in .json or .yaml."""
+    try:
+        os.rename(path, path + ".broken")
+    except OSError as err:
+        return f"no: {err.strerror}"
+    return path + ".broken"
+
+
+def _directories(parent: str) -> list[str]:
+    try:
+        with os.scandir(parent) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return []

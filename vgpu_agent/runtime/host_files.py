@@ -1,0 +1,218 @@
+"""Directories and files on the host that a container needs before it starts.
+
+Isolation backends name them (`Provision.directories`, `Provision.files`), `grants` calls here to make them, `hami_library` to install a
+file. Everything blocks and belongs into a thread. A file appears whole under its name or not at all, whenever the agent is killed.
+
+Containers may write into some of these directories, so nothing there is trusted: links are never followed, and what has the wrong kind is
+replaced or refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import stat
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.runtime.mounts import Use
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.isolation.edits import HostFile, Provision
+    from vgpu_agent.runtime.mounts import MountTables
+
+# A leading dot and this end: what reads the directory (the runtime for CDI specs, a monitor for *.cache) passes it over.
+TEMPORARY_PREFIX = ".vgpu-agent-"
+TEMPORARY_SUFFIX = ".tmp"
+
+_PASSABLE = 0o755
+
+_numbers = itertools.count()
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space on that file system",
+    errno.EDQUOT: "raise the quota of that file system",
+    errno.EROFS: "mount it writable for the agent, or set another directory",
+    errno.EACCES: "let the agent write there (owner, mode, security policy)",
+    errno.EPERM: "let the agent write there (owner, mode, security policy)",
+    errno.ENOTDIR: "move away what stands in the place of a directory",
+    errno.EEXIST: "move away what stands in the place of a directory",
+    errno.EISDIR: "move away the directory that stands in the place of the file",
+    errno.ELOOP: "replace the symbolic link by what it names",
+    errno.ENOENT: "mount the directory into the agent under the same path",
+    errno.EIO: "look after the disk (see the kernel's log)",
+}
+
+
+def trouble(action: str, path: str, err: OSError) -> CarrierError:
+    """The error for an operator: what could not be done, to which path, why, and what helps."""
+    remedy = _REMEDIES.get(err.errno or 0, "look after that file system")
+    return CarrierError(f"cannot {action} {path}: {err.strerror or err}; {remedy}")
+
+
+def make(provision: Provision, mounts: MountTables) -> None:
+    """Make the provision's directories, then its files; what is there already and right stays untouched.
+
+    Raises:
+        CarrierError: the first that could not be made; those before it are whole.
+    """
+    for directory in provision.directories:
+        make_directory(directory.path, directory.mode)
+    for file in provision.files:
+        make_file(file, mounts)
+
+
+def make_directory(path: str, mode: int = 0o755) -> None:
+    """Make ``path`` with exactly ``mode``, whatever the umask; missing parents get 0755.
+
+    Raises:
+        CarrierError: it cannot be made, or something else stands there.
+    """
+    try:
+        _make_parents(path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        # Through a descriptor, so that the mode is given to this directory and to nothing that a link names.
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
+                os.fchmod(descriptor, mode)
+        finally:
+            os.close(descriptor)
+    except OSError as err:
+        raise trouble("make directory", path, err) from err
+
+
+def make_file(file: HostFile, mounts: MountTables) -> None:
+    """Make the file, as its `HostFile` says.
+
+    One that is there with the same content stays. One that containers have mounted keeps its inode and gets ``renewed`` in place. One
+    that nobody has mounted is what an ended container left, and is replaced by a fresh one, so that its old entries are nobody's burden.
+
+    Raises:
+        CarrierError: it cannot be made.
+    """
+    fresh = _content(file)
+    try:
+        found = _existing(file.path, file.size)
+        if found == fresh:
+            _set_mode(file.path, file.mode)
+        elif found is not None and file.renewed and mounts.mounted_below(file.path) is not Use.FREE:
+            _write_in_place(file.path, file.renewed, file.mode)
+        else:
+            _replace(file.path, file.size, file.parts, file.mode)
+    except OSError as err:
+        raise trouble("write", file.path, err) from err
+
+
+def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
+    """Put ``content`` under ``path``: the old file or the new one is seen, never a part; an old one keeps living where it is mounted.
+
+    Raises:
+        CarrierError: it cannot be written.
+    """
+    try:
+        _replace(path, len(content), ((0, content),), mode)
+    except OSError as err:
+        raise trouble("write", path, err) from err
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory and all in it, following no link; fine when it is gone already.
+
+    Raises:
+        CarrierError: something in it cannot be removed.
+    """
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as err:
+        raise trouble("remove", str(err.filename or path), err) from err
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is a half-written one that a killed agent left."""
+    return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX)
+
+
+def _make_parents(path: str) -> None:
+    parent = os.path.dirname(path.rstrip("/"))
+    if not parent or os.path.isdir(parent):
+        return
+    _make_parents(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(parent, 0o700)
+        os.chmod(parent, _PASSABLE)
+
+
+def _content(file: HostFile) -> bytes:
+    content = bytearray(file.size)
+    for offset, part in file.parts:
+        content[offset : offset + len(part)] = part
+    return bytes(content)
+
+
+def _existing(path: str, size: int) -> bytes | None:
+    """The content of the regular file of that size; None when it is missing or of another kind or size."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as err:
+        if err.errno in {errno.ENOENT, errno.ELOOP, errno.ENXIO}:
+            return None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            return None
+        with open(descriptor, "rb", closefd=False) as opened:
+            return opened.read()
+    finally:
+        os.close(descriptor)
+
+
+def _set_mode(path: str, mode: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
+            os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
+
+
+def _write_in_place(path: str, parts: Sequence[tuple[int, bytes]], mode: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _write_parts(descriptor, parts)
+    finally:
+        os.close(descriptor)
+    _set_mode(path, mode)
+
+
+def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int) -> None:
+    temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            os.ftruncate(descriptor, size)  # what no part covers stays a hole: it reads as zero and takes no space
+            _write_parts(descriptor, parts)
+            os.fchmod(descriptor, mode)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _write_parts(descriptor: int, parts: Sequence[tuple[int, bytes]]) -> None:
+    for offset, part in parts:
+        written = 0
+        while written < len(part):
+            written += os.pwrite(descriptor, part[written:], offset + written)

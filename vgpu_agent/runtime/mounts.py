@@ -1,0 +1,132 @@
+"""Is a path on the host mounted into some container?
+
+Whoever takes away or replaces a file of a grant asks here first, because a container that still runs has it mounted: the file under
+the old name would be another one than the container sees. Read from every process's mount table, as the kernel shows it in
+``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5)). Called by `host_files` and `grants`, always in a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+
+
+class Use(enum.Enum):
+    """What the mount tables say about a path."""
+
+    MOUNTED = "mounted"
+    FREE = "free"
+    UNKNOWN = "unknown"  # the agent sees no other mount namespace (no host PIDs), so it cannot know
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mount:
+    """One line: ``root`` is the mounted part of the file system ``device``, and ``point`` is where it stands."""
+
+    device: bytes
+    root: bytes
+    point: bytes
+
+
+class MountTables:
+    """The mount tables of all processes below ``proc_root``. Nothing is kept: every question reads them anew."""
+
+    def __init__(self, proc_root: str = "/proc") -> None:
+        self._proc_root = proc_root
+
+    def mounted_below(self, path: str) -> Use:
+        """Whether ``path``, or something in it, is mounted anywhere, or something is mounted onto it.
+
+        A bind mount is found by the file system it comes from and the path inside that, since every container names it differently.
+        A kernel that hides other processes makes the answer ``UNKNOWN``, never a false ``FREE``.
+        """
+        own = _read(f"{self._proc_root}/self/mountinfo")
+        if own is None:
+            return Use.UNKNOWN
+        real = os.fsencode(os.path.realpath(path))
+        mounts = list(_parsed(own))
+        if any(_is_below(mount.point, real) for mount in mounts):
+            return Use.MOUNTED
+        source = _source(mounts, real)
+        if source is None:
+            return Use.UNKNOWN
+        # Most lines of most tables have nothing to do with us; only those that mention the last part of the path are taken apart.
+        mentioned = _escape(os.path.basename(real))
+        others = 0
+        for table in self._tables():
+            others += table != own
+            if mentioned in table and any(_comes_from(mount, source) for mount in _parsed(table)):
+                return Use.MOUNTED
+        return Use.FREE if others else Use.UNKNOWN
+
+    def _tables(self) -> Iterator[bytes]:
+        """Each mount namespace's table once, as far as the kernel lets us tell them apart."""
+        seen: set[str] = set()
+        try:
+            names = [name for name in os.listdir(self._proc_root) if name.isdecimal()]
+        except OSError:
+            return
+        for name in names:
+            try:
+                namespace = os.readlink(f"{self._proc_root}/{name}/ns/mnt")
+            except OSError:
+                namespace = ""  # without CAP_SYS_PTRACE the link may be closed to us where the table is not
+            if namespace and namespace in seen:
+                continue
+            table = _read(f"{self._proc_root}/{name}/mountinfo")
+            if table is not None:
+                seen.add(namespace)
+                yield table
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return None  # the process has ended meanwhile, or is not ours to look at
+
+
+def _parsed(table: bytes) -> Iterator[_Mount]:
+    for line in table.splitlines():
+        fields = line.split(b" ", 5)
+        if len(fields) > 5:
+            yield _Mount(fields[2], _unescape(fields[3]).removesuffix(b"//deleted"), _unescape(fields[4]))
+
+
+def _unescape(text: bytes) -> bytes:
+    return _ESCAPED.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), text)
+
+
+def _escape(text: bytes) -> bytes:
+    """As the kernel writes it: space, tab, newline and backslash as octal numbers."""
+    return re.sub(rb"[ \t\n\\]", lambda match: b"\\%03o" % match[0][0], text)
+
+
+def _is_below(path: bytes, directory: bytes) -> bool:
+    return path == directory or path.startswith(directory.rstrip(b"/") + b"/")
+
+
+def _source(mounts: list[_Mount], path: bytes) -> _Mount | None:
+    """Which file system ``path`` lies on, and its path inside that."""
+    # Of two mounts at one place, the later one is seen.
+    best: _Mount | None = None
+    for mount in mounts:
+        if _is_below(path, mount.point) and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
+    if best is None:
+        return None
+    inner = path[len(best.point.rstrip(b"/")) :].lstrip(b"/")
+    return _Mount(best.device, best.root.rstrip(b"/") + b"/" + inner, path)
+
+
+def _comes_from(mount: _Mount, source: _Mount) -> bool:
+    return mount.device == source.device and _is_below(mount.root, source.root)
