@@ -59,6 +59,11 @@ class NumberedIds(Sequence[DeviceId]):
 
     blocks: tuple[IdBlock, ...]
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices behind the blocks, in their order."""
+        return tuple(dict.fromkeys(block.device for block in self.blocks))
+
     def __len__(self) -> int:
         return sum(block.count for block in self.blocks)
 

@@ -247,6 +247,10 @@ class Owner:
         theirs = (other.pod_uid, other.namespace, other.pod, other.container)
         return all(not mine or not his or mine == his for mine, his in zip(ours, theirs, strict=True))
 
+    def may_be_in(self, other: Owner) -> bool:
+        """Whether both can be containers of one pod."""
+        return self.may_be(dataclasses.replace(other, container=self.container))
+
     def filled_from(self, other: Owner) -> Owner:
         """This owner, with what only ``other`` knows added."""
         return Owner(self.container, self.pod_uid or other.pod_uid, self.namespace or other.namespace, self.pod or other.pod)
@@ -264,6 +268,7 @@ class Grant:
         reserved_at: unix seconds of the Allocate call, or of the rebuild that found it.
         decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod decides; None before. An early guess may
             differ from ``owner``, which is kubelet's word.
+        evidence: how the owner was proven and who decided, one sentence each.
     """
 
     number: int
@@ -275,6 +280,12 @@ class Grant:
     owner: Owner | None = None
     reserved_at: float = 0.0
     decided_for: tuple[str, str] | None = None
+    evidence: tuple[str, ...] = ()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the shares were decided for the container that kubelet names."""
+        return self.owner is not None and self.decided_for == (self.owner.pod_uid, self.owner.container)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

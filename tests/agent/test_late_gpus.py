@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.golden import U0, golden_inventory
-from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.allocator import Allocator, Families
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
@@ -16,7 +16,9 @@ def test_a_grant_of_a_gpu_that_came_later_knows_its_memory_and_keeps_its_place()
     """The book was rebuilt without a GPU to look at; afterwards it is the book of a normal start."""
     inventory = Inventory()
     ledger = Ledger()
-    allocator = Allocator(ledger=ledger, families=[NvidiaFamily(NvidiaOptions())], inventory=lambda: inventory, journal=Journal())
+    allocator = Allocator(
+        ledger=ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=lambda: inventory, journal=Journal()
+    )
     records = KubeletRecords((Holding(GPU, (U0,), Owner("main", "uid", "default", "train")),))
     allocator.refresh_offer()
     allocator.confirm(records, reservation_seconds=60, initial=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vgpu_agent.agent.offering import Offering
-from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.allocator import Allocator, Families
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import DeviceId
@@ -34,7 +34,7 @@ class Node:
         settings = Kubelet(directory=str(directory), message_budget_bytes=4096)
         self.offering = Offering(
             ledger=self.ledger,
-            allocator=Allocator(ledger=self.ledger, families=(), inventory=Inventory, journal=self.journal),
+            allocator=Allocator(ledger=self.ledger, families=Families(), inventory=Inventory, journal=self.journal),
             settings=settings,
             directory=DirectoryWatch(settings.device_plugin_directory, poll_seconds=5, journal=self.journal, status=KubeletStatus()),
             supervisor=supervisor,

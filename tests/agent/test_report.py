@@ -14,7 +14,7 @@ from vgpu_agent.agent.offering import Offering
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
-from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.allocator import Allocator, Families
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
@@ -34,7 +34,7 @@ class Parts:
         journal, self.ledger, self.kubelet = Journal(), Ledger(), KubeletStatus()
         self.supervisor, self.watch = supervisor, GpuWatch(settings.gpu, journal)
         self.allocator = Allocator(
-            ledger=self.ledger, families=[NvidiaFamily(NvidiaOptions())], inventory=golden_inventory, journal=journal
+            ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=journal
         )
         path = settings.kubelet.device_plugin_directory
         self.offering = Offering(

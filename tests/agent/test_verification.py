@@ -13,7 +13,7 @@ from tests.agent.fake_server import FakeServer
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent import verification
 from vgpu_agent.agent.verification import Verification
-from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.allocator import Allocator, Families
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.journal import Journal
@@ -47,7 +47,7 @@ class Parts:
         self.servers: list[FakeServer] = []
         self.ledger, self.journal, self.kubelet = Ledger(clock=self._clock), Journal(), KubeletStatus()
         self.allocator = Allocator(
-            ledger=self.ledger, families=[NvidiaFamily(NvidiaOptions())], inventory=golden_inventory, journal=self.journal
+            ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=self.journal
         )
         self.allocator.refresh_offer()
         self.verification = Verification(
@@ -98,7 +98,7 @@ async def test_an_allocate_is_followed_by_a_reading_a_second_later(records: Reco
     """Who it was is known soon, and then the pace is the usual one again."""
     async with verifying(records) as parts:
         await asyncio.sleep(5)
-        parts.allocator.allocate(GPU, [U0])
+        await parts.allocator.allocate(GPU, [U0])
         records.now = HELD
         await asyncio.sleep(20)
         assert records.read_at == [1, 6]
@@ -110,7 +110,7 @@ async def test_an_admission_that_failed_is_asked_after_less_and_less_often_until
     """1, 2, 4, 8… s, and after reservationSeconds the ids are free."""
     async with verifying(records) as parts:
         await asyncio.sleep(5)
-        parts.allocator.allocate(GPU, [U0])
+        await parts.allocator.allocate(GPU, [U0])
         await asyncio.sleep(100)
         pauses = [later - earlier for earlier, later in itertools.pairwise(records.read_at[1:])]
         assert pauses[:5] == [2, 4, 8, 16, 30]
@@ -122,9 +122,9 @@ async def test_an_admission_that_failed_delays_nobody_else(records: Records) -> 
     """While one reservation is waited for in vain, the next pod is still named a second after its Allocate."""
     async with verifying(records) as parts:
         await asyncio.sleep(5)
-        parts.allocator.allocate(GPU, [U0])
+        await parts.allocator.allocate(GPU, [U0])
         await asyncio.sleep(40)
-        parts.allocator.allocate(GPU, [U1])
+        await parts.allocator.allocate(GPU, [U1])
         records.now = KubeletRecords((Holding(GPU, (U1,), Owner("main", "uid", "default", "train")),))
         await asyncio.sleep(1.5)
         assert [grant.owner and grant.owner.pod for grant in parts.ledger.grants] == [None, "train"]

@@ -51,7 +51,7 @@ class LateBackend:
         """The last ones, so that a test can see that kubelet follows."""
         return [*must_include, *sorted(set(available) - set(must_include), reverse=True)][:size]
 
-    def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
+    async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         """One CDI name for the set of ids; no spec of that name exists yet."""
         return Edits(cdi_names=(f"{KIND}={_name(ids)}",))
 

@@ -53,7 +53,7 @@ class FakeBackend:
         self._fail()
         return self.choice if self.choice is not None else list(dict.fromkeys([*must_include, *reversed(available)]))[:size]
 
-    def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
+    async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         self._fail()
         self.allocated.append((resource, tuple(ids)))
         if self.edits is not None:

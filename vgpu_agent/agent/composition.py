@@ -23,7 +23,7 @@ from vgpu_agent.agent.offering import Offering, check_offer
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
-from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.allocator import Allocator, Families
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.load import Loaded
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.families.family import IdFamily
 
 _logger = log.get(__name__)
 
@@ -80,7 +79,9 @@ class Agent:
             journal=self._journal,
             status=self._kubelet,
         )
-        self._allocator = Allocator(ledger=self._ledger, families=(), inventory=lambda: self._watch.inventory.value, journal=self._journal)
+        self._allocator = Allocator(
+            ledger=self._ledger, families=Families(), inventory=lambda: self._watch.inventory.value, journal=self._journal
+        )
         self._offering = Offering(
             ledger=self._ledger,
             allocator=self._allocator,
@@ -195,17 +196,17 @@ class Agent:
         _logger.warning("agent.simulated", directory=str(directory), meaning="the GPUs are simulated; no work runs on them")
         await asyncio.to_thread(preload, directory)
 
-    async def _families(self, settings: Settings) -> tuple[IdFamily, ...]:
+    async def _families(self, settings: Settings) -> Families:
         """The families this configuration asks for; a later family is one entry more."""
         root = str(settings.gpu.device_node_root).rstrip("/")
         control_nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
-        return (NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=control_nodes)),)
+        return Families((NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=control_nodes)),))
 
-    def _check(self, families: tuple[IdFamily, ...]) -> None:
+    def _check(self, families: Families) -> None:
         # By the budget of the start, also at a reload: it is the one that `offering` goes by.
         budget_bytes = self._loaded.settings.kubelet.message_budget_bytes
         inventory = self._watch.inventory.value
-        check_offer((item for family in families for item in family.resources(inventory)), budget_bytes)
+        check_offer((item for family in families.all for item in family.resources(inventory)), budget_bytes)
 
     async def _apply(self, settings: Settings) -> None:
         """Put new settings in force as far as that works without a restart.

@@ -1,56 +1,104 @@
 """From kubelet's calls to the edits: which family answers, what is booked, and whose it turns out to be.
 
 The plugin servers call `Allocator` as their backend; `agent` calls `confirm` with kubelet's records at start, shortly after each Allocate
-and every 30 seconds. Nothing in here waits for anybody: an Allocate costs no API call, no NVML call and no file (kubelet waits with every
-pod of the node while it runs).
+and every 30 seconds. An Allocate costs no API call, no NVML call and no file (kubelet waits with every pod of the node while it runs).
+
+Where ids name devices, the answer is complete in Allocate. Where the pod decides, Allocate answers with a CDI name that stands for the ids
+(late), or for the likeliest pod (early), and `binder` proves the pod at PreStartContainer.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import math
+import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CapacityError, LedgerError, RequestRefusedError, UnknownDeviceError
-from vgpu_agent.model import GrantState
+from vgpu_agent.allocation import early
+from vgpu_agent.allocation.binder import Binder, Given
+from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
+from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnknownDeviceError
+from vgpu_agent.families.family import NodeView, Question
+from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.ledger.book import Meaning
+from vgpu_agent.model import Decider, GrantState
+from vgpu_agent.nodes import NodeWishes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from vgpu_agent.allocation.binder import Surroundings
+    from vgpu_agent.allocation.mode import BindingMode
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.device_ids import ListedDevice
-    from vgpu_agent.families.family import IdFamily
-    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.families.family import Family, IdFamily, PodFamily
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Correction, Grant, Holding, Inventory, KubeletRecords, Share
+    from vgpu_agent.model import Correction, Grant, Holding, Inventory, KubeletRecords, Resource
+    from vgpu_agent.nodes import Node
+    from vgpu_agent.pods import Pod
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Families:
+    """The families of this node, by kind."""
+
+    by_ids: tuple[IdFamily, ...] = ()
+    by_pod: tuple[PodFamily, ...] = ()
+
+    @property
+    def all(self) -> tuple[Family, ...]:
+        """Both kinds."""
+        return (*self.by_ids, *self.by_pod)
 
 
 class Allocator:
     """Answers kubelet for all resources of the node.
 
-    State: none of its own; what is booked stands in the ledger, what GPUs there are in the inventory that ``inventory()`` returns.
+    State: what is booked stands in the ledger, what GPUs there are in the inventory that ``inventory()`` returns. Here are only the last
+    Allocate of each resource (for schedulers' locks) and, in early mode, whom the answers of this process were meant for.
     """
 
-    def __init__(self, *, ledger: Ledger, families: Sequence[IdFamily], inventory: Callable[[], Inventory], journal: Journal) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        families: Families,
+        inventory: Callable[[], Inventory],
+        journal: Journal,
+        surroundings: Surroundings | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Answer from ``ledger``; without ``surroundings`` only families whose ids name the device can be served."""
         self._ledger = ledger
-        self._families = tuple(families)
+        self._families = families
         self._inventory = inventory
         self._journal = journal
+        self._around = surroundings
+        self._clock = clock
+        self._siblings = early.Siblings()
+        self._served_early: set[tuple[str, str]] = set()
+        self.mode: BindingMode | None = None
+        self.allocated_at: dict[str, float] = {}
+        self.binder = (
+            Binder(ledger=ledger, inventory=inventory, journal=journal, surroundings=surroundings, clock=clock) if surroundings else None
+        )
 
     @property
     def revision(self) -> Latest[int]:
         """Moves on whenever a list that kubelet should see may have changed."""
         return self._ledger.revision
 
-    def use_families(self, families: Sequence[IdFamily]) -> None:
+    def use_families(self, families: Families) -> None:
         """Answer with other options from now on (a reloaded configuration); grants stay as they are."""
-        self._families = tuple(families)
+        self._families = families
 
     def refresh_offer(self) -> None:
         """Bring the ledger's devices and offers in line with the inventory and the families."""
         inventory = self._inventory()
         self._ledger.observe(inventory)
-        self._ledger.offer(resource for family in self._families for resource in family.resources(inventory))
+        self._ledger.offer(resource for family in self._families.all for resource in family.resources(inventory))
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
         """The complete list for one resource; empty when it is no longer offered."""
@@ -66,43 +114,66 @@ class Allocator:
             # kubelet's view of health can be a moment older than ours; what Allocate would refuse is not recommended.
             usable = {entry.id.id for entry in self._ledger.listing(resource) if entry.healthy}
             healthy = [id_ for id_ in available if id_ in usable]
-            return self._family(offered.family).prefer(offered, healthy, must_include, size)
+            return self._family(offered).prefer(offered, healthy, must_include, size)
         except (CapacityError, UnknownDeviceError) as err:
             simple = list(dict.fromkeys([*must_include, *available]))[:size]
             self._journal.record("preferred.simple", level="warning", resource=resource, size=size, reason=str(err))
             return simple
 
-    def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
-        """Book the ids and say what the container gets.
+    async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
+        """Book the ids and say what the container gets. Only early mode ever waits, and only for a pod that has not been seen yet.
 
         Raises:
-            RequestRefusedError: the request is nonsense in its family's terms (A23).
+            RequestRefusedError: the request is nonsense in its family's terms (A23), or no pod can be meant (early mode).
             UnknownDeviceError: an id that is not offered (A24).
             UnhealthyDeviceError: a device that must not be given to anybody now.
             CapacityError: more than a device has.
         """
         try:
             offered = self._ledger.resource(resource)
-            family = self._family(offered.family)
-            family.check(offered, ids)
-            inventory = self._inventory()
-            grant = self._ledger.reserve(resource, ids, family.shares(resource, ids, inventory))
+            if offered.decided_by is Decider.NOBODY:
+                self._siblings.heard(resource, len(ids))
+                return Edits()
+            self._family(offered).check(offered, ids)
+            if offered.decided_by is Decider.IDS:
+                grant, edits = self._allocate_by_ids(offered, ids)
+            elif self._late:
+                grant, edits = self._allocate_late(offered, ids)
+            else:
+                grant, edits = await self._allocate_early(offered, ids)
         except (RequestRefusedError, LedgerError) as err:
-            self._journal.record("allocate.refused", level="warning", resource=resource, ids=list(ids), reason=str(err))
+            self._journal.record("allocate.refused", level="warning", resource=resource, ids=_shown(ids), reason=str(err))
             raise type(err)(f'invalid allocation request for "{resource}": {err}') from err
-        edits = family.edits(offered, ids, inventory)
-        self._journal.record("allocate.reserved", grant=grant.number, resource=resource, ids=list(ids), devices=_devices(grant))
+        finally:
+            self._allocated(resource)
+        self._journal.record(
+            "allocate.reserved",
+            grant=grant.number,
+            resource=resource,
+            ids=_shown(ids),
+            devices=_devices(grant),
+            **({"token": grant_token(resource, ids)} if offered.decided_by is Decider.POD else {}),
+        )
         return edits
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
-        """Let a container start whose ids are booked; families that bind late decide here.
+        """Let a container start whose ids are booked; where the pod decides, that is when it does (`Binder.start`).
 
         Raises:
             UnknownDeviceError: the ids are in nobody's hands as far as the ledger knows.
+            AgentError: see `Binder.start`.
         """
-        wanted = set(ids)
-        if not any(wanted <= set(grant.ids) for grant in self._ledger.grants if grant.resource == resource):
-            raise UnknownDeviceError(f"{resource}: {', '.join(ids)} are not booked for any container; kubelet will ask again")
+        offered = self._ledger.resource(resource)
+        if offered.decided_by is Decider.NOBODY:
+            return
+        if offered.decided_by is Decider.IDS:
+            wanted = set(ids)
+            if not any(wanted <= set(grant.ids) for grant in self._ledger.grants if grant.resource == resource):
+                raise UnknownDeviceError(f"{resource}: {', '.join(ids)} are not booked for any container; kubelet will ask again")
+            return
+        if self.binder is None or self.mode is None:
+            raise AgentError(f"{resource}: this node's Node object has not been read yet; kubelet will ask again")
+        await self.binder.start(offered, ids, self._pod_family(offered), late=self.mode.late)
 
     def confirm(
         self,
@@ -130,25 +201,172 @@ class Allocator:
                 pod=grant.owner.pod_name if grant.owner else "",
                 container=grant.owner.container if grant.owner else "",
                 resource=grant.resource,
-                ids=list(grant.ids),
+                ids=_shown(grant.ids),
                 devices=_devices(grant),
                 reason=correction.reason,
             )
+        self._served_early |= {
+            (holding.owner.pod_uid, holding.owner.container) for holding in records.holdings if holding.owner.pod_uid and initial
+        }
+        if self.binder is not None and self._around is not None:
+            self.binder.forget_absent()
+            if self._around.book.synced.is_set():
+                self._around.refusals.forget_absent(self._around.book.pods)
+                uids = {pod.kubelet_uid for pod in self._around.book.pods}
+                self._served_early = {key for key in self._served_early if key[0] in uids}
         return [correction for correction in corrections if correction.drift]
 
     def unconfirmed(self) -> bool:
         """Whether a grant still waits for kubelet's records to name its container."""
-        return any(grant.state is GrantState.RESERVED for grant in self._ledger.grants)
+        return any(grant.state is GrantState.RESERVED and grant.owner is None for grant in self._ledger.grants)
 
-    def _family(self, name: str) -> IdFamily:
-        return next(family for family in self._families if family.name == name)
+    # -- wishes ---------------------------------------------------------------------------------------------------------------------
 
-    def _interpret(self, holding: Holding) -> tuple[str, tuple[Share, ...]] | None:
-        for family in self._families:
-            if family.claims(holding.resource):
-                return family.name, family.shares(holding.resource, holding.ids, self._inventory())
+    def node_wishes(self, node: Node, now: float) -> NodeWishes:
+        """What should stand on our Node, for all families together."""
+        wishes = NodeWishes()
+        for family in self._families.by_pod:
+            rooms = {offer.name: self._ledger.rooms(offer.name) for offer in self._ledger.resources if offer.family == family.name}
+            wishes = wishes.joined(family.node_wishes(NodeView(node, self._inventory(), rooms, self.allocated_at, now)))
+        return wishes
+
+    def pod_wishes(self) -> dict[str, Mapping[str, str | None]]:
+        """What should stand on our pods, by kubelet's UID; only pods with something to be said about."""
+        if self._around is None or self.binder is None:
+            return {}
+        served: dict[str, dict[str, Grant]] = {}
+        for grant in self._ledger.grants:
+            if grant.decided_for and grant.proven and grant.shares:
+                served.setdefault(grant.decided_for[0], {})[grant.decided_for[1]] = grant
+        for (uid, container), grant in self.binder.served.items():
+            served.setdefault(uid, {}).setdefault(container, grant)  # of pods that ended before it was written
+        failed = {refusal.pod.kubelet_uid for refusal in self._around.refusals.current if refusal.final}
+        wishes: dict[str, Mapping[str, str | None]] = {}
+        for uid in served.keys() | failed:
+            if (pod := self._around.book.get(uid)) is None:
+                continue
+            for family in self._families.by_pod:
+                grants = {name: grant for name, grant in served.get(uid, {}).items() if grant.family == family.name}
+                if grants or uid in failed:
+                    wishes[uid] = {**wishes.get(uid, {}), **family.pod_wishes(pod, grants, failed=uid in failed)}
+        return wishes
+
+    # -- how it is done -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _late(self) -> bool:
+        if self._around is None or self.mode is None:
+            raise RequestRefusedError("this node's Node object has not been read yet, so it is not known how grants reach containers")
+        return self.mode.late
+
+    def _allocate_by_ids(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
+        inventory = self._inventory()
+        family = next(family for family in self._families.by_ids if family.name == offered.family)
+        grant = self._ledger.reserve(offered.name, ids, family.shares(offered.name, ids, inventory))
+        return grant, family.edits(offered, ids, inventory)
+
+    def _allocate_late(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
+        grant = self._ledger.reserve(offered.name, ids, ())
+        token = grant_token(offered.name, ids)
+        if self.mode is not None and self.mode.by_annotation:
+            return grant, Edits(annotations={f"cdi.k8s.io/vgpu-agent_{token}": f"{CDI_KIND}={token}"})
+        return grant, Edits(cdi_names=(cdi_name(token),))
+
+    async def _allocate_early(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
+        assert self._around is not None  # noqa: S101 - `_late` has just asked
+        assert self.binder is not None  # noqa: S101 - likewise
+        candidate = await self._candidate(offered, len(ids))
+        if candidate is None:
+            # The words before the colon are those that users of the replaced plugin know (volcano-vgpu:G11).
+            raise RequestRefusedError(
+                f"cannot get valid pod: no pending pod on node {self._around.node} has a container that waits for {len(ids)} of "
+                f"{offered.name}; see /debug/pods"
+            )
+        pod, family = candidate.pod, self._pod_family(offered)
+        besides = [grant.number for grant in self._ledger.grants if set(ids) & set(grant.ids) or grant.decided_for == candidate.key]
+        rooms = self._ledger.rooms(offered.name, besides=besides)
+        question = Question(offered, pod, candidate.container.name, tuple(ids), self._around.node, self._inventory(), rooms)
+        try:
+            decision = family.decide(question)
+            grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key)
+        except (RequestRefusedError, LedgerError) as err:
+            raise type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}") from err
+        provision = family.provision(question, decision.shares)
+        self._served_early.add(candidate.key)
+        self._siblings.decided(candidate.container.limits, self._counted())
+        self.binder.given[grant_token(offered.name, ids)] = Given(candidate.key, decision.shares, provision)
+        return grant, provision.edits
+
+    async def _candidate(self, offered: Resource, count: int) -> early.Candidate | None:
+        assert self._around is not None  # noqa: S101 - `_late` has just asked
+        book, until = self._around.book, asyncio.get_running_loop().time() + self._around.settings.allocate_wait_seconds
+        while True:
+            version = book.revision.version
+            found = early.candidates(book.pods, self._served_early, offered.name, count, self._around.node)
+            left = until - asyncio.get_running_loop().time()
+            if found or left <= 0:
+                return early.likeliest(found, self._siblings)
+            try:
+                async with asyncio.timeout(left):
+                    await book.revision.newer_than(version)
+            except TimeoutError:
+                return None
+
+    def _allocated(self, resource: str) -> None:
+        self.allocated_at[resource] = self._clock()
+
+    def _counted(self) -> list[str]:
+        return [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY]
+
+    def _family(self, offered: Resource) -> Family:
+        return next(family for family in self._families.all if family.name == offered.family)
+
+    def _pod_family(self, offered: Resource) -> PodFamily:
+        return next(family for family in self._families.by_pod if family.name == offered.family)
+
+    def _interpret(self, holding: Holding) -> Meaning | None:
+        for by_ids in self._families.by_ids:
+            if by_ids.claims(holding.resource):
+                return Meaning(by_ids.name, by_ids.shares(holding.resource, holding.ids, self._inventory()))
+        for by_pod in self._families.by_pod:
+            if by_pod.claims(holding.resource):
+                return self._interpret_by_pod(by_pod, holding)
         return None
+
+    def _interpret_by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
+        offered = next((offer for offer in self._ledger.resources if offer.name == holding.resource), None)
+        if offered is None or offered.decided_by is not Decider.POD or self._around is None:
+            return None
+        owner, token = holding.owner, grant_token(holding.resource, holding.ids)
+        undecided = Meaning(family.name, (), by_pod=True)
+        for record in self._around.carrier.records:
+            if record.token == token and record.owner.may_be(owner):
+                return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
+        pod = self._pod_of(holding)
+        container = pod.container(owner.container) if pod else None
+        if pod is None or container is None or not container.started:
+            return undecided  # it has not started, so PreStartContainer will decide
+        rooms = self._ledger.rooms(offered.name)
+        question = Question(offered, pod, owner.container, holding.ids, self._around.node, self._inventory(), rooms)
+        decision = family.recall(question)
+        if decision is None:
+            return undecided
+        return Meaning(family.name, decision.shares, by_pod=True, decided_for=(pod.kubelet_uid, owner.container))
+
+    def _pod_of(self, holding: Holding) -> Pod | None:
+        if self._around is None:
+            return None
+        owner = holding.owner
+        return self._around.book.get(owner.pod_uid) if owner.pod_uid else self._around.book.named(owner.namespace, owner.pod)
 
 
 def _devices(grant: Grant) -> list[str]:
     return [share.device for share in grant.shares]
+
+
+def _shown(ids: Sequence[str]) -> list[str]:
+    """The ids for a log line; thousands of them would say no more than the first."""
+    return list(ids) if len(ids) <= _MOST_SHOWN else [*ids[:_MOST_SHOWN], f"… {len(ids)} in all"]
+
+
+_MOST_SHOWN = 16

@@ -46,7 +46,7 @@ class Backend(Protocol):
     def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
         """The ``size`` ids that suit best, the ``must_include`` ones among them."""
 
-    def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
+    async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         """Book the ids and say what the container gets; the same ids twice get the same answer (V15)."""
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
@@ -195,7 +195,7 @@ class PluginService:
         began = time.perf_counter()
         self._status.allocations += 1
         try:
-            answers = [self._backend.allocate(self._resource.name, ids) for ids in codec.decode_allocate(request)]
+            answers = [await self._backend.allocate(self._resource.name, ids) for ids in codec.decode_allocate(request)]
             return codec.encode_allocate(answers)
         except Exception as err:
             self._status.allocations_refused += 1

@@ -11,6 +11,7 @@ from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.ledger import Ledger
+from vgpu_agent.ledger.book import Meaning
 from vgpu_agent.model import Grant, GrantState, Health, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 
 ILL = Health(ok=False, reason="XID 79: the GPU has fallen off the bus")
@@ -48,12 +49,12 @@ def replica_shares(ids: Sequence[str]) -> tuple[Share, ...]:
     return tuple(Share(uuid) for uuid in dict.fromkeys(id_.partition("::")[0] for id_ in ids))
 
 
-def interpret(holding: Holding) -> tuple[str, tuple[Share, ...]] | None:
+def interpret(holding: Holding) -> Meaning | None:
     """Read a holding the way the nvidia family does."""
     if not holding.resource.startswith("nvidia.com/"):
         return None
     whole = all("::" not in id_ for id_ in holding.ids)
-    return "nvidia", tuple(whole_shares(holding.ids)) if whole else replica_shares(holding.ids)
+    return Meaning("nvidia", tuple(whole_shares(holding.ids)) if whole else replica_shares(holding.ids))
 
 
 @pytest.fixture

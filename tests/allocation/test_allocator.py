@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
-from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.allocator import Allocator, Families
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.journal import Journal
@@ -19,42 +19,42 @@ def make(options: NvidiaOptions | None = None, inventory: Inventory | None = Non
     """An allocator over the golden node."""
     ledger, journal = Ledger(), Journal()
     family = NvidiaFamily(options or NvidiaOptions(replicas=4, shared=True))
-    allocator = Allocator(ledger=ledger, families=[family], inventory=lambda: inventory or golden_inventory(), journal=journal)
+    allocator = Allocator(ledger=ledger, families=Families((family,)), inventory=lambda: inventory or golden_inventory(), journal=journal)
     allocator.refresh_offer()
     return allocator, ledger, journal
 
 
-def test_a_repeated_allocate_gets_the_same_answer() -> None:
+async def test_a_repeated_allocate_gets_the_same_answer() -> None:
     """kubelet contract V15: a pod that is admitted again gets what it got."""
     allocator, ledger, _ = make()
-    assert allocator.allocate(GPU, [f"{U0}::1"]) == allocator.allocate(GPU, [f"{U0}::1"])
+    assert await allocator.allocate(GPU, [f"{U0}::1"]) == await allocator.allocate(GPU, [f"{U0}::1"])
     assert len(ledger.grants) == 1
 
 
-def test_a24_an_unknown_id_is_refused_in_words_that_users_know() -> None:
+async def test_a24_an_unknown_id_is_refused_in_words_that_users_know() -> None:
     """nvidia contract A24 (and kubelet contract V8): unknown device, with the resource; the ledger stays as it was."""
     allocator, ledger, journal = make()
     with pytest.raises(
         UnknownDeviceError, match=r'^invalid allocation request for "nvidia.com/gpu": invalid request: unknown device: GPU-x$'
     ):
-        allocator.allocate(GPU, ["GPU-x"])
+        await allocator.allocate(GPU, ["GPU-x"])
     assert ledger.grants == ()
     assert [entry.event for entry in journal.entries] == ["allocate.refused"]
 
 
-def test_a23_two_replicas_are_refused_before_anything_is_booked() -> None:
+async def test_a23_two_replicas_are_refused_before_anything_is_booked() -> None:
     """nvidia contract A23: the text names the maximum and what was found."""
     allocator, ledger, _ = make(NvidiaOptions(replicas=4, shared=True, fail_requests_greater_than_one=True))
     with pytest.raises(RequestRefusedError, match=r'^invalid allocation request for "nvidia.com/gpu": .* is 1; found 2'):
-        allocator.allocate(GPU, [f"{U0}::0", f"{U1}::0"])
+        await allocator.allocate(GPU, [f"{U0}::0", f"{U1}::0"])
     assert ledger.grants == ()
 
 
-def test_an_unhealthy_id_is_refused_with_the_gpus_trouble() -> None:
+async def test_an_unhealthy_id_is_refused_with_the_gpus_trouble() -> None:
     """nvidia contract §18.12: the pod's status tells what is wrong with the card."""
     allocator, _, _ = make(inventory=golden_inventory(U1=Health(ok=False, reason="XID 79")))
     with pytest.raises(UnhealthyDeviceError, match="XID 79"):
-        allocator.allocate(GPU, [f"{U1}::0"])
+        await allocator.allocate(GPU, [f"{U1}::0"])
 
 
 def test_a_preference_is_never_an_error() -> None:
@@ -89,16 +89,16 @@ def test_the_list_of_a_resource_that_went_away_is_empty() -> None:
 async def test_a_start_needs_booked_ids() -> None:
     """PreStartContainer passes for ids that are booked and refuses others with a text for the pod's status."""
     allocator, _, _ = make()
-    allocator.allocate(GPU, [f"{U0}::0"])
+    await allocator.allocate(GPU, [f"{U0}::0"])
     await allocator.pre_start(GPU, [f"{U0}::0"])
     with pytest.raises(UnknownDeviceError, match="not booked for any container"):
         await allocator.pre_start(GPU, [f"{U0}::1"])
 
 
-def test_confirming_names_the_container_in_the_journal() -> None:
+async def test_confirming_names_the_container_in_the_journal() -> None:
     """The grant's number ties Allocate to the container it turned out to be for."""
     allocator, _, journal = make()
-    allocator.allocate(GPU, [f"{U0}::0"])
+    await allocator.allocate(GPU, [f"{U0}::0"])
     assert allocator.unconfirmed()
     holding = Holding(GPU, (f"{U0}::0",), Owner("main", "uid", "default", "train"))
     assert allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60) == []
@@ -116,11 +116,11 @@ def test_confirming_counts_drift() -> None:
     assert allocator.confirm(records, reservation_seconds=60) == []
 
 
-def test_new_options_change_the_offer_and_keep_the_grants() -> None:
+async def test_new_options_change_the_offer_and_keep_the_grants() -> None:
     """A reload from 4 replicas to 2: known ids stay held, the rest of the offer follows."""
     allocator, ledger, _ = make()
-    allocator.allocate(GPU, [f"{U0}::1"])
-    allocator.use_families([NvidiaFamily(NvidiaOptions(replicas=2, shared=True))])
+    await allocator.allocate(GPU, [f"{U0}::1"])
+    allocator.use_families(Families((NvidiaFamily(NvidiaOptions(replicas=2, shared=True)),)))
     allocator.refresh_offer()
     assert len(ledger.listing(GPU)) == 4
     assert [grant.ids for grant in ledger.grants] == [(f"{U0}::1",)]

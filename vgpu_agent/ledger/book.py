@@ -12,27 +12,38 @@ import collections
 import dataclasses
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.device_ids import DeviceId, ListedDevice
+from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.model import Correction, Grant, GrantState, Inventory, Resource
+from vgpu_agent.ledger import accounting
+from vgpu_agent.ledger.accounting import Device
+from vgpu_agent.model import Correction, Decider, Grant, GrantState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
+    from vgpu_agent.model import DeviceRoom, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 
 
-@dataclasses.dataclass
-class _Device:
-    """A GPU or a MIG instance in the book."""
+_Holders = dict[tuple[str, str], int]
 
-    uuid: str
-    gpu: str
-    memory_mib: int
-    trouble: str = ""  # why nobody may get it now: health, or gone
+
+class Meaning(NamedTuple):
+    """What a line of kubelet's records means to us.
+
+    Attributes:
+        family: whose ids these are.
+        shares: what the holder has; empty where the pod decides and nobody has decided yet.
+        by_pod: the pod decides (`Decider.POD`).
+        decided_for: see `Grant.decided_for`.
+    """
+
+    family: str
+    shares: tuple[Share, ...]
+    by_pod: bool = False
+    decided_for: tuple[str, str] | None = None
 
 
 class Ledger:
@@ -45,13 +56,13 @@ class Ledger:
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self.revision: Latest[int] = Latest(0)
         self._clock = clock
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[str, Device] = {}
         self._cordoned: dict[str, str] = {}
         self._resources: dict[str, Resource] = {}
         self._ids: dict[str, tuple[Resource, DeviceId]] = {}
         self._grants: dict[int, Grant] = {}
         # (resource, id) → number of its grant; by resource, since one that was renamed keeps its ids, and kubelet counts anew.
-        self._holder: dict[tuple[str, str], int] = {}
+        self._holder: _Holders = {}
         self._misses: collections.Counter[int] = collections.Counter()
         self._last_number = 0
 
@@ -59,12 +70,12 @@ class Ledger:
 
     def observe(self, inventory: Inventory) -> None:
         """Take over what `gpu` has seen. A device that is no longer mentioned stays as long as somebody holds it, as not available."""
-        seen: dict[str, _Device] = {}
+        seen: dict[str, Device] = {}
         for gpu in inventory.gpus:
             trouble = "" if gpu.health.ok and gpu.present else gpu.health.reason or "the GPU does not answer"
-            seen[gpu.uuid] = _Device(gpu.uuid, gpu.uuid, gpu.memory_mib, trouble)
+            seen[gpu.uuid] = Device(gpu.uuid, gpu.uuid, gpu.memory_mib, trouble)
             for instance in gpu.mig_instances:
-                seen[instance.uuid] = _Device(instance.uuid, gpu.uuid, instance.memory_mib, trouble)
+                seen[instance.uuid] = Device(instance.uuid, gpu.uuid, instance.memory_mib, trouble)
         for uuid in self._held_devices() - seen.keys():
             if known := self._devices.get(uuid):
                 seen[uuid] = dataclasses.replace(known, trouble="the device is gone")
@@ -82,7 +93,13 @@ class Ledger:
         """
         offered = {resource.name: resource for resource in resources}
         ids: dict[str, tuple[Resource, DeviceId]] = {}
+        blocks: dict[str, str] = {}
         for resource in offered.values():
+            if isinstance(resource.ids, NumberedIds):
+                for block in resource.ids.blocks:
+                    if (other := blocks.setdefault(block.prefix, resource.name)) != resource.name:
+                        raise ValueError(f"device ids {block.prefix}… are offered by {other} and by {resource.name}")
+                continue
             for device_id in resource.ids:
                 if device_id.id in ids:
                     raise ValueError(f"device id {device_id.id} is offered by {ids[device_id.id][0].name} and by {resource.name}")
@@ -145,41 +162,55 @@ class Ledger:
     def listing(self, name: str) -> list[ListedDevice]:
         """The complete list that kubelet must see now: every offered id, and held ids of devices that went away (never dropped: V16)."""
         resource = self.resource(name)
-        trouble = {device: self._trouble(device, resource) for device in {entry.device for entry in resource.ids}}
+        trouble = self._troubles(resource)
         listed = [ListedDevice(entry, not trouble[entry.device]) for entry in resource.ids]
-        for grant in self.grants:
+        for grant in self._grants.values():
             if grant.resource == name:
                 listed += [
-                    ListedDevice(DeviceId(id_, self._device_behind(grant, id_)), healthy=False)
+                    ListedDevice(DeviceId(id_, device), healthy=False)
                     for id_ in grant.ids
-                    if id_ not in self._ids and self._ill(self._device_behind(grant, id_))
+                    if not self._is_offered(name, id_) and self._ill(device := self._device_behind(grant, id_))
                 ]
         return listed
 
+    def rooms(self, name: str, *, besides: Iterable[int] = ()) -> tuple[DeviceRoom, ...]:
+        """What each device of resource ``name`` has left, in the order of its ids.
+
+        Args:
+            name: the resource.
+            besides: numbers of grants that are not counted, because they are about to be decided anew.
+
+        Raises:
+            UnknownDeviceError: the resource is not offered.
+        """
+        resource, left_out = self.resource(name), set(besides)
+        grants = [grant for grant in self._grants.values() if grant.number not in left_out]
+        booked = accounting.usage(resource, grants, self._offered_device)
+        trouble = self._troubles(resource)
+        return tuple(accounting.room(resource, booked, self._devices.get(uuid) or Device(uuid, uuid, 0), trouble[uuid]) for uuid in trouble)
+
+    def find(self, name: str, ids: Iterable[str]) -> Grant | None:
+        """The grant of exactly these ids, in whatever order; None when there is none."""
+        wanted = set(ids)
+        holders = self._holders(name, wanted)
+        grant = self._grants[next(iter(holders))] if len(holders) == 1 else None
+        return grant if grant is not None and set(grant.ids) == wanted else None
+
     def audit(self) -> list[str]:
         """Every invariant that does not hold, as sentences; empty when the book is sound."""
-        problems = []
-        for uuid in {*self._devices, *self._held_devices()}:
-            shares = [(grant, share) for grant in self.grants for share in grant.shares if share.device == uuid]
-            if any(share.exclusive for _, share in shares) and len(shares) > 1:
-                problems.append(f"{uuid} has an exclusive holder and {len(shares) - 1} more")
-            if len({grant.family for grant, _ in shares}) > 1:
-                problems.append(f"{uuid} serves several families at once")
+        problems = accounting.unsound(self._grants.values(), self._holder)
         for resource in self._resources.values():
             problems += [f"{device}: {text}" for device, text in self._overbooked(resource).items()]
-        counted = collections.Counter((grant.resource, id_) for grant in self.grants for id_ in grant.ids)
-        problems += [f"id {id_} of {name} has {count} holders" for (name, id_), count in counted.items() if count > 1]
-        if counted.keys() != self._holder.keys():
-            problems.append("the index of holders does not match the grants")
         return problems
 
     # -- booking ----------------------------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, ids: Sequence[str], shares: Sequence[Share]) -> Grant:
+    def reserve(self, name: str, ids: Sequence[str], shares: Sequence[Share], decided_for: tuple[str, str] | None = None) -> Grant:
         """Book ``ids`` of resource ``name`` for a container that kubelet has not named yet.
 
         kubelet decides who holds an id, so an id that another grant holds changes hands: its pod has ended and kubelet has not said
         so, or an init container made room for the next one. Asking again for ids that nobody is named for yet gives the same grant (V15).
+        Where the pod decides, ``shares`` are empty (late binding) or those of the pod that Allocate took it for (early).
 
         Raises:
             UnknownDeviceError: the resource or an id is not offered; nothing is booked.
@@ -187,34 +218,85 @@ class Ledger:
             CapacityError: an id is named twice, or a device would hold more than it has; nothing is booked.
         """
         resource = self.resource(name)
+        by_ids = resource.decided_by is Decider.IDS
+        behind: dict[str, str] = {}
         for id_ in ids:
-            if not self._is_offered(name, id_):
+            if (device := self._offered_device(name, id_)) is None:
                 raise UnknownDeviceError(f"invalid request: unknown device: {id_}")
+            behind.setdefault(device, id_)
         if len(set(ids)) != len(ids):
             raise CapacityError(f"invalid request: an id is named twice in {', '.join(ids)}")
-        devices = {self._ids[id_][1].device: id_ for id_ in reversed(ids)}
-        for device, id_ in devices.items():
-            if trouble := self._trouble(device, resource):
-                raise UnhealthyDeviceError(f"invalid request: device {id_} is not available: {trouble}")
+        # Where the pod decides, the ids' own devices mean nothing: which GPU it gets stands in the pod.
+        booked = behind if by_ids else {share.device: share.device for share in shares}
+        self._refuse_troubled(resource, booked)
 
         holders = self._holders(name, ids)
-        if len(holders) == 1:
-            held = self._grants[next(iter(holders))]
-            if held.state is GrantState.RESERVED and set(held.ids) == set(ids):
-                self._grants[held.number] = dataclasses.replace(held, reserved_at=self._clock())
-                return self._grants[held.number]
+        if (same := self._still_open(holders, set(ids), covering=not by_ids)) and (by_ids or not shares):
+            self._grants[same.number] = dataclasses.replace(same, reserved_at=self._clock())
+            return self._grants[same.number]
 
         before = dict(self._grants), dict(self._holder)
         for number in holders:
             self._take_from(self._grants[number], set(ids))
         self._last_number += 1
-        grant = self._enter(Grant(self._last_number, resource.family, name, tuple(ids), tuple(shares), reserved_at=self._clock()))
-        if excess := [(device, text) for device, text in self._overbooked(resource).items() if device in devices]:
-            self._grants, self._holder = before
-            device, text = excess[0]
-            raise CapacityError(f"invalid request: device {device} cannot take {', '.join(ids)}: {text}")
+        grant = Grant(
+            self._last_number, resource.family, name, tuple(ids), tuple(shares), reserved_at=self._clock(), decided_for=decided_for
+        )
+        self._enter(grant)
+        self._check_capacity(resource, booked, before)
         self._changed()
         return grant
+
+    def decide(self, name: str, ids: Sequence[str], shares: Sequence[Share], owner: Owner, *, evidence: tuple[str, ...] = ()) -> Grant:
+        """Book ``shares`` for the container that is proven to hold ``ids``; again with the same shares it changes nothing.
+
+        kubelet's word is final about the ids, so whoever else had some of them loses those: an init container that has ended, or a
+        pod that has. Device and room are checked unless the container has these very shares already.
+
+        Raises:
+            UnknownDeviceError: the resource, or a share's device, is not offered; nothing is booked.
+            UnhealthyDeviceError: a device must not be given to anybody now; nothing is booked.
+            CapacityError: a device would hold more than it has; nothing is booked.
+        """
+        resource = self.resource(name)
+        decided_for = (owner.pod_uid, owner.container)
+        same = self.find(name, ids)
+        decided = Grant(
+            same.number if same else self._last_number + 1,
+            resource.family,
+            name,
+            tuple(ids),
+            tuple(shares),
+            GrantState.PROVEN,
+            owner,
+            same.reserved_at if same else self._clock(),
+            decided_for,
+            evidence,
+        )
+        if same and same.shares == decided.shares and same.decided_for == decided_for:
+            if dataclasses.replace(same, evidence=evidence) != decided:
+                self._changed()
+            self._grants[same.number] = decided
+            return decided
+        offered = {entry.device for entry in resource.ids} if not isinstance(resource.ids, NumberedIds) else resource.ids.devices
+        if strangers := [share.device for share in shares if share.device not in offered]:
+            raise UnknownDeviceError(f"{name}: this node does not offer {', '.join(strangers)}; it offers {', '.join(sorted(offered))}")
+        wanted = {share.device: share.device for share in shares}
+        self._refuse_troubled(resource, wanted)
+
+        before = dict(self._grants), dict(self._holder)
+        for number in self._holders(name, ids):
+            self._take_from(self._grants[number], set(ids))
+        self._last_number = max(self._last_number, decided.number)
+        self._enter(decided)
+        self._check_capacity(resource, wanted, before)
+        self._changed()
+        return decided
+
+    def redirect(self, number: int, decided_for: tuple[str, str]) -> None:
+        """Say that the shares of grant ``number`` are those of another container: two pods that got each other's equal shares."""
+        self._grants[number] = dataclasses.replace(self._grants[number], decided_for=decided_for)
+        self._changed()
 
     def release(self, number: int) -> Grant | None:
         """Take grant ``number`` out of the book; None when it is not in it."""
@@ -227,7 +309,7 @@ class Ledger:
     def reconcile(
         self,
         records: KubeletRecords,
-        interpret: Callable[[Holding], tuple[str, tuple[Share, ...]] | None],
+        interpret: Callable[[Holding], Meaning | None],
         *,
         reservation_seconds: float,
         newest: float = math.inf,
@@ -238,7 +320,7 @@ class Ledger:
 
         Args:
             records: what kubelet says; when incomplete, it may add and name but never take away.
-            interpret: (family, shares) of a holding, None when its resource is not ours.
+            interpret: what a holding means, None when its resource is not ours or is only there to be counted.
             reservation_seconds: how long a reservation may stay unconfirmed.
             newest: `newest` from before the records were read; they say nothing about ids that were booked since.
             initial: the book is being rebuilt at start, so adopting is no drift.
@@ -253,7 +335,7 @@ class Ledger:
             if (meaning := interpret(holding)) is None:
                 continue
             holders = self._holders(holding.resource, holding.ids)
-            if max(holders, default=0) <= newest and (correction := self._confirm(holding, holders, *meaning, initial=initial)):
+            if max(holders, default=0) <= newest and (correction := self._confirm(holding, holders, meaning, initial=initial)):
                 corrections.append(correction)
             confirmed |= self._holders(holding.resource, holding.ids)
         if records.complete and may_release:
@@ -270,41 +352,103 @@ class Ledger:
 
     # -- how it is done ---------------------------------------------------------------------------------------------------------------
 
-    def _confirm(self, holding: Holding, holders: set[int], family: str, shares: tuple[Share, ...], *, initial: bool) -> Correction | None:
-        state = GrantState.PROVEN if holding.owner.pod_uid and holding.owner.pod else GrantState.GRANTED
-        if len(holders) == 1:
-            grant = self._grants[next(iter(holders))]
-            if set(grant.ids) == set(holding.ids):
-                # A GPU that did not answer when its grant was made may be known by now.
-                grant = dataclasses.replace(grant, shares=grant.shares if any(share.memory_mib for share in grant.shares) else shares)
-                return self._name(grant, holding.owner, state)
-        for number in holders:
-            self._take_from(self._grants[number], set(holding.ids))
+    def _confirm(self, holding: Holding, holders: set[int], meaning: Meaning, *, initial: bool) -> Correction | None:
+        owner = holding.owner
+        grants = [self._grants[number] for number in sorted(holders)]
+        if len(grants) == 1 and set(grants[0].ids) == set(holding.ids):
+            return self._name(grants[0], owner, meaning)
+        open_ = all(grant.owner is None and grant.decided_for is None for grant in grants)
+        if meaning.by_pod and grants and not open_ and all(grant.owner is None or grant.owner.may_be_in(owner) for grant in grants):
+            # The containers of one pod hand ids on to each other; which of them has them now is decided before each start.
+            return None
+        for grant in grants:
+            self._take_from(grant, set(holding.ids))
         self._last_number += 1
-        adopted = self._enter(Grant(self._last_number, family, holding.resource, holding.ids, shares, state, holding.owner, self._clock()))
+        adopted = self._enter(
+            Grant(
+                self._last_number,
+                meaning.family,
+                holding.resource,
+                holding.ids,
+                meaning.shares,
+                self._state(owner, meaning),
+                owner,
+                self._clock(),
+                meaning.decided_for,
+            )
+        )
+        if meaning.by_pod and grants and open_:
+            return Correction("ledger.named", drift=False, grant=adopted, reason="kubelet's records name the container")
         reason = "found in kubelet's records at start" if initial else "kubelet's records name a holder that the ledger did not know"
         return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)
 
-    def _name(self, grant: Grant, owner: Owner, state: GrantState) -> Correction | None:
+    def _name(self, grant: Grant, owner: Owner, meaning: Meaning) -> Correction | None:
         known = grant.owner
         same_container = known is None or known.may_be(owner)
+        if meaning.by_pod and known is not None and not same_container and known.may_be_in(owner):
+            return None  # handed on inside its pod, see `_confirm`
         # A source that was silent this time takes no knowledge away.
         merged = owner if known is None or not same_container else owner.filled_from(known)
-        proven = GrantState.PROVEN if merged.pod_uid and merged.pod else state
-        named = self._grants[grant.number] = dataclasses.replace(grant, owner=merged, state=proven)
-        if known == merged and grant.state is proven:
+        shares, decided_for = grant.shares, grant.decided_for
+        if not same_container and meaning.by_pod:
+            shares, decided_for = meaning.shares, meaning.decided_for  # what was decided, was for another pod
+        elif not any(share.memory_mib for share in shares) and meaning.shares:
+            # A GPU that did not answer when its grant was made may be known by now, or a pod that had not been seen.
+            shares, decided_for = meaning.shares, meaning.decided_for
+        named = dataclasses.replace(grant, owner=merged, shares=shares, decided_for=decided_for)
+        named = self._grants[grant.number] = dataclasses.replace(named, state=self._state(merged, meaning, named))
+        if known == merged and named == grant:
             return None
         if same_container:
             return Correction("ledger.named", drift=False, grant=named, reason="kubelet's records name the container")
         reason = f"the ids belong to {owner.pod_name}, the ledger had {known.pod_name if known else 'nobody'}"
         return Correction("ledger.renamed", drift=True, grant=named, reason=reason)
 
+    @staticmethod
+    def _state(owner: Owner, meaning: Meaning, grant: Grant | None = None) -> GrantState:
+        if meaning.by_pod:
+            decided_for = grant.decided_for if grant else meaning.decided_for
+            if decided_for is None:
+                return GrantState.RESERVED
+            return GrantState.PROVEN if decided_for == (owner.pod_uid, owner.container) else GrantState.GRANTED
+        return GrantState.PROVEN if owner.pod_uid and owner.pod else GrantState.GRANTED
+
     def _outlived(self, grant: Grant, reservation_seconds: float) -> str:
-        if grant.state is GrantState.RESERVED:
+        if grant.owner is None:
             expired = self._clock() - grant.reserved_at > reservation_seconds
             return f"kubelet did not confirm the reservation within {reservation_seconds:g} s" if expired else ""
         self._misses[grant.number] += 1
         return "the pod has ended" if self._misses[grant.number] >= 2 else ""
+
+    def _troubles(self, resource: Resource) -> dict[str, str]:
+        """`_trouble` of every device of ``resource``, in the order of its ids."""
+        ids = resource.ids
+        devices = ids.devices if isinstance(ids, NumberedIds) else tuple(dict.fromkeys(entry.device for entry in ids))
+        return {device: self._trouble(device, resource) for device in devices}
+
+    def _refuse_troubled(self, resource: Resource, wanted: Mapping[str, str]) -> None:
+        """Raise for the first device of ``wanted`` (device → what the message calls it) of which nothing may be given out."""
+        for device, called in wanted.items():
+            if trouble := self._trouble(device, resource):
+                raise UnhealthyDeviceError(f"invalid request: device {called} is not available: {trouble}")
+
+    def _check_capacity(self, resource: Resource, wanted: Mapping[str, str], before: tuple[dict[int, Grant], _Holders]) -> None:
+        """Go back to ``before`` and raise when a device of ``wanted`` now holds more than it has."""
+        excess = self._overbooked(resource)
+        for device, called in wanted.items():
+            if text := excess.get(device):
+                self._grants, self._holder = before
+                raise CapacityError(f"invalid request: device {device} cannot take {called}: {text}")
+
+    def _still_open(self, holders: set[int], ids: set[str], *, covering: bool) -> Grant | None:
+        """The reservation that stands for these ids although nobody is named for it.
+
+        Where the pod decides, an init container's reservation also covers the containers that take over some of its ids.
+        """
+        grant = self._grants[next(iter(holders))] if len(holders) == 1 else None
+        if grant is None or grant.state is not GrantState.RESERVED or grant.owner is not None or (covering and grant.decided_for):
+            return None
+        return grant if set(grant.ids) == ids or (covering and ids < set(grant.ids)) else None
 
     def _trouble(self, device: str, resource: Resource) -> str:
         """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
@@ -313,6 +457,7 @@ class Ledger:
         gpu = self._devices[device].gpu
         if reason := self._cordoned.get(device) or self._cordoned.get(gpu):
             return f"cordoned: {reason}"
+        by_ids = resource.decided_by is Decider.IDS
         for grant in self._grants.values():
             for share in grant.shares:
                 holds = self._devices.get(share.device)
@@ -321,7 +466,7 @@ class Ledger:
                 if grant.family != resource.family:
                     return f"the GPU serves {grant.family} until its last share is returned"
                 # Ids from before a change of replicas: whole and shared holders never mix on one device.
-                mixed = share.device == device and (share.exclusive or resource.holders_per_device == 1)
+                mixed = by_ids and share.device == device and (share.exclusive or resource.holders_per_device == 1)
                 if mixed and not self._offers_all_of(grant):
                     return f"a container admitted under earlier settings still holds it ({', '.join(grant.ids)})"
         return ""
@@ -331,41 +476,28 @@ class Ledger:
         return known.trouble if known else "the device is gone"
 
     def _overbooked(self, resource: Resource) -> dict[str, str]:
-        """Devices of ``resource`` that hold more than they have, with a sentence each; ids from earlier settings do not count."""
-        memory: collections.Counter[str] = collections.Counter()
-        cores: collections.Counter[str] = collections.Counter()
-        slots: collections.Counter[str] = collections.Counter()
-        exclusive: collections.Counter[str] = collections.Counter()
-        for grant in self._grants.values():
-            if grant.family != resource.family or not self._offers_all_of(grant):
-                continue
-            for share in grant.shares:
-                memory[share.device] += share.memory_mib
-                cores[share.device] += share.cores_percent
-                exclusive[share.device] += share.exclusive
-            if grant.resource == resource.name:
-                slots.update(self._ids[id_][1].device for id_ in grant.ids)
-        excess = {}
-        for device in memory.keys() | slots.keys():
-            known = self._devices.get(device)
-            if known and memory[device] > known.memory_mib * resource.memory_scaling:
-                excess[device] = f"{memory[device]} MiB booked of {known.memory_mib * resource.memory_scaling:.0f}"
-            elif cores[device] > 100 * resource.cores_scaling:
-                excess[device] = f"{cores[device]} % of the cores booked of {100 * resource.cores_scaling:.0f}"
-            elif slots[device] > resource.holders_per_device:
-                excess[device] = f"{slots[device]} holders of {resource.holders_per_device}"
-            elif exclusive[device] and slots[device] > 1:
-                excess[device] = "an exclusive holder would not be alone"
-        return excess
+        if resource.decided_by is Decider.NOBODY:
+            return {}
+        booked = accounting.usage(resource, self._grants.values(), self._offered_device)
+        return accounting.overbooked(resource, booked, self._devices)
 
     def _device_behind(self, grant: Grant, id_: str) -> str:
-        if entry := self._ids.get(id_):
-            return entry[1].device
+        if device := self._offered_device(grant.resource, id_):
+            return device
         devices = [share.device for share in grant.shares]
         return next((device for device in devices if id_.startswith(device)), devices[0] if devices else "")
 
+    def _offered_device(self, resource: str, id_: str) -> str | None:
+        """The device behind an id that ``resource`` offers today; None when it does not."""
+        offered = self._resources.get(resource)
+        if offered is not None and isinstance(offered.ids, NumberedIds):
+            found = offered.ids.find(id_)
+            return found.device if found else None
+        entry = self._ids.get(id_)
+        return entry[1].device if entry and entry[0].name == resource else None
+
     def _is_offered(self, resource: str, id_: str) -> bool:
-        return (entry := self._ids.get(id_)) is not None and entry[0].name == resource
+        return self._offered_device(resource, id_) is not None
 
     def _offers_all_of(self, grant: Grant) -> bool:
         """Whether the grant was made under today's settings."""
@@ -392,10 +524,17 @@ class Ledger:
         """Take ``ids`` out of ``grant``; it leaves when nothing remains."""
         self._leave(grant)
         rest = tuple(id_ for id_ in grant.ids if id_ not in ids)
-        if rest:
-            devices = {self._device_behind(grant, id_) for id_ in rest}
-            shares = tuple(share for share in grant.shares if share.device in devices)
-            self._enter(dataclasses.replace(grant, ids=rest, shares=shares))
+        if not rest:
+            return
+        offered = self._resources.get(grant.resource)
+        if grant.decided_for or (offered and offered.decided_by is Decider.POD):
+            # The container that had been decided for has ended: its shares went with the ids that the next one took.
+            left = dataclasses.replace(grant, ids=rest, shares=(), decided_for=None, state=GrantState.RESERVED)
+            self._enter(left)
+            return
+        devices = {self._device_behind(grant, id_) for id_ in rest}
+        shares = tuple(share for share in grant.shares if share.device in devices)
+        self._enter(dataclasses.replace(grant, ids=rest, shares=shares))
 
     def _changed(self) -> None:
         self.revision.publish(self.revision.value + 1)

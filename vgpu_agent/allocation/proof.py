@@ -1,0 +1,173 @@
+"""Whose ids are these? The proof, from kubelet's own records and the pods that we know; never a guess.
+
+`allocator` asks before every start of a container whose pod decides what it gets. Two witnesses: the checkpoint names the pod's UID and the
+container (plain init containers too), pod-resources names namespace, pod and container of what is alive. One alone is believed where it is
+enough; where they contradict each other, or two pods could be meant, the start is refused and kubelet asks again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import AgentError
+from vgpu_agent.model import Owner
+from vgpu_agent.pods import ContainerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.model import Holding
+    from vgpu_agent.pods import Pod, PodBook
+
+
+class NotProvenError(AgentError):
+    """Nobody can say yet, or without doubt, whose ids these are; the text is shown in the pod's status and kubelet asks again.
+
+    Attributes:
+        ambiguous: the records name two holders, which must not be; anything else is a matter of time.
+    """
+
+    def __init__(self, text: str, *, ambiguous: bool = False) -> None:
+        self.ambiguous = ambiguous
+        super().__init__(text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Testimony:
+    """What kubelet's records said at one moment, after the question was asked.
+
+    Attributes:
+        checkpoint: who holds what, by UID and container; None when it could not be read or understood.
+        pod_resources: who holds what, by namespace, pod and container; None when it did not answer.
+        answers: (UID, container, resource) → what our Allocate once answered, as far as the checkpoint kept it.
+        trouble: why a witness was silent.
+    """
+
+    checkpoint: tuple[Holding, ...] | None
+    pod_resources: tuple[Holding, ...] | None
+    answers: Mapping[tuple[str, str, str], Edits] = dataclasses.field(default_factory=dict)
+    trouble: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """What the records say about one set of ids.
+
+    Attributes:
+        uids: the pods that may be meant, by kubelet's UID; several only when the checkpoint still names ended pods.
+        named: (namespace, name) from pod-resources; None when it does not list these ids (an init container's) or was silent.
+        containers: by UID, the containers that have exactly these ids, in the order of the records; under "" when no UID is known.
+        evidence: one sentence for each witness.
+    """
+
+    uids: tuple[str, ...]
+    named: tuple[str, str] | None
+    containers: Mapping[str, tuple[str, ...]]
+    evidence: tuple[str, ...]
+
+
+def claim(resource: str, ids: Sequence[str], testimony: Testimony) -> Claim:
+    """What kubelet's records say about exactly these ids.
+
+    Raises:
+        NotProvenError: they say nothing about them, or name two live pods at once.
+    """
+    wanted = set(ids)
+    if testimony.checkpoint is None and testimony.pod_resources is None:
+        raise NotProvenError(f"neither of kubelet's records can be read ({testimony.trouble}); kubelet will ask again")
+    exact = [entry for entry in testimony.checkpoint or () if _has_exactly(entry, resource, wanted)]
+    listed = [entry for entry in testimony.pod_resources or () if entry.resource == resource and wanted & set(entry.ids)]
+    live = {(entry.owner.namespace, entry.owner.pod) for entry in listed}
+    if len(live) > 1:
+        pods = " and ".join(sorted("/".join(pod) for pod in live))
+        raise NotProvenError(f"kubelet lists ids of {resource} in two pods at once, {pods}; the start is refused", ambiguous=True)
+    named = next(iter(live), None)
+    containers: dict[str, tuple[str, ...]] = {}
+    for entry in exact:
+        containers[entry.owner.pod_uid] = (*containers.get(entry.owner.pod_uid, ()), entry.owner.container)
+    whole = [entry.owner.container for entry in listed if set(entry.ids) == wanted]
+    evidence = []
+    if containers:
+        evidence.append("checkpoint: " + ", ".join(f"pod {uid} container {'/'.join(names)}" for uid, names in containers.items()))
+    if named:
+        evidence.append(f"pod-resources: {'/'.join(named)}" + (f" container {whole[0]}" if whole else ""))
+    if testimony.trouble:
+        evidence.append(f"silent: {testimony.trouble}")
+    if whole and containers:
+        # What is listed alive by name must be what the checkpoint has by UID.
+        containers = {uid: names for uid, names in containers.items() if set(whole) <= set(names)}
+    if not containers:
+        if testimony.checkpoint is not None or not whole:
+            raise NotProvenError(
+                f"kubelet's records do not say yet who holds {_some(ids)} of {resource}"
+                + (f" ({testimony.trouble})" if testimony.trouble else "")
+                + "; kubelet will ask again"
+            )
+        containers = {"": tuple(whole)}
+    return Claim(tuple(uid for uid in containers if uid), named, containers, tuple(evidence))
+
+
+def holder(found: Claim, book: PodBook, fetched: Pod | None = None) -> tuple[Pod, Owner] | None:
+    """The pod and container that the claim is about; None while the pod is not known.
+
+    Args:
+        found: see `claim`.
+        book: the pods of this node.
+        fetched: the pod that the API server has under the claimed name now, when it was asked.
+
+    Raises:
+        NotProvenError: more than one pod can be meant, or the name belongs to another pod by now.
+    """
+    if not found.uids:
+        # The checkpoint cannot be read: only a pod that the API server has just named is certain to be the one of that name.
+        if fetched is None:
+            return None
+        return fetched, _owner(fetched, found.containers[""])
+    known = {uid: pod for uid in found.uids if (pod := _known(uid, book, fetched)) is not None}
+    strangers = [uid for uid in found.uids if uid not in known]
+    if strangers and fetched is None:
+        return None  # with a pod unseen, even a known one may be the predecessor that had these ids
+    candidates = {uid: pod for uid, pod in known.items() if not pod.ended}
+    if found.named:
+        candidates = {uid: pod for uid, pod in candidates.items() if (pod.namespace, pod.name) == found.named}
+    if fetched is not None:
+        # One name, one pod: whoever had it before the one that the API server has now, is gone.
+        same_name = {uid for uid, pod in candidates.items() if (pod.namespace, pod.name) == (fetched.namespace, fetched.name)}
+        candidates = {uid: pod for uid, pod in candidates.items() if uid not in same_name or uid == fetched.kubelet_uid}
+    if len(candidates) > 1 or (candidates and strangers and not found.named):
+        pods = ", ".join(sorted([*(f"{pod.full_name} ({uid})" for uid, pod in candidates.items()), *strangers]))
+        raise NotProvenError(f"kubelet's checkpoint names several pods for the same ids: {pods}; the start is refused", ambiguous=True)
+    if not candidates:
+        if fetched is not None:
+            raise NotProvenError(
+                f"kubelet starts pod {fetched.full_name} with UID {', '.join(found.uids)}, but the API server has UID "
+                f"{fetched.kubelet_uid} under that name; the pod was replaced, kubelet will notice"
+            )
+        return None
+    uid, pod = next(iter(candidates.items()))
+    return pod, _owner(pod, found.containers[uid], uid)
+
+
+def _known(uid: str, book: PodBook, fetched: Pod | None) -> Pod | None:
+    if fetched is not None and fetched.kubelet_uid == uid:
+        return fetched
+    return book.get(uid)
+
+
+def _owner(pod: Pod, names: Iterable[str], uid: str = "") -> Owner:
+    """Of containers with the same ids the one that has them last: it is what the ids are for, and the others come before it."""
+    in_pod = {container.name: (container.kind is not ContainerKind.INIT, place) for place, container in enumerate(pod.containers)}
+    known = [name for name in names if name in in_pod]
+    if not known:
+        raise NotProvenError(f"pod {pod.full_name} has no container {', '.join(names)}, which kubelet names; the start is refused")
+    return Owner(max(known, key=lambda name: in_pod[name]), uid or pod.kubelet_uid, pod.namespace, pod.name)
+
+
+def _has_exactly(entry: Holding, resource: str, wanted: set[str]) -> bool:
+    return entry.resource == resource and len(entry.ids) == len(wanted) and set(entry.ids) == wanted
+
+
+def _some(ids: Sequence[str]) -> str:
+    return f"{ids[0]} and {len(ids) - 1} more ids" if len(ids) > 1 else f"id {ids[0]}"

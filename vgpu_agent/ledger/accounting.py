@@ -1,0 +1,115 @@
+"""The ledger's sums: what is booked of each device, what is left, and what must never be.
+
+Pure functions on devices, resources and grants, called by `book` for every change and every audit. A grant counts for a resource when both
+belong to one family and the grant was made under today's settings; what was admitted under earlier ones is not measured by today's limits.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.model import Decider, DeviceRoom
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from vgpu_agent.model import Grant, Resource
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU or a MIG instance in the book; ``trouble`` says why nobody may get it now (health, or gone)."""
+
+    uuid: str
+    gpu: str
+    memory_mib: int
+    trouble: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Usage:
+    """What the grants that count for one resource have booked, by device."""
+
+    memory_mib: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    cores_percent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    holders: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    exclusive: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+
+def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str, str], str | None]) -> Usage:
+    """What ``grants`` have booked of each device, as far as it counts for ``resource``.
+
+    Args:
+        resource: whose limits are asked about.
+        grants: all of them.
+        device_of: (resource, id) → device of an id that is offered today; None for any other. Only asked where ids name devices.
+    """
+    booked = Usage()
+    for grant in grants:
+        if grant.family != resource.family:
+            continue
+        by_ids = resource.decided_by is Decider.IDS
+        devices = [device_of(grant.resource, id_) for id_ in grant.ids] if by_ids else []
+        if None in devices:
+            continue
+        for share in grant.shares:
+            booked.memory_mib[share.device] += share.memory_mib
+            booked.cores_percent[share.device] += share.cores_percent
+            booked.exclusive[share.device] += share.exclusive
+            if not by_ids:
+                booked.holders[share.device] += 1
+        if by_ids and grant.resource == resource.name:
+            booked.holders.update(device for device in devices if device)
+    return booked
+
+
+def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device]) -> dict[str, str]:
+    """Devices that hold more of ``resource`` than they have, with a sentence each."""
+    excess = {}
+    for uuid in booked.memory_mib.keys() | booked.holders.keys():
+        known = devices.get(uuid)
+        memory_mib = known.memory_mib * resource.memory_scaling if known else 0.0
+        if known and booked.memory_mib[uuid] > memory_mib:
+            excess[uuid] = f"{booked.memory_mib[uuid]} MiB booked of {memory_mib:.0f}"
+        elif booked.cores_percent[uuid] > 100 * resource.cores_scaling:
+            excess[uuid] = f"{booked.cores_percent[uuid]} % of the cores booked of {100 * resource.cores_scaling:.0f}"
+        elif booked.holders[uuid] > resource.holders_per_device:
+            excess[uuid] = f"{booked.holders[uuid]} holders of {resource.holders_per_device}"
+        elif booked.exclusive[uuid] and booked.holders[uuid] > 1:
+            excess[uuid] = "an exclusive holder would not be alone"
+    return excess
+
+
+def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> DeviceRoom:
+    """What ``device`` has left for one more container of ``resource``."""
+    uuid = device.uuid
+    memory_mib = int(device.memory_mib * resource.memory_scaling)
+    return DeviceRoom(
+        device=uuid,
+        trouble=trouble,
+        memory_mib=memory_mib,
+        memory_free_mib=max(0, memory_mib - booked.memory_mib[uuid]),
+        cores_free_percent=max(0, int(100 * resource.cores_scaling) - booked.cores_percent[uuid]),
+        holders=booked.holders[uuid],
+        holders_free=max(0, resource.holders_per_device - booked.holders[uuid]),
+        exclusive=booked.exclusive[uuid] > 0,
+    )
+
+
+def unsound(grants: Iterable[Grant], holders: Mapping[tuple[str, str], int]) -> list[str]:
+    """What must never be, whatever is offered: an exclusive holder in company, two families on one device, an id with two holders."""
+    grants = tuple(grants)
+    problems = []
+    for uuid in sorted({share.device for grant in grants for share in grant.shares}):
+        shares = [(grant, share) for grant in grants for share in grant.shares if share.device == uuid]
+        if any(share.exclusive for _, share in shares) and len(shares) > 1:
+            problems.append(f"{uuid} has an exclusive holder and {len(shares) - 1} more")
+        if len({grant.family for grant, _ in shares}) > 1:
+            problems.append(f"{uuid} serves several families at once")
+    counted = collections.Counter((grant.resource, id_) for grant in grants for id_ in grant.ids)
+    problems += [f"id {id_} of {name} has {count} holders" for (name, id_), count in counted.items() if count > 1]
+    if counted.keys() != holders.keys():
+        problems.append("the index of holders does not match the grants")
+    return problems
