@@ -1,0 +1,233 @@
+"""The configuration files of volcano-vgpu-device-plugin (volcano-vgpu contract §5)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgpu_agent.config.volcano import VolcanoVgpu
+from vgpu_agent.config.volcano_files import Overlay, read_device_config, read_node_config
+
+SHIPPED = """\
+nvidia:
+  resourceCountName: volcano.sh/vgpu-number
+  resourceMemoryName: volcano.sh/vgpu-memory
+  resourceMemoryPercentageName: volcano.sh/vgpu-memory-percentage
+  resourceCoreName: volcano.sh/vgpu-cores
+  deviceSplitCount: 10
+  deviceMemoryScaling: 1
+  deviceCoreScaling: 1
+  gpuMemoryFactor: 1
+  knownMigGeometries:
+  - models: [ "A30" ]
+    allowedGeometries:
+      - group: group1
+        geometries:
+        - name: 1g.6gb
+          memory: 6144
+          count: 4
+"""
+
+
+def _node_config(**entry: Any) -> str:
+    return json.dumps({"nodeconfig": [{"name": "node-a", **entry}]})
+
+
+def test_the_shipped_config_map_is_read_whole() -> None:
+    """The file that comes with the replaced plugin has no problem, and its factor of 1 counts."""
+    overlay = read_device_config(SHIPPED)
+    assert overlay.problems == ()
+    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(gpu_memory_factor=1)
+    assert overlay.geometries[0]["models"] == ["A30"]
+
+
+def test_the_shipped_node_config_is_read_whole() -> None:
+    """``filterdevices`` may be empty, and what has no effect says nothing as long as it asks for nothing."""
+    overlay = read_node_config(
+        _node_config(
+            operatingmode="hami-core",
+            devicememoryscaling=1.8,
+            devicecorescaling=1.0,
+            devicesplitcount=4,
+            migstrategy="none",
+            filterdevices={"uuid": ["GPU-1"], "index": [3]},
+        ),
+        "node-a",
+    )
+    assert overlay.problems == ()
+    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(device_memory_scaling=1.8, device_split_count=4)
+    assert overlay.hidden_uuids == {"GPU-1"}
+    assert overlay.hidden_indices == {3}
+
+
+def test_memory_scaling_has_its_effect() -> None:
+    """``volcano-vgpu:D8``: what the files promise is what the settings say."""
+    overlay = read_device_config("nvidia: {deviceMemoryScaling: 1.8, disableCoreLimit: true}")
+    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(device_memory_scaling=1.8, disable_core_limit=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("deviceSplitCount", "0", "expected an integer from 1 to 1000, got 0"),
+        ("deviceSplitCount", '"10"', 'expected an integer from 1 to 1000, got "10"'),
+        ("deviceSplitCount", "true", "expected an integer from 1 to 1000, got true"),
+        ("deviceSplitCount", "2.5", "expected an integer from 1 to 1000, got 2.5"),
+        ("deviceSplitCount", "9" * 400, "expected an integer from 1 to 1000, got"),
+        ("deviceSplitCount", "1e400", "expected an integer from 1 to 1000, got"),
+        ("deviceCoreScaling", "0", "expected a number from 0.01 to 100"),
+        ("deviceCoreScaling", "1e400", "expected a number from 0.01 to 100"),
+        ("gpuMemoryFactor", "-1", "expected an integer from 0 to 65536, got -1"),
+        ("disableCoreLimit", "yes", 'expected true or false, got "yes"'),
+        ("resourceCountName", "nvidia.com/gpu", "expected a resource name that begins with volcano.sh/"),
+        ("resourceCountName", "[a]", "expected a resource name that begins with volcano.sh/, got a list"),
+        ("passDeviceSpecs", "true", "has no effect"),
+        ("deviceSplitCounts", "3", "unknown key"),
+    ],
+)
+def test_a_wrong_value_costs_that_value_only(key: str, value: str, expected: str) -> None:
+    """``volcano-vgpu:D23``: key, value and remedy are named, and the rest of the ConfigMap counts."""
+    overlay = read_device_config(f"nvidia:\n  deviceMemoryScaling: 2\n  {key}: {value}\n")
+    (problem,) = overlay.problems
+    assert problem.startswith(f"device-config.yaml: nvidia.{key}: ")
+    assert expected in problem
+    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(device_memory_scaling=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "has no key nvidia"),
+        ("[]", "has no key nvidia"),
+        ("volcano: {}", "has no key nvidia"),
+        ("nvidia: 3", "expected a mapping, got 3"),
+        ("nvidia: {a: *b}", "alias *b is not supported"),
+        ("nvidia: {deviceSplitCount: 3, deviceSplitCount: 4}", "given twice"),
+        ("nvidia: [", "not YAML"),
+        ("nvidia: \x00", "control character"),
+        ("[" * 100, "nested deeper"),
+    ],
+)
+def test_a_config_map_that_cannot_be_read_says_why(text: str, expected: str) -> None:
+    """Never an exception; one line says what is wrong."""
+    assert any(expected in problem for problem in read_device_config(text).problems)
+
+
+def test_an_integral_number_may_be_written_as_a_fraction() -> None:
+    """``10.0`` containers are ten."""
+    assert read_device_config("nvidia: {deviceSplitCount: 10.0}").values == {"device_split_count": 10}
+
+
+@pytest.mark.parametrize(
+    ("entry", "place", "expected"),
+    [
+        ({"devicesplitcount": "10"}, ".devicesplitcount", 'expected an integer from 1 to 1000, got "10"'),
+        ({"devicesplitcount": False}, ".devicesplitcount", "got false"),
+        ({"devicememoryscaling": [1]}, ".devicememoryscaling", "got a list"),
+        ({"filterdevices": ["GPU-1"]}, ".filterdevices", "expected a mapping of uuid and index"),
+        ({"filterdevices": {"uuid": "GPU-1"}}, ".filterdevices.uuid", "expected a list"),
+        ({"filterdevices": {"uuid": [7]}}, ".filterdevices.uuid[0]", "expected the UUID of a GPU, got 7"),
+        ({"filterdevices": {"index": [-1]}}, ".filterdevices.index[0]", "expected an integer ≥ 0, got -1"),
+        ({"filterdevices": {"pci": []}}, ".filterdevices.pci", "unknown key"),
+        ({"operatingmode": "mig"}, ".operatingmode", 'expected hami-core, got "mig"'),
+        ({"migstrategy": "mixed"}, ".migstrategy", "expected none"),
+        ({"devicememoryfactor": 2}, ".devicememoryfactor", "unknown key"),
+    ],
+)
+def test_a_wrong_value_in_the_node_config_costs_that_value_only(entry: dict[str, Any], place: str, expected: str) -> None:
+    """``volcano-vgpu:D23``: the replaced plugin ignores the whole file for one wrong type; here the rest counts."""
+    overlay = read_node_config(_node_config(devicecorescaling=2, **entry), "node-a")
+    (problem,) = overlay.problems
+    assert problem.startswith(f"config.json: nodeconfig[0]{place}: ")
+    assert expected in problem
+    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(device_core_scaling=2)
+
+
+def test_the_last_entry_of_our_name_counts() -> None:
+    """Exact names only; what is wrong with another node's entry is not our problem."""
+    text = json.dumps(
+        {
+            "nodeconfig": [
+                {"name": "node-a", "devicesplitcount": 2, "devicecorescaling": 3},
+                {"name": "NODE-A", "devicesplitcount": 4},
+                {"name": "node-a", "devicesplitcount": 5},
+                {"name": "node-b", "devicesplitcount": "x"},
+            ]
+        }
+    )
+    assert read_node_config(text, "node-a") == Overlay({"device_split_count": 5})
+
+
+def test_zero_in_the_node_config_means_not_set() -> None:
+    """Go cannot tell 0 from nothing, so operators write it for nothing."""
+    assert read_node_config(_node_config(devicesplitcount=0, devicecorescaling=0.0), "node-a") == Overlay()
+
+
+def test_an_entry_that_is_none_loses_no_other() -> None:
+    """A list item of another kind is named and passed over."""
+    overlay = read_node_config('{"nodeconfig": [3, {"devicesplitcount": 1}, {"name": "node-a", "deviceSplitCount": 7}]}', "node-a")
+    assert overlay.values == {"device_split_count": 7}
+    assert [problem.split(":")[1].strip() for problem in overlay.problems] == ["nodeconfig[0]", "nodeconfig[1]"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 100_000, "null", "[]", "3", '{"nodeconfig": {}}', "1" * 5000, '{"nodeconfig": 3}', "\ud800"]
+)
+def test_a_node_config_that_cannot_be_read_says_so(text: str) -> None:
+    """Never an exception; one line says what is wrong."""
+    overlay = read_node_config(text, "node-a")
+    assert len(overlay.problems) == 1
+    assert overlay.values == {}
+
+
+def test_a_flag_beats_the_config_map_and_the_node_beats_both() -> None:
+    """The replaced plugin's order: ConfigMap, then flags that were given, then the node's entry."""
+    with_flag = VolcanoVgpu(device_split_count=3, gpu_memory_factor=8)
+    config_map = read_device_config("nvidia: {deviceSplitCount: 20, gpuMemoryFactor: 2}")
+    node = read_node_config(_node_config(devicesplitcount=5), "node-a")
+    layered = config_map.over(with_flag, but={"gpu_memory_factor"})
+    assert layered == VolcanoVgpu(device_split_count=20, gpu_memory_factor=8)
+    assert node.over(layered) == VolcanoVgpu(device_split_count=5, gpu_memory_factor=8)
+
+
+def test_a_megabyte_of_junk_becomes_a_few_lines() -> None:
+    """The log is not the place to copy a ConfigMap to."""
+    overlay = read_device_config("nvidia:\n" + "".join(f"  key{number}: {'x' * 50}\n" for number in range(2000)))
+    assert len(overlay.problems) == 21
+    assert overlay.problems[-1] == "device-config.yaml: and 1980 more problems"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=20), inner, max_size=4),
+    max_leaves=12,
+)
+NODE_KEYS = st.sampled_from(["name", "devicesplitcount", "devicecorescaling", "devicememoryscaling", "filterdevices", "operatingmode", "x"])
+DEVICE_KEYS = st.sampled_from(["deviceSplitCount", "gpuMemoryFactor", "deviceCoreScaling", "resourceCountName", "knownMigGeometries", "x"])
+
+
+@given(entry=st.dictionaries(NODE_KEYS, JSON))
+def test_any_node_entry_leads_to_settings_that_hold(entry: dict[str, Any]) -> None:
+    """Whatever JSON stands there, what comes out is what the schema accepts."""
+    overlay = read_node_config(json.dumps({"nodeconfig": [entry, {**entry, "name": "node-a"}]}), "node-a")
+    settings = overlay.over(VolcanoVgpu())
+    assert msgspec.convert(msgspec.to_builtins(settings), VolcanoVgpu) == settings
+
+
+@given(members=st.dictionaries(DEVICE_KEYS, JSON))
+def test_any_device_config_leads_to_settings_that_hold(members: dict[str, Any]) -> None:
+    """The same for the ConfigMap; JSON is YAML."""
+    settings = read_device_config(json.dumps({"nvidia": members})).over(VolcanoVgpu())
+    assert msgspec.convert(msgspec.to_builtins(settings), VolcanoVgpu) == settings
+
+
+@given(text=st.text(max_size=200) | st.text(alphabet='nvidia:{}[]",&*!-# \n0123456789', max_size=200))
+def test_any_text_is_read_without_an_exception(text: str) -> None:
+    """Whoever may edit a ConfigMap cannot stop the agent."""
+    assert isinstance(read_device_config(text), Overlay)
+    assert isinstance(read_node_config(text, "node-a"), Overlay)

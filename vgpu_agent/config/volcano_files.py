@@ -1,0 +1,237 @@
+"""The configuration files of volcano-vgpu-device-plugin, read as they are, so that nobody has to rewrite them to change over.
+
+Two texts: ``device-config.yaml`` from the ConfigMap ``volcano-vgpu-device-config``, and the mounted ``config.json`` of
+``volcano-vgpu-node-config`` (volcano-vgpu contract §5). Each becomes an `Overlay` over `settings.VolcanoVgpu`, and a list of what is wrong
+with it. The replaced plugin drops a whole file for one wrong type, without a word (volcano-vgpu:D23); here a wrong value costs that value
+only, and is named with its key. Called by `agent` at start and whenever a text has changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vgpu_agent.config import schema, yaml
+from vgpu_agent.config.problems import shown, shown_key
+from vgpu_agent.config.volcano import VolcanoVgpu
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+DEVICE_CONFIG = "device-config.yaml"
+NODE_CONFIG = "config.json"
+
+_TOP = "nvidia"
+_NODES = "nodeconfig"
+_MODE = "hami-core"
+# As many problems as a log line can carry; a megabyte of junk must not become a megabyte of log.
+_MOST_PROBLEMS = 20
+_MOST_HIDDEN = 256
+
+# Key of the file → attribute of the settings.
+_DEVICE_KEYS = {
+    "resourceCountName": "number_resource",
+    "resourceMemoryName": "memory_resource",
+    "resourceCoreName": "cores_resource",
+    "resourceMemoryPercentageName": "memory_percentage_resource",
+    "deviceSplitCount": "device_split_count",
+    "deviceCoreScaling": "device_core_scaling",
+    "deviceMemoryScaling": "device_memory_scaling",
+    "gpuMemoryFactor": "gpu_memory_factor",
+    "disableCoreLimit": "disable_core_limit",
+}
+_NODE_KEYS = {
+    "devicesplitcount": "device_split_count",
+    "devicecorescaling": "device_core_scaling",
+    "devicememoryscaling": "device_memory_scaling",
+}
+# The replaced plugin does nothing with them either.
+_WITHOUT_EFFECT = {
+    "overwriteEnv",
+    "defaultMemory",
+    "defaultCores",
+    "defaultGPUNum",
+    "resourcePriorityName",
+    "passDeviceSpecs",
+}
+_ATTRIBUTES = {key.attribute: key for key in schema.keys(VolcanoVgpu).values()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlay:
+    """What one file sets.
+
+    Attributes:
+        values: attribute of `VolcanoVgpu` → value that it accepts.
+        hidden_uuids: GPUs that are not to be offered.
+        hidden_indices: the same by NVML index.
+        geometries: ``knownMigGeometries`` as it stands, for MIG; not looked into.
+        problems: one sentence each, with key, value and what was expected; the rest of the file counts.
+    """
+
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hidden_uuids: frozenset[str] = frozenset()
+    hidden_indices: frozenset[int] = frozenset()
+    geometries: Any = None
+    problems: tuple[str, ...] = ()
+
+    def over(self, settings: VolcanoVgpu, *, but: Collection[str] = ()) -> VolcanoVgpu:
+        """``settings`` with what this file sets, except for the attributes in ``but``.
+
+        The order of the replaced plugin is ConfigMap, then flags that were given, then the node's entry (contract §5.2), so ``but`` is for
+        the ConfigMap what somebody has set by a flag or a variable.
+        """
+        return msgspec.structs.replace(settings, **{name: value for name, value in self.values.items() if name not in but})
+
+
+class _Reading:
+    """One file while it is read."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._count = 0
+        self._problems: list[str] = []
+        self.values: dict[str, Any] = {}
+        self.hidden_uuids: set[str] = set()
+        self.hidden_indices: set[int] = set()
+        self.geometries: Any = None
+
+    def problem(self, path: str, text: str) -> None:
+        self._count += 1
+        if self._count <= _MOST_PROBLEMS:
+            self._problems.append(": ".join(part for part in (self._file, path, text) if part))
+
+    def take(self, path: str, attribute: str, value: Any) -> None:
+        """Accept a value as the settings would, or say why not."""
+        key = _ATTRIBUTES[attribute]
+        integral = isinstance(value, float) and value.is_integer() and isinstance(key.default, int) and not isinstance(key.default, bool)
+        try:
+            self.values[attribute] = key.accept(int(value) if integral else value)
+        except schema.NotAcceptedError as err:
+            self.problem(path, f"expected {err}, got {shown(value)}; it is left as it was")
+
+    def hide(self, path: str, value: Any) -> None:
+        """``filterdevices``: GPUs that vanish from the list and from the annotation."""
+        if not isinstance(value, dict):
+            self.problem(path, f"expected a mapping of uuid and index, got {shown(value)}")
+            return
+        for name, member in value.items():
+            if name.lower() not in ("uuid", "index"):
+                self.problem(f"{path}.{shown_key(name)}", "unknown key; expected uuid or index")
+            elif member is not None and not isinstance(member, list):
+                self.problem(f"{path}.{name}", f"expected a list, got {shown(member)}")
+            else:
+                self._hide_each(f"{path}.{name}", name.lower(), (member or [])[:_MOST_HIDDEN])
+
+    def _hide_each(self, path: str, kind: str, members: list[Any]) -> None:
+        for place, member in enumerate(members):
+            if kind == "uuid" and isinstance(member, str):
+                self.hidden_uuids.add(member)
+            elif kind == "index" and isinstance(member, int) and not isinstance(member, bool) and member >= 0:
+                self.hidden_indices.add(member)
+            else:
+                expected = "the UUID of a GPU" if kind == "uuid" else "an integer ≥ 0"
+                self.problem(f"{path}[{place}]", f"expected {expected}, got {shown(member)}")
+
+    def overlay(self) -> Overlay:
+        if (more := self._count - len(self._problems)) > 0:
+            self._problems.append(f"{self._file}: and {more} more problems")
+        return Overlay(self.values, frozenset(self.hidden_uuids), frozenset(self.hidden_indices), self.geometries, tuple(self._problems))
+
+
+def read_device_config(text: str) -> Overlay:
+    """What ``device-config.yaml`` sets; never an error."""
+    reading = _Reading(DEVICE_CONFIG)
+    root, faults = yaml.parse(text)
+    for fault in faults:
+        reading.problem(f"line {fault.line}", ": ".join(part for part in (fault.path, fault.text) if part))
+    if root is not None or not faults:
+        for name, value in _device_members(reading, _plain(root) if root else None):
+            _take_of_devices(reading, f"{_TOP}.{shown_key(name)}", name, value)
+    return reading.overlay()
+
+
+def read_node_config(text: str, node: str) -> Overlay:
+    """What ``config.json`` sets for the node of that name; never an error.
+
+    The last entry of that name counts, keys are read in any case, and 0 means "not set", as the replaced plugin does it.
+    """
+    reading = _Reading(NODE_CONFIG)
+    try:
+        root = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as err:
+        reading.problem("", f"is no JSON: {err}; nothing of it counts")
+        return reading.overlay()
+    entries = next((value for name, value in _members(root) if name == _NODES), None)
+    if not isinstance(entries, list):
+        reading.problem("", f'expected {{"{_NODES}": [ … ]}}, got {shown(root if entries is None else entries)}')
+        return reading.overlay()
+    ours: list[tuple[str, Any]] = []
+    for place, entry in enumerate(entries):
+        path = f"{_NODES}[{place}]"
+        members = dict(_members(entry))
+        if not isinstance(members.get("name"), str):
+            reading.problem(path, f"expected a mapping with a name, got {shown(entry)}")
+        elif members["name"] == node:
+            ours = [(path, members)]
+    for path, members in ours:
+        for name, value in members.items():
+            _take_of_node(reading, f"{path}.{shown_key(name)}", name, value)
+    return reading.overlay()
+
+
+def _device_members(reading: _Reading, root: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(root, dict) or _TOP not in root:
+        reading.problem("", f"has no key {_TOP}; nothing of it counts")
+    elif isinstance(root[_TOP], dict):
+        yield from root[_TOP].items()
+    else:
+        reading.problem(_TOP, f"expected a mapping, got {shown(root[_TOP])}")
+
+
+def _take_of_devices(reading: _Reading, path: str, name: str, value: Any) -> None:
+    if name == "knownMigGeometries":
+        reading.geometries = value
+    elif name in _WITHOUT_EFFECT:
+        reading.problem(path, "has no effect, as in volcano-vgpu-device-plugin")
+    elif name not in _DEVICE_KEYS:
+        reading.problem(path, f"unknown key; expected one of {', '.join([*_DEVICE_KEYS, 'knownMigGeometries'])}")
+    elif value is not None:
+        reading.take(path, _DEVICE_KEYS[name], value)
+
+
+def _take_of_node(reading: _Reading, path: str, name: str, value: Any) -> None:
+    if name == "name" or value is None:
+        return
+    if name in _NODE_KEYS:
+        # 0 stands where nobody has set anything
+        if isinstance(value, bool) or value != 0:
+            reading.take(path, _NODE_KEYS[name], value)
+    elif name == "filterdevices":
+        reading.hide(path, value)
+    elif name == "operatingmode":
+        if value not in ("", _MODE):
+            reading.problem(path, f"expected {_MODE}, got {shown(value)}; GPUs are shared as with {_MODE}, those in MIG mode are left out")
+    elif name == "migstrategy":
+        if value not in ("", "none"):
+            reading.problem(path, f"expected none, got {shown(value)}; it has no effect, as in volcano-vgpu-device-plugin")
+    else:
+        expected = ", ".join(["name", "operatingmode", *_NODE_KEYS, "filterdevices", "migstrategy"])
+        reading.problem(path, f"unknown key; expected one of {expected}")
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """The members of a JSON object with their keys in lower case, none of anything else."""
+    if isinstance(value, dict):
+        yield from ((name.lower(), member) for name, member in value.items())
+
+
+def _plain(node: yaml.Node) -> Any:
+    """The value without the lines it stands on."""
+    if isinstance(node.value, dict):
+        return {name: _plain(member) for name, member in node.value.items()}
+    if isinstance(node.value, list):
+        return [_plain(member) for member in node.value]
+    return node.value
