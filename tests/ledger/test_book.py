@@ -11,7 +11,7 @@ from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.book import Meaning
+from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Grant, GrantState, Health, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 
 ILL = Health(ok=False, reason="XID 79: the GPU has fallen off the bus")

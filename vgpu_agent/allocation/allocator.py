@@ -16,12 +16,12 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation import early
-from vgpu_agent.allocation.binder import Binder, Given
+from vgpu_agent.allocation.binder import Binder, Given, question
 from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
 from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnknownDeviceError
-from vgpu_agent.families.family import NodeView, Question
+from vgpu_agent.families.family import NodeView
 from vgpu_agent.isolation.edits import Edits
-from vgpu_agent.ledger.book import Meaning
+from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Decider, GrantState
 from vgpu_agent.nodes import NodeWishes
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.mode import BindingMode
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.device_ids import ListedDevice
-    from vgpu_agent.families.family import Family, IdFamily, PodFamily
+    from vgpu_agent.families.family import Family, IdFamily, PodFamily, Question
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Correction, Grant, Holding, Inventory, KubeletRecords, Resource
@@ -283,15 +283,13 @@ class Allocator:
                 f"{offered.name}; see /debug/pods"
             )
         pod, family = candidate.pod, self._pod_family(offered)
-        besides = [grant.number for grant in self._ledger.grants if set(ids) & set(grant.ids) or grant.decided_for == candidate.key]
-        rooms = self._ledger.rooms(offered.name, besides=besides)
-        question = Question(offered, pod, candidate.container.name, tuple(ids), self._around.node, self._inventory(), rooms)
+        asked = self._question(offered, pod, candidate.container.name, ids)
         try:
-            decision = family.decide(question)
+            decision = family.decide(asked)
             grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key)
         except (RequestRefusedError, LedgerError) as err:
             raise type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}") from err
-        provision = family.provision(question, decision.shares)
+        provision = family.provision(asked, decision.shares)
         self._served_early.add(candidate.key)
         self._siblings.decided(candidate.container.limits, self._counted())
         self.binder.given[grant_token(offered.name, ids)] = Given(candidate.key, decision.shares, provision)
@@ -346,12 +344,14 @@ class Allocator:
         container = pod.container(owner.container) if pod else None
         if pod is None or container is None or not container.started:
             return undecided  # it has not started, so PreStartContainer will decide
-        rooms = self._ledger.rooms(offered.name)
-        question = Question(offered, pod, owner.container, holding.ids, self._around.node, self._inventory(), rooms)
-        decision = family.recall(question)
+        decision = family.recall(self._question(offered, pod, owner.container, holding.ids))
         if decision is None:
             return undecided
         return Meaning(family.name, decision.shares, by_pod=True, decided_for=(pod.kubelet_uid, owner.container))
+
+    def _question(self, offered: Resource, pod: Pod, container: str, ids: Sequence[str]) -> Question:
+        node = self._around.node if self._around else ""
+        return question(self._ledger, offered, pod, container, ids, node=node, inventory=self._inventory())
 
     def _pod_of(self, holding: Holding) -> Pod | None:
         if self._around is None:

@@ -291,13 +291,9 @@ class Binder:
         return released
 
     def _question(self, start: _Start) -> Question:
-        besides = [
-            grant.number
-            for grant in self._ledger.grants
-            if grant.resource == start.offered.name and (grant.decided_for == start.key or set(start.ids) & set(grant.ids))
-        ]
-        rooms = self._ledger.rooms(start.offered.name, besides=besides)
-        return Question(start.offered, start.pod, start.owner.container, start.ids, self._around.node, self._inventory(), rooms)
+        return question(
+            self._ledger, start.offered, start.pod, start.owner.container, start.ids, node=self._around.node, inventory=self._inventory()
+        )
 
     def _record(self, start: _Start, grant: Grant, by: str, provision: Provision) -> GrantRecord:
         return GrantRecord(
@@ -346,6 +342,22 @@ class Binder:
             evidence=list(start.found.evidence),
             reason=str(err),
         )
+
+
+def question(
+    ledger: Ledger, offered: Resource, pod: Pod, container: str, ids: Sequence[str], *, node: str, inventory: Inventory
+) -> Question:
+    """What to ask a family about one container; what it or its ids hold now is not counted against it."""
+    uid, wanted = pod.kubelet_uid, set(ids)
+    mine = [grant for grant in ledger.grants if grant.resource == offered.name]
+    besides = [grant.number for grant in mine if grant.decided_for == (uid, container) or not wanted.isdisjoint(grant.ids)]
+    siblings = {
+        grant.decided_for[1]: grant.shares
+        for grant in mine
+        if grant.decided_for and grant.decided_for[0] == uid and grant.decided_for[1] != container and grant.shares
+    }
+    rooms = ledger.rooms(offered.name, besides=besides)
+    return Question(offered, pod, container, tuple(ids), node, inventory, rooms, siblings)
 
 
 async def _newer(book: PodBook, version: int, seconds: float) -> bool:

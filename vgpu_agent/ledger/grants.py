@@ -1,0 +1,95 @@
+"""The grants and who holds which id: the entries of the book, without the rules about what may be entered.
+
+Used by `book`, which books and decides, and by `reconciliation`, which follows kubelet's records; nobody else changes a grant.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.model import Decider, Grant, GrantState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vgpu_agent.ledger.offers import Offers
+
+Saved = tuple[dict[int, Grant], dict[tuple[str, str], int]]
+
+
+class Grants:
+    """All grants that are not released.
+
+    State: the grants, the index of their ids, and how often in a row kubelet's records did not know a grant (`misses`).
+    """
+
+    def __init__(self, offers: Offers) -> None:
+        self._offers = offers
+        self.by_number: dict[int, Grant] = {}
+        # (resource, id) → number of its grant; by resource, since one that was renamed keeps its ids, and kubelet counts anew.
+        self.holder: dict[tuple[str, str], int] = {}
+        self.misses: collections.Counter[int] = collections.Counter()
+        self.last_number = 0
+
+    def next_number(self) -> int:
+        """A number that no grant of this process has had."""
+        self.last_number += 1
+        return self.last_number
+
+    def saved(self) -> Saved:
+        """Everything as it is now, for `restore`."""
+        return dict(self.by_number), dict(self.holder)
+
+    def restore(self, saved: Saved) -> None:
+        """Go back to what `saved` returned."""
+        self.by_number, self.holder = saved
+
+    def device_behind(self, grant: Grant, id_: str) -> str:
+        """The device of an id of ``grant``, also when it is not offered any more; empty when nothing tells."""
+        if device := self._offers.device(grant.resource, id_):
+            return device
+        devices = [share.device for share in grant.shares]
+        return next((device for device in devices if id_.startswith(device)), devices[0] if devices else "")
+
+    def offers_all_of(self, grant: Grant) -> bool:
+        """Whether the grant was made under today's settings."""
+        return all(self._offers.device(grant.resource, id_) is not None for id_ in grant.ids)
+
+    def holders(self, resource: str, ids: Iterable[str]) -> set[int]:
+        """The numbers of the grants that have any of ``ids``."""
+        return {number for id_ in ids if (number := self.holder.get((resource, id_))) is not None}
+
+    def held_devices(self) -> set[str]:
+        """Devices of which somebody has a share."""
+        return {share.device for grant in self.by_number.values() for share in grant.shares}
+
+    def enter(self, grant: Grant) -> Grant:
+        """Put ``grant`` into the book; its ids must be free."""
+        self.by_number[grant.number] = grant
+        self.holder.update({(grant.resource, id_): grant.number for id_ in grant.ids})
+        return grant
+
+    def leave(self, grant: Grant) -> None:
+        """Take ``grant`` out of the book."""
+        self.by_number.pop(grant.number)
+        self.misses.pop(grant.number, None)
+        for id_ in grant.ids:
+            self.holder.pop((grant.resource, id_), None)
+
+    def take_from(self, grant: Grant, ids: set[str]) -> None:
+        """Take ``ids`` out of ``grant``; it leaves when nothing remains."""
+        self.leave(grant)
+        rest = tuple(id_ for id_ in grant.ids if id_ not in ids)
+        if not rest:
+            return
+        offered = self._offers.by_name.get(grant.resource)
+        if grant.decided_for or (offered and offered.decided_by is Decider.POD):
+            # The container that had been decided for has ended: its shares went with the ids that the next one took.
+            left = dataclasses.replace(grant, ids=rest, shares=(), decided_for=None, state=GrantState.RESERVED)
+            self.enter(left)
+            return
+        devices = {self.device_behind(grant, id_) for id_ in rest}
+        shares = tuple(share for share in grant.shares if share.device in devices)
+        self.enter(dataclasses.replace(grant, ids=rest, shares=shares))

@@ -1,0 +1,59 @@
+"""What this node offers: resources by name, and the device behind each id. Kept by `book`, which alone changes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import NumberedIds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vgpu_agent.device_ids import DeviceId
+    from vgpu_agent.model import Resource
+
+
+class Offers:
+    """The offered resources. Tens of thousands of numbered ids are looked up by arithmetic, the others in an index."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Resource] = {}
+        self._ids: dict[str, tuple[str, DeviceId]] = {}  # id → (resource, id)
+
+    def replace(self, resources: Iterable[Resource]) -> bool:
+        """Offer exactly ``resources`` from now on; whether that changed anything.
+
+        Raises:
+            ValueError: an id occurs in two resources (kubelet contract V17): kubelet would mix their health up.
+        """
+        offered = {resource.name: resource for resource in resources}
+        ids: dict[str, tuple[str, DeviceId]] = {}
+        prefixes: dict[str, str] = {}
+        for resource in offered.values():
+            if isinstance(resource.ids, NumberedIds):
+                for block in resource.ids.blocks:
+                    if (other := prefixes.setdefault(block.prefix, resource.name)) != resource.name:
+                        raise ValueError(f"device ids {block.prefix}… are offered by {other} and by {resource.name}")
+                continue
+            for device_id in resource.ids:
+                if device_id.id in ids:
+                    raise ValueError(f"device id {device_id.id} is offered by {ids[device_id.id][0]} and by {resource.name}")
+                ids[device_id.id] = (resource.name, device_id)
+        changed = offered != self.by_name
+        self.by_name, self._ids = offered, ids
+        return changed
+
+    def device(self, resource: str, id_: str) -> str | None:
+        """The device behind an id that ``resource`` offers; None when it does not."""
+        offered = self.by_name.get(resource)
+        if offered is not None and isinstance(offered.ids, NumberedIds):
+            found = offered.ids.find(id_)
+            return found.device if found else None
+        name, device_id = self._ids.get(id_, ("", None))
+        return device_id.device if device_id and name == resource else None
+
+    @staticmethod
+    def devices(resource: Resource) -> tuple[str, ...]:
+        """The devices of ``resource``, in the order of its ids."""
+        ids = resource.ids
+        return ids.devices if isinstance(ids, NumberedIds) else tuple(dict.fromkeys(entry.device for entry in ids))

@@ -1,0 +1,138 @@
+"""The book against kubelet's own records: what they add, name and take away. kubelet wins every disagreement.
+
+`book` calls it for `Ledger.reconcile`, at start as well as every 30 seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+from vgpu_agent.model import Correction, Grant, GrantState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.ledger.grants import Grants
+    from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
+
+
+class Meaning(NamedTuple):
+    """What a line of kubelet's records means to us.
+
+    Attributes:
+        family: whose ids these are.
+        shares: what the holder has; empty where the pod decides and nobody has decided yet.
+        by_pod: the pod decides (`Decider.POD`).
+        decided_for: see `Grant.decided_for`.
+    """
+
+    family: str
+    shares: tuple[Share, ...]
+    by_pod: bool = False
+    decided_for: tuple[str, str] | None = None
+
+
+class Reconciliation:
+    """Follows kubelet's records; its state is that of the grants."""
+
+    def __init__(self, grants: Grants, clock: Callable[[], float]) -> None:
+        self._grants = grants
+        self._clock = clock
+
+    def run(
+        self,
+        records: KubeletRecords,
+        interpret: Callable[[Holding], Meaning | None],
+        *,
+        reservation_seconds: float,
+        newest: float,
+        initial: bool,
+        may_release: bool,
+    ) -> list[Correction]:
+        """See `Ledger.reconcile`."""
+        corrections: list[Correction] = []
+        confirmed: set[int] = set()
+        for holding in records.holdings:
+            if (meaning := interpret(holding)) is None:
+                continue
+            holders = self._grants.holders(holding.resource, holding.ids)
+            if max(holders, default=0) <= newest and (correction := self._confirm(holding, holders, meaning, initial=initial)):
+                corrections.append(correction)
+            confirmed |= self._grants.holders(holding.resource, holding.ids)
+        if records.complete and may_release:
+            for grant in list(self._grants.by_number.values()):
+                if grant.number not in confirmed and (reason := self._outlived(grant, reservation_seconds)):
+                    self._grants.leave(grant)
+                    gone = dataclasses.replace(grant, state=GrantState.RELEASED)
+                    corrections.append(Correction("ledger.released", drift=False, grant=gone, reason=reason))
+        for number in confirmed:
+            self._grants.misses.pop(number, None)
+        return corrections
+
+    def _confirm(self, holding: Holding, holders: set[int], meaning: Meaning, *, initial: bool) -> Correction | None:
+        owner = holding.owner
+        grants = [self._grants.by_number[number] for number in sorted(holders)]
+        if len(grants) == 1 and set(grants[0].ids) == set(holding.ids):
+            return self._name(grants[0], owner, meaning)
+        open_ = all(grant.owner is None and grant.decided_for is None for grant in grants)
+        if meaning.by_pod and grants and not open_ and all(grant.owner is None or grant.owner.may_be_in(owner) for grant in grants):
+            # The containers of one pod hand ids on to each other; which of them has them now is decided before each start.
+            return None
+        for grant in grants:
+            self._grants.take_from(grant, set(holding.ids))
+        adopted = self._grants.enter(
+            Grant(
+                self._grants.next_number(),
+                meaning.family,
+                holding.resource,
+                holding.ids,
+                meaning.shares,
+                self._state(owner, meaning),
+                owner,
+                self._clock(),
+                meaning.decided_for,
+            )
+        )
+        if meaning.by_pod and grants and open_:
+            return Correction("ledger.named", drift=False, grant=adopted, reason="kubelet's records name the container")
+        reason = "found in kubelet's records at start" if initial else "kubelet's records name a holder that the ledger did not know"
+        return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)
+
+    def _name(self, grant: Grant, owner: Owner, meaning: Meaning) -> Correction | None:
+        known = grant.owner
+        same_container = known is None or known.may_be(owner)
+        if meaning.by_pod and known is not None and not same_container and known.may_be_in(owner):
+            return None  # handed on inside its pod, see `_confirm`
+        # A source that was silent this time takes no knowledge away.
+        merged = owner if known is None or not same_container else owner.filled_from(known)
+        shares, decided_for = grant.shares, grant.decided_for
+        if not same_container and meaning.by_pod:
+            shares, decided_for = meaning.shares, meaning.decided_for  # what was decided, was for another pod
+        elif not any(share.memory_mib for share in shares) and meaning.shares:
+            # A GPU that did not answer when its grant was made may be known by now, or a pod that had not been seen.
+            shares, decided_for = meaning.shares, meaning.decided_for
+        named = dataclasses.replace(grant, owner=merged, shares=shares, decided_for=decided_for)
+        named = self._grants.by_number[grant.number] = dataclasses.replace(named, state=self._state(merged, meaning, named))
+        if known == merged and named == grant:
+            return None
+        if same_container:
+            return Correction("ledger.named", drift=False, grant=named, reason="kubelet's records name the container")
+        reason = f"the ids belong to {owner.pod_name}, the ledger had {known.pod_name if known else 'nobody'}"
+        return Correction("ledger.renamed", drift=True, grant=named, reason=reason)
+
+    @staticmethod
+    def _state(owner: Owner, meaning: Meaning, grant: Grant | None = None) -> GrantState:
+        if meaning.by_pod:
+            decided_for = grant.decided_for if grant else meaning.decided_for
+            if decided_for is None:
+                return GrantState.RESERVED
+            return GrantState.PROVEN if decided_for == (owner.pod_uid, owner.container) else GrantState.GRANTED
+        return GrantState.PROVEN if owner.pod_uid and owner.pod else GrantState.GRANTED
+
+    def _outlived(self, grant: Grant, reservation_seconds: float) -> str:
+        if grant.owner is None:
+            expired = self._clock() - grant.reserved_at > reservation_seconds
+            return f"kubelet did not confirm the reservation within {reservation_seconds:g} s" if expired else ""
+        self._grants.misses[grant.number] += 1
+        return "the pod has ended" if self._grants.misses[grant.number] >= 2 else ""
