@@ -10,6 +10,7 @@ replaced or refused.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import itertools
 import os
@@ -33,6 +34,15 @@ TEMPORARY_SUFFIX = ".tmp"
 _PASSABLE = 0o755
 
 _numbers = itertools.count()
+
+
+class _State(enum.Enum):
+    """What is found under the name of a file that is wanted."""
+
+    MISSING = "missing"  # or something that is not this file at all
+    FRESH = "fresh"  # as if it had just been made
+    USED = "used"  # a file of its size with other content
+
 
 _REMEDIES = {
     errno.ENOSPC: "free some space on that file system",
@@ -97,12 +107,11 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
     Raises:
         CarrierError: it cannot be made.
     """
-    fresh = _content(file)
     try:
-        found = _existing(file.path, file.size)
-        if found == fresh:
+        state = _state(file)
+        if state is _State.FRESH:
             _set_mode(file.path, file.mode)
-        elif found is not None and file.renewed and mounts.mounted_below(file.path) is not Use.FREE:
+        elif state is _State.USED and file.renewed and mounts.mounted_below(file.path) is not Use.FREE:
             _write_in_place(file.path, file.renewed, file.mode)
         else:
             _replace(file.path, file.size, file.parts, file.mode)
@@ -151,29 +160,44 @@ def _make_parents(path: str) -> None:
         os.chmod(parent, _PASSABLE)
 
 
-def _content(file: HostFile) -> bytes:
-    content = bytearray(file.size)
-    for offset, part in file.parts:
-        content[offset : offset + len(part)] = part
-    return bytes(content)
-
-
-def _existing(path: str, size: int) -> bytes | None:
-    """The content of the regular file of that size; None when it is missing or of another kind or size."""
+def _state(file: HostFile) -> _State:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as err:
         if err.errno in {errno.ENOENT, errno.ELOOP, errno.ENXIO}:
-            return None
+            return _State.MISSING  # a link or a socket is replaced like nothing
         raise
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            return None
-        with open(descriptor, "rb", closefd=False) as opened:
-            return opened.read()
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file.size:
+            return _State.MISSING
+        return _State.FRESH if _is_fresh(descriptor, file) else _State.USED
     finally:
         os.close(descriptor)
+
+
+def _is_fresh(descriptor: int, file: HostFile) -> bool:
+    """Whether the parts stand there and all else is zero; only what takes up space is read, a few pages of a large file."""
+    if any(os.pread(descriptor, len(part), offset) != part for offset, part in file.parts):
+        return False
+    begin = 0
+    while begin < file.size:
+        try:
+            begin = os.lseek(descriptor, begin, os.SEEK_DATA)
+            end = os.lseek(descriptor, begin, os.SEEK_HOLE)
+        except OSError as err:
+            if err.errno == errno.ENXIO:
+                return True  # a hole up to the end
+            raise
+        found = bytearray(os.pread(descriptor, end - begin, begin))
+        for offset, part in file.parts:
+            low, high = max(offset, begin), min(offset + len(part), end)
+            if low < high:
+                found[low - begin : high - begin] = bytes(high - low)
+        if any(found):
+            return False
+        begin = end
+    return True
 
 
 def _set_mode(path: str, mode: int) -> None:

@@ -1,0 +1,122 @@
+"""The spec of one grant, and the record that is read back out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.cdi_schema import SCHEMA
+from tests.runtime.conftest import MakeGrant
+from vgpu_agent.allocation.carrier import cdi_name
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
+from vgpu_agent.model import Share
+from vgpu_agent.runtime import cdi
+
+TOKEN = "0" * 32
+
+
+def test_a_spec_is_what_a_runtime_accepts(grant: MakeGrant) -> None:
+    """Environment, both kinds of mount and a device node, under the name that Allocate has answered."""
+    record, _ = grant()
+    edits = Edits(
+        {"A": "1", "B": "x=y"},
+        (Mount("/usr/local/vgpu/libvgpu.so", "/h/libvgpu.so.1", read_only=True), Mount("/tmp/vgpu", "/h/vgpu")),
+        (DeviceNode("/dev/nvidia0", "/host/dev/nvidia0", "rwm"),),
+    )
+    spec = json.loads(cdi.spec_text(record, edits))
+    jsonschema.validate(spec, SCHEMA)
+    assert f"{spec['kind']}={spec['devices'][0]['name']}" == cdi_name(record.token)
+    assert spec["devices"][0]["containerEdits"] == {
+        "env": ["A=1", "B=x=y"],
+        "deviceNodes": [{"path": "/dev/nvidia0", "hostPath": "/host/dev/nvidia0", "permissions": "rwm"}],
+        "mounts": [
+            {"hostPath": "/h/libvgpu.so.1", "containerPath": "/usr/local/vgpu/libvgpu.so", "options": ["rbind", "rprivate", "ro"]},
+            {"hostPath": "/h/vgpu", "containerPath": "/tmp/vgpu", "options": ["rbind", "rprivate", "rw"]},
+        ],
+    }
+
+
+def test_the_schema_of_the_tests_refuses_what_a_runtime_refuses(grant: MakeGrant) -> None:
+    """A device without edits, which is why a grant without any gets a variable."""
+    spec = json.loads(cdi.spec_text(grant()[0], Edits()))
+    jsonschema.validate(spec, SCHEMA)
+    spec["devices"][0]["containerEdits"] = {}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(spec, SCHEMA)
+
+
+def test_the_version_is_the_lowest_that_knows_annotations(grant: MakeGrant) -> None:
+    """A runtime refuses a version that is newer than itself."""
+    assert json.loads(cdi.spec_text(grant()[0], Edits()))["cdiVersion"] == "0.6.0"
+
+
+def test_a_record_is_read_back_as_it_was_written(grant: MakeGrant) -> None:
+    """After a restart the files say who has what, to the last fraction of a second."""
+    record, _ = grant(shares=(Share("GPU-b", 3000, 50), Share("GPU-a", 0, 0, exclusive=True)), decided_at=1795200692.1234567)
+    assert cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token) == record
+
+
+def test_the_same_grant_gives_the_same_text(grant: MakeGrant) -> None:
+    """So that delivering it again writes nothing."""
+    record, provision = grant()
+    assert cdi.spec_text(record, provision.edits) == cdi.spec_text(dataclasses.replace(record), provision.edits)
+
+
+@pytest.mark.parametrize("edits", [Edits(annotations={"cdi.k8s.io/x": "y"}), Edits(cdi_names=("vendor.com/gpu=1",))])
+def test_what_a_spec_cannot_carry_is_refused(edits: Edits, grant: MakeGrant) -> None:
+    """Rather than left out, which nobody would notice before the program misses it."""
+    with pytest.raises(CarrierError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*envvar"):
+        cdi.spec_text(grant()[0], edits)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "vendor.com/gpu"}, "expected exactly the device"),
+        ({"devices": []}, "expected exactly the device"),
+        ({"devices": [{"name": "another"}]}, "expected exactly the device"),
+        ({"devices": 1}, "devices"),
+        ({"annotations": {}}, "vgpu-agent.internal/"),
+        ({"annotations": {"a": 1}}, "annotations"),
+    ],
+)
+def test_a_damaged_spec_is_refused_with_the_reason(change: dict[str, object], said: str, grant: MakeGrant) -> None:
+    """The text goes into the journal."""
+    record, provision = grant()
+    spec = {**json.loads(cdi.spec_text(record, provision.edits)), **change}
+    with pytest.raises(CarrierError, match=said):
+        cdi.read_record(json.dumps(spec).encode(), record.token)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ids", "many"),
+        ("decided-at", "noon"),
+        ("shares", "[{}]"),
+        ("shares", "null"),
+        ("collected", "relative/path"),
+        ("collected", "/a/../../etc"),
+        ("collected", "/a/b/"),
+    ],
+)
+def test_a_damaged_annotation_is_refused(name: str, value: str, grant: MakeGrant) -> None:
+    """Above all a directory to collect that is not plainly one."""
+    record, provision = grant()
+    spec = json.loads(cdi.spec_text(record, provision.edits))
+    spec["annotations"][f"vgpu-agent.internal/{name}"] = value
+    with pytest.raises(CarrierError):
+        cdi.read_record(json.dumps(spec).encode(), record.token)
+
+
+@given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode) | st.just(b"[" * 5000))
+def test_junk_never_raises_anything_else(content: bytes) -> None:
+    """Whatever stands in a file of our name."""
+    with pytest.raises(CarrierError):
+        cdi.read_record(content, TOKEN)

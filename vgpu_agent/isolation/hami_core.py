@@ -1,0 +1,145 @@
+"""The isolation backend `hami-core`: what makes HAMi's libvgpu.so keep a container to its shares.
+
+The library is preloaded into every process of the container and finds its limits in a region file, which the agent makes before the first
+process exists (`hami_region`). Environment, mounts and their order are those of the replaced plugin (volcano-vgpu contract §4.1, G4); what
+is added closes ways in which an ordinary program loses its limit (hami-core contract §0.3). Families call it through `Backend`; `runtime`
+makes the files, and `runtime.hami_library` installs the library itself.
+
+It is a quota for programs that play along, not a wall: static programs and images without glibc are not limited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import uuid
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
+from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, Mount, Provision
+from vgpu_agent.isolation.hami_region import MAX_DEVICES, NO_CORES_LIMIT, SIZE, DeviceLimit, limit_parts, region
+
+if TYPE_CHECKING:
+    from vgpu_agent.isolation.backend import Target
+    from vgpu_agent.model import Gpu, Share
+
+# Paths inside the container.
+LIBRARY = "/usr/local/vgpu/libvgpu.so"
+PRELOAD = "/etc/ld.so.preload"
+CACHE_DIRECTORY = "/tmp/vgpu"  # noqa: S108 - the path is part of the library's contract
+DEFAULT_CACHE = "/tmp/cudevshr.cache"  # noqa: S108 - likewise; used by processes that have lost their environment
+LOCK_DIRECTORY = "/tmp/vgpulock"  # noqa: S108 - likewise
+
+# A pod that sets this variable, to whatever value, runs without the library.
+DISABLED_BY = "CUDA_DISABLE_CONTROL"
+
+
+@dataclasses.dataclass(slots=True)
+class HamiCore:
+    """HAMi-core on this node.
+
+    Attributes:
+        host_directory: the settings' ``hamiCore.hostDirectory``, the same on the host and in the agent.
+        library_path: the installed library; whoever installs a newer one sets it, and grants made from then on mount that.
+        lock_directory: the settings' ``hamiCore.lockDirectory``.
+    """
+
+    host_directory: str
+    library_path: str
+    lock_directory: str
+
+    name = "hami-core"
+
+    @property
+    def containers_directory(self) -> str:
+        """Where each container has a directory of its own, named ``<pod UID>_<container>``."""
+        return f"{self.host_directory}/vgpu/containers"
+
+    @property
+    def preload_path(self) -> str:
+        """The file on the host that stands in for the container's ``/etc/ld.so.preload``."""
+        return f"{self.host_directory}/ld.so.preload"
+
+    def provision(self, target: Target) -> Provision:
+        """What the container is told and what must be on the host.
+
+        Raises:
+            RequestRefusedError: more devices than the library can count.
+            UnhealthyDeviceError: a whole GPU was asked for whose memory the driver has not told yet; a limit of 0 would be none.
+        """
+        limits = _limits(target)
+        cache = _cache_name(target.grant)
+        directory = f"{self.containers_directory}/{target.pod_uid}_{target.container}"
+        region_path = f"{directory}/{cache}"
+        mounts = [
+            Mount(LIBRARY, self.library_path, read_only=True),
+            Mount(CACHE_DIRECTORY, directory),
+            Mount(LOCK_DIRECTORY, self.lock_directory),
+        ]
+        if DISABLED_BY not in target.environment:
+            mounts.append(Mount(PRELOAD, self.preload_path, read_only=True))
+        mounts += [
+            # The path that the library opens without its environment (ssh, su -, cron), fact 2.
+            Mount(DEFAULT_CACHE, region_path),
+            # The same file upon itself: a mount point cannot be deleted, and whoever tidies up /tmp would delete the limit.
+            Mount(f"{CACHE_DIRECTORY}/{cache}", region_path),
+        ]
+        return Provision(
+            Edits(environment=_environment(target, limits, cache), mounts=tuple(mounts)),
+            # Any user of the container writes there: 0777, and sticky for the one that containers share.
+            directories=(HostDirectory(directory, 0o777), HostDirectory(self.lock_directory, 0o1777)),
+            files=(HostFile(region_path, SIZE, region(limits, limit_cores=target.limit_cores), 0o666, limit_parts(limits)),),
+            collected=directory,
+        )
+
+
+def _environment(target: Target, limits: list[DeviceLimit], cache: str) -> dict[str, str]:
+    # Only whole MiB with "m": every other unit is misread by some version (hami-core contract §1.2).
+    environment = {f"CUDA_DEVICE_MEMORY_LIMIT_{place}": f"{limit.memory_mib}m" for place, limit in enumerate(limits)}
+    first = target.shares[0][1].cores_percent if target.shares else 0
+    environment["CUDA_DEVICE_SM_LIMIT"] = str(first)
+    environment["CUDA_DEVICE_MEMORY_SHARED_CACHE"] = f"{CACHE_DIRECTORY}/{cache}"
+    if target.oversubscribed:
+        environment["CUDA_OVERSUBSCRIBE"] = "true"
+    if not target.limit_cores:
+        environment["GPU_CORE_UTILIZATION_POLICY"] = "disable"
+    if len(limits) > 1:
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA's own order is fastest first, which is not the order of the limits
+    return environment
+
+
+def _limits(target: Target) -> list[DeviceLimit]:
+    """One limit a GPU, in the order in which CUDA and NVML count them inside the container: by PCI bus id (volcano-vgpu:D22)."""
+    by_uuid: dict[str, tuple[Gpu, list[Share]]] = {}
+    for gpu, share in target.shares:
+        by_uuid.setdefault(gpu.uuid, (gpu, []))[1].append(share)
+    if len(by_uuid) > MAX_DEVICES:
+        raise RequestRefusedError(
+            f"container {target.container} is to have {len(by_uuid)} GPUs, and hami-core limits at most {MAX_DEVICES}; ask for fewer"
+        )
+    return [_limit(gpu, shares, target) for gpu, shares in sorted(by_uuid.values(), key=lambda pair: _pci_order(pair[0]))]
+
+
+def _limit(gpu: Gpu, shares: list[Share], target: Target) -> DeviceLimit:
+    whole = any(
+        share.memory_mib <= 0 for share in shares
+    )  # 0 is how the model says "not limited"; the library's word for that is the whole
+    memory = gpu.memory_mib if whole else sum(share.memory_mib for share in shares)
+    if memory <= 0:
+        raise UnhealthyDeviceError(
+            f"the memory of {gpu.uuid} is not known yet, and without a limit container {target.container} could take all of it; "
+            "it is tried again, and the agent's log says why the driver does not answer"
+        )
+    cores = sum(share.cores_percent for share in shares)
+    limited = target.limit_cores and 0 < cores < NO_CORES_LIMIT
+    return DeviceLimit(gpu.uuid, memory, cores if limited else NO_CORES_LIMIT)
+
+
+def _pci_order(gpu: Gpu) -> tuple[int, str, int]:
+    # Bus ids of one length order as text as they do as numbers; a longer one has a larger domain.
+    return len(gpu.pci_bus_id), gpu.pci_bus_id.lower(), gpu.minor
+
+
+def _cache_name(grant: str) -> str:
+    """``<uuid4>.cache``, always the same for the grant, so that a restarted container finds the same name."""
+    return f"{uuid.UUID(bytes=hashlib.sha256(grant.encode()).digest()[:16], version=4)}.cache"
