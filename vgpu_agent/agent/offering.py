@@ -101,9 +101,7 @@ class Offering:
     async def _sync(self) -> None:
         wanted = {resource.name: resource for resource in self._ledger.resources if self._fits(resource)}
         stale = [
-            name
-            for name, plugin in self._plugins.items()
-            if name not in wanted or wanted[name].pre_start_required != plugin.resource.pre_start_required
+            name for name, plugin in self._plugins.items() if name not in wanted or _options(wanted[name]) != _options(plugin.resource)
         ]
         await self._stop(stale)
         self.withheld = {
@@ -129,6 +127,11 @@ class Offering:
             return False
         self.withheld.pop(resource.name, None)
         return True
+
+
+def _options(resource: Resource) -> tuple[bool, bool]:
+    """What kubelet is told once, when the resource is registered."""
+    return resource.pre_start_required, resource.prefers
 
 
 def _task(resource: str) -> str:

@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import ConfigError, KubeletError, RequestRefusedError
+from vgpu_agent.errors import CheckpointError, ConfigError, KubeletError, RequestRefusedError
+from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet import wire
 from vgpu_agent.model import HEALTHY, UNHEALTHY, Holding, Owner
 from vgpu_agent.protocol import v1beta1
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from vgpu_agent.device_ids import DeviceId, ListedDevice
-    from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.model import Resource
 
 API_VERSION = "v1beta1"
@@ -96,19 +96,19 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
     raise ConfigError([problem])
 
 
-def encode_options(*, pre_start_required: bool) -> bytes:
-    """DevicePluginOptions; GetPreferredAllocation is always offered."""
-    return bytes(_options(pre_start_required=pre_start_required))
+def encode_options(*, pre_start_required: bool, prefers: bool = True) -> bytes:
+    """DevicePluginOptions; ``prefers`` offers GetPreferredAllocation."""
+    return bytes(_options(pre_start_required=pre_start_required, prefers=prefers))
 
 
-def encode_register(*, endpoint: str, resource: str, pre_start_required: bool) -> bytes:
+def encode_register(*, endpoint: str, resource: str, pre_start_required: bool, prefers: bool = True) -> bytes:
     """RegisterRequest for the socket ``endpoint``, a base name."""
     return bytes(
         v1beta1.RegisterRequest(
             version=API_VERSION,
             endpoint=endpoint,
             resource_name=resource,
-            options=_options(pre_start_required=pre_start_required),
+            options=_options(pre_start_required=pre_start_required, prefers=prefers),
         )
     )
 
@@ -150,6 +150,35 @@ def encode_preference(choices: Iterable[Sequence[str]]) -> bytes:
             container_responses=[v1beta1.ContainerPreferredAllocationResponse(device_ids=list(ids)) for ids in choices]
         )
     )
+
+
+def decode_answer(encoded: bytes) -> Edits:
+    """Our own ContainerAllocateResponse, as kubelet keeps it in its checkpoint; a field that a later version added is passed over.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    environment: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    mounts, nodes, names = [], [], []
+    try:
+        for number, _, value in wire.fields(encoded):
+            if number == 1:
+                environment[_string(wire.nested(value), 1)] = _string(wire.nested(value), 2)
+            elif number == 2:
+                mount = wire.nested(value)
+                read_only = any(wire.integer(each) for field, _, each in wire.fields(mount) if field == 3)
+                mounts.append(Mount(_string(mount, 1), _string(mount, 2), read_only=read_only))
+            elif number == 3:
+                node = wire.nested(value)
+                nodes.append(DeviceNode(_string(node, 1), _string(node, 2), _string(node, 3)))
+            elif number == 4:
+                annotations[_string(wire.nested(value), 1)] = _string(wire.nested(value), 2)
+            elif number == 5:
+                names.append(_string(wire.nested(value), 1))
+    except wire.MalformedError as err:
+        raise CheckpointError(f"the stored answer to an Allocate cannot be read: {err}") from err
+    return Edits(environment, tuple(mounts), tuple(nodes), annotations, tuple(names))
 
 
 def decode_pre_start(request: bytes) -> tuple[str, ...]:
@@ -194,8 +223,8 @@ def decode_allocatable(response: bytes) -> dict[str, frozenset[str]]:
     return {resource: frozenset(ids) for resource, ids in united.items()}
 
 
-def _options(*, pre_start_required: bool) -> v1beta1.DevicePluginOptions:
-    return v1beta1.DevicePluginOptions(pre_start_required=pre_start_required, get_preferred_allocation_available=True)
+def _options(*, pre_start_required: bool, prefers: bool) -> v1beta1.DevicePluginOptions:
+    return v1beta1.DevicePluginOptions(pre_start_required=pre_start_required, get_preferred_allocation_available=prefers)
 
 
 def _after_the_id(numa_node: int | None, *, healthy: bool) -> bytes:

@@ -128,7 +128,7 @@ class PluginService:
         self._ending.set()
 
     async def _options(self, _: bytes) -> bytes:
-        return codec.encode_options(pre_start_required=self._pre_start_required)
+        return codec.encode_options(pre_start_required=self._pre_start_required, prefers=self._resource.prefers)
 
     async def _list_and_watch(self, _: bytes, send: Send) -> None:
         self._open += 1

@@ -20,14 +20,16 @@ _METHOD = "/v1beta1.Registration/Register"
 _FINAL_WORDS = ("is not supported by kubelet", "the resourcename")
 
 
-async def register(kubelet_socket: Path, *, endpoint: str, resource: str, pre_start_required: bool, timeout_seconds: float) -> None:
+async def register(
+    kubelet_socket: Path, *, endpoint: str, resource: str, pre_start_required: bool, timeout_seconds: float, prefers: bool = True
+) -> None:
     """Announce that ``resource`` is served on the socket ``endpoint``, a base name beside kubelet's socket.
 
     Raises:
         RegistrationRefusedError: kubelet does not want this API version or this resource name, and will not change its mind (V6).
         CallError: anything else; trying again later may help.
     """
-    request = codec.encode_register(endpoint=endpoint, resource=resource, pre_start_required=pre_start_required)
+    request = codec.encode_register(endpoint=endpoint, resource=resource, pre_start_required=pre_start_required, prefers=prefers)
     try:
         await grpc.call(kubelet_socket, _METHOD, request, timeout_seconds=timeout_seconds)
     except grpc.CallError as err:

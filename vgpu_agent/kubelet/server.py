@@ -256,6 +256,7 @@ class _Instance:
             endpoint=self.name,
             resource=self._resource.name,
             pre_start_required=self._pre_start_required,
+            prefers=self._resource.prefers,
             timeout_seconds=timeout_seconds,
         )
 
