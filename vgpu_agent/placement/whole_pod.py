@@ -1,0 +1,58 @@
+"""Where a whole pod goes when no GPU scheduler has decided: the first device that has room for all of it.
+
+Called by `volcano-gpushare`, whose vocabulary names devices for the pod and not for each container. The order is that of Volcano's
+scheduler (volcano-gpushare contract §8): no packing and no spreading, the lowest number that fits. Pure functions of what the ledger says
+each device has left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.model import DeviceRoom
+
+
+def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:
+    """The first device that has ``memory_mib`` left in one piece.
+
+    Args:
+        rooms: in the order of preference.
+        memory_mib: what the pod needs, all its containers together.
+
+    Raises:
+        CapacityError: no device has; the text says what each of them has.
+    """
+    for room in rooms:
+        if not room.trouble and not room.exclusive and room.memory_free_mib >= memory_mib:
+            return room
+    raise CapacityError(f"no GPU has {memory_mib} MiB for the whole pod: {_explained(rooms, free_memory=True)}")
+
+
+def first_idle(rooms: Sequence[DeviceRoom], count: int) -> tuple[DeviceRoom, ...]:
+    """The first ``count`` devices of which nobody has anything.
+
+    Raises:
+        CapacityError: there are fewer; the text says why each of the others is not to be had.
+    """
+    idle = [room for room in rooms if not room.trouble and not room.holders]
+    if len(idle) < count:
+        raise CapacityError(f"{count} idle GPUs are wanted, {len(idle)} can be had: {_explained(rooms, free_memory=False)}")
+    return tuple(idle[:count])
+
+
+def _explained(rooms: Sequence[DeviceRoom], *, free_memory: bool) -> str:
+    def state(room: DeviceRoom) -> str:
+        if room.trouble:
+            return room.trouble
+        if room.exclusive:
+            return "a container has it for itself"
+        if free_memory:
+            return f"{room.memory_free_mib} MiB free of {room.memory_mib}"
+        return f"containers on it: {room.holders}" if room.holders else "idle"
+
+    return "; ".join(f"{room.device}: {state(room)}" for room in rooms) or "this node offers none"
