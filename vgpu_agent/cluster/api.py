@@ -1,0 +1,53 @@
+"""What every writer and watcher of this room asks of the API server, and the paths of the objects it may touch.
+
+The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`) know the API server only through `Api`, so they are tested against a
+few lines of memory; `client` is the real one. Paths are those of core/v1 and policy/v1 as every Kubernetes since 1.22 serves them.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Api(Protocol):
+    """The API server. Every call has a time limit of its own (`Cluster.request_timeout_seconds`).
+
+    All methods raise `ClusterError`: status 409 for a failed precondition, 404 for an object that is gone, 403 for a missing permission,
+    429 with ``retry_after_seconds`` for "later", 0 for no answer at all.
+    """
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        """The object at ``path``, as JSON."""
+        ...
+
+    async def patch(self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None) -> bytes:
+        """Change the object at ``path`` by a merge patch (RFC 7386); the object as it is then."""
+        ...
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """Create ``body`` in the collection or subresource at ``path``; the answer."""
+        ...
+
+
+def node_path(name: str) -> str:
+    """The Node object of that name."""
+    return f"/api/v1/nodes/{name}"
+
+
+def pod_path(namespace: str, name: str) -> str:
+    """The pod of that name."""
+    return f"/api/v1/namespaces/{namespace}/pods/{name}"
+
+
+def events_path(namespace: str) -> str:
+    """The events of a namespace."""
+    return f"/api/v1/namespaces/{namespace}/events"
+
+
+def timestamp(unix_seconds: float) -> str:
+    """The time as ``metav1.Time`` has it: RFC 3339, UTC, whole seconds."""
+    return dt.datetime.fromtimestamp(int(unix_seconds), dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,134 @@
+"""What our Node shows beside what should stand there, key by key, and the merge patches that say the difference.
+
+Pure translation for `node_publisher`, which decides when such a patch is sent. Merge patches are RFC 7386: null removes a key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import enum
+import re
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.cluster.api import timestamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from vgpu_agent.nodes import Node, NodeWishes
+
+# Quantity suffixes of apimachinery's resource.Quantity.
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
+_QUANTITY = re.compile(r"([+-]?[0-9]{1,30}(?:\.[0-9]{0,30})?)([numkMGTPE]|[KMGTPE]i|)\Z")
+
+
+class Section(enum.StrEnum):
+    """The parts of a Node in which this agent writes."""
+
+    ANNOTATIONS = "annotations"
+    LABELS = "labels"
+    CAPACITY = "capacity"
+    ALLOCATABLE = "allocatable"
+    CONDITIONS = "conditions"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wish:
+    """One key of the Node.
+
+    Attributes:
+        shown: what the watch shows there; None for nothing.
+        wished: what should stand there; None for nothing.
+        apart_seconds: what must lie between two writes of it.
+        guarded: to be removed only if the Node is as it was seen.
+    """
+
+    section: Section
+    key: str
+    shown: Any
+    wished: Any
+    apart_seconds: float = 0.0
+    guarded: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique in the Node, for logs too: ``annotations/volcano.sh/node-vgpu-register``."""
+        return f"{self.section}/{self.key}"
+
+
+def compared(node: Node, wishes: NodeWishes) -> Iterator[Wish]:
+    """Everything that is wished for, beside what ``node`` shows of it."""
+    for key, value in wishes.annotations.items():
+        guarded = value is None and key in wishes.guarded
+        yield Wish(Section.ANNOTATIONS, key, node.annotations.get(key), value, wishes.unhurried.get(key, 0.0), guarded)
+    for key, value in wishes.labels.items():
+        yield Wish(Section.LABELS, key, node.labels.get(key), value)
+    for resource, quantity in wishes.capacity.items():
+        yield Wish(Section.CAPACITY, resource, _as_wished(node.capacity.get(resource), quantity), quantity)
+        yield Wish(Section.ALLOCATABLE, resource, _as_wished(node.allocatable.get(resource), quantity), quantity)
+    for kind, condition in wishes.conditions.items():
+        yield Wish(Section.CONDITIONS, kind, node.conditions.get(kind), condition)
+
+
+def metadata_patch(wishes: Iterable[Wish], *, resource_version: str = "") -> dict[str, Any]:
+    """Annotations and labels as one merge patch; with ``resource_version``, only of the Node as it was then."""
+    metadata: dict[str, Any] = {"resourceVersion": resource_version} if resource_version else {}
+    for wish in wishes:
+        metadata.setdefault(wish.section.value, {})[wish.key] = wish.wished
+    return {"metadata": metadata}
+
+
+def capacity_patch(wishes: Iterable[Wish]) -> dict[str, Any]:
+    """Capacity and allocatable as one merge patch of the status subresource."""
+    status: dict[str, Any] = {}
+    for wish in wishes:
+        status.setdefault(wish.section.value, {})[wish.key] = wish.wished
+    return {"status": status}
+
+
+def with_conditions(standing: Sequence[Mapping[str, Any]], wishes: Iterable[Wish], now: float) -> list[dict[str, Any]] | None:
+    """The complete list of conditions with ours in it, for a merge patch replaces the list; None when they all stand already.
+
+    Args:
+        standing: the conditions of the Node as the API server has them, those of others as they are.
+        wishes: ours, each (status, reason, message).
+        now: unix seconds; the transition time moves with the status only (API conventions, conditions).
+    """
+    complete = [dict(condition) for condition in standing]
+    by_type = {condition.get("type"): condition for condition in complete}
+    changed = False
+    for wish in wishes:
+        status, reason, message = wish.wished
+        condition = by_type.get(wish.key)
+        if condition is None:
+            condition = {"type": wish.key}
+            complete.append(condition)
+        if (condition.get("status"), condition.get("reason"), condition.get("message")) == (status, reason, message):
+            continue
+        changed = True
+        if condition.get("status") != status:
+            condition["lastTransitionTime"] = timestamp(now)
+        condition |= {"status": status, "reason": reason, "message": message, "lastHeartbeatTime": timestamp(now)}
+    return complete if changed else None
+
+
+def same_quantity(one: str, other: str) -> bool:
+    """Whether two quantities are the same number: the API server writes ``1000`` as ``1k``."""
+    if one == other:
+        return True
+    numbers = [_number(one), _number(other)]
+    return None not in numbers and numbers[0] == numbers[1]
+
+
+def _as_wished(shown: str | None, wished: str) -> str | None:
+    return wished if shown is not None and same_quantity(shown, wished) else shown
+
+
+def _number(quantity: str) -> decimal.Decimal | None:
+    found = _QUANTITY.match(quantity)
+    if found is None:
+        return None
+    number, suffix = decimal.Decimal(found[1]), found[2]
+    return number * 2 ** _BINARY[suffix] if suffix in _BINARY else number.scaleb(_DECIMAL[suffix])

@@ -1,0 +1,287 @@
+"""Keeps our Node as the families wish it, with as few writes as that takes.
+
+Schedulers see this node's GPUs only through annotations, labels and quantities of its Node object. Old agents wrote them every 30 seconds,
+which made clusters of 200 nodes unschedulable; here the Node as the watch shows it is compared with the wishes, and only a difference is
+written. Nothing needs to be remembered over a restart: whatever is missing then is a difference again.
+
+Built and run by `agent`, which waits for `first` before it registers with kubelet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vgpu_agent.cluster.api import node_path
+from vgpu_agent.cluster.node_difference import Section, Wish, capacity_patch, compared, metadata_patch, with_conditions
+from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting, slow_seconds
+from vgpu_agent.cluster.waiting import Versions
+from vgpu_agent.cluster.written import Written
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.config.binding import Cluster
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.nodes import Node, NodeWishes
+
+# Conflicts in a row after which trying at once gives way to pauses.
+_CONFLICTS = 3
+_SHORTEST_WAIT_SECONDS = 0.01
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+
+
+class _Status(msgspec.Struct):
+    conditions: list[dict[str, Any]] = []
+
+
+class _NodeAnswer(msgspec.Struct):
+    """What is needed of a Node to write its conditions."""
+
+    metadata: _Metadata
+    status: _Status = msgspec.field(default_factory=_Status)
+
+
+class NodePublisher:
+    """Compares and writes; one for the process.
+
+    Four kinds of write can fail each by itself: guarded removals, metadata, quantities and conditions (status subresource).
+
+    State: what was written lately and what failed; a crash between two writes leaves a difference, which the next start sees.
+
+    Attributes:
+        first: set as soon as everything wished for in annotations and labels has been written once.
+        counts: for metrics.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        node_name: str,
+        node: Latest[Node | None],
+        wishes: Callable[[Node, float], NodeWishes],
+        wake: Latest[int],
+        settings: Cluster,
+        journal: Journal,
+        clock: Callable[[], float] = time.time,
+        *,
+        look_seconds: float = 10.0,
+    ) -> None:
+        """Build it.
+
+        Args:
+            api: the API server.
+            node_name: our Node's name.
+            node: our Node as the watch shows it; None while there is none.
+            wishes: what should stand there, given the Node as it is and unix seconds.
+            wake: moves on whenever ``wishes`` may say something new.
+            settings: the pauses.
+            journal: troubles and their end are recorded there.
+            clock: unix seconds.
+            look_seconds: how often wishes that depend on the time are asked for; asking makes no request.
+        """
+        self._api, self._name, self._node, self._wishes, self._wake = api, node_name, node, wishes, wake
+        self._settings, self._clock, self._look_seconds = settings, clock, look_seconds
+        self._complaints = Complaints(journal, "node")
+        self._journal = journal
+        self._written = Written(settings)
+        self._backoffs = {kind: Backoff(settings) for kind in ("guarded", "metadata", "quantities", "conditions")}
+        self._refused: dict[str, tuple[Any, float]] = {}  # wish → value that the API server does not accept, until when it is left alone
+        self._uid = ""
+        self._outdated = ("", 0.0)  # the version of the Node that a conflict has proven old, and until when to wait for a newer one
+        self._conflicts = 0
+        self._pending_since: float | None = None
+        self._beat: Callable[[], None] = lambda: None
+        self.first = asyncio.Event()
+        self.counts = WriteCounts()
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Publish for ever; a sign of life at least every ``look_seconds`` and before each request."""
+        self._beat = beat
+        while True:
+            beat()
+            versions = Versions(self._node, self._wake)
+            pause = await self.publish_once()
+            await versions.passed(timeout_seconds=pause)
+
+    async def publish_once(self) -> float:
+        """Write what differs and may be written now.
+
+        Returns:
+            Seconds after which to look again, if nothing happens before.
+        """
+        node = self._node.value
+        if node is None:
+            self._counted(0)
+            return self._look_seconds
+        if node.uid != self._uid:  # another Node of the same name: nothing of what we wrote stands there
+            self._uid = node.uid
+            self._written.forget()
+            self._refused.clear()
+        wished = self._wished(node)
+        if wished is None:
+            return self._look_seconds
+        pause, due = self._look_seconds, []
+        for wish in wished:
+            seconds = self._seconds_until_due(wish)
+            if seconds == 0.0:
+                due.append(wish)
+            elif seconds is not None:
+                pause = min(pause, seconds)
+        left = await self._write(node, due)
+        if not self._refused and all(wish.section not in {Section.ANNOTATIONS, Section.LABELS} for wish in left):
+            self.first.set()
+        self._counted(len(left))
+        waits = [backoff.seconds_left for backoff in self._backoffs.values() if backoff.seconds_left] if left else []
+        return max(min(pause, *waits) if waits else pause, _SHORTEST_WAIT_SECONDS)
+
+    def _wished(self, node: Node) -> Sequence[Wish] | None:
+        """What should stand; None when nobody can say now."""
+        try:
+            wished = list(compared(node, self._wishes(node, self._clock())))
+        except Exception as err:  # noqa: BLE001 - a family's bug must not take the other wishes' writer down with it
+            text = f"{type(err).__name__}: {err}"
+            self._complaints.say("wishes", "node.wishes_failed", text, level="error", error=text)
+            return None
+        self._complaints.over("wishes")
+        return wished
+
+    def _seconds_until_due(self, wish: Wish) -> float | None:
+        seconds = self._written.seconds_until_due(wish.name, wish.shown, wish.wished, apart_seconds=wish.apart_seconds)
+        value, until = self._refused.get(wish.name, (None, 0.0))
+        if seconds is None or value != wish.wished:
+            self._refused.pop(wish.name, None)
+            return seconds
+        return max(seconds, until - asyncio.get_running_loop().time())
+
+    async def _write(self, node: Node, due: Sequence[Wish]) -> list[Wish]:
+        """Send what is due; those that could not be written."""
+        guarded = [wish for wish in due if wish.guarded]
+        metadata = [wish for wish in due if wish.section in {Section.ANNOTATIONS, Section.LABELS} and not wish.guarded]
+        quantities = [wish for wish in due if wish.section in {Section.CAPACITY, Section.ALLOCATABLE}]
+        conditions = [wish for wish in due if wish.section is Section.CONDITIONS]
+        path = node_path(self._name)
+        left = []
+        # Guarded first: a write of our own would make the version old that they depend on.
+        if guarded and not await self._remove_guarded(node, guarded):
+            left += guarded
+        if metadata:
+            left += await self._patch("metadata", "patch nodes", path, metadata, metadata_patch)
+        if quantities:
+            left += await self._patch("quantities", "patch nodes/status", path + "/status", quantities, capacity_patch)
+        if conditions and not await self._write_conditions(path, conditions):
+            left += conditions
+        return left
+
+    async def _patch(
+        self, kind: str, permission: str, path: str, wishes: Sequence[Wish], body: Callable[[Sequence[Wish]], Mapping[str, Any]]
+    ) -> Sequence[Wish]:
+        """One merge patch for all of ``wishes``, or one for each when one of them spoils it; those that could not be written."""
+        if self._backoffs[kind].seconds_left:
+            return wishes
+        err = await self._send(path, body(wishes))
+        if err is None:
+            self._done(kind, wishes)
+            return []
+        if err.status == 403 or not lasting(err):
+            self._failed(kind, permission, err)
+            return wishes
+        if len(wishes) > 1:
+            return [left for wish in wishes for left in await self._patch(kind, permission, path, [wish], body)]
+        (wish,) = wishes
+        self._refused[wish.name] = (wish.wished, asyncio.get_running_loop().time() + slow_seconds(self._settings))
+        self._complaints.failed(wish.name, err, permission, key=wish.name)
+        return wishes
+
+    async def _remove_guarded(self, node: Node, wishes: Sequence[Wish]) -> bool:
+        """Remove annotations only if the Node is still as it was seen; whether that was done."""
+        loop = asyncio.get_running_loop()
+        version, until = self._outdated
+        if self._backoffs["guarded"].seconds_left or (node.resource_version == version and loop.time() < until):
+            return False
+        err = await self._send(node_path(self._name), metadata_patch(wishes, resource_version=node.resource_version))
+        if err is None:
+            self._conflicts = 0
+            self._done("guarded", wishes)
+            return True
+        if err.status == 409 and self._conflicts < _CONFLICTS:
+            # Somebody wrote in between; what is wished may be something else on the newer Node, which the watch is about to show.
+            self._conflicts += 1
+            self._outdated = (node.resource_version, loop.time() + self._settings.request_timeout_seconds)
+        else:
+            self._failed("guarded", "patch nodes", err)
+        return False
+
+    async def _write_conditions(self, path: str, wishes: Sequence[Wish]) -> bool:
+        """Put ours among the conditions of others, which a merge patch can only send all together; whether they stand then."""
+        if self._backoffs["conditions"].seconds_left:
+            return False
+        for _ in range(_CONFLICTS):
+            self._beat()
+            permission = "get nodes"
+            try:
+                answer = _decoded(await self._api.get(path), path)
+                permission = "patch nodes/status"
+                conditions = with_conditions(answer.status.conditions, wishes, self._clock())
+                if conditions is not None:
+                    body = {"metadata": {"resourceVersion": answer.metadata.resource_version}, "status": {"conditions": conditions}}
+                    await self._api.patch(path + "/status", body)
+                    self.counts.written += 1
+            except ClusterError as err:
+                self.counts.failed += 1
+                failure = err
+                if err.status != 409:
+                    break
+            else:
+                self._done("conditions", wishes)
+                return True
+        self._failed("conditions", permission, failure)
+        return False
+
+    async def _send(self, path: str, body: Mapping[str, Any]) -> ClusterError | None:
+        self._beat()
+        try:
+            await self._api.patch(path, body)
+        except ClusterError as err:
+            self.counts.failed += 1
+            return err
+        self.counts.written += 1
+        return None
+
+    def _done(self, kind: str, wishes: Sequence[Wish]) -> None:
+        self._backoffs[kind].succeeded()
+        self._complaints.over(kind)
+        for wish in wishes:
+            self._complaints.over(wish.name)
+            if self._written.note(wish.name, wish.shown, wish.wished):
+                text = f"somebody keeps changing {wish.name} of Node {self._name}; find out who else writes it (a second device plugin?)"
+                self._complaints.say(f"contest of {wish.name}", "node.contested", text, level="warning", key=wish.name, error=text)
+
+    def _failed(self, kind: str, permission: str, err: ClusterError) -> None:
+        self._backoffs[kind].failed(err)
+        self._complaints.failed(kind, err, permission, node=self._name)
+
+    def _counted(self, pending: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if not pending:
+            self._pending_since = None
+        elif self._pending_since is None:
+            self._pending_since = now
+        self.counts.pending = pending
+        self.counts.oldest_pending_seconds = now - self._pending_since if self._pending_since is not None else 0.0
+
+
+def _decoded(answer: bytes, path: str) -> _NodeAnswer:
+    try:
+        return msgspec.json.decode(answer, type=_NodeAnswer)
+    except msgspec.MsgspecError as err:
+        raise ClusterError(f"the API server's answer to GET {path} is not a Node: {err}; is there a proxy in between?") from err

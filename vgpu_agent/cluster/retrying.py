@@ -1,0 +1,120 @@
+"""How the writers of this room bear an API server that is away, busy or unwilling: pauses, and one line about each trouble.
+
+Used by `node_publisher`, `pod_publisher`, `events` and `reschedule`, each with a `Backoff` for every kind of write that can fail by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.config.binding import Cluster
+    from vgpu_agent.errors import ClusterError
+    from vgpu_agent.journal import Journal
+
+# Answers that the same request would get again: malformed, forbidden, too large, invalid.
+_LASTING = (400, 403, 405, 413, 422)
+# What is lasting is tried again this many longest pauses later: permissions can be granted while the agent runs.
+_LASTING_PAUSES = 10
+
+
+@dataclasses.dataclass(slots=True)
+class WriteCounts:
+    """What one writer has done since it was built, for metrics.
+
+    Attributes:
+        written: requests that the API server has accepted.
+        failed: requests that it has not, or that had no answer.
+        dropped: things given up for good.
+        pending: things that are not yet written, now.
+        oldest_pending_seconds: how long the oldest of them has been waiting; 0 when there is none.
+    """
+
+    written: int = 0
+    failed: int = 0
+    dropped: int = 0
+    pending: int = 0
+    oldest_pending_seconds: float = 0.0
+
+
+def lasting(err: ClusterError) -> bool:
+    """Whether the same request would be refused again, whatever the API server's health."""
+    return err.status in _LASTING
+
+
+def slow_seconds(settings: Cluster) -> float:
+    """How long a lasting refusal is left alone."""
+    return settings.backoff_max_seconds * _LASTING_PAUSES
+
+
+class Backoff:
+    """When one kind of write may be tried again.
+
+    State: failures in a row and the end of the pause, on the event loop's clock.
+    """
+
+    def __init__(self, settings: Cluster, jitter: Callable[[float, float], float] = random.uniform) -> None:
+        self._settings = settings
+        self._jitter = jitter  # so that the agents of a whole cluster do not come back in one moment
+        self._until = 0.0
+        self.failures = 0
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the next try must wait; 0 when it need not."""
+        return max(0.0, self._until - asyncio.get_running_loop().time())
+
+    def failed(self, err: ClusterError) -> None:
+        """Take note of a failure: the pause doubles, is no shorter than the API server asked for, and long when asking again is useless."""
+        shortest, longest = self._settings.backoff_min_seconds, max(self._settings.backoff_min_seconds, self._settings.backoff_max_seconds)
+        pause = min(shortest * 2.0 ** min(self.failures, 30), longest) * self._jitter(0.5, 1.0)
+        if lasting(err):
+            pause = slow_seconds(self._settings)
+        self.failures += 1
+        self._until = asyncio.get_running_loop().time() + max(pause, err.retry_after_seconds)
+
+    def succeeded(self) -> None:
+        """The next failure is the first one again."""
+        self.failures, self._until = 0, 0.0
+
+
+class Complaints:
+    """Says each trouble once, and once that it is over, however often it is met in between.
+
+    State: which troubles last, by a key of the writer's own.
+    """
+
+    def __init__(self, journal: Journal, writer: str) -> None:
+        self._journal = journal
+        self._writer = writer
+        self._lasting: dict[str, str] = {}
+
+    def failed(self, key: str, err: ClusterError, permission: str, /, **facts: Any) -> None:
+        """A write named ``key`` has failed; ``permission`` is what RBAC must grant for it, e.g. ``patch nodes/status``."""
+        if err.status == 403:
+            verb, _, resource = permission.partition(" ")
+            text = (
+                f"the API server forbids this agent to {permission}: {err}; grant its service account the verb {verb!r} on {resource!r} "
+                "(the ClusterRole in manifests/ has it)"
+            )
+            self.say(key, f"{self._writer}.forbidden", "forbidden", level="error", error=text, permission=permission, **facts)
+        elif lasting(err):
+            self.say(key, f"{self._writer}.refused", str(err), level="error", error=str(err), status=err.status, **facts)
+        else:
+            self.say(key, f"{self._writer}.failed", "away", level="warning", error=str(err), status=err.status, **facts)
+
+    def say(self, key: str, event: str, trouble: str, /, *, level: str, **facts: Any) -> None:
+        """Record ``event`` unless ``trouble`` is what was last said about ``key``."""
+        if self._lasting.get(key) != trouble:
+            self._lasting[key] = trouble
+            self._journal.record(event, level=level, **facts)
+
+    def over(self, key: str) -> None:
+        """``key`` has no trouble any more."""
+        if self._lasting.pop(key, None) is not None:
+            self._journal.record(f"{self._writer}.recovered", what=key)
