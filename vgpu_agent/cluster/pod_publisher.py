@@ -1,0 +1,218 @@
+"""Keeps the annotations of our pods as the families wish them: a scheduler learns there that its decision was carried out, or was not.
+
+Nobody waits for these writes, so they come after the container was let go, are tried until done, and need no memory: what is missing after
+a restart is a difference between the pods as the watch shows them and what the families derive from the ledger.
+
+Built and run by `agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.cluster.api import pod_path
+from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting
+from vgpu_agent.cluster.waiting import Versions
+from vgpu_agent.cluster.written import Written
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.config.binding import Cluster
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.pods import Pod, PodBook
+
+PERMISSION = "patch pods"
+_SHORTEST_WAIT_SECONDS = 0.01
+
+
+@dataclasses.dataclass(slots=True)
+class _Writing:
+    """What goes on with one pod, by its UID."""
+
+    written: Written
+    backoff: Backoff
+    pending_since: float | None = None
+    busy: bool = False  # a request is under way; there is never a second one, so writes of one pod are in order
+    gone: bool = False  # the API server has no such pod any more; the watch will say so soon
+    unwanted: Mapping[str, str | None] | None = None  # what the API server refused for good
+
+
+class _Metadata(msgspec.Struct):
+    uid: str = ""
+
+
+class _PodAnswer(msgspec.Struct):
+    metadata: _Metadata
+
+
+class PodPublisher:
+    """Compares and writes; one for the process.
+
+    State: what is being written to which pod, dropped with the pod. A crash between two writes leaves a difference, which the next start
+    sees.
+
+    Attributes:
+        counts: for metrics.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        book: PodBook,
+        wishes: Callable[[], Mapping[str, Mapping[str, str | None]]],
+        wake: Latest[int],
+        settings: Cluster,
+        journal: Journal,
+        *,
+        at_once: int = 8,
+        look_seconds: float = 10.0,
+    ) -> None:
+        """Build it.
+
+        Args:
+            api: the API server.
+            book: our pods as the watch shows them.
+            wishes: kubelet's UID of a pod → annotation → value, None for one that should not stand.
+            wake: moves on whenever ``wishes`` may say something new.
+            settings: the pauses.
+            journal: troubles and their end are recorded there.
+            at_once: how many pods are written to at the same time.
+            look_seconds: how often the loop gives a sign of life.
+        """
+        self._api, self._book, self._wishes, self._wake = api, book, wishes, wake
+        self._settings, self._journal = settings, journal
+        self._at_once, self._look_seconds = at_once, look_seconds
+        self._complaints = Complaints(journal, "pods")
+        self._writings: dict[str, _Writing] = {}
+        self._outage = Backoff(settings)  # shared by all pods, beside the one of each
+        self._done: Latest[int] = Latest(0)  # requests that have ended
+        self.counts = WriteCounts()
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Publish for ever; a sign of life at least every ``look_seconds``."""
+        self._writings.clear()
+        self._outage.succeeded()
+        async with asyncio.TaskGroup() as requests:
+            while True:
+                beat()
+                versions = Versions(self._book.revision, self._wake, self._done)
+                pause = self._begin(requests)
+                await versions.passed(timeout_seconds=pause)
+
+    def _begin(self, requests: asyncio.TaskGroup) -> float:
+        """Begin the writes that are due; seconds after which to look again, if nothing happens before."""
+        try:
+            wishes = self._wishes()
+        except Exception as err:  # noqa: BLE001 - a family's bug must not take the other wishes' writer down with it
+            text = f"{type(err).__name__}: {err}"
+            self._complaints.say("wishes", "pods.wishes_failed", text, level="error", error=text)
+            return self._look_seconds
+        self._complaints.over("wishes")
+        present = [(pod, wishes[pod.kubelet_uid]) for pod in self._book.pods if pod.kubelet_uid in wishes]
+        self._forget_absent({pod.uid for pod, _ in present})
+        pause, due = self._look_seconds, []
+        for pod, wished in present:
+            writing = self._writings.setdefault(pod.uid, _Writing(Written(self._settings), Backoff(self._settings)))
+            seconds, changes = self._compared(pod, wished, writing)
+            if changes and not seconds:
+                due.append((pod, changes, writing))
+            elif seconds:
+                pause = min(pause, seconds)
+        self._count()
+        if due and self._outage.seconds_left:
+            return max(min(pause, self._outage.seconds_left), _SHORTEST_WAIT_SECONDS)
+        # After a failure one request finds out whether the API server is back, and not always the one of a pod that fails by itself.
+        room = (1 if self._outage.failures else self._at_once) - sum(writing.busy for writing in self._writings.values())
+        for pod, changes, writing in sorted(due, key=lambda one: one[2].backoff.failures)[: max(0, room)]:
+            writing.busy = True
+            requests.create_task(self._write(pod, changes, writing), name=f"annotate {pod.full_name}")
+        return max(pause, _SHORTEST_WAIT_SECONDS)
+
+    def _compared(self, pod: Pod, wishes: Mapping[str, str | None], writing: _Writing) -> tuple[float, dict[str, str | None]]:
+        """What should be written to ``pod`` now; when that is nothing, after how many seconds there may be something (0: no idea)."""
+        changes, wait = {}, 0.0
+        for key, wished in wishes.items():
+            seconds = writing.written.seconds_until_due(key, pod.annotations.get(key), wished)
+            if seconds == 0.0:
+                changes[key] = wished
+            elif seconds is not None:
+                wait = min(wait or seconds, seconds)
+        if not changes or writing.gone:
+            writing.pending_since = None
+            return wait, {}
+        if writing.pending_since is None:
+            writing.pending_since = asyncio.get_running_loop().time()
+        if writing.busy:
+            return 0.0, {}
+        if changes != writing.unwanted and writing.unwanted is not None:
+            writing.unwanted = None
+            writing.backoff.succeeded()
+        return writing.backoff.seconds_left, changes
+
+    async def _write(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing) -> None:
+        """One merge patch of the annotations that differ, of this very pod and not of another that took its name."""
+        path = pod_path(pod.namespace, pod.name)
+        try:
+            await self._api.patch(path, {"metadata": {"uid": pod.uid, "annotations": dict(changes)}})
+        except ClusterError as err:
+            await self._failed(pod, changes, writing, err)
+        else:
+            self.counts.written += 1
+            self._outage.succeeded()
+            writing.backoff.succeeded()
+            writing.pending_since, writing.unwanted = None, None
+            self._complaints.over("annotations")
+            self._note(pod, changes, writing)
+        finally:
+            writing.busy = False
+            self._done.publish(self._done.value + 1)
+
+    def _note(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing) -> None:
+        for key, value in changes.items():
+            if writing.written.note(key, pod.annotations.get(key), value):
+                text = f"somebody keeps changing the annotation {key} of pod {pod.full_name}; find out who else writes it"
+                self._complaints.say(f"contest of {pod.uid}/{key}", "pods.contested", text, level="warning", pod=pod.full_name, error=text)
+
+    async def _failed(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing, err: ClusterError) -> None:
+        self.counts.failed += 1
+        if err.status == 404 or (err.status == 409 and await self._replaced(pod)):
+            writing.gone = True
+            self.counts.dropped += 1
+            self._journal.record("pods.gone", level="debug", pod=pod.full_name, uid=pod.uid, unwritten=sorted(changes))
+            return
+        writing.backoff.failed(err)
+        if lasting(err) and err.status != 403:
+            writing.unwanted = changes
+            self._complaints.failed(f"pod {pod.uid}", err, PERMISSION, pod=pod.full_name, annotations=sorted(changes))
+        else:
+            if err.status != 409:
+                self._outage.failed(err)
+            self._complaints.failed("annotations", err, PERMISSION, pod=pod.full_name)
+
+    async def _replaced(self, pod: Pod) -> bool:
+        """Whether another pod has the name now, or none; False when nobody can say."""
+        try:
+            answer = await self._api.get(pod_path(pod.namespace, pod.name))
+            return msgspec.json.decode(answer, type=_PodAnswer).metadata.uid != pod.uid
+        except ClusterError as err:
+            return err.status == 404
+        except msgspec.MsgspecError:
+            return False  # an answer of somebody in between; the patch is tried again
+
+    def _forget_absent(self, uids: set[str]) -> None:
+        for uid in [uid for uid, writing in self._writings.items() if uid not in uids and not writing.busy]:
+            del self._writings[uid]
+
+    def _count(self) -> None:
+        now = asyncio.get_running_loop().time()
+        since = [writing.pending_since for writing in self._writings.values() if writing.pending_since is not None]
+        self.counts.pending = len(since)
+        self.counts.oldest_pending_seconds = now - min(since, default=now)
