@@ -1,0 +1,156 @@
+"""What Volcano's scheduler reads from and writes to annotations of nodes and pods, in the words of the simulated scheduler.
+
+Called by the ledgers (`volcano_ledger`, `volcano_gpushare`) and by `volcano_scheduler`. The agent's families speak the same language from
+the other side of the wire; nothing is shared with them, so that a misreading on one side shows as a failing test and not as agreement.
+Source of every format: contract volcano-vgpu §2 and §3, volcano-gpushare §2 and §3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+REGISTER = "volcano.sh/node-vgpu-register"
+HANDSHAKE = "volcano.sh/node-vgpu-handshake"
+VGPU_LOCK = "hamivgpu"
+GPUSHARE_LOCK = "gpu"
+UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
+
+VGPU_NODE = "volcano.sh/vgpu-node"
+VGPU_TIME = "volcano.sh/vgpu-time"
+VGPU_IDS = "volcano.sh/vgpu-ids-new"
+DEVICES_TO_ALLOCATE = "volcano.sh/devices-to-allocate"
+BIND_PHASE = "volcano.sh/bind-phase"
+BIND_TIME = "volcano.sh/bind-time"
+GPU_INDEX = "volcano.sh/gpu-index"
+PREDICATE_TIME = "volcano.sh/predicate-time"
+
+GROUP_NAME = "scheduling.k8s.io/group-name"
+GROUP_MIN_MEMBER = "scheduling.volcano.sh/group-min-member"
+
+_FIELDS_OF_A_CARD = 6
+_FIELDS_OF_A_CLAIM = 4
+_HANDSHAKE_STAMP = "%Y.%m.%d %H:%M:%S"
+HANDSHAKE_SECONDS = 60.0
+"""How long a node has for an answer to `Requesting` before it counts as dead (volcano-vgpu §2.3)."""
+LOCK_SECONDS = 300.0
+"""From this age on a node lock is taken over (volcano-vgpu §2.4)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Card:
+    """One entry of the register annotation; ``memory`` is in the node's memory units, ``seats`` is how many containers may share it."""
+
+    index: int
+    uuid: str
+    seats: int
+    memory: int
+    type: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Registration:
+    """The whole register annotation. ``mode`` is ``mig`` or ``hami-core``; the last entry decides."""
+
+    cards: tuple[Card, ...]
+    mode: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """What one container holds of one card; ``memory`` in the node's memory units, ``cores`` in percent."""
+
+    uuid: str
+    memory: int
+    cores: int
+
+
+def parse_registration(text: str) -> Registration | None:
+    """The cards of a node, or None when the scheduler ignores the whole node: no colon, or an entry of fewer than six fields.
+
+    The health field is read past, as the real one does: cards are taken out by a count of 0 (volcano-vgpu §2.2, volcano-vgpu:G13).
+    """
+    if ":" not in text:
+        return None
+    cards, mode = [], "hami-core"
+    for index, piece in enumerate(text.split(":")):
+        if "," not in piece:
+            continue
+        fields = piece.split(",")
+        if len(fields) < _FIELDS_OF_A_CARD:
+            return None
+        uuid, seats, memory, type_, _health, mode_of_this = fields[:_FIELDS_OF_A_CARD]
+        cards.append(Card(index, uuid, _number(seats), _number(memory), type_))
+        mode = "mig" if mode_of_this == "mig" else "hami-core"
+    return Registration(tuple(cards), mode)
+
+
+def format_claims(containers: Sequence[Sequence[Claim]]) -> str:
+    """The pod devices string: one segment per container that asks for vGPU (volcano-vgpu §3.2)."""
+    return ";".join("".join(f"{claim.uuid},NVIDIA,{claim.memory},{claim.cores}:" for claim in claims) for claims in containers)
+
+
+def parse_claims(text: str) -> list[Claim]:
+    """All claims of a pod devices string, whichever container they are for; pieces that are none are left out."""
+    pieces = [piece.split(",") for segment in text.split(";") for piece in segment.split(":")]
+    return [Claim(piece[0], _number(piece[2]), _number(piece[3])) for piece in pieces if len(piece) >= _FIELDS_OF_A_CLAIM]
+
+
+def parse_indices(text: str) -> list[int]:
+    """The numbers of a comma-separated list of card indices; what is no number is left out."""
+    return [int(part) for part in (part.strip() for part in text.split(",")) if part.isascii() and part.isdigit()]
+
+
+def handshake_stamp(word: str, now: float) -> str:
+    """``Requesting_…`` or ``Deleted_…`` for unix time ``now``; in UTC, where the real one writes its local time and reads UTC."""
+    return f"{word}_{dt.datetime.fromtimestamp(now, dt.UTC).strftime(_HANDSHAKE_STAMP)}"
+
+
+def answer_handshake(value: str | None, now: float) -> tuple[bool, str | None]:
+    """What a scheduler up to 1.14.2 makes of a node's handshake: whether it uses the node's GPUs, and what it writes, if anything.
+
+    Args:
+        value: of the annotation; None when there is none.
+        now: unix seconds.
+    """
+    if value is None or "Deleted" in value:
+        return False, None
+    if "Requesting" not in value:
+        return True, handshake_stamp("Requesting", now)
+    if _handshake_age(value, now) > HANDSHAKE_SECONDS:
+        return False, handshake_stamp("Deleted", now)
+    return True, None
+
+
+def lock_stamp(now: float) -> str:
+    """The value of a node lock taken at unix time ``now``: RFC 3339 in whole seconds."""
+    return dt.datetime.fromtimestamp(now, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def lock_age(value: str, now: float) -> float | None:
+    """Seconds since a node lock was taken, None when its time cannot be read."""
+    try:
+        return now - dt.datetime.fromisoformat(value).timestamp()
+    except ValueError:
+        return None
+
+
+def _handshake_age(value: str, now: float) -> float:
+    """Seconds since a ``Requesting_…`` was written; since forever when its time cannot be read."""
+    try:
+        written = dt.datetime.strptime(value.partition("_")[2], _HANDSHAKE_STAMP).replace(tzinfo=dt.UTC)
+    except ValueError:
+        return now
+    return now - written.timestamp()
+
+
+def _number(text: str) -> int:
+    """The number a field holds; 0 for what is none, as the real scheduler reads it."""
+    try:
+        return int(text)
+    except ValueError:
+        return 0

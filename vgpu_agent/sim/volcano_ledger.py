@@ -1,0 +1,228 @@
+"""The vGPU ledger of the simulated Volcano scheduler: which share of which card is whose, and where the next pod fits.
+
+Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `volcano_scheduler`, so it knows nothing that the
+API server does not. Rules: contract volcano-vgpu §8, golden vectors G3, G6, G7, G8 and G13 there. The reference's accounting mistakes (its
+§9, row 17) are not imitated; cards in ``mig`` mode are treated as the reference treats those whose geometry it does not know: like others.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from vgpu_agent.sim import volcano_annotations as words
+from vgpu_agent.sim.volcano_annotations import Card, Claim
+from vgpu_agent.sim.volcano_resources import Object, amount, annotations_of, is_terminated, limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+NUMBER = "volcano.sh/vgpu-number"
+MEMORY = "volcano.sh/vgpu-memory"
+CORES = "volcano.sh/vgpu-cores"
+PERCENTAGE = "volcano.sh/vgpu-memory-percentage"
+
+Policy = Literal["none", "binpack", "spread"]
+_ALL_CORES = 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+    """What one container asks for: that many cards, each with ``cores`` percent and ``memory`` units, or ``percent`` of its memory."""
+
+    number: int
+    memory: int
+    cores: int
+    percent: int | None = None
+
+    def memory_on(self, card: Card) -> int:
+        """Memory units that this ask takes of ``card``."""
+        return self.memory if self.percent is None else card.memory * self.percent // 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a pod goes: what is to be written about it, and how well the node suits."""
+
+    annotations: dict[str, str]
+    score: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class CardUse:
+    """A card and what is taken of it; ``groups`` are the pod groups that must not meet themselves on it."""
+
+    card: Card
+    holders: int = 0
+    memory: int = 0
+    cores: int = 0
+    groups: set[str] = dataclasses.field(default_factory=set)
+
+    def add(self, memory: int, cores: int, group: str) -> None:
+        """Book one container's claim."""
+        self.holders += 1
+        self.memory += memory
+        self.cores += cores
+        self.groups.add(group)
+
+    def has_room(self, ask: Ask, policy_group: str) -> bool:
+        """Whether one container of that ask fits; ``policy_group`` is the group to be kept apart, empty for none."""
+        return (
+            self.holders < self.card.seats
+            and (not policy_group or policy_group not in self.groups)
+            and self.card.memory - self.memory >= ask.memory_on(self.card)
+            and self.cores + ask.cores <= _ALL_CORES
+            and (ask.cores < _ALL_CORES or self.holders == 0)
+            and (ask.cores > 0 or self.cores < _ALL_CORES)
+        )
+
+
+def asks(pod: Object) -> list[Ask]:
+    """One ask per regular container that names cards or memory in its limits; init containers are not seen (volcano-vgpu §8)."""
+    return [_ask(container) for container in pod["spec"].get("containers") or () if {NUMBER, MEMORY} & set(limits(container))]
+
+
+def group_of(pod: Object) -> str:
+    """``namespace/group`` of the pod, empty when it is in none."""
+    name = annotations_of(pod).get(words.GROUP_NAME, "")
+    return f"{pod['metadata'].get('namespace', 'default')}/{name}" if name else ""
+
+
+class VgpuLedger:
+    """The cards of one node; `place` changes it only when the whole pod fits."""
+
+    lock_key = words.VGPU_LOCK
+    complaint = "hami-vgpuDeviceSharing error"
+
+    def __init__(self, node: str, registration: words.Registration, *, policy: Policy = "none") -> None:
+        self.node = node
+        self.mode = registration.mode
+        self.uses = [CardUse(card) for card in registration.cards]
+        self._policy = policy
+
+    @classmethod
+    def of(cls, node: Object, pods: Iterable[Object], *, policy: Policy, requires_resources: bool) -> VgpuLedger | None:
+        """The ledger of a node with ``pods`` on it; None when the scheduler takes it for a node without vGPU.
+
+        Args:
+            node: the Node object.
+            pods: those bound to it.
+            policy: which card is tried first.
+            requires_resources: also ask for all three resources in allocatable, as schedulers from 1.14.3 do.
+        """
+        allocatable = (node.get("status") or {}).get("allocatable") or {}
+        if requires_resources and not all(amount(allocatable.get(name, "0")) for name in (NUMBER, MEMORY, CORES)):
+            return None
+        registration = words.parse_registration(annotations_of(node).get(words.REGISTER, ""))
+        if registration is None:
+            return None
+        ledger = cls(node["metadata"]["name"], registration, policy=policy)
+        for pod in pods:
+            if not is_terminated(pod):
+                ledger.add(pod)
+        return ledger
+
+    def add(self, pod: Object) -> None:
+        """Book what a bound pod's annotation says; ids of cards that are not registered are passed over."""
+        for claim in words.parse_claims(annotations_of(pod).get(words.VGPU_IDS, "")):
+            for use in self.uses:
+                if use.card.uuid in claim.uuid:
+                    use.add(claim.memory, claim.cores, group_of(pod))
+                    break
+
+    def copy(self) -> VgpuLedger:
+        """A ledger to try something on."""
+        return copy.deepcopy(self)
+
+    @staticmethod
+    def concerns(pod: Object) -> bool:
+        """Whether the pod asks for vGPU."""
+        return bool(asks(pod))
+
+    @staticmethod
+    def needs_lock(pod: Object) -> bool:
+        """Whether a node lock is taken for the pod, where locks are on."""
+        return bool(asks(pod))
+
+    def place(self, pod: Object, now: float) -> Placed | None:
+        """Book a place for all containers of the pod and say what to write (volcano-vgpu:G3); None when one of them does not fit.
+
+        Args:
+            pod: not bound yet.
+            now: unix seconds, for the time stamps.
+        """
+        wishes = annotations_of(pod)
+        if wishes.get("volcano.sh/vgpu-mode", self.mode) != self.mode:
+            return None
+        trial = copy.deepcopy(self.uses)
+        containers = []
+        score = 0.0
+        for ask in asks(pod):
+            chosen = [use for use in self._in_order(trial) if _suits(use, ask, pod)][: ask.number]
+            if len(chosen) < ask.number:
+                return None
+            for use in chosen:
+                use.add(ask.memory_on(use.card), ask.cores, group_of(pod))
+                score += 100 * use.memory / use.card.memory if self._policy == "binpack" and use.card.memory else 0.0
+            containers.append([Claim(use.card.uuid, ask.memory_on(use.card), ask.cores) for use in chosen])
+        self.uses = trial
+        devices, seconds = words.format_claims(containers), str(int(now))
+        written = {
+            words.VGPU_NODE: self.node,
+            words.VGPU_TIME: seconds,
+            words.VGPU_IDS: devices,
+            words.DEVICES_TO_ALLOCATE: devices,
+            words.BIND_PHASE: "allocating",
+            words.BIND_TIME: seconds,
+        }
+        return Placed(written, score)
+
+    def _in_order(self, uses: Sequence[CardUse]) -> list[CardUse]:
+        match self._policy:
+            case "binpack":
+                return sorted(uses, key=lambda use: (-use.memory, use.card.index))
+            case "spread":
+                return sorted(uses, key=lambda use: (use.holders, use.card.index))
+            case _:
+                return sorted(uses, key=lambda use: -use.card.index)
+
+
+def _ask(container: Object) -> Ask:
+    written = {**((container.get("resources") or {}).get("requests") or {}), **limits(container)}
+    number, cores = int(amount(written.get(NUMBER, 1))), int(amount(written.get(CORES, 0)))
+    if PERCENTAGE in written:
+        return Ask(number, 0, cores, int(amount(written[PERCENTAGE])))
+    if MEMORY in written:
+        return Ask(number, int(amount(written[MEMORY])), cores)
+    return Ask(number, 0, cores, 100)
+
+
+def _suits(use: CardUse, ask: Ask, pod: Object) -> bool:
+    wishes = annotations_of(pod)
+    keep_apart = group_of(pod) if wishes.get("volcano.sh/vgpu-podgroup-policy") == "spread" else ""
+    return _uuid_allowed(use.card.uuid, wishes) and use.has_room(ask, keep_apart) and _type_allowed(use.card.type, wishes)
+
+
+def _uuid_allowed(uuid: str, wishes: dict[str, str]) -> bool:
+    def listed(key: str) -> list[str]:
+        return [item.strip() for item in wishes[key].split(",")]
+
+    denied, wanted = "volcano.sh/vgpu-nouse-gpuuuid", "volcano.sh/vgpu-use-gpuuuid"
+    if denied in wishes and uuid in listed(denied):
+        return False
+    return wanted not in wishes or uuid in listed(wanted)
+
+
+def _type_allowed(type_: str, wishes: dict[str, str]) -> bool:
+    """Items are not trimmed and match anywhere in the type; a wish for types makes the scheduler forget the unwanted ones."""
+
+    def matches(key: str) -> bool:
+        return any(item.lower() in type_.lower() for item in wishes[key].split(","))
+
+    wanted, unwanted = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
+    if "NVIDIA" not in type_:
+        return False
+    if wanted in wishes:
+        return matches(wanted)
+    return unwanted not in wishes or not matches(unwanted)

@@ -1,0 +1,367 @@
+"""A stand-in for Volcano's scheduler, for the demo and for tests where the real one is not to be had.
+
+It gives pods whose ``schedulerName`` is ``volcano`` a node and the cards on it, and writes what the real one writes: by default like the
+master of August 2026 (annotations inside the Binding), with ``old`` like 1.13 to 1.14.2 (annotations patched onto the pod before it is
+bound, node handshake). Golden vectors: volcano-vgpu:G3, G6, G7, G8, G13; volcano-gpushare:S2. It keeps no state but what the API server
+has, so it may be killed and started anywhere.
+
+    python -m vgpu_agent.sim.volcano_scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare share] [--node-lock]
+
+Differences from the real one, on purpose: a pod counts as placed from the moment its Binding was accepted; a gang is patched and bound only
+when it is complete, and takes each node's lock once; stamps are UTC. Queues, priorities, preemption and pipelining do not exist here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from vgpu_agent import log
+from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.sim import volcano_annotations as words
+from vgpu_agent.sim import volcano_resources as resources
+from vgpu_agent.sim.volcano_api import MERGE_PATCH, STRATEGIC_MERGE_PATCH, ApiAccess, ApiClient, Collection
+from vgpu_agent.sim.volcano_gpushare import GpushareLedger
+from vgpu_agent.sim.volcano_ledger import Placed, Policy, VgpuLedger, group_of
+from vgpu_agent.sim.volcano_node import NodeRoom
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.sim.volcano_resources import Object
+
+_logger = log.get(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class VolcanoSettings:
+    """What the scheduler's configuration would say.
+
+    Attributes:
+        scheduler_name: whose pods are taken.
+        policy: deviceshare.SchedulePolicy.
+        schedule_weight: deviceshare.ScheduleWeight; 0 makes nodes equal, and the first by name is taken.
+        old: behave like 1.13 to 1.14.2: patch before bind, ask nodes for the handshake, do not ask for all three resources.
+        gpushare: GPUSharingEnable (``share``) or GPUNumberEnable (``number``) instead of VGPUEnable (``off``).
+        node_lock: deviceshare.NodeLockEnable.
+        min_members: ``namespace/group`` → how many must be placed together; a pod's annotation scheduling.volcano.sh/group-min-member
+            says the same.
+        period_seconds: shortest time between two rounds.
+        retry_seconds: longest time between two rounds, and the pause after a failure.
+        request_timeout_seconds: of one request to the API server.
+        watch_seconds: after which a watch is begun anew.
+    """
+
+    scheduler_name: str = "volcano"
+    policy: Policy = "none"
+    schedule_weight: int = 10
+    old: bool = False
+    gpushare: Literal["off", "share", "number"] = "off"
+    node_lock: bool = False
+    min_members: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    period_seconds: float = 0.05
+    retry_seconds: float = 1.0
+    request_timeout_seconds: float = 10.0
+    watch_seconds: int = 240
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    pod: Object
+    node: str
+    placed: Placed
+    lock_key: str
+
+
+class VolcanoScheduler:
+    """One scheduler on one API server.
+
+    State: copies of nodes and pods, and the pods that were bound but not yet seen to be. `run` may be called again after it has ended.
+    """
+
+    def __init__(self, access: ApiAccess, settings: VolcanoSettings | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        """``clock`` says unix seconds."""
+        self.settings = settings or VolcanoSettings()
+        self._clock = clock
+        self._client = ApiClient(access, timeout_seconds=self.settings.request_timeout_seconds)
+        self._changed = asyncio.Event()
+        self._bound: dict[str, Object] = {}
+        self._nodes, self._pods = (
+            Collection(
+                self._client,
+                f"/api/v1/{kind}",
+                self._changed.set,
+                watch_seconds=self.settings.watch_seconds,
+                retry_seconds=self.settings.retry_seconds,
+            )
+            for kind in ("nodes", "pods")
+        )
+
+    async def run(self) -> None:
+        """Schedule until cancelled."""
+        pause = self.settings.retry_seconds
+        async with self._client, Supervisor(backoff_min_seconds=pause, backoff_max_seconds=pause) as supervisor:
+            supervisor.start("watch nodes", self._nodes.run)
+            supervisor.start("watch pods", self._pods.run)
+            supervisor.start("schedule", self._schedule)
+            await asyncio.Event().wait()
+
+    async def _schedule(self) -> None:
+        announced = False
+        while True:
+            self._changed.clear()
+            if self._nodes.synced and self._pods.synced:
+                if not announced:
+                    announced = True
+                    _logger.info("sim.volcano.started", nodes=len(self._nodes.items), pods=len(self._pods.items))
+                try:
+                    await self._round()
+                except ClusterError as err:
+                    # Whether it was done is not known, so nothing is until it was listed anew.
+                    _logger.warning("sim.volcano.round_broken", error=str(err))
+                    self._bound.clear()
+                    self._pods.doubt()
+                    self._nodes.doubt()
+                    await asyncio.sleep(self.settings.retry_seconds)
+            await asyncio.sleep(self.settings.period_seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.retry_seconds):
+                    await self._changed.wait()
+
+    async def _round(self) -> None:
+        """Try every waiting pod once, those of a gang together.
+
+        Raises:
+            ClusterError: a write had no clear outcome.
+        """
+        now = self._clock()
+        pods = self._seen_pods()
+        waiting = [pod for pod in pods if self._is_waiting(pod)]
+        usable = await self._usable_nodes(now)
+        if not waiting:
+            return
+        rooms = {room.name: room for room in self._rooms(pods, usable)}
+        waiting.sort(key=lambda pod: (pod["metadata"].get("creationTimestamp") or "", resources.key(pod)))
+        gangs: dict[str, list[Object]] = collections.defaultdict(list)
+        for pod in waiting:
+            gangs[group_of(pod) or f"pod {resources.key(pod)}"].append(pod)
+        for group, members in gangs.items():
+            placed_before = sum(1 for pod in pods if group_of(pod) == group and _node_of(pod) and not resources.is_terminated(pod))
+            await self._place(rooms, members, self._needed(group, members) - placed_before, now)
+
+    async def _place(self, rooms: dict[str, NodeRoom], members: Sequence[Object], needed: int, now: float) -> None:
+        """Place and bind those of ``members`` that fit, or nobody when they are fewer than ``needed``; ``rooms`` follows."""
+        trial, choices, refused = dict(rooms), list[_Choice](), dict[str, str]()
+        for pod in members:
+            choice = self._choose(trial, pod, now)
+            if isinstance(choice, str):
+                refused[pod["metadata"]["uid"]] = choice
+            else:
+                choices.append(choice)
+        if len(choices) < needed:
+            for choice in choices:
+                refused[choice.pod["metadata"]["uid"]] = f"pod group is not ready, {len(choices)} can be placed, {needed} are needed."
+        elif locked := await self._lock_all(choices):
+            refused.update({choice.pod["metadata"]["uid"]: locked for choice in choices})
+        else:
+            rooms.update(trial)
+            for choice in choices:
+                await self._bind(choice)
+        for pod in members:
+            if pod["metadata"]["uid"] in refused:
+                await self._tell(pod, refused[pod["metadata"]["uid"]])
+
+    def _choose(self, rooms: dict[str, NodeRoom], pod: Object, now: float) -> _Choice | str:
+        """The best node for the pod, whose room is then smaller; Volcano's sentence when there is none."""
+        best: tuple[float, NodeRoom, Placed] | None = None
+        reasons: collections.Counter[str] = collections.Counter()
+        for _, room in sorted(rooms.items()):
+            candidate = room.copy()
+            placed = candidate.place(pod, now)
+            if not isinstance(placed, Placed):
+                reasons.update(placed)
+            elif best is None or placed.score * self.settings.schedule_weight > best[0]:
+                best = (placed.score * self.settings.schedule_weight, candidate, placed)
+        if best is None:
+            told = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
+            return f"0/{len(rooms)} nodes are unavailable: {told or 'none is known'}."
+        _, room, placed = best
+        rooms[room.name] = room
+        return _Choice(pod, room.name, placed, room.lock_key(pod) if self.settings.node_lock else "")
+
+    def _seen_pods(self) -> list[Object]:
+        """All pods, those that we have bound as they will be seen soon."""
+        items = self._pods.items
+        self._bound = {uid: pod for uid, pod in self._bound.items() if uid in items and not _node_of(items[uid])}
+        return [self._bound.get(uid, pod) for uid, pod in items.items()]
+
+    def _is_waiting(self, pod: Object) -> bool:
+        spec = pod.get("spec") or {}
+        ours = spec.get("schedulerName") == self.settings.scheduler_name and not spec.get("schedulingGates")
+        return ours and not spec.get("nodeName") and not resources.is_terminated(pod) and not resources.is_terminating(pod)
+
+    async def _usable_nodes(self, now: float) -> list[Object]:
+        """The nodes whose annotations count; with ``old``, those whose handshake is alive, after having written our part of it."""
+        nodes = list(self._nodes.items.values())
+        if not self.settings.old or self.settings.gpushare != "off":
+            return nodes
+        alive = []
+        for node in nodes:
+            usable, answer = words.answer_handshake(resources.annotations_of(node).get(words.HANDSHAKE), now)
+            if answer is not None:
+                await self._annotate(f"/api/v1/nodes/{node['metadata']['name']}", node, {words.HANDSHAKE: answer}, self._nodes)
+            if usable:
+                alive.append(node)
+        return alive
+
+    def _rooms(self, pods: Iterable[Object], usable: Iterable[Object]) -> Iterable[NodeRoom]:
+        on_node: dict[str, list[Object]] = collections.defaultdict(list)
+        for pod in pods:
+            on_node[_node_of(pod)].append(pod)
+        usable_names = {node["metadata"]["name"] for node in usable}
+        for node in self._nodes.items.values():
+            name = node["metadata"]["name"]
+            devices = self._ledger(node, on_node[name]) if name in usable_names else None
+            yield NodeRoom(node, resources.free(node, on_node[name]), devices)
+
+    def _ledger(self, node: Object, pods: Sequence[Object]) -> VgpuLedger | GpushareLedger | None:
+        if self.settings.gpushare == "off":
+            return VgpuLedger.of(node, pods, policy=self.settings.policy, requires_resources=not self.settings.old)
+        return GpushareLedger.of(node, pods, strategy=self.settings.gpushare)
+
+    def _needed(self, group: str, members: Iterable[Object]) -> int:
+        told = [self.settings.min_members.get(group, 1)]
+        told += [int(resources.amount(resources.annotations_of(pod).get(words.GROUP_MIN_MEMBER, 1))) for pod in members]
+        return max(told)
+
+    async def _lock_all(self, choices: Iterable[_Choice]) -> str:
+        """Take the locks of all nodes that the choices need; the reason when one is not to be had, else empty."""
+        for name, key in sorted({(choice.node, choice.lock_key) for choice in choices if choice.lock_key}):
+            (node,) = (node for node in self._nodes.items.values() if node["metadata"]["name"] == name)
+            now = self._clock()
+            taken = resources.annotations_of(node).get(key)
+            age = words.lock_age(taken, now) if taken is not None else words.LOCK_SECONDS
+            if age is None or age < words.LOCK_SECONDS:
+                return f"node {name} has been locked within 5 minutes"
+            version = node["metadata"]["resourceVersion"]
+            if not await self._annotate(f"/api/v1/nodes/{name}", node, {key: words.lock_stamp(now)}, self._nodes, version=version):
+                return f"node {name} could not be locked"
+        return ""
+
+    async def _bind(self, choice: _Choice) -> None:
+        pod, metadata = choice.pod, choice.pod["metadata"]
+        path = _path(pod)
+        written = choice.placed.annotations
+        if self.settings.old and written and not await self._annotate(path, pod, written, self._pods):
+            return
+        all_annotations = {**resources.annotations_of(pod), **written}
+        identity = {"name": metadata["name"], "namespace": metadata.get("namespace", "default"), "uid": metadata["uid"]}
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": identity if self.settings.old else {**identity, "annotations": all_annotations},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": choice.node},
+        }
+        if await self._write("POST", f"{path}/binding", binding) is None:
+            return
+        spec = {**pod["spec"], "nodeName": choice.node}
+        self._bound[metadata["uid"]] = {**pod, "metadata": {**metadata, "annotations": all_annotations}, "spec": spec}
+        _logger.info("sim.volcano.bound", pod=resources.key(pod), node=choice.node, annotations=written)
+
+    async def _tell(self, pod: Object, why: str) -> None:
+        """Say in the pod's status and in an event why it waits, when that is news."""
+        conditions = (pod.get("status") or {}).get("conditions") or ()
+        if any(condition.get("type") == "PodScheduled" and condition.get("message") == why for condition in conditions):
+            return
+        stamp = words.lock_stamp(self._clock())
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why, "lastTransitionTime": stamp}
+        body = {"metadata": {"uid": pod["metadata"]["uid"]}, "status": {"conditions": [condition]}}
+        answer = await self._write("PATCH", f"{_path(pod)}/status", body, STRATEGIC_MERGE_PATCH)
+        if answer is None:
+            return
+        self._pods.put(answer)
+        _logger.info("sim.volcano.unschedulable", pod=resources.key(pod), why=why)
+        name, namespace = pod["metadata"]["name"], pod["metadata"].get("namespace", "default")
+        event = {
+            "metadata": {"generateName": f"{name}.", "namespace": namespace},
+            "involvedObject": {"kind": "Pod", "apiVersion": "v1", "name": name, "namespace": namespace, "uid": pod["metadata"]["uid"]},
+            "type": "Warning",
+            "reason": "FailedScheduling",
+            "message": why,
+            "source": {"component": self.settings.scheduler_name},
+            "firstTimestamp": stamp,
+            "lastTimestamp": stamp,
+            "count": 1,
+        }
+        await self._write("POST", f"/api/v1/namespaces/{namespace}/events", event)
+
+    async def _annotate(self, path: str, thing: Object, written: Mapping[str, str], into: Collection, *, version: str = "") -> bool:
+        """Add annotations to this very object, and in this very version if one is named; whether it was done."""
+        metadata = {"uid": thing["metadata"]["uid"], "annotations": dict(written)} | ({"resourceVersion": version} if version else {})
+        answer = await self._write("PATCH", path, {"metadata": metadata}, MERGE_PATCH)
+        if answer is not None:
+            into.put(answer)
+        return answer is not None
+
+    async def _write(self, method: str, path: str, body: Object, content_type: str = "application/json") -> Object | None:
+        """Do a write; None when it was refused for what it says, so that the others can go on.
+
+        Raises:
+            ClusterError: no answer, or one that says nothing about this write.
+        """
+        try:
+            return await self._client.request(method, path, body, content_type=content_type)
+        except ClusterError as err:
+            if err.status in (400, 403, 404, 409, 422):
+                _logger.info("sim.volcano.refused", error=str(err))
+                return None
+            raise
+
+
+def _node_of(pod: Object) -> str:
+    return (pod.get("spec") or {}).get("nodeName") or ""
+
+
+def _path(pod: Object) -> str:
+    return f"/api/v1/namespaces/{pod['metadata'].get('namespace', 'default')}/pods/{pod['metadata']['name']}"
+
+
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m vgpu_agent.sim.volcano_scheduler", description="A stand-in for Volcano's scheduler.")
+    parser.add_argument("--kubeconfig", type=Path, required=True, help="where the API server is")
+    parser.add_argument("--scheduler-name", default="volcano", help="whose pods to take")
+    parser.add_argument("--policy", choices=("none", "binpack", "spread"), default="none", help="which card is taken first")
+    parser.add_argument("--old", action="store_true", help="behave like Volcano 1.13 to 1.14.2: patch before bind, handshake")
+    parser.add_argument("--gpushare", choices=("off", "share", "number"), default="off", help="schedule GPU share instead of vGPU")
+    parser.add_argument("--node-lock", action="store_true", help="lock the node for each pod, as NodeLockEnable does")
+    parser.add_argument("--min-member", action="append", default=[], metavar="NAMESPACE/GROUP=NUMBER", help="size of a gang")
+    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
+    return parser.parse_args(given)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a scheduler until the process is ended; any signal will do, for there is nothing to save."""
+    given = _arguments(arguments)
+    log.configure(level=given.log_level)
+    settings = VolcanoSettings(
+        scheduler_name=given.scheduler_name,
+        policy=given.policy,
+        old=given.old,
+        gpushare=given.gpushare,
+        node_lock=given.node_lock,
+        min_members={group: int(number) for group, _, number in (text.partition("=") for text in given.min_member)},
+    )
+    scheduler = VolcanoScheduler(ApiAccess.from_kubeconfig(given.kubeconfig), settings)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(scheduler.run())
+
+
+if __name__ == "__main__":
+    main()
