@@ -1,0 +1,212 @@
+"""The `volcano-vgpu` family: ``volcano.sh/vgpu-number``, ``-memory`` and ``-cores``, as volcano-vgpu-device-plugin offers them.
+
+Names, ids, annotations and environment are those of the volcano-vgpu contract (G1–G9, G13), so a cluster can switch without touching a pod
+or its scheduler, whichever version that is. The ids are only counted: what a container gets, Volcano's scheduler writes into its pod, and
+under the plain kube-scheduler the agent itself places the pod on its node. What the replaced plugin gets wrong (contract §9) is not copied.
+
+This file is the shape that `allocation` and `agent` know; each part of the vocabulary has a file of its own: what is offered
+(`volcano_vgpu_offer`), what a container asks (`_asks`), what was decided (`_decisions`), the pod's annotations afterwards (`_state`), and
+what stands on the Node (`_node`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CapacityError, RequestRefusedError, UnhealthyDeviceError
+from vgpu_agent.families.family import Decision
+from vgpu_agent.families.volcano_vgpu_asks import Names, read_ask
+from vgpu_agent.families.volcano_vgpu_decisions import IDS, asking_container, decided_shares, refused
+from vgpu_agent.families.volcano_vgpu_node import (
+    HANDSHAKE,
+    LOCK,
+    MODE,
+    REGISTER,
+    card_type,
+    handshake_wishes,
+    lock_wishes,
+    register_text,
+)
+from vgpu_agent.families.volcano_vgpu_offer import FAMILY, VolcanoVgpuOptions, offer_of, resources_of, shared_gpus
+from vgpu_agent.families.volcano_vgpu_state import state_wishes
+from vgpu_agent.isolation.backend import Target
+from vgpu_agent.isolation.edits import DeviceNode, Edits, Provision
+from vgpu_agent.model import Share
+from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.placement.rooms import Want, choose_rooms, type_refusal, uuid_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vgpu_agent.families.family import NodeView, Question
+    from vgpu_agent.isolation.backend import Backend
+    from vgpu_agent.model import DeviceRoom, Gpu, Grant, Inventory, Resource
+    from vgpu_agent.pods import Pod
+
+__all__ = ["FAMILY", "VolcanoVgpuFamily", "VolcanoVgpuOptions"]
+
+VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+ENABLED = "enabled"
+
+# What users write on their pods (contract §3.1).
+USE_TYPE, NO_TYPE = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
+USE_UUID, NO_UUID = "volcano.sh/vgpu-use-gpuuuid", "volcano.sh/vgpu-nouse-gpuuuid"
+WANTED_MODE = "volcano.sh/vgpu-mode"
+
+# What an operator wants to see in `kubectl get nodes -L`.
+UNIT_LABEL = "vgpu-agent.internal/volcano-vgpu-memory-unit-mib"
+ISOLATION_LABEL = "vgpu-agent.internal/volcano-vgpu-isolation"
+
+
+class VolcanoVgpuFamily:
+    """Shares of GPUs by memory and compute under Volcano's names.
+
+    State: the unit of memory that was offered last, because what is written onto pods is counted in it.
+    """
+
+    name = FAMILY
+
+    def __init__(self, options: VolcanoVgpuOptions, backend: Backend) -> None:
+        self._options = options
+        self._backend = backend
+        self._factor = options.factor
+
+    # -- what is offered --------------------------------------------------------------------------------------------------------------
+
+    def claims(self, resource: str) -> bool:
+        """Today's names and the default ones, which kubelet's records may have from before a change."""
+        return resource in {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())}
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        """What the node offers (G2); see `resources_of`.
+
+        Raises:
+            ConfigError: a list would not fit into a message of kubelet.
+        """
+        resources = resources_of(inventory, self._options)
+        self._factor = offer_of(inventory, self._options).factor
+        return resources
+
+    def check(self, resource: Resource, ids: Sequence[str]) -> None:
+        """A number of k means k different GPUs, so more than the node has can never be had (contract §8)."""
+        gpus = len({entry.device for entry in resource.ids}) if len(ids) > 1 else 1
+        if resource.name == self._options.names.number and len(ids) > gpus:
+            raise RequestRefusedError(
+                f"{resource.name}: {len(ids)} are asked for, and each must be another GPU; this node shares {gpus}; ask for at most {gpus}"
+            )
+
+    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
+        """Kubelet is not asked to ask, because the ids do not decide; whoever asks gets the first ones (volcano-vgpu:D10).
+
+        Raises:
+            CapacityError: there are not enough.
+        """
+        del resource
+        chosen = list(dict.fromkeys((*required, *available)))[:size]
+        if len(chosen) < size:
+            raise CapacityError(f"{size} ids are wanted, {len(chosen)} can be had")
+        return chosen
+
+    # -- what a container gets --------------------------------------------------------------------------------------------------------
+
+    def decide(self, question: Question) -> Decision:
+        """As a scheduler decided in the pod's annotations; where none did, the agent places the container."""
+        shares = decided_shares(question, offer_of(question.inventory, self._options))
+        return self._place(question) if shares is None else Decision(shares, f"the scheduler, in {IDS}")
+
+    def recall(self, question: Question) -> Decision | None:
+        """What the pod's annotations say, as `decide` would read them."""
+        try:
+            shares = decided_shares(question, offer_of(question.inventory, self._options))
+        except RequestRefusedError:
+            return None
+        return None if shares is None else Decision(shares, f"the annotation {IDS}")
+
+    def _place(self, question: Question) -> Decision:
+        pod, container = question.pod, asking_container(question)
+        if (mode := pod.annotations.get(WANTED_MODE, MODE)) != MODE:
+            raise refused(pod, WANTED_MODE, mode, f"this node shares GPUs as {MODE}", "choose another node, or take the annotation away")
+        offer, ask = offer_of(question.inventory, self._options), read_ask(pod, container, self._options.names)
+
+        def memory_mib(room: DeviceRoom) -> int:
+            return max(1, ask.units_on(offer.units[room.device])) * offer.factor
+
+        count, rooms = len(question.ids), [room for room in question.rooms if room.device in offer.units]
+        want = Want(count, memory_mib, ask.cores_percent, f"{count} × {question.resource.name} ({ask.text(offer.names)})")
+        chosen = choose_rooms(rooms, want, policy=self._options.policy, refused=self._unwanted(question))
+        shares = tuple(Share(room.device, memory_mib(room), ask.cores_percent) for room in chosen)
+        return Decision(shares, f"the agent, {self._options.policy}")
+
+    def _unwanted(self, question: Question) -> dict[str, str]:
+        """GPU → why the pod does not want it, empty where it does."""
+        asked = question.pod.annotations.get
+        return {
+            gpu.uuid: uuid_refusal(gpu.uuid, wanted=asked(USE_UUID), unwanted=asked(NO_UUID))
+            or type_refusal(card_type(gpu), wanted=asked(USE_TYPE), unwanted=asked(NO_TYPE))
+            for gpu in shared_gpus(question.inventory, self._options)
+        }
+
+    # -- what puts it in force --------------------------------------------------------------------------------------------------------
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        """What the NVIDIA runtime is told, and what the isolation backend adds (contract §4.1, G4, G6).
+
+        Raises:
+            UnhealthyDeviceError: a GPU of the decision is gone.
+        """
+        held = tuple((_present(share.device, question.inventory), share) for share in shares)
+        gpus = tuple({gpu.uuid: gpu for gpu, _ in held}.values())
+        container = question.pod.container(question.container)
+        target = Target(
+            pod_uid=question.pod.kubelet_uid,
+            container=question.container,
+            grant=f"{question.pod.kubelet_uid}/{question.container}/{question.resource.name}",
+            environment=container.environment if container else frozenset(),
+            shares=held,
+            oversubscribed=max(self._options.memory_scaling, self._options.cores_scaling) > 1,
+            limit_cores=self._options.limit_cores,
+        )
+        return Provision(self._visible(gpus)).joined(self._backend.provision(target))
+
+    def _visible(self, gpus: Sequence[Gpu]) -> Edits:
+        """How the container sees its GPUs: by NVIDIA's variables, and by device nodes where asked for (contract §4.2)."""
+        by_index = self._options.id_strategy == "index"
+        environment = {VISIBLE_DEVICES: ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in gpus)}
+        environment |= dict.fromkeys(self._options.requested, ENABLED)
+        if not self._options.pass_device_specs:
+            return Edits(environment=environment)
+        root = self._options.device_root.rstrip("/")
+        paths = (*self._options.control_nodes, *(f"/dev/nvidia{gpu.minor}" for gpu in gpus))
+        return Edits(environment=environment, device_nodes=tuple(DeviceNode(path, root + path) for path in paths))
+
+    # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
+
+    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+        """The state machine's annotations (G5, G8), and the scheduler's for a pod that the agent has placed; see `state_wishes`."""
+        ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
+        return state_wishes(pod, ours, self._options.names, failed=failed, factor=self._factor or 1)
+
+    def node_wishes(self, view: NodeView) -> NodeWishes:
+        """The register annotation (G1), an answer to a handshake, the removal of a lock, and two labels for people.
+
+        A GPU that is ill, serves another family, or whose resource is not offered now is announced as full.
+        """
+        gpus, options = shared_gpus(view.inventory, self._options), self._options
+        if not gpus:
+            # Before the driver has answered, what stood there before the agent's restart is still the best word.
+            return NodeWishes(annotations={REGISTER: None}) if view.inventory.version else NodeWishes()
+        offer = offer_of(view.inventory, options)
+        free = {room.device: not room.trouble for room in view.rooms.get(options.names.number, ())}
+        text = register_text(gpus, offer.units, split=options.split, available={gpu.uuid: free.get(gpu.uuid, False) for gpu in gpus})
+        wishes = NodeWishes(annotations={REGISTER: text}, labels={UNIT_LABEL: str(offer.factor), ISOLATION_LABEL: self._backend.name})
+        standing = view.node.annotations
+        handshake = handshake_wishes(standing.get(HANDSHAKE), now=view.now, pause_seconds=options.handshake_seconds)
+        lock = lock_wishes(standing.get(LOCK), allocated_at=view.allocated_at.get(options.names.number))
+        return wishes.joined(handshake).joined(lock)
+
+
+def _present(uuid: str, inventory: Inventory) -> Gpu:
+    if gpu := inventory.gpu(uuid):
+        return gpu
+    raise UnhealthyDeviceError(f"GPU {uuid} was decided for the container and is gone; it is tried again when the GPU answers")

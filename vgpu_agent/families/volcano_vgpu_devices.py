@@ -1,0 +1,91 @@
+"""The text in which Volcano's scheduler writes down who gets which GPUs: ``volcano.sh/vgpu-ids-new`` and ``devices-to-allocate``.
+
+Read when a container's share is decided, written when the agent itself has placed a pod. Format: volcano-vgpu contract §3.2, one segment
+for each container that asks, separated by ``;``, in it one ``<UUID>,NVIDIA,<memory>,<cores>:`` for each GPU. Anybody who may edit the pod
+may have written it, so nothing in it is believed here beyond its form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SEGMENT_END = ";"
+_DEVICE_END = ":"
+_TYPE = "NVIDIA"  # what was asked for, not what the card is
+
+# As many as no pod has; the API server takes 256 KiB of annotations.
+_MOST_DEVICES = 4096
+_INTEGER = re.compile(r"-?[0-9]{1,18}\Z", re.ASCII)
+_SHOWN = 80
+
+
+class DevicesTextError(AgentError):
+    """The text is not in the form of the contract; the message is the end of a sentence that names pod and key."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assigned:
+    """One GPU of one container.
+
+    Attributes:
+        device: UUID of the GPU.
+        memory_units: in units of the memory factor; as written, so perhaps negative.
+        cores_percent: as written.
+    """
+
+    device: str
+    memory_units: int
+    cores_percent: int
+
+
+Segment = tuple[Assigned, ...]
+
+
+def parse_pod_devices(text: str) -> tuple[Segment, ...]:
+    """The GPUs of each container that asks for some, in the order of the pod; a container that has none yet has an empty segment.
+
+    Raises:
+        DevicesTextError: an entry has another form; the message shows it.
+    """
+    if text.count(_DEVICE_END) + text.count(SEGMENT_END) > _MOST_DEVICES:
+        raise DevicesTextError(f"more than {_MOST_DEVICES} entries")
+    return tuple(_segment(segment) for segment in text.split(SEGMENT_END))
+
+
+def write_segment(assigned: Iterable[Assigned]) -> str:
+    """One container's segment."""
+    return "".join(f"{each.device},{_TYPE},{each.memory_units},{each.cores_percent}{_DEVICE_END}" for each in assigned)
+
+
+def _segment(text: str) -> Segment:
+    # Every entry ends with a colon, so the last piece is empty; schedulers skip empty pieces wherever they stand.
+    return tuple(_assigned(piece) for piece in text.split(_DEVICE_END) if piece)
+
+
+def _assigned(piece: str) -> Assigned:
+    fields = piece.split(",")
+    if len(fields) < 4:
+        raise DevicesTextError(f"{_shown(piece)} has {len(fields)} fields, expected <UUID>,NVIDIA,<memory>,<cores>")
+    uuid, kind, memory, cores = fields[:4]  # further fields are for schedulers of later days
+    if not uuid or not uuid.isprintable() or " " in uuid:
+        raise DevicesTextError(f"{_shown(piece)} does not begin with the UUID of a GPU")
+    if kind != _TYPE:
+        raise DevicesTextError(f"{_shown(piece)} is of type {_shown(kind)}, expected {_TYPE}")
+    return Assigned(uuid, _number(memory, "memory", piece), _number(cores, "cores", piece))
+
+
+def _number(text: str, what: str, piece: str) -> int:
+    if not _INTEGER.match(text):
+        raise DevicesTextError(f"{_shown(piece)} has {_shown(text)} for its {what}, expected a whole number")
+    return int(text)
+
+
+def _shown(text: str) -> str:
+    return ascii(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")

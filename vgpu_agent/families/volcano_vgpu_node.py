@@ -1,0 +1,80 @@
+"""What Volcano's schedulers read on our Node, and what they leave there: the register annotation, the handshake, the lock.
+
+All three are said as what should stand there; `cluster` writes the difference. Schedulers of every version are served at once: new ones
+read the register annotation only, old ones also want their handshake answered (volcano-vgpu contract §2). Called by `volcano_vgpu`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.node_lock import unlocked
+from vgpu_agent.nodes import NodeWishes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vgpu_agent.model import Gpu
+
+REGISTER = "volcano.sh/node-vgpu-register"
+HANDSHAKE = "volcano.sh/node-vgpu-handshake"
+LOCK = "hamivgpu"
+TYPE_PREFIX = "NVIDIA-"
+MODE = "hami-core"
+
+# A scheduler writes its lock in whole seconds, and its clock is not ours.
+_TOLERANCE_SECONDS = 1.0
+_SEPARATORS = re.compile(r"[,:\s]+")
+
+
+def card_type(gpu: Gpu) -> str:
+    """The type of a card as pods select it: ``NVIDIA-NVIDIA A10``; a product name must not break the annotation."""
+    return TYPE_PREFIX + _SEPARATORS.sub(" ", gpu.name).strip()
+
+
+def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, available: Mapping[str, bool]) -> str:
+    """The register annotation: one entry a GPU, in the order of ``gpus``, which is the order in which schedulers count (contract §2.1).
+
+    A GPU that must not be given away is announced with count 0: schedulers read the health and ignore it, while a count of 0 keeps new pods
+    off and the accounting of the old ones right (volcano-vgpu:D6).
+    """
+    return "".join(
+        f"{gpu.uuid},{split if available[gpu.uuid] else 0},{units[gpu.uuid]},{card_type(gpu)},"
+        f"{'true' if available[gpu.uuid] else 'false'},{MODE}:"
+        for gpu in gpus
+    )
+
+
+def handshake_wishes(standing: str | None, *, now: float, pause_seconds: float) -> NodeWishes:
+    """An answer where none stands or where a scheduler asks; nothing at all while our last answer stands (contract §2.3)."""
+    if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
+        return NodeWishes()
+    return NodeWishes(annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds})
+
+
+def lock_wishes(standing: str | None, *, allocated_at: float | None) -> NodeWishes:
+    """Take the scheduler's lock away once the kubelet has admitted the pod for which it was taken (contract §2.4, volcano-vgpu:D19).
+
+    With Allocate the pod is in kubelet's hands, so the next one may be scheduled, whatever becomes of this one; a lock that was taken since
+    stays.
+    """
+    return unlocked(standing, LOCK, None if allocated_at is None else allocated_at + _TOLERANCE_SECONDS)
+
+
+def farewell(*, now: float) -> NodeWishes:
+    """What should stand on a node that the agent leaves for good: nothing that makes a scheduler send pods (volcano-vgpu:D24)."""
+    return NodeWishes(annotations={REGISTER: None, HANDSHAKE: f"Deleted_{_scheduler_time(now)}", LOCK: None})
+
+
+def _written(now: float) -> str:
+    return f"{_utc(now):%Y-%m-%d %H:%M:%S} +0000 UTC"
+
+
+def _scheduler_time(now: float) -> str:
+    return f"{_utc(now):%Y.%m.%d %H:%M:%S}"
+
+
+def _utc(now: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(now, dt.UTC)

@@ -1,0 +1,206 @@
+"""What a node offers in the words of `volcano-vgpu`: three resources, or four, and the unit in which memory is counted.
+
+Ids are those of the replaced plugin, because kubelet's checkpoint holds them for running pods (volcano-vgpu contract §1.2). Its memory list
+outgrows kubelet's message on large cards (volcano-vgpu:D9); here the unit grows instead, or the start says which one would fit. Called by
+`volcano_vgpu` with each inventory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import IdBlock, NumberedIds
+from vgpu_agent.errors import ConfigError
+from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
+from vgpu_agent.families.volcano_vgpu_asks import Names
+from vgpu_agent.families.volcano_vgpu_decisions import Offer
+from vgpu_agent.model import Decider, Resource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.config.volcano_files import Overlay
+    from vgpu_agent.model import Gpu, Inventory
+
+FAMILY = "volcano-vgpu"
+_SETTINGS = "volcanoVgpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VolcanoVgpuOptions:
+    """How this node offers its GPUs.
+
+    Attributes:
+        names: of the resources.
+        offer_percentage: the percentage resource is offered as well.
+        split: how many containers may share one GPU.
+        factor: MiB in one unit of memory; 0 for the smallest power of two whose list fits into a message.
+        memory_scaling: how many times a GPU's memory is offered.
+        cores_scaling: the same for compute.
+        limit_cores: compute is limited as well as booked.
+        hidden_uuids: GPUs that are not offered.
+        hidden_indices: the same, by NVML index.
+        requested: variables with which the NVIDIA runtime is asked for further devices.
+        pass_device_specs: device nodes are named too.
+        id_strategy: ``uuid`` or ``index``: what the container is told.
+        policy: ``binpack`` or ``spread``, for pods that no GPU scheduler has placed.
+        handshake_seconds: shortest time between two answers to an old scheduler's handshake.
+        message_budget_bytes: largest device list that is sent to kubelet.
+        device_root: host directory below which the device nodes are.
+        control_nodes: those of NVIDIA's control nodes that exist, in contract order.
+    """
+
+    names: Names = dataclasses.field(default_factory=Names)
+    offer_percentage: bool = False
+    split: int = 10
+    factor: int = 0
+    memory_scaling: float = 1.0
+    cores_scaling: float = 1.0
+    limit_cores: bool = True
+    hidden_uuids: frozenset[str] = frozenset()
+    hidden_indices: frozenset[int] = frozenset()
+    requested: tuple[str, ...] = ("NVIDIA_GDRCOPY", "NVIDIA_GDS", "NVIDIA_MOFED")
+    pass_device_specs: bool = False
+    id_strategy: str = "uuid"
+    policy: str = "binpack"
+    handshake_seconds: float = 15.0
+    message_budget_bytes: int = 3_670_016
+    device_root: str = "/"
+    control_nodes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_settings(cls, settings: Settings, *, control_nodes: tuple[str, ...], node_config: Overlay | None = None) -> VolcanoVgpuOptions:
+        """The options that the configuration asks for.
+
+        Args:
+            settings: with the files of the replaced plugin already laid over ``volcano_vgpu`` (`Overlay.over`).
+            control_nodes: as for the `nvidia` family.
+            node_config: the node's own file, for the GPUs that it hides.
+        """
+        vgpu = settings.volcano_vgpu
+        requested = (
+            ("NVIDIA_GDRCOPY", vgpu.gdrcopy_enabled),
+            ("NVIDIA_GDS", vgpu.gds_enabled),
+            ("NVIDIA_MOFED", vgpu.mofed_enabled),
+        )
+        return cls(
+            names=Names(vgpu.number_resource, vgpu.memory_resource, vgpu.cores_resource, vgpu.memory_percentage_resource),
+            offer_percentage=vgpu.offer_memory_percentage,
+            split=vgpu.device_split_count,
+            factor=vgpu.gpu_memory_factor,
+            memory_scaling=vgpu.device_memory_scaling,
+            cores_scaling=vgpu.device_core_scaling,
+            limit_cores=not vgpu.disable_core_limit,
+            hidden_uuids=node_config.hidden_uuids if node_config else frozenset(),
+            hidden_indices=node_config.hidden_indices if node_config else frozenset(),
+            requested=tuple(variable for variable, enabled in requested if enabled),
+            pass_device_specs=settings.plugin.pass_device_specs,
+            id_strategy=settings.plugin.device_id_strategy,
+            policy=settings.binding.policy,
+            handshake_seconds=settings.cluster.handshake_min_seconds,
+            message_budget_bytes=settings.kubelet.message_budget_bytes,
+            device_root=settings.gpu.dev_root or settings.gpu.driver_root,
+            control_nodes=control_nodes,
+        )
+
+
+def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu, ...]:
+    """The GPUs that are offered, by minor number, which is how schedulers count them (contract §2.1).
+
+    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones.
+    """
+    offered = (
+        gpu
+        for gpu in inventory.gpus
+        if not gpu.mig_enabled and gpu.uuid not in options.hidden_uuids and gpu.index not in options.hidden_indices
+    )
+    return tuple(sorted(offered, key=lambda gpu: (gpu.minor, gpu.index)))
+
+
+def offer_of(inventory: Inventory, options: VolcanoVgpuOptions) -> Offer:
+    """The unit of memory, and each GPU's memory in it."""
+    gpus = shared_gpus(inventory, options)
+    factor = options.factor or _fitting_factor(gpus, options) or LARGEST_FACTOR
+    return Offer(options.names, factor, {gpu.uuid: _units(gpu, options.memory_scaling, factor) for gpu in gpus})
+
+
+def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Resource, ...]:
+    """Number, memory, cores, and the percentage where it is offered; nothing on a node without GPUs to share.
+
+    Only the number's ids are booked and answered; the others are there for schedulers to count (contract §1, §4).
+
+    Raises:
+        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet contract V13).
+    """
+    gpus, names = shared_gpus(inventory, options), options.names
+    if not gpus:
+        return ()
+    offer = offer_of(inventory, options)
+    cores = int(100 * options.cores_scaling)
+    number = _ids(gpus, "-", lambda _: options.split)
+    resources = [
+        Resource(
+            names.number,
+            FAMILY,
+            number,
+            holders_per_device=options.split,
+            memory_scaling=options.memory_scaling,
+            cores_scaling=options.cores_scaling,
+            pre_start_required=True,
+            decided_by=Decider.POD,
+            prefers=False,
+            unit=f"{_SETTINGS}.deviceSplitCount",
+        ),
+        _counted(names.memory, _memory_ids(gpus, offer), "gpuMemoryFactor"),
+        _counted(names.cores, _ids(gpus, "-core-", lambda _: cores), "deviceCoreScaling"),
+    ]
+    if options.offer_percentage:
+        percents = _ids(gpus, "-memory-percentage-", lambda _: 100 * options.split)
+        resources.append(_counted(names.percentage, percents, "deviceSplitCount"))
+    _check_lists(resources, gpus, options)
+    return tuple(resources)
+
+
+def _counted(name: str, ids: NumberedIds, setting: str) -> Resource:
+    return Resource(name, FAMILY, ids, decided_by=Decider.NOBODY, prefers=False, unit=f"{_SETTINGS}.{setting}")
+
+
+def _units(gpu: Gpu, scaling: float, factor: int) -> int:
+    """A GPU's memory: MiB, times the scaling, in whole units."""
+    return int(gpu.memory_mib * scaling) // factor
+
+
+def _memory_ids(gpus: Sequence[Gpu], offer: Offer) -> NumberedIds:
+    return _ids(gpus, "-memory-", lambda gpu: offer.units[gpu.uuid])
+
+
+def _ids(gpus: Sequence[Gpu], infix: str, count: Callable[[Gpu], int]) -> NumberedIds:
+    """``<UUID><infix><n>`` for each GPU, without topology."""
+    return NumberedIds(tuple(IdBlock(f"{gpu.uuid}{infix}", count(gpu), gpu.uuid) for gpu in gpus if count(gpu) > 0))
+
+
+def _fitting_factor(gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> int | None:
+    def size_bytes(factor: int) -> int:
+        return list_bytes(_ids(gpus, "-memory-", lambda gpu: _units(gpu, options.memory_scaling, factor)))
+
+    return smallest_fitting_factor(size_bytes, options.message_budget_bytes)
+
+
+def _check_lists(resources: Sequence[Resource], gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> None:
+    problems = []
+    for resource in resources:
+        ids = resource.ids
+        size = list_bytes(ids) if isinstance(ids, NumberedIds) else 0
+        if size <= options.message_budget_bytes:
+            continue
+        remedy = f"{resource.unit}: choose less"
+        if resource.name == options.names.memory and (fitting := _fitting_factor(gpus, options)):
+            remedy = f"{resource.unit}: {fitting} would fit, or 0 to have it chosen"
+        problems.append(
+            f"{resource.name}: {len(ids)} ids make a device list of {size} bytes, and kubelet.messageBudgetBytes allows"
+            f" {options.message_budget_bytes}; {remedy}"
+        )
+    if problems:
+        raise ConfigError(problems)
