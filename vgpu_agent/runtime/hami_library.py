@@ -127,7 +127,7 @@ def _write_if_different(path: str, content: bytes) -> None:
 
 
 def _checked(content: bytes, source: str) -> str:
-    """What is known of the layout of its shared region: ``1.2`` or ``unknown``.
+    """What is known of the layout of its shared region: ``1.1 or 1.2``, which differ in nothing that we write, or ``unknown``.
 
     Raises:
         CarrierError: it is no shared library for this machine, it is not all there, or its layout is another than that of our regions.
@@ -144,7 +144,7 @@ def _checked(content: bytes, source: str) -> str:
                     f"deliver the library of HAMi 2.8.2 or newer, {_INSTEAD}"
                 )
         return "unknown"
-    return "1.2" if _number(_OUR_LAYOUT) in content else "unknown"
+    return "1.1 or 1.2" if _number(_OUR_LAYOUT) in content else "unknown"
 
 
 def _problem(content: bytes) -> str:

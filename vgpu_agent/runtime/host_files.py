@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
-import itertools
 import os
 import shutil
 import stat
@@ -32,8 +31,6 @@ TEMPORARY_PREFIX = ".vgpu-agent-"
 TEMPORARY_SUFFIX = ".tmp"
 
 _PASSABLE = 0o755
-
-_numbers = itertools.count()
 
 
 class _State(enum.Enum):
@@ -219,7 +216,7 @@ def _write_in_place(path: str, parts: Sequence[tuple[int, bytes]], mode: int) ->
 
 
 def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int) -> None:
-    temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}")
+    temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:

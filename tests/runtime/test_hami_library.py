@@ -1,0 +1,180 @@
+"""The operator's library: checked, installed under a name of its own, never replaced in place."""
+
+from __future__ import annotations
+
+import os
+import platform
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.conftest import names
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.journal import Journal
+from vgpu_agent.runtime.hami_library import HamiLibrary
+
+
+def elf(content: bytes = b"", *, size: int = 2_008_952, kind: int = 3, word: int = 2, machine: int = 62, missing: int = 0) -> bytes:
+    """A shared object as far as its head goes, with the region's size in its code as a compiler leaves it there."""
+    body = b"\xbe" + size.to_bytes(4, "little") + content
+    head = struct.pack(
+        "<16sHHIQQQIHHHHHH", b"\x7fELF" + bytes([word, 1, 1]), kind, machine, 1, 0, 64, 64 + len(body), 0, 64, 56, 0, 64, 1, 0
+    )
+    return (head + body + bytes(64))[: -missing or None]
+
+
+def lay(path: Path, content: bytes, time: int = 1) -> Path:
+    """Deliver a library, as of a certain time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    os.utime(path, (time, time))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """The host directory, still missing."""
+    return tmp_path / "vgpu"
+
+
+@pytest.fixture
+def library(host: Path, tmp_path: Path, journal: Journal) -> HamiLibrary:
+    """What installs from where the operator delivers."""
+    return HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal)
+
+
+async def test_a_library_is_installed_under_a_name_made_of_its_content(
+    library: HamiLibrary, host: Path, tmp_path: Path, journal: Journal
+) -> None:
+    """volcano-vgpu:D21; and the file that preloads it says the path in the container, without a newline."""
+    lay(tmp_path / "libvgpu.so", elf())
+    path = await library.install()
+    assert path == library.path
+    assert names(host) == ["ld.so.preload", os.path.basename(path)]
+    assert os.path.basename(path).removeprefix("libvgpu.so.").isalnum()
+    assert (read(path), read(host / "ld.so.preload")) == (elf(), b"/usr/local/vgpu/libvgpu.so")
+    assert [(entry.event, entry.facts["layout"]) for entry in journal.entries] == [("hami.library_installed", "1.1 or 1.2")]
+
+
+async def test_without_a_setting_it_is_taken_from_the_host_directory(host: Path, journal: Journal) -> None:
+    """Where the replaced plugin's image copies it to."""
+    lay(host / "libvgpu.so", elf())
+    assert (await HamiLibrary(str(host), "", journal).install()).startswith(f"{host}/libvgpu.so.")
+
+
+async def test_installing_again_writes_nothing(library: HamiLibrary, tmp_path: Path, host: Path, journal: Journal) -> None:
+    """Neither in this agent nor in the next."""
+    lay(tmp_path / "libvgpu.so", elf())
+    path = await library.install()
+    os.utime(path, (1, 1))
+    os.utime(host / "ld.so.preload", (1, 1))
+    assert await library.refresh() == path
+    assert await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal).install() == path
+    assert (os.stat(path).st_mtime, os.stat(host / "ld.so.preload").st_mtime) == (1, 1)
+
+
+async def test_a_newer_library_lies_beside_the_old_one(library: HamiLibrary, tmp_path: Path) -> None:
+    """volcano-vgpu:D21: containers that run have the old one mapped, and it stays as it is."""
+    lay(tmp_path / "libvgpu.so", elf(b"old"))
+    old = await library.install()
+    lay(tmp_path / "libvgpu.so", elf(b"new"), time=2)
+    new = await library.refresh()
+    assert (read(old), read(new), library.path) == (elf(b"old"), elf(b"new"), new)
+
+
+@pytest.mark.parametrize("name", ["library", "ld.so.preload"])
+async def test_what_somebody_deleted_or_changed_comes_back(name: str, library: HamiLibrary, tmp_path: Path, host: Path) -> None:
+    """A container without it would not start, or run without a limit."""
+    lay(tmp_path / "libvgpu.so", elf())
+    path = await library.install()
+    lost = path if name == "library" else str(host / name)
+    before = read(lost)
+    os.unlink(lost)
+    await library.refresh()
+    assert read(lost) == before
+
+
+async def test_an_installed_library_that_was_damaged_is_replaced(host: Path, tmp_path: Path, journal: Journal) -> None:
+    """Its name promises its content."""
+    lay(tmp_path / "libvgpu.so", elf())
+    path = await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal).install()
+    lay(Path(path), b"damaged")
+    await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal).install()
+    assert read(path) == elf()
+
+
+async def test_a_missing_library_is_said_with_both_remedies(library: HamiLibrary, tmp_path: Path) -> None:
+    """The resource is not offered, and this is what /readyz says."""
+    with pytest.raises(
+        CarrierError, match=rf"no usable library at {tmp_path}/libvgpu\.so: No such file.*deliver.*or set volcanoVgpu\.isolation"
+    ):
+        await library.install()
+    assert library.path == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty"),
+        (b"#!/bin/sh", "no ELF file"),
+        (b"\x7fELF", "no ELF file"),
+        (b"junk" * 100, "no ELF file"),
+        (elf(word=1), "not a 64-bit"),
+        (elf(kind=2), "no shared library"),
+        (elf(machine=183), "another processor"),
+        (elf(missing=10), "not complete"),
+        (elf(size=2_008_984), r"of HAMi 2\.8\.1, whose shared region has another layout"),
+        (elf(size=1_197_896), r"HAMi 2\.3 to 2\.4\.0"),
+        (elf(size=804_680), r"HAMi before 2\.3"),
+    ],
+)
+async def test_a_library_that_would_not_limit_is_refused(
+    content: bytes, said: str, library: HamiLibrary, tmp_path: Path, host: Path
+) -> None:
+    """And not installed; hami-core contract §0.3 fact 10 about layouts."""
+    lay(tmp_path / "libvgpu.so", content)
+    with pytest.raises(CarrierError, match=rf"libvgpu\.so is .*{said}"):
+        await library.install()
+    assert names(host) == ["ld.so.preload"]
+
+
+async def test_a_bad_delivery_leaves_the_good_library_in_use(library: HamiLibrary, tmp_path: Path) -> None:
+    """It may be one that is still being copied; the next refresh finds it whole."""
+    lay(tmp_path / "libvgpu.so", elf())
+    good = await library.install()
+    lay(tmp_path / "libvgpu.so", elf(b"new", missing=1), time=2)
+    with pytest.raises(CarrierError, match="still being copied"):
+        await library.refresh()
+    assert library.path == good
+    lay(tmp_path / "libvgpu.so", elf(b"new"), time=3)
+    assert await library.refresh() != good
+
+
+@pytest.mark.parametrize(("content", "machine"), [(elf(size=1), "x86_64"), (elf(machine=183, size=1), "aarch64")])
+async def test_a_layout_that_cannot_be_seen_is_accepted_and_recorded(
+    content: bytes, machine: str, library: HamiLibrary, tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another compiler, another processor: the number need not stand in the code as it is."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    lay(tmp_path / "libvgpu.so", content)
+    await library.install()
+    assert journal.entries[0].facts["layout"] == "unknown"
+
+
+async def test_a_host_directory_that_cannot_be_written_is_an_error(tmp_path: Path, journal: Journal) -> None:
+    """With the path and what helps."""
+    lay(tmp_path / "libvgpu.so", elf())
+    lay(tmp_path / "file", b"")
+    with pytest.raises(CarrierError, match="move away what stands in the place of a directory"):
+        await HamiLibrary(str(tmp_path / "file"), str(tmp_path / "libvgpu.so"), journal).install()
+
+
+def read(path: str | Path) -> bytes:
+    """The content."""
+    return Path(path).read_bytes()
