@@ -575,7 +575,7 @@ def test_the_schedulers_lock_is_given_back_after_an_allocate() -> None:
     wishes = _family().node_wishes(_view(node=locked, allocated_at=1795192592.0))
     assert wishes.annotations == {UNHEALTHY: None, "gpu": None}
     assert wishes.guarded == {"gpu"}
-    assert "gpu" not in _family().node_wishes(_view(node=locked, allocated_at=1795192590.0)).annotations
+    assert "gpu" not in _family().node_wishes(_view(node=locked, allocated_at=1795192589.0)).annotations
 
 
 def _blocks(resource: Resource) -> list[IdBlock]:

@@ -12,6 +12,9 @@ import re
 
 from vgpu_agent.nodes import NodeWishes
 
+# The scheduler's clock is not ours: a lock that seems to come after the Allocate by less than this was taken before it.
+CLOCK_TOLERANCE_SECONDS = 1.0
+
 _RFC_3339 = re.compile(r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", re.ASCII)
 
 

@@ -18,7 +18,7 @@ from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
 from vgpu_agent.families.family import Decision
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
-from vgpu_agent.families.node_lock import unlocked
+from vgpu_agent.families.node_lock import CLOCK_TOLERANCE_SECONDS, unlocked
 from vgpu_agent.families.volcano_gpushare_numbers import first_units, numbered_gpus, parse_indices, units
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Resource, Share
@@ -207,7 +207,9 @@ class VolcanoGpushareFamily:
     def node_wishes(self, view: NodeView) -> NodeWishes:
         """The counts that the scheduler multiplies and divides by, the cards it must not use, and its lock given back."""
         rooms = view.rooms.get(self._resource_name)
-        lock = unlocked(view.node.annotations.get(NODE_LOCK), NODE_LOCK, view.allocated_at.get(self._resource_name))
+        allocated_at = view.allocated_at.get(self._resource_name)
+        tolerated = None if allocated_at is None else allocated_at + CLOCK_TOLERANCE_SECONDS
+        lock = unlocked(view.node.annotations.get(NODE_LOCK), NODE_LOCK, tolerated)
         if rooms is None:
             # Nothing is offered (any more), so the count of an earlier moment must not make the scheduler believe in cards.
             stale = self._options.strategy == SHARE and NUMBER_RESOURCE in view.node.capacity
