@@ -188,6 +188,27 @@ async def test_nothing_that_is_mounted_is_collected(grants: GrantDirectory, gran
     assert await grants.collect(lambda _: False) == (record,)
 
 
+async def test_where_mounts_cannot_be_seen_kubelets_word_is_enough(grants: GrantDirectory, grant: MakeGrant, proc: HostProc) -> None:
+    """Without the host's process ids a directory would otherwise stay for ever."""
+    record, provision = grant()
+    await grants.deliver(record, provision)
+    (proc.root / "1" / "mountinfo").write_bytes((proc.root / "self" / "mountinfo").read_bytes())
+    assert await grants.collect(lambda _: False) == (record,)
+    assert not read(provision.files[0].path)
+
+
+async def test_a_directory_that_two_grants_of_a_container_share_goes_with_the_last(grants: GrantDirectory, grant: MakeGrant) -> None:
+    """A container may hold shares through two resources."""
+    first, provision = grant()
+    second = dataclasses.replace(first, token="f" * 32)
+    await grants.deliver(first, provision)
+    await grants.deliver(second, provision)
+    assert await grants.collect(lambda record: record == second) == (first,)
+    assert read(provision.files[0].path)
+    assert await grants.collect(lambda _: False) == (second,)
+    assert not read(provision.files[0].path)
+
+
 async def test_a_grant_that_was_renewed_meanwhile_is_not_collected(grants: GrantDirectory, grant: MakeGrant) -> None:
     """The ids of a pod that is gone may be another pod's before the collection comes to them."""
     record, provision = grant()

@@ -1,7 +1,7 @@
 """The CDI specs of this node's grants, one file each, and the host files behind them: how a late-bound container gets what was decided.
 
 `Allocate` hands kubelet a CDI name that means nothing yet; `allocation` decides at `PreStartContainer` and has this carrier put the spec
-of that name into the runtime's directory (DESIGN's "bind late"; docs/architecture.md). `agent` loads the directory at start, restores it
+of that name into the runtime's directory, before it says yes to the start. `agent` loads the directory at start, restores it
 after a reboot, and collects what belongs to pods that are gone.
 """
 
@@ -107,7 +107,7 @@ class GrantDirectory:
             the grants that were removed.
         """
         removed = []
-        for record in (*self._records.values(), *self._prepared.values()):
+        for record in self._all():
             if keep(record):
                 continue
             try:
@@ -143,7 +143,10 @@ class GrantDirectory:
         return self._locks[hash(token) % _LOCKS]
 
     def _owned(self) -> set[str]:
-        return {record.collected for record in (*self._records.values(), *self._prepared.values())}
+        return {record.collected for record in self._all()}
+
+    def _all(self) -> tuple[GrantRecord, ...]:
+        return *self._records.values(), *self._prepared.values()
 
     def _load(self) -> list[tuple[str, dict[str, str]]]:
         notes: list[tuple[str, dict[str, str]]] = []
@@ -180,7 +183,7 @@ class GrantDirectory:
                 host_files.replace_file(path, content)
             with self._changing:
                 self._records = {**self._records, record.token: record}
-            if before is not None and before.collected not in {"", record.collected}:
+            if before is not None and before.collected not in {"", *self._owned()}:
                 # The ids have changed hands (an init container has made room, a pod has ended). If it cannot be removed now, `sweep` will.
                 with contextlib.suppress(CarrierError):
                     self._remove_if_free(before.collected)
@@ -196,7 +199,8 @@ class GrantDirectory:
             specced, prepared = self._records.get(record.token) is record, self._prepared.get(record.token) is record
             if not specced and not prepared:
                 return False  # somebody else has got these ids meanwhile
-            if record.collected and not self._remove_if_free(record.collected):
+            shared = any(other.collected == record.collected for other in self._all() if other is not record)
+            if record.collected and not shared and not self._remove_if_free(record.collected):
                 return False
             if specced:
                 path = self._path(record.token)

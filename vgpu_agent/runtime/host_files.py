@@ -191,7 +191,7 @@ def _is_fresh(descriptor: int, file: HostFile) -> bool:
             low, high = max(offset, begin), min(offset + len(part), end)
             if low < high:
                 found[low - begin : high - begin] = bytes(high - low)
-        if any(found):
+        if found.count(0) != len(found):
             return False
         begin = end
     return True
