@@ -90,8 +90,9 @@ class VolcanoVgpuFamily:
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """A number of k means k different GPUs, so more than the node has can never be had (contract §8)."""
-        gpus = len({entry.device for entry in resource.ids}) if len(ids) > 1 else 1
-        if resource.name == self._options.names.number and len(ids) > gpus:
+        if resource.name != self._options.names.number or len(ids) < 2:
+            return
+        if len(ids) > (gpus := len({entry.device for entry in resource.ids})):
             raise RequestRefusedError(
                 f"{resource.name}: {len(ids)} are asked for, and each must be another GPU; this node shares {gpus}; ask for at most {gpus}"
             )
