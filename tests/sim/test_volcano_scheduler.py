@@ -121,6 +121,17 @@ async def test_the_old_way_writes_the_annotations_before_it_binds(cluster: Clust
     assert "annotations" not in _bindings(cluster)[0]["metadata"]
 
 
+async def test_annotations_of_an_earlier_attempt_count_for_nothing(cluster: Cluster) -> None:
+    """An old scheduler that died between patch and bind leaves them behind: no card is taken by them, and they are written anew."""
+    cluster.server.objects.patch("nodes", "node-a", {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "Reported now"}}})
+    stale = {"volcano.sh/vgpu-node": "elsewhere", "volcano.sh/vgpu-time": "1", IDS: f"{U1},NVIDIA,24576,0:"}
+    cluster.add(pod("a", asking(1, 24576), annotations=stale), pod("b", asking(1, 24576), annotations=stale))
+    cluster.start(old=True)
+    await cluster.bound("a", "b")
+    assert cluster.ids("a", "b") == ["U1,NVIDIA,24576,0:", "U0,NVIDIA,24576,0:"]
+    assert [cluster.pod(name)["metadata"]["annotations"]["volcano.sh/vgpu-node"] for name in ("a", "b")] == ["node-a"] * 2
+
+
 async def test_the_old_way_gives_a_node_up_that_does_not_answer(cluster: Cluster) -> None:
     """Requesting, and Deleted after 60 seconds; then pods arrive without annotations."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.sim.volcano_objects import gpushare_node, node, pod
 from vgpu_agent.sim import volcano_annotations as words
@@ -31,6 +33,19 @@ def test_handshake(value: str | None, expected: tuple[bool, str | None]) -> None
     assert words.answer_handshake(value, NOW) == expected
 
 
+@given(st.text(alphabet=st.sampled_from("GPU-0123456789abeE,:;_. []truefalshmig\x00é")))
+def test_junk_is_read_without_a_word(text: str) -> None:
+    """What others wrote into annotations never ends a round; it means nothing, or numbers."""
+    registration = words.parse_registration(text)
+    cards = registration.cards if registration else ()
+    assert all(isinstance(number, int) for card in cards for number in (card.index, card.seats, card.memory))
+    assert all(isinstance(number, int) for claim in words.parse_claims(text) for number in (claim.memory, claim.cores))
+    assert all(index >= 0 for index in words.parse_indices(text))
+    assert words.answer_handshake(f"Requesting_{text}", NOW)[0] in (True, False)
+    assert isinstance(words.lock_age(text, NOW), float | None)
+    assert abs(resources.amount(text)) < 2**63
+
+
 def test_lock_stamps() -> None:
     """Contract volcano-vgpu §2.4: RFC 3339 in whole seconds; what cannot be read has no age."""
     assert words.lock_stamp(NOW) == "2026-11-20T18:51:32Z"
@@ -41,7 +56,7 @@ def test_lock_stamps() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("10k", 10_000), ("3Gi", 3 * 2**30), ("500m", Decimal("0.5")), ("1E", 10**18), ("7", 7), ("x", 0), ("Infinity", 0)],
+    [("10k", 10_000), ("3Gi", 3 * 2**30), ("500m", Decimal("0.5")), ("1E", 10**18), ("7", 7), ("x", 0), ("Infinity", 0), ("1e99999999", 0)],
 )
 def test_quantities(text: str, expected: Decimal | int) -> None:
     """Kubernetes writes ten thousand devices as 10k."""

@@ -135,7 +135,7 @@ def lock_age(value: str, now: float) -> float | None:
     """Seconds since a node lock was taken, None when its time cannot be read."""
     try:
         return now - dt.datetime.fromisoformat(value).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 

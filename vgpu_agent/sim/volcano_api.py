@@ -155,6 +155,7 @@ class Collection:
     async def run(self) -> None:
         """List, watch, and begin anew for ever."""
         while True:
+            self.synced = False
             self._doubted.clear()
             try:
                 async with asyncio.TaskGroup() as group:
@@ -165,7 +166,6 @@ class Collection:
                     doubting.cancel()
             except* ClusterError as errors:
                 _logger.warning("sim.volcano.watch_broken", path=self._path, error=str(errors.exceptions[0]))
-                self.synced = False
                 await asyncio.sleep(self._retry_seconds)
 
     def doubt(self) -> None:

@@ -16,6 +16,7 @@ Object = dict[str, Any]
 Amounts = dict[str, decimal.Decimal]
 
 _ZERO = decimal.Decimal(0)
+_TOO_MUCH = decimal.Decimal(2) ** 63  # Kubernetes counts in 64 bits
 _SUFFIXES = {
     **{
         suffix: decimal.Decimal(10) ** power for suffix, power in (("n", -9), ("u", -6), ("m", -3), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
@@ -26,14 +27,14 @@ _SUFFIXES = {
 
 
 def amount(text: object) -> decimal.Decimal:
-    """The number behind a Kubernetes quantity (``10k``, ``500m``, ``3Gi``); 0 for what is none."""
+    """The number behind a Kubernetes quantity (``10k``, ``500m``, ``3Gi``); 0 for what is none or counts beyond 64 bits."""
     written = str(text)
     suffix = next((suffix for suffix in ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei", *_SUFFIXES) if written.endswith(suffix)), "")
     try:
         number = decimal.Decimal(written.removesuffix(suffix)) * _SUFFIXES.get(suffix, decimal.Decimal(1))
-    except decimal.InvalidOperation:
+    except decimal.DecimalException:
         return _ZERO
-    return number if number.is_finite() else _ZERO
+    return number if number.is_finite() and abs(number) < _TOO_MUCH else _ZERO
 
 
 def annotations_of(thing: Object) -> dict[str, str]:
