@@ -21,6 +21,7 @@ from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
+from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.status import KubeletStatus, NvmlState, PluginState
 
@@ -55,6 +56,7 @@ class Parts:
                 ledger=self.ledger,
                 settings=settings.kubelet,
                 kubelet=self.kubelet,
+                pod_resources=PodResources(settings.kubelet.pod_resources_socket, timeout_seconds=1),
                 journal=journal,
                 servers=tuple,
             ),

@@ -55,6 +55,7 @@ class Parts:
             ledger=self.ledger,
             settings=Kubelet(),
             kubelet=self.kubelet,
+            pod_resources=PodResources(Kubelet().pod_resources_socket, timeout_seconds=1),
             journal=self.journal,
             servers=lambda: self.servers,
             clock=self._clock,

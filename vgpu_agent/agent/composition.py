@@ -18,20 +18,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__, log
+from vgpu_agent.agent.cluster_side import ClusterSide
+from vgpu_agent.agent.families_in_force import FamiliesInForce
+from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.agent.lag import LoopLag
-from vgpu_agent.agent.offering import Offering, check_offer
+from vgpu_agent.agent.offering import Offering
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
+from vgpu_agent.agent.witness import KubeletWitness
 from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.binder import Surroundings
+from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.errors import ConfigError
-from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
+from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.waiting import unless
 from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Decider
+from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.status import KubeletStatus
 from vgpu_agent.web.server import WebServer
 
@@ -79,8 +86,31 @@ class Agent:
             journal=self._journal,
             status=self._kubelet,
         )
+        self._cluster = ClusterSide(settings, self._journal, self._supervisor)
+        self._refusals = Refusals()
+        self._pod_resources = PodResources(
+            settings.kubelet.pod_resources_socket, timeout_seconds=settings.kubelet.pod_resources_timeout_seconds
+        )
+        directory = GrantDirectory(settings.binding.cdi_directory, self._journal, proc_root=settings.gpu.proc_root)
         self._allocator = Allocator(
-            ledger=self._ledger, families=Families(), inventory=lambda: self._watch.inventory.value, journal=self._journal
+            ledger=self._ledger,
+            families=Families(),
+            inventory=lambda: self._watch.inventory.value,
+            journal=self._journal,
+            surroundings=Surroundings(
+                node=settings.node_name_or_hostname,
+                book=self._cluster.book,
+                witness=KubeletWitness(
+                    self._pod_resources,
+                    settings.kubelet.checkpoint_path,
+                    resources=lambda: [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD],
+                    with_answers=lambda: self._allocator.mode is not None and not self._allocator.mode.late,
+                ),
+                fetch=self._cluster.fetch,
+                carrier=directory,
+                refusals=self._refusals,
+                settings=settings.binding,
+            ),
         )
         self._offering = Offering(
             ledger=self._ledger,
@@ -90,11 +120,30 @@ class Agent:
             supervisor=self._supervisor,
             journal=self._journal,
         )
+        self._families = FamiliesInForce(
+            settings,
+            origins=loaded.origins,
+            allocator=self._allocator,
+            offering=self._offering,
+            cluster=self._cluster,
+            inventory=lambda: self._watch.inventory.value,
+            journal=self._journal,
+        )
+        self._grants = GrantKeeping(
+            directory=directory,
+            allocator=self._allocator,
+            ledger=self._ledger,
+            book=self._cluster.book,
+            containers_directory=f"{settings.hami_core.host_directory}/vgpu/containers",
+            pause_seconds=settings.kubelet.verify_seconds,
+            refresh=self._look_again,
+        )
         self._verification = Verification(
             allocator=self._allocator,
             ledger=self._ledger,
             settings=settings.kubelet,
             kubelet=self._kubelet,
+            pod_resources=self._pod_resources,
             journal=self._journal,
             servers=lambda: self._offering.plugins,
         )
@@ -151,11 +200,13 @@ class Agent:
         self._loop("event loop", self._lag.run)
         self._loop("kubelet directory", self._directory.run)
         await self._watch.start()
-        families = await self._families(settings)
-        self._check(families)
-        self._allocator.use_families(families)
-        self._allocator.refresh_offer()
+        await self._cluster.connect()
+        await self._grants.load()
+        await self._families.apply(settings)
         await self._verification.rebuild()
+        await self._grants.restore()
+        self._cluster.write(self._allocator, self._refusals, self._ledger.revision)
+        await self._cluster.written_once(settings.cluster.start_wait_seconds)
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
@@ -167,6 +218,13 @@ class Agent:
             stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds + 2 * kubelet.pod_resources_timeout_seconds,
         )
         self._supervisor.start("configuration", self._reload.run)
+        if self._cluster.connected:
+            self._supervisor.start("cluster", functools.partial(self._cluster.follow, self._look_again))
+            self._supervisor.start(
+                "grants",
+                functools.partial(self._grants.run, self._beat("grants")),
+                stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds,
+            )
         self._report.starting = ""
         inventory = self._watch.inventory.value
         _logger.info(
@@ -187,6 +245,7 @@ class Agent:
                 await self._offering.stop()
         except TimeoutError:
             _logger.warning("agent.drain_incomplete", after_seconds=seconds)
+        await self._cluster.close()
         with contextlib.suppress(TimeoutError):
             await self._watch.stop(self._loaded.settings.gpu.event_wait_milliseconds / 1000 * 2)
 
@@ -196,39 +255,24 @@ class Agent:
         _logger.warning("agent.simulated", directory=str(directory), meaning="the GPUs are simulated; no work runs on them")
         await asyncio.to_thread(preload, directory)
 
-    async def _families(self, settings: Settings) -> Families:
-        """The families this configuration asks for; a later family is one entry more."""
-        root = str(settings.gpu.device_node_root).rstrip("/")
-        control_nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
-        return Families((NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=control_nodes)),))
-
-    def _check(self, families: Families) -> None:
-        # By the budget of the start, also at a reload: it is the one that `offering` goes by.
-        budget_bytes = self._loaded.settings.kubelet.message_budget_bytes
-        inventory = self._watch.inventory.value
-        check_offer((item for family in families.all for item in family.resources(inventory)), budget_bytes)
-
     async def _apply(self, settings: Settings) -> None:
         """Put new settings in force as far as that works without a restart.
 
         Raises:
             ConfigError: they would offer more than kubelet takes; nothing has changed.
         """
-        families = await self._families(settings)
-        self._check(families)
-        self._allocator.use_families(families)
+        await self._families.apply(settings)
         self._watch.apply(settings.gpu)
-        self._allocator.refresh_offer()
+        await self._offering.sync()
+
+    async def _look_again(self) -> None:
+        """Something outside the configuration may have changed: the Node, a ConfigMap, a library."""
+        await self._families.again()
         await self._offering.sync()
 
     async def _follow_inventory(self) -> None:
         async for _ in self._watch.inventory.changes():
-            try:
-                self._allocator.refresh_offer()
-            except ConfigError as err:  # GPUs that came after the start; each problem begins with its resource's name
-                for problem in err.problems:
-                    self._offering.withhold(problem.partition(":")[0], problem)
-                continue
+            self._families.refresh()
             await self._offering.sync()
 
     def _loop(self, name: str, loop: Callable[[Callable[[], None]], Awaitable[None]]) -> None:

@@ -69,6 +69,8 @@ class Offering:
         self._changing = asyncio.Lock()
         self._closed = False
         self.withheld: dict[str, str] = {}
+        self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
+        self._refused: dict[str, str] = {}
 
     @property
     def statuses(self) -> tuple[PluginStatus, ...]:
@@ -92,6 +94,16 @@ class Offering:
             self.withheld[resource] = reason
             self._journal.record("plugin.withheld", level="error", resource=resource, reason=reason)
 
+    def refuse(self, resource: str, reason: str) -> None:
+        """Withhold a resource that cannot even be offered, until it is accepted."""
+        self._refused[resource] = reason
+        self.withhold(resource, reason)
+
+    def accept(self, resources: Iterable[str]) -> None:
+        """These can be offered (again)."""
+        for resource in resources:
+            self._refused.pop(resource, None)
+
     async def stop(self) -> None:
         """Drain every plugin server for good; containers go on, and their ids stay theirs."""
         self._closed = True
@@ -106,7 +118,7 @@ class Offering:
         await self._stop(stale)
         self.withheld = {
             name: reason for name, reason in self.withheld.items() if any(item.name == name for item in self._ledger.resources)
-        }
+        } | self._refused
         if self._closed:
             return
         for name in wanted.keys() - self._plugins.keys():
@@ -120,6 +132,9 @@ class Offering:
             await self._supervisor.stop(_task(name))
 
     def _fits(self, resource: Resource) -> bool:
+        if reason := self.blocked.get(resource.family):
+            self.withhold(resource.name, f"{resource.name}: {reason}")
+            return False
         try:
             check_budget(resource, self._settings.message_budget_bytes)
         except ConfigError as err:

@@ -12,7 +12,6 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.listed import ListedIds
-from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.kubelet.waiting import first_of
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
+    from vgpu_agent.kubelet.pod_resources import PodResources
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.status import KubeletStatus
 
@@ -44,6 +44,7 @@ class Verification:
         ledger: Ledger,
         settings: Kubelet,
         kubelet: KubeletStatus,
+        pod_resources: PodResources,
         journal: Journal,
         servers: Callable[[], Iterable[Server]],
         clock: Callable[[], float] = time.time,
@@ -54,7 +55,7 @@ class Verification:
         self._kubelet = kubelet
         self._journal = journal
         self._clock = clock
-        self._pod_resources = PodResources(settings.pod_resources_socket, timeout_seconds=settings.pod_resources_timeout_seconds)
+        self._pod_resources = pod_resources
         self._listed = ListedIds(servers=servers, pod_resources=self._pod_resources, settings=settings, kubelet=kubelet, journal=journal)
         self._restarts_seen = 0
         self._restarted_at = 0.0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class KubeletWitness:
     """Reads both records; see `allocation.binder.Witness`.
 
-    State: the last reading and its number, for those who asked before it began.
+    State: the last complete reading and its number, for those who asked before it began. One that was broken off counts for nobody.
     """
 
     def __init__(
@@ -51,16 +51,18 @@ class KubeletWitness:
         self._resources = resources
         self._with_answers = with_answers
         self._reading = asyncio.Lock()
-        self._begun = 0
+        self._begun = self._finished = 0
         self._last = Testimony(None, None)
 
     async def __call__(self) -> Testimony:
         """What they say, read after this call began."""
         wanted = self._begun + 1
         async with self._reading:
-            if self._begun < wanted:
+            if self._finished < wanted:
                 self._begun += 1
+                number = self._begun
                 self._last = await self._read()
+                self._finished = number
             return self._last
 
     async def _read(self) -> Testimony:

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.allocation.binder import Surroundings
+    from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.allocation.mode import BindingMode
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.device_ids import ListedDevice
     from vgpu_agent.families.family import Family, IdFamily, PodFamily, Question
+    from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Correction, Grant, Holding, Inventory, KubeletRecords, Resource
@@ -250,6 +252,12 @@ class Allocator:
                 if grants or uid in failed:
                     wishes[uid] = {**wishes.get(uid, {}), **family.pod_wishes(pod, grants, failed=uid in failed)}
         return wishes
+
+    def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
+        """See `Binder.deliveries`; none in early mode, where kubelet keeps the answers itself."""
+        if self.binder is None or self.mode is None or not self.mode.late:
+            return []
+        return self.binder.deliveries({family.name: family for family in self._families.by_pod})
 
     # -- how it is done -------------------------------------------------------------------------------------------------------------
 

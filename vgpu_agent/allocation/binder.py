@@ -18,7 +18,7 @@ from vgpu_agent.errors import CapacityError, CarrierError, ClusterError, LedgerE
 from vgpu_agent.families.family import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import Carrier
     from vgpu_agent.allocation.proof import Claim, Testimony
@@ -173,6 +173,28 @@ class Binder:
         self.served = {key: grant for key, grant in self.served.items() if key[0] in uids}
         self.given = {token: given for token, given in self.given.items() if given.decided_for[0] in uids}
         self._turns = {token: turn for token, turn in self._turns.items() if turn.locked()}
+
+    def deliveries(self, families: Mapping[str, PodFamily]) -> list[tuple[GrantRecord, Provision]]:
+        """What the carrier should hold for late grants whose pods are known, and does not: the node was rebooted."""
+        known = {record.token for record in self._around.carrier.records}
+        wanted = []
+        for grant in self._ledger.grants:
+            family, owner = families.get(grant.family), grant.owner
+            if family is None or owner is None or not grant.proven or not grant.shares:
+                continue
+            token = grant_token(grant.resource, grant.ids)
+            pod = self._around.book.get(owner.pod_uid)
+            offered = next((offer for offer in self._ledger.resources if offer.name == grant.resource), None)
+            if token in known or pod is None or offered is None or pod.ended:
+                continue
+            asked = question(self._ledger, offered, pod, owner.container, grant.ids, node=self._around.node, inventory=self._inventory())
+            provision = family.provision(asked, grant.shares)
+            by = grant.evidence[-1] if grant.evidence else "decided before"
+            record = GrantRecord(
+                token, grant.family, grant.resource, len(grant.ids), owner, grant.shares, by, self._clock(), provision.collected
+            )
+            wanted.append((record, provision))
+        return wanted
 
     # -- who ------------------------------------------------------------------------------------------------------------------------
 

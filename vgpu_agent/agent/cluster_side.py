@@ -1,0 +1,232 @@
+"""The API server's part in the agent: what is watched, what is written, and what is remembered for a restart during an outage.
+
+Built by `composition`. Without credentials nothing here runs, and the families that need the API server are not served; with them, an
+outage of any length changes nothing for what is known already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from typing import TYPE_CHECKING
+
+from vgpu_agent.agent.remembered import Memory, Remembered
+from vgpu_agent.cluster.client import ApiClient
+from vgpu_agent.cluster.config_map import ConfigMapWatch
+from vgpu_agent.cluster.credentials import credentials
+from vgpu_agent.cluster.events import Events
+from vgpu_agent.cluster.node_publisher import NodePublisher
+from vgpu_agent.cluster.pod_publisher import PodPublisher
+from vgpu_agent.cluster.reschedule import Reschedule
+from vgpu_agent.cluster.watching import NodeWatch, PodWatch
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.kubelet.waiting import first_of
+from vgpu_agent.pods import PodBook
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.nodes import Node
+    from vgpu_agent.pods import Pod
+
+_COMPONENT = "vgpu-agent"
+
+
+class ClusterSide:
+    """Client, watches and writers.
+
+    State: `book` and `changed` are there from the beginning, everything else from `connect` on. What was remembered stands in for what the
+    API server has not said yet.
+
+    Attributes:
+        book: the pods of this node.
+        changed: moves on when Node or ConfigMap say something new.
+        connected: there are credentials.
+        without: why there is no connection; empty when there is one.
+    """
+
+    def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor) -> None:
+        self.book = PodBook()
+        self.changed: Latest[int] = Latest(0)
+        self.connected = False
+        self.without = "the agent is starting"
+        self.pods: PodWatch | None = None
+        self.nodes: NodeWatch | None = None
+        self.node_publisher: NodePublisher | None = None
+        self.pod_publisher: PodPublisher | None = None
+        self.reschedule: Reschedule | None = None
+        self.events: Events | None = None
+        self.client: ApiClient | None = None
+        self._settings = settings
+        self._journal = journal
+        self._supervisor = supervisor
+        self._config_map: ConfigMapWatch | None = None
+        self._memory = Memory(settings.state_directory)
+        self._remembered: Remembered | None = None
+
+    @property
+    def needed(self) -> bool:
+        """Whether a family is on that cannot do without the API server."""
+        return self._settings.families.volcano_vgpu or self._settings.families.volcano_gpushare
+
+    @property
+    def node(self) -> Node | None:
+        """Our Node, or what is remembered of it while it has not been read."""
+        if self.nodes is not None and self.nodes.node.value is not None:
+            return self.nodes.node.value
+        return self._remembered.as_node if self._remembered else None
+
+    @property
+    def device_config(self) -> str | None:
+        """The text of Volcano's ConfigMap; None when there is none."""
+        if self._config_map is not None and self._config_map.synced.is_set():
+            return self._config_map.text.value
+        return self._remembered.device_config if self._remembered else None
+
+    @property
+    def waits_for(self) -> str:
+        """What must be read before families that need the API server can be offered; empty when it is all there."""
+        if not self.connected:
+            return self.without
+        if self._remembered is None and self._config_map is not None and not self._config_map.synced.is_set():
+            return "the ConfigMap volcano-vgpu-device-config has not been read yet, because the API server does not answer"
+        if self.node is None:
+            return "this node's Node object has not been read yet, because the API server does not answer or does not know it"
+        return ""
+
+    async def connect(self) -> None:
+        """Find credentials, start the watches and wait a while for their first answers."""
+        if not self.needed:
+            self.without = "no family that needs the API server is on"
+            return
+        found = await asyncio.to_thread(credentials, self._settings)
+        if found is None:
+            self.without = "there are no credentials for the API server: run with a service account, or set kubeconfig"
+            self._journal.record("cluster.without_credentials", level="warning", remedy=self.without)
+            return
+        name, cluster = self._settings.node_name_or_hostname, self._settings.cluster
+        self._remembered = await self._memory.recall(name)
+        self.client = client = ApiClient(found, cluster)
+        self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
+        self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
+        watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [
+            ("watch of pods", self.pods),
+            ("watch of this node", self.nodes),
+        ]
+        if self._settings.families.volcano_vgpu and self._settings.volcano_vgpu.read_config_map:
+            self._config_map = ConfigMapWatch(client, settings=cluster, journal=self._journal)
+            watches.append(("watch of volcano-vgpu-device-config", self._config_map))
+        for task, watch in watches:
+            self._loop(task, watch.run, watch.longest_silence_seconds)
+        self.connected, self.without = True, ""
+        await self._first_answers()
+
+    def write(self, allocator: Allocator, refusals: Refusals, wake: Latest[int]) -> None:
+        """Start to keep Node and pods as the families wish them."""
+        if self.client is None or self.nodes is None:
+            return
+        settings = self._settings
+        self.node_publisher = NodePublisher(
+            self.client,
+            settings.node_name_or_hostname,
+            self.nodes.node,
+            allocator.node_wishes,
+            wake,
+            settings.cluster,
+            self._journal,
+        )
+        self.pod_publisher = PodPublisher(self.client, self.book, allocator.pod_wishes, wake, settings.cluster, self._journal)
+        self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal)
+        self.reschedule = Reschedule(
+            self.client,
+            self.events,
+            lambda: refusals.current,
+            refusals.revision,
+            settings.binding,
+            settings.cluster,
+            self._journal,
+        )
+        self._loop("writes to this node", self.node_publisher.run)
+        self._loop("writes to pods", self.pod_publisher.run)
+        self._loop("events", self.events.run)
+        self._loop("refused starts", self.reschedule.run)
+
+    async def written_once(self, seconds: float) -> None:
+        """Wait, but not longer than ``seconds``, until the Node says what this node offers (volcano-vgpu contract §9, row 11)."""
+        if self.node_publisher is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.node_publisher.first.wait()
+
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
+        """See `allocation.binder.Fetch`."""
+        if self.pods is None:
+            raise ClusterError(self.without)
+        return await self.pods.fetch(namespace, name)
+
+    async def follow(self, apply: Callable[[], Awaitable[None]]) -> None:
+        """Remember what was read, and call ``apply`` whenever it says something new; for ever."""
+        if self.nodes is None:
+            return
+        seen = self._facts()
+        await self._memory.keep(seen)
+        while True:
+            versions = self.nodes.node.version, self._config_map.text.version if self._config_map else 0
+            facts = self._facts()
+            if facts != seen:
+                seen = facts
+                await self._memory.keep(facts)
+                self.changed.publish(self.changed.value + 1)
+                await apply()
+            await first_of(
+                self.nodes.node.newer_than(versions[0]),
+                *([self._config_map.text.newer_than(versions[1])] if self._config_map else []),
+                timeout_seconds=self._settings.cluster.backoff_max_seconds,
+            )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self.client is not None:
+            await self.client.close()
+
+    def _facts(self) -> Remembered:
+        node = self.node
+        return Remembered(
+            node=self._settings.node_name_or_hostname if node else "",
+            kubelet_version=node.kubelet_version if node else "",
+            runtime_version=node.runtime_version if node else "",
+            device_config=self.device_config,
+        )
+
+    async def _first_answers(self) -> None:
+        waiting = [self.book.synced.wait()]
+        if self.nodes is not None:
+            waiting.append(self.nodes.synced.wait())
+        if self._config_map is not None:
+            waiting.append(self._config_map.synced.wait())
+        try:
+            async with asyncio.timeout(self._settings.cluster.start_wait_seconds):
+                await asyncio.gather(*waiting)
+        except TimeoutError:
+            self._journal.record(
+                "cluster.slow_start",
+                level="warning",
+                waited_seconds=self._settings.cluster.start_wait_seconds,
+                goes_on_with="what was remembered" if self._remembered else "nothing; families that need the API server wait",
+            )
+
+    def _loop(self, name: str, run: Callable[[Callable[[], None]], Awaitable[None]], silence_seconds: float = 0.0) -> None:
+        cluster = self._settings.cluster
+        longest = max(silence_seconds, cluster.request_timeout_seconds + cluster.backoff_max_seconds)
+        self._supervisor.start(
+            name,
+            functools.partial(run, functools.partial(self._supervisor.beat, name)),
+            stuck_after_seconds=longest + self._settings.tasks.stuck_seconds,
+        )

@@ -1,0 +1,162 @@
+"""Which families are in force, how their grants are bound, and why some of them may not be offered now.
+
+One place for everything that can change it while the agent runs: a reloaded configuration, a ConfigMap, the Node, a delivered library, GPUs
+that come and go. Called by `composition`, by `reload` and by the loops that watch those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.agent.offered_families import build, look
+from vgpu_agent.agent.offering import check_offer
+from vgpu_agent.allocation.allocator import Families
+from vgpu_agent.allocation.mode import choose
+from vgpu_agent.errors import CarrierError, ConfigError
+from vgpu_agent.ledger.offers import Offers
+from vgpu_agent.runtime.hami_library import HamiLibrary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.agent.cluster_side import ClusterSide
+    from vgpu_agent.agent.offering import Offering
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.family import Family
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.model import Inventory, Resource
+
+
+class FamiliesInForce:
+    """Brings allocator and offering in line with settings and surroundings; one change at a time.
+
+    Attributes:
+        in_force: the settings of volcano-vgpu after everything was laid over them, for ``/debug/config``.
+        problems: what is wrong with the files of the plugins that are replaced.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        origins: Mapping[str, str],
+        allocator: Allocator,
+        offering: Offering,
+        cluster: ClusterSide,
+        inventory: Callable[[], Inventory],
+        journal: Journal,
+    ) -> None:
+        self._settings = settings
+        self._origins = origins
+        self._budget_bytes = settings.kubelet.message_budget_bytes  # of the start, also at a reload: it is the one that `offering` goes by
+        self._allocator = allocator
+        self._offering = offering
+        self._cluster = cluster
+        self._inventory = inventory
+        self._journal = journal
+        self._library = HamiLibrary(settings.hami_core.host_directory, settings.hami_core.library, journal)
+        self._changing = asyncio.Lock()
+        self._families = Families()
+        self.in_force: Mapping[str, object] = {}
+        self.problems: tuple[str, ...] = ()
+
+    async def apply(self, settings: Settings) -> None:
+        """Put ``settings`` in force.
+
+        Raises:
+            ConfigError: the `nvidia` family would offer more than kubelet takes; nothing has changed.
+        """
+        async with self._changing:
+            library, missing = await self._install(settings)
+            found = await look(settings, device_config=self._cluster.device_config, library_path=library, origins=self._origins)
+            built = build(settings, found)
+            self._check(built.families.by_ids)  # before anything changes
+            self._settings = settings
+            self._families = built.families
+            if built.problems != self.problems:
+                for problem in built.problems:
+                    self._journal.record("config.foreign_problem", level="warning", problem=problem)
+            self.problems = built.problems
+            hami = built.in_force.get("isolation") == "hami-core"
+            if built.in_force != self.in_force:
+                self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
+            self.in_force = built.in_force
+            self._choose_mode()
+            self._offering.blocked = self._blocked(missing if hami else "")
+            self._offer()
+
+    async def again(self) -> None:
+        """The same settings, other surroundings: the Node, the ConfigMap or the library may have changed."""
+        await self.apply(self._settings)
+
+    def refresh(self) -> None:
+        """The same families, other GPUs; what is wrong with an offer is said in the readiness instead of raised."""
+        try:
+            self._offer()
+        except ConfigError as err:  # each problem begins with its resource's name
+            for problem in err.problems:
+                self._offering.withhold(problem.partition(":")[0], problem)
+
+    def _offer(self) -> None:
+        inventory = self._inventory()
+        offered: list[Resource] = [resource for family in self._families.by_ids for resource in family.resources(inventory)]
+        usable = []
+        for family in self._families.by_pod:
+            try:
+                resources = family.resources(inventory)
+                check_offer(resources, self._budget_bytes)
+                _check_distinct([*offered, *resources])
+            except ConfigError as err:  # one family that cannot be offered stops no other
+                for problem in err.problems:
+                    self._offering.refuse(problem.partition(":")[0], problem)
+                continue
+            self._offering.accept(resource.name for resource in resources)
+            offered += resources
+            usable.append(family)
+        self._allocator.use_families(dataclasses.replace(self._families, by_pod=tuple(usable)))
+        self._allocator.refresh_offer()
+
+    def _check(self, families: tuple[Family, ...]) -> None:
+        inventory = self._inventory()
+        check_offer((resource for family in families for resource in family.resources(inventory)), self._budget_bytes)
+
+    def _choose_mode(self) -> None:
+        mode = choose(self._settings.binding.mode, self._cluster.node)
+        if mode != self._allocator.mode and mode is not None:
+            how = "late" if mode.late else "early"
+            self._journal.record("binding.mode", mode=how, by_annotation=mode.by_annotation, reason=mode.reason)
+        # Once chosen, a mode stays while the Node is not to be read.
+        self._allocator.mode = mode or self._allocator.mode
+
+    def _blocked(self, missing: str) -> dict[str, str]:
+        """Families that must not be served now, and why."""
+        waits = self._cluster.waits_for
+        if not waits and self._allocator.mode is None:
+            waits = "this node's Node object has not been read yet, so it is not known how grants reach containers"
+        blocked = {}
+        for family in self._families.by_pod:
+            if waits:
+                blocked[family.name] = waits
+            elif missing and family.name == "volcano-vgpu":
+                blocked[family.name] = missing
+        return blocked
+
+    async def _install(self, settings: Settings) -> tuple[str, str]:
+        """The path of the library, and what is wrong with it; empty strings when it is not needed."""
+        if not settings.families.volcano_vgpu or settings.volcano_vgpu.isolation != "hami-core":
+            return "", ""
+        try:
+            return await self._library.install(), ""
+        except CarrierError as err:
+            return self._library.path, "" if self._library.path else str(err)
+
+
+def _check_distinct(resources: list[Resource]) -> None:
+    try:
+        Offers().replace(resources)
+    except ValueError as err:
+        name = resources[-1].name
+        raise ConfigError([f"{name}: {err}; kubelet would mix them up, so turn one of the families off"]) from err

@@ -1,0 +1,94 @@
+"""The files of grants over time: there again after a reboot, gone when their pod is gone, and never before.
+
+A supervised loop of `composition`, which also calls `load` and `restore` at start, before anything is offered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent.kubelet.waiting import first_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.pods import PodBook
+    from vgpu_agent.runtime.grants import GrantDirectory
+
+_SETTLING_SECONDS = 1.0
+
+
+class GrantKeeping:
+    """Compares what lies on the disk with the ledger and the pods."""
+
+    def __init__(
+        self,
+        *,
+        directory: GrantDirectory,
+        allocator: Allocator,
+        ledger: Ledger,
+        book: PodBook,
+        containers_directory: str,
+        pause_seconds: float,
+        refresh: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Build it.
+
+        Args:
+            directory: the files.
+            allocator: knows what should be there.
+            ledger: knows who still holds ids.
+            book: knows which pods there are.
+            containers_directory: where each container has a directory of its own.
+            pause_seconds: the longest pause between two looks.
+            refresh: looks for a library that was delivered anew.
+        """
+        self._directory = directory
+        self._allocator = allocator
+        self._ledger = ledger
+        self._book = book
+        self._containers = containers_directory
+        self._pause_seconds = pause_seconds
+        self._refresh = refresh
+
+    async def load(self) -> None:
+        """Read what an earlier agent has left.
+
+        Raises:
+            CarrierError: the directory cannot be read.
+        """
+        await self._directory.load()
+
+    async def restore(self) -> None:
+        """Write what is missing, as after a reboot."""
+        await self._directory.restore(self._allocator.deliveries())
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Look for ever: soon after a change of the pods, and regularly."""
+        while True:
+            beat()
+            version = self._book.revision.version
+            await self._refresh()
+            await self.restore()
+            await self.collect()
+            await first_of(self._book.revision.newer_than(version), timeout_seconds=self._pause_seconds)
+            await asyncio.sleep(min(_SETTLING_SECONDS, self._pause_seconds))
+
+    async def collect(self) -> None:
+        """Remove the files of pods that are gone; without a complete picture of the pods nobody is gone."""
+        if not self._book.synced.is_set():
+            return
+        await self._directory.collect(self._still_wanted)
+        await self._directory.sweep(self._containers, lambda name: self._lives(name.partition("_")[0]))
+
+    def _still_wanted(self, record: GrantRecord) -> bool:
+        return self._lives(record.owner.pod_uid)
+
+    def _lives(self, uid: str) -> bool:
+        if self._book.get(uid) is not None:
+            return True
+        return any(grant.owner is not None and grant.owner.pod_uid == uid for grant in self._ledger.grants)

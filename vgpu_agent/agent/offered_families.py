@@ -1,0 +1,116 @@
+"""The families of this node, built from the settings, from the files of the plugins that are replaced, and from what the node has.
+
+Called by `composition` at start and whenever one of the three changes. A later family is one entry more in `build`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.allocation.allocator import Families
+from vgpu_agent.config.volcano_files import read_device_config, read_node_config
+from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
+from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
+from vgpu_agent.families.volcano_vgpu_offer import VolcanoVgpuOptions
+from vgpu_agent.isolation.backend import NoIsolation
+from vgpu_agent.isolation.hami_core import HamiCore
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.family import IdFamily, PodFamily
+    from vgpu_agent.isolation.backend import Backend
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What was found on the node and in the cluster.
+
+    Attributes:
+        control_nodes: those of NVIDIA's control device nodes that exist.
+        device_config: text of Volcano's ConfigMap; None when there is none.
+        node_config: text of the mounted node configuration; None when there is none.
+        library_path: the installed libvgpu.so; empty when there is none.
+        given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
+    """
+
+    control_nodes: tuple[str, ...] = ()
+    device_config: str | None = None
+    node_config: str | None = None
+    library_path: str = ""
+    given: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Built:
+    """The families, what is wrong with the files they were built from, and what the volcano-vgpu settings came to."""
+
+    families: Families
+    problems: tuple[str, ...] = ()
+    in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+async def look(settings: Settings, *, device_config: str | None, library_path: str, origins: Mapping[str, str]) -> Found:
+    """Look at the node; nothing here waits for the API server."""
+    root = str(settings.gpu.device_node_root).rstrip("/")
+    nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
+    node_config = None
+    if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
+        node_config = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
+    given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
+    return Found(nodes, device_config, node_config, library_path, given)
+
+
+def build(settings: Settings, found: Found) -> Built:
+    """The families that the settings ask for; never an error, problems of foreign files are named."""
+    by_ids: list[IdFamily] = []
+    by_pod: list[PodFamily] = []
+    problems: tuple[str, ...] = ()
+    in_force: dict[str, object] = {}
+    if settings.families.nvidia:
+        by_ids.append(NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=found.control_nodes)))
+    if settings.families.volcano_vgpu:
+        family, problems, in_force = _volcano_vgpu(settings, found)
+        by_pod.append(family)
+    if settings.families.volcano_gpushare:
+        by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings)))
+    return Built(Families(tuple(by_ids), tuple(by_pod)), problems, in_force)
+
+
+def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, tuple[str, ...], dict[str, object]]:
+    problems: list[str] = []
+    vgpu, node_config = settings.volcano_vgpu, None
+    if found.device_config is not None:
+        device_config = read_device_config(found.device_config)
+        prefix = "volcanoVgpu."
+        attributes = {field.encode_name: field.name for field in msgspec.structs.fields(type(vgpu))}
+        given = {attributes[path.removeprefix(prefix)] for path in found.given if path.startswith(prefix)}
+        vgpu = device_config.over(vgpu, but=given)
+        problems += device_config.problems
+    if found.node_config is not None:
+        node_config = read_node_config(found.node_config, settings.node_name_or_hostname)
+        vgpu = node_config.over(vgpu)
+        problems += node_config.problems
+    backend: Backend = NoIsolation()
+    if vgpu.isolation == "hami-core":
+        backend = HamiCore(settings.hami_core.host_directory, found.library_path, settings.hami_core.lock_directory)
+    options = VolcanoVgpuOptions.from_settings(
+        msgspec.structs.replace(settings, volcano_vgpu=vgpu), control_nodes=found.control_nodes, node_config=node_config
+    )
+    return VolcanoVgpuFamily(options, backend), tuple(problems), msgspec.structs.asdict(vgpu)
+
+
+def _text(path: Path) -> str | None:
+    """The file's text; None when it is not there. Junk bytes become characters that the reader complains about."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return None
