@@ -16,7 +16,7 @@ from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.api_faults import Fault, FaultKind
 from vgpu_agent.sim.api_server import ApiServer
 from vgpu_agent.sim.volcano_api import ApiAccess
-from vgpu_agent.sim.volcano_scheduler import VolcanoScheduler, VolcanoSettings
+from vgpu_agent.sim.volcano_scheduler import VolcanoScheduler, VolcanoSettings, main
 
 Object = dict[str, Any]
 IDS = "volcano.sh/vgpu-ids-new"
@@ -330,6 +330,20 @@ async def test_a_kubeconfig_is_understood(cluster: Cluster, tmp_path: Path) -> N
     """Server and token of the current context."""
     path = await asyncio.to_thread(cluster.server.kubeconfig, tmp_path / "config", token="secret")
     assert await asyncio.to_thread(ApiAccess.from_kubeconfig, path) == ApiAccess(cluster.server.url, "secret")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--kubeconfig", "/nowhere/config"], "kubeconfig /nowhere/config cannot be used"),
+        (["--kubeconfig", "/nowhere/config", "--min-member", "default/g=many"], "'default/g=many' names no number"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_use(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names the value, and no traceback."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert expected in f"{ended.value}{capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize("content", ["", "{", "a: 1", "current-context: x\ncontexts: []", None])

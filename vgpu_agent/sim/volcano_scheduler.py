@@ -18,13 +18,14 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.errors import ClusterError
+from vgpu_agent.errors import ClusterError, SimulationError
 from vgpu_agent.sim import volcano_annotations as words
 from vgpu_agent.sim import volcano_resources as resources
 from vgpu_agent.sim.volcano_api import MERGE_PATCH, STRATEGIC_MERGE_PATCH, ApiAccess, ApiClient, Collection
@@ -341,14 +342,27 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--old", action="store_true", help="behave like Volcano 1.13 to 1.14.2: patch before bind, handshake")
     parser.add_argument("--gpushare", choices=("off", "share", "number"), default="off", help="schedule GPU share instead of vGPU")
     parser.add_argument("--node-lock", action="store_true", help="lock the node for each pod, as NodeLockEnable does")
-    parser.add_argument("--min-member", action="append", default=[], metavar="NAMESPACE/GROUP=NUMBER", help="size of a gang")
+    gang = "NAMESPACE/GROUP=NUMBER"
+    parser.add_argument("--min-member", action="append", default=[], type=_min_member, metavar=gang, help="size of a gang")
     parser.add_argument("--log-level", choices=log.LEVELS, default="info")
     return parser.parse_args(given)
+
+
+def _min_member(text: str) -> tuple[str, int]:
+    group, _, number = text.partition("=")
+    try:
+        return group, int(number)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(f"{text!r} names no number; write NAMESPACE/GROUP=NUMBER") from err
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a scheduler until the process is ended; any signal will do, for there is nothing to save."""
     given = _arguments(arguments)
+    try:
+        access = ApiAccess.from_kubeconfig(given.kubeconfig)
+    except SimulationError as err:
+        sys.exit(str(err))
     log.configure(level=given.log_level)
     settings = VolcanoSettings(
         scheduler_name=given.scheduler_name,
@@ -356,9 +370,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         old=given.old,
         gpushare=given.gpushare,
         node_lock=given.node_lock,
-        min_members={group: int(number) for group, _, number in (text.partition("=") for text in given.min_member)},
+        min_members=dict(given.min_member),
     )
-    scheduler = VolcanoScheduler(ApiAccess.from_kubeconfig(given.kubeconfig), settings)
+    scheduler = VolcanoScheduler(access, settings)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(scheduler.run())
 
