@@ -98,11 +98,12 @@ class FamiliesInForce:
             self._offer()
         except ConfigError as err:  # each problem begins with its resource's name
             for problem in err.problems:
-                self._offering.withhold(problem.partition(":")[0], problem)
+                self._offering.refuse(problem.partition(":")[0], problem)
 
     def _offer(self) -> None:
         inventory = self._inventory()
         offered: list[Resource] = [resource for family in self._families.by_ids for resource in family.resources(inventory)]
+        self._offering.accept(resource.name for resource in offered)
         usable = []
         for family in self._families.by_pod:
             try:
