@@ -39,6 +39,7 @@ class Fault:
         verb: ``get``, ``list``, ``watch``, ``create``, ``patch``, ``delete``; empty for any.
         resource: with its subresource, e.g. ``pods`` or ``nodes/status``; empty for any.
         name: of the object; empty for any.
+        namespace: of the object; empty for any.
         times: how many requests it hits; -1 for all of them until it is taken away.
         skip: how many matching requests pass unharmed before.
         code: HTTP status of an error; 0 takes the usual one of the kind.
@@ -51,6 +52,7 @@ class Fault:
     verb: str = ""
     resource: str = ""
     name: str = ""
+    namespace: str = ""
     times: int = -1
     skip: int = 0
     code: int = 0
@@ -65,6 +67,7 @@ class Fault:
             and self.verb in ("", request.verb)
             and self.resource in ("", request.resource)
             and self.name in ("", request.name)
+            and self.namespace in ("", request.namespace)
         )
 
 

@@ -1,0 +1,34 @@
+"""Fixtures for the tests of `vgpu_agent.cluster`, which live here because tests/cluster is the layer of tests on a real node."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.api.scripted import QUICK
+from vgpu_agent.cluster.client import ApiClient
+from vgpu_agent.cluster.credentials import Access, Credentials
+from vgpu_agent.journal import Journal
+from vgpu_agent.sim.api_server import ApiServer
+
+
+@pytest.fixture
+def journal() -> Journal:
+    """A journal of its own."""
+    return Journal()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    """A simulated API server."""
+    async with ApiServer() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
+    """A client of it that does not wait long for anything."""
+    api = ApiClient(Credentials(lambda: Access(server.url), "test"), QUICK)
+    yield api
+    await api.close()

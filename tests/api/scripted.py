@@ -1,0 +1,103 @@
+"""What the tests of lists and watches share: objects as JSON, and a source that answers by a script."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from vgpu_agent.config.binding import Cluster
+from vgpu_agent.errors import ClusterError
+
+QUICK = Cluster(
+    connect_timeout_seconds=0.5,
+    request_timeout_seconds=0.5,
+    watch_seconds=1.0,
+    watch_silence_seconds=0.1,
+    backoff_min_seconds=0.01,
+    backoff_max_seconds=0.05,
+)
+
+
+def json_pod(name: str, version: int = 1, **more: Any) -> dict[str, Any]:
+    """A pod of node n1, as JSON."""
+    metadata = {"name": name, "namespace": "default", "uid": f"uid-{name}", "resourceVersion": str(version)}
+    return {"metadata": metadata, "spec": {"nodeName": "n1", "containers": [{"name": "main"}]}, **more}
+
+
+def json_list(*items: Mapping[str, Any], version: int = 100, token: str = "") -> bytes:
+    """One page of a list."""
+    return msgspec.json.encode({"metadata": {"resourceVersion": str(version), "continue": token}, "items": list(items)})
+
+
+def json_event(kind: str, thing: Mapping[str, Any]) -> bytes:
+    """One line of a watch."""
+    return msgspec.json.encode({"type": kind, "object": thing})
+
+
+class Script:
+    """A source that does what it was told, one step for each list and each watch; then watches are silent.
+
+    A step of ``lists`` is an answer or an error. A step of ``watches`` is a list of lines, an error among them raised in its place, and
+    None at the end for a watch that stays open.
+    """
+
+    def __init__(self) -> None:
+        self.lists: list[bytes | ClusterError] = []
+        self.watches: list[Iterable[bytes | ClusterError | None]] = []
+        self.lasting_seconds = 0.0  # how long a watch stays open after its last line
+        self.asked: list[tuple[float, dict[str, str]]] = []
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        """The next list."""
+        self.asked.append((asyncio.get_running_loop().time(), dict(params or {})))
+        answer = self.lists.pop(0) if len(self.lists) > 1 else self.lists[0]
+        if isinstance(answer, ClusterError):
+            raise answer
+        return answer
+
+    async def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """The next watch."""
+        self.asked.append((asyncio.get_running_loop().time(), dict(params)))
+        for step in self.watches.pop(0) if self.watches else [None]:
+            if step is None:
+                await asyncio.Event().wait()
+            elif isinstance(step, ClusterError):
+                raise step
+            else:
+                yield step
+        await asyncio.sleep(self.lasting_seconds)
+
+    @property
+    def watched_from(self) -> list[str]:
+        """The versions from which watches were begun."""
+        return [params["resourceVersion"] for _, params in self.asked if "watch" in params]
+
+    @property
+    def pauses(self) -> list[float]:
+        """Seconds between one request and the next."""
+        times = [at for at, _ in self.asked]
+        return [round(later - earlier, 3) for earlier, later in itertools.pairwise(times)]
+
+
+@contextlib.asynccontextmanager
+async def running(loop: Callable[[Callable[[], None]], Any]) -> AsyncIterator[None]:
+    """Run a loop beside the test."""
+    task = asyncio.ensure_future(loop(lambda: None))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Callable[[], object], *, seconds: float = 5.0) -> None:
+    """Wait until the condition holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for happens in a server that knows nothing of this test
+            await asyncio.sleep(0.005)

@@ -1,0 +1,212 @@
+"""From JSON to pods and nodes: what is read, what is forgiven, and that junk is one clear error."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.quantities import whole_number
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, ContainerKind, PodContainer
+
+
+def _pod(spec: Any = None, status: Any = None, **metadata: Any) -> bytes:
+    known = {"name": "train", "namespace": "team", "uid": "u1", "resourceVersion": "5"}
+    return msgspec.json.encode({"metadata": {**known, **metadata}, "spec": spec, "status": status})
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("2", 2), ("0", 0), ("10k", 10_000), ("3Gi", 3 * 1024**3), ("1e3", 1000), ("1E3", 1000), ("1E", 10**18), ("2000m", 2),
+        ("0.5Ki", 512), ("+7", 7), ("5.", 5), (".5k", 500), ("9223372036854775807", 2**63 - 1), ("1000.0", 1000), ("1000000u", 1),
+    ],
+)  # fmt: skip
+def test_a_quantity_in_any_spelling_is_its_number(text: str, number: int) -> None:
+    """Kubernetes keeps the user's spelling."""
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1500m", "-1", "-0.5", "1.5", "9223372036854775808", "8Ei", "1e999", "1e99999999999", "9" * 100, "two", "2 ",
+     " 2", "1KiB", "1K", "0x10",
+     "1e", "1e3k", "٣", "1_000", "∞", "NaN", "--1", "+-1"],
+)  # fmt: skip
+def test_what_is_no_whole_number_is_none(text: str) -> None:
+    """Fractions, negative and huge numbers, and words; at once, however large the exponent."""
+    assert whole_number(text) is None
+
+
+@given(st.text(max_size=80))
+def test_no_text_breaks_the_reader_of_quantities(text: str) -> None:
+    """A number in range, or None."""
+    number = whole_number(text)
+    assert number is None or 0 <= number < 2**63
+
+
+def test_a_pod_has_what_families_and_allocation_need() -> None:
+    """Limits of extended resources only, variables by name, containers in kubelet's order with their kinds."""
+    pod = decode.pod(
+        _pod(
+            {
+                "nodeName": "n1",
+                "schedulerName": "volcano",
+                "initContainers": [{"name": "prepare"}, {"name": "proxy", "restartPolicy": "Always"}],
+                "containers": [
+                    {
+                        "name": "main",
+                        "env": [{"name": "HOME", "value": "/root"}],
+                        "resources": {"limits": {"cpu": "2", "volcano.sh/vgpu-number": "2", "volcano.sh/vgpu-memory": "1500m"}},
+                    }
+                ],
+            },
+            {"phase": "Running"},
+            annotations={"volcano.sh/vgpu-node": "n1"},
+            labels={"app": "x"},
+            creationTimestamp="2026-11-21T12:00:00Z",
+            deletionTimestamp="2026-11-21T12:01:00Z",
+        )
+    )
+    assert (pod.full_name, pod.uid, pod.node, pod.phase, pod.scheduler, pod.resource_version) == (
+        "team/train",
+        "u1",
+        "n1",
+        "Running",
+        "volcano",
+        "5",
+    )
+    assert (pod.annotations, pod.labels) == ({"volcano.sh/vgpu-node": "n1"}, {"app": "x"})
+    assert (pod.deleting, pod.created_at) == (True, 1795262400.0)
+    assert [(one.name, one.kind) for one in pod.containers] == [
+        ("prepare", ContainerKind.INIT),
+        ("proxy", ContainerKind.SIDECAR),
+        ("main", ContainerKind.MAIN),
+    ]
+    assert pod.containers[2] == PodContainer(
+        "main", limits={"volcano.sh/vgpu-number": 2}, unreadable={"volcano.sh/vgpu-memory": "1500m"}, environment=frozenset({"HOME"})
+    )
+
+
+def test_limits_count_and_requests_only_where_there_is_no_limit() -> None:
+    """For each resource by itself."""
+    resources = {"requests": {"volcano.sh/vgpu-number": "1", "volcano.sh/vgpu-cores": "30"}, "limits": {"volcano.sh/vgpu-number": "2"}}
+    pod = decode.pod(_pod({"containers": [{"name": "main", "resources": resources}]}))
+    assert pod.containers[0].limits == {"volcano.sh/vgpu-number": 2, "volcano.sh/vgpu-cores": 30}
+
+
+def test_a_container_has_started_when_it_runs_or_ran() -> None:
+    """Waiting for its image it has not; between two tries of a crash loop it has."""
+    statuses = [
+        {"name": "waiting", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}},
+        {"name": "running", "restartCount": 0, "state": {"running": {"startedAt": "2026-11-21T12:00:00Z"}}},
+        {
+            "name": "crashing",
+            "restartCount": 3,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"exitCode": 1}},
+        },
+    ]
+    spec = {"initContainers": [{"name": "init"}], "containers": [{"name": one["name"]} for one in statuses]}
+    init = [{"name": "init", "state": {"terminated": {"exitCode": 0}}}]
+    pod = decode.pod(_pod(spec, {"containerStatuses": statuses, "initContainerStatuses": init}))
+    assert {one.name: one.started for one in pod.containers} == {"init": True, "waiting": False, "running": True, "crashing": True}
+
+
+def test_a_mirror_pod_is_known_to_kubelet_under_the_hash_of_its_file() -> None:
+    """Its own UID is the API server's invention."""
+    pod = decode.pod(_pod(annotations={MIRROR_POD: "h1", STATIC_POD_HASH: "h1"}))
+    assert (pod.uid, pod.kubelet_uid) == ("u1", "h1")
+
+
+def test_nulls_are_what_is_not_there() -> None:
+    """Go writes null where it has an empty list or map."""
+    spec = {"containers": [{"name": "main", "env": None, "resources": None}], "initContainers": None}
+    pod = decode.pod(_pod(spec, None, annotations=None, labels=None, creationTimestamp=None))
+    assert (pod.phase, pod.annotations, pod.created_at) == ("Pending", {}, 0.0)
+    assert decode.pod(_pod()).containers == ()
+
+
+def test_a_node_has_versions_amounts_and_conditions() -> None:
+    """Extended resources only; conditions by type."""
+    node = decode.node(
+        msgspec.json.encode(
+            {
+                "metadata": {"name": "n1", "uid": "u1", "resourceVersion": "9", "annotations": {"a": "1"}, "labels": {"b": "2"}},
+                "status": {
+                    "capacity": {"cpu": "8", "volcano.sh/gpu-number": "2"},
+                    "allocatable": {"cpu": "8", "volcano.sh/gpu-number": "1"},
+                    "nodeInfo": {"kubeletVersion": "v1.31.2", "containerRuntimeVersion": "containerd://2.0.1"},
+                    "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}],
+                },
+            }
+        )
+    )
+    assert (node.name, node.uid, node.resource_version) == ("n1", "u1", "9")
+    assert (node.kubelet_version, node.runtime_version) == ("v1.31.2", "containerd://2.0.1")
+    assert (node.capacity, node.allocatable) == ({"volcano.sh/gpu-number": "2"}, {"volcano.sh/gpu-number": "1"})
+    assert node.conditions == {"Ready": ("True", "KubeletReady", "")}
+
+
+def test_what_cannot_be_read_is_named() -> None:
+    """So that somebody can look at the pod."""
+    with pytest.raises(ClusterError, match=r"a pod team/train that cannot be read: .*annotations"):
+        decode.pod(_pod(annotations={"a": 7}))
+    with pytest.raises(ClusterError, match="without a name or a UID"):
+        decode.pod(_pod(uid=""))
+
+
+def test_a_nesting_without_end_is_an_error_like_any_other() -> None:
+    """The parser's own limit must not reach us as its exception."""
+    deep = b'{"metadata":{"name":"a","uid":"u"},"spec":{"volumes":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    with pytest.raises(ClusterError, match="cannot be read"):
+        decode.pod(deep)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+_KEYS = ["name", "uid", "annotations", "resources", "limits", "requests", "env", "containers", "state", "restartCount", "capacity", "a/b"]
+_LIKELY = st.recursive(
+    st.none() | st.text(max_size=5) | st.integers() | st.sampled_from(["2", "1e3", "-5", "3Gi"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4),
+    max_leaves=15,
+)
+_DECODERS = (decode.pod, decode.node, decode.config_map, decode.page, decode.event, decode.version)
+
+
+def _try_all(raw: bytes) -> None:
+    for decoder in _DECODERS:
+        with contextlib.suppress(ClusterError):
+            decoder(raw)
+    assert isinstance(decode.failure(raw), ClusterError)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_a_decoder(raw: bytes) -> None:
+    """An object or a ClusterError, never a library's exception."""
+    _try_all(raw)
+
+
+@given(
+    _JSON, st.dictionaries(st.sampled_from(["metadata", "spec", "status", "type", "object", "items", "data"]), _LIKELY | _JSON, max_size=6)
+)
+def test_no_json_breaks_a_decoder(anything: Any, likely: Any) -> None:
+    """Nor what looks almost like an object of Kubernetes."""
+    _try_all(msgspec.json.encode(anything))
+    _try_all(msgspec.json.encode(likely))
+
+
+@given(_LIKELY, _LIKELY)
+def test_no_pod_with_a_name_breaks_the_decoder(spec: Any, status: Any) -> None:
+    """Whatever stands in its specification and its status."""
+    _try_all(_pod(spec, status))
+    _try_all(_pod({"containers": [spec], "initContainers": status}, {"containerStatuses": spec}))

@@ -1,0 +1,128 @@
+"""What an answer of the API server means when it is not the one that was hoped for: one sentence each, with what a caller must know.
+
+Used by `client` around every request. The server may answer with a Status object, a proxy before it with a page of HTML, the network with
+nothing; each becomes a `ClusterError` whose text names the request, the cause and, where there is one, the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_LONGEST_BODY_BYTES = 64 * 1024  # of an error; a Status is far below that
+_LONGEST_QUOTE = 200  # characters of a page that is no Status
+_LONGEST_RETRY_SECONDS = 3600.0
+_RESOURCE = re.compile(r"/(?:api|apis/[^/]+)/[^/]+(?:/namespaces/[^/]+)?/(?P<resource>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?")
+_REMEDIES = {
+    401: "the API server does not accept the agent's token or certificate; look at its service account, or at `kubeconfig`",
+    403: "the agent's service account may not do that; its ClusterRole (manifests/) must allow it",
+}
+
+
+class _Details(msgspec.Struct):
+    seconds: int | None = msgspec.field(default=None, name="retryAfterSeconds")
+
+
+class _Status(msgspec.Struct):
+    """metav1.Status, of which only this is used."""
+
+    kind: str = ""
+    message: str = ""
+    reason: str = ""
+    code: int = 0
+    details: _Details | None = None
+
+
+def verb_and_resource(method: str, path: str, params: Mapping[str, str]) -> tuple[str, str]:
+    """What a request asks for, in the words of Kubernetes' audit log: ``("watch", "pods")``, ``("patch", "nodes/status")``."""
+    found = _RESOURCE.fullmatch(path)
+    resource, name, sub = (found["resource"], found["name"], found["sub"]) if found else (path, "", "")
+    verbs = {"POST": "create", "PATCH": "patch", "GET": "watch" if params.get("watch") == "true" else "get" if name else "list"}
+    return verbs.get(method, method.lower()), f"{resource}/{sub}" if sub else resource
+
+
+@contextlib.contextmanager
+def failures(method: str, path: str, seconds: float, *, server: str = "the API server") -> Iterator[None]:
+    """Turn what aiohttp raises into `ClusterError`.
+
+    Args:
+        method: of the request.
+        path: of the request.
+        seconds: the time limit that a TimeoutError means.
+        server: where the request went.
+    """
+    try:
+        yield
+    except aiohttp.ClientConnectorCertificateError as err:
+        why = f"its certificate is not trusted: {err.certificate_error}"
+        raise ClusterError(f"{method} {path}: {server}: {why}; compare it with the CA in `kubeconfig` or the service account") from err
+    except aiohttp.ClientSSLError as err:
+        raise ClusterError(f"{method} {path}: TLS with {server} failed: {_cause(err)}") from err
+    except aiohttp.ClientConnectorDNSError as err:
+        raise ClusterError(f"{method} {path}: the name of {server} cannot be resolved: {_cause(err)}") from err
+    except aiohttp.ConnectionTimeoutError as err:
+        raise ClusterError(f"{method} {path}: {server} did not accept a connection in time (cluster.connectTimeoutSeconds)") from err
+    except TimeoutError as err:
+        raise ClusterError(f"{method} {path}: {server} has been silent for {seconds:g} s; the connection is given up") from err
+    except aiohttp.ClientConnectorError as err:
+        # asyncio writes its own text over the system's.
+        why = os.strerror(err.os_error.errno) if err.os_error.errno else _cause(err)
+        raise ClusterError(f"{method} {path}: {server} cannot be reached: {why}") from err
+    except (aiohttp.ClientError, OSError) as err:
+        raise ClusterError(f"{method} {path}: the connection to {server} broke: {_cause(err)}") from err
+    except ValueError as err:  # what aiohttp says of a URL or a header that it cannot send, and of HTTP that it cannot read
+        raise ClusterError(f"{method} {path}: cannot be asked of {server}: {_cause(err)}") from err
+
+
+async def check(response: aiohttp.ClientResponse, method: str, path: str) -> None:
+    """Let a success pass; may raise what `failures` turns into `ClusterError`, too.
+
+    Raises:
+        ClusterError: anything else, with the HTTP status and the time that the server asked us to wait.
+    """
+    kind = response.content_type
+    if response.status // 100 == 2 and "html" not in kind:
+        return
+    body = await response.content.read(_LONGEST_BODY_BYTES)
+    try:
+        status = msgspec.json.decode(body, type=_Status)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        status = _Status()
+    if status.kind == "Status":
+        said = ": ".join(filter(None, (status.reason, status.message)))
+        remedy = f"; {_REMEDIES[response.status]}" if response.status in _REMEDIES else ""
+        text = f"{method} {path}: the API server answered {response.status} {said}{remedy}"
+    else:
+        quote = " ".join(re.sub(rb"<[^>]*>", b" ", body).decode(errors="replace").split())[:_LONGEST_QUOTE]
+        text = (
+            f"{method} {path}: an answer that is not the API server's: HTTP {response.status}, {kind}, {quote!r}; "
+            "look for a proxy or a load balancer between this node and the API server"
+        )
+    raise ClusterError(text, status=response.status, retry_after_seconds=_retry_after(response.headers.get("Retry-After", ""), status))
+
+
+def refuses_credentials(err: ClusterError) -> bool:
+    """Whether fresh credentials could turn this failure into success."""
+    return err.status == 401 or isinstance(err.__cause__, aiohttp.ClientSSLError)
+
+
+def _retry_after(header: str, status: _Status) -> float:
+    """Seconds to wait; the other form of the header, a date, is not used by API servers and read as nothing."""
+    seconds = float(header) if header.isascii() and header.isdigit() else 0.0
+    if status.details is not None and status.details.seconds:
+        seconds = max(seconds, float(status.details.seconds))
+    return min(seconds, _LONGEST_RETRY_SECONDS)
+
+
+def _cause(err: BaseException) -> str:
+    return " ".join(str(err).split()) or type(err).__name__

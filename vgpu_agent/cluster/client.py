@@ -1,0 +1,186 @@
+"""Requests to the API server: bytes in, bytes out, every failure one `ClusterError` with one clear sentence.
+
+Built by `agent` when there are `credentials`; the watchers and writers of this room ask through it (`api.Api`), and nothing else in the
+agent knows HTTP's client side. What it adds to aiohttp: a time limit on everything, tokens and CAs that change while we run, a limit on the
+length of a watch's line, no redirects, no proxy from the environment, and a count of what was asked.
+
+Nothing is tried again here, except once with fresh credentials when the API server does not accept the ones we have: whoever asks knows
+best when to ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from vgpu_agent.cluster import answers
+from vgpu_agent.cluster.connections import Connections
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+    from vgpu_agent.cluster.credentials import Access, Credentials
+    from vgpu_agent.config.binding import Cluster
+
+# etcd takes objects of 1.5 MiB by default, and JSON makes at most a few times that of them.
+LONGEST_LINE_BYTES = 16 * 1024 * 1024
+
+_WATCH_SECONDS = 1800.0  # how long the API server lets a watch last that does not say how long it wants to
+
+
+class ApiClient:
+    """The API server, as one HTTP client.
+
+    State: the connections, made for one set of credentials; when server or TLS files have changed, new requests get new connections, and
+    the old ones are closed when the last request on them has ended.
+
+    Attributes:
+        requests: how many were made, by verb (``get``, ``list``, ``watch``, ``patch``, ``create``), resource (``pods``, ``nodes/status``)
+            and outcome: the HTTP status, or ``no answer``.
+    """
+
+    def __init__(self, credentials: Credentials, settings: Cluster) -> None:
+        self.requests: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        self._credentials = credentials
+        self._settings = settings
+        self._connections: Connections | None = None
+        self._connecting = asyncio.Lock()
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        """The object or the list at ``path``, as JSON.
+
+        Raises:
+            ClusterError: anything else than success.
+        """
+        return await self._ask("GET", path, params=params)
+
+    async def patch(self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None) -> bytes:
+        """Change the object at ``path`` by a JSON merge patch (RFC 7386); the object as it is then.
+
+        Raises:
+            ClusterError: anything else than success; 409 when ``metadata.resourceVersion`` or ``uid`` in the body is not the object's.
+        """
+        return await self._ask("PATCH", path, params=params, body=body, content_type="application/merge-patch+json")
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """Create ``body`` in the collection or subresource at ``path``; the answer.
+
+        Raises:
+            ClusterError: anything else than success.
+        """
+        return await self._ask("POST", path, body=body, content_type="application/json")
+
+    async def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """The lines of a watch, until the API server ends it; close the iterator (``contextlib.aclosing``) to end it earlier.
+
+        Args:
+            path: of the collection.
+            params: of the query; ``timeoutSeconds`` among them says when silence means that the connection is dead.
+
+        Raises:
+            ClusterError: it could not begin, broke off, was silent for too long, or a line is longer than `LONGEST_LINE_BYTES`.
+        """
+        silence = float(params.get("timeoutSeconds") or _WATCH_SECONDS) + self._settings.watch_silence_seconds
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_seconds, sock_read=silence)
+        async with self._answered("GET", path, timeout, params=params) as response:
+            with answers.failures("GET", path, silence):
+                async for line in _split(response.content, path):
+                    yield line
+
+    async def close(self) -> None:
+        """Close all connections; twice is fine."""
+        if self._connections is not None:
+            connections, self._connections = self._connections, None
+            await connections.close()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "",
+    ) -> bytes:
+        seconds = self._settings.request_timeout_seconds
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self._settings.connect_timeout_seconds)
+        encoded = None if body is None else msgspec.json.encode(body)
+        async with self._answered(method, path, timeout, params=params, data=encoded, content_type=content_type) as response:
+            with answers.failures(method, path, seconds):
+                return await response.read()
+
+    @contextlib.asynccontextmanager
+    async def _answered(
+        self,
+        method: str,
+        path: str,
+        limits: aiohttp.ClientTimeout,
+        *,
+        params: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+        content_type: str = "",
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response that says success, until the caller is done with it."""
+        verb, resource = answers.verb_and_resource(method, path, params or {})
+
+        async def ask(access: Access) -> tuple[Connections, aiohttp.ClientResponse]:
+            connections = await self._connections_for(access)
+            headers = {"Authorization": access.authorization} if access.authorization else {}
+            if content_type:
+                headers["Content-Type"] = content_type
+            try:
+                seconds = self._settings.request_timeout_seconds
+                response = await connections.request(method, path, limits, seconds, params=params, data=data, headers=headers)
+            except ClusterError as err:
+                self.requests[verb, resource, str(err.status or "no answer")] += 1
+                raise
+            self.requests[verb, resource, str(response.status)] += 1
+            return connections, response
+
+        access = await self._credentials.access()
+        try:
+            connections, response = await ask(access)
+        except ClusterError as err:
+            if not answers.refuses_credentials(err) or (newer := await self._credentials.access(fresh=True)) == access:
+                raise
+            connections, response = await ask(newer)
+        try:
+            yield response
+        finally:
+            response.close() if verb == "watch" else response.release()
+            await connections.leave(response)
+
+    async def _connections_for(self, access: Access) -> Connections:
+        """Connections that suit ``access``; made anew when it leads elsewhere than before."""
+        async with self._connecting:
+            current = self._connections
+            if current is None or not current.suits(access):
+                self._connections = await Connections.opened(access)
+                if current is not None:
+                    await current.retire()
+            if self._connections is None:  # pragma: no cover - it was just made
+                raise ClusterError("the client was closed")
+            self._connections.users += 1  # before anybody else can replace and close them
+            return self._connections
+
+
+async def _split(content: aiohttp.StreamReader, path: str) -> AsyncIterator[bytes]:
+    """The lines of a body, without their ends and without empty ones."""
+    rest = bytearray()
+    async for chunk in content.iter_any():
+        first, *others = chunk.split(b"\n")
+        rest += first
+        for part in others:
+            if rest.strip():
+                yield bytes(rest)
+            rest = bytearray(part)
+        if len(rest) > LONGEST_LINE_BYTES:
+            raise ClusterError(f"GET {path}: the watch sent a line of more than {LONGEST_LINE_BYTES >> 20} MiB; it is given up")
+    if rest.strip():
+        yield bytes(rest)

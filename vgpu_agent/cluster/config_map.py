@@ -1,0 +1,144 @@
+"""The ConfigMap in which clusters with volcano-vgpu-device-plugin keep its settings, read where that plugin reads them.
+
+Built by `agent`, which runs it as a supervised loop and hands the text to `config.volcano_files`; nothing here knows what the text means.
+
+The namespaces are looked at in order, and the first that has the ConfigMap wins, whenever it comes: what a node offers must not depend on
+which of two ConfigMaps was there when its agent started. So the first namespace is watched always, and a later one only while none before
+it has the ConfigMap. Each watch is of one object by its name, which is all that the agent's role allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.reflector import Reflector, Scope
+from vgpu_agent.cluster.waiting import Versions
+from vgpu_agent.concurrency import Latest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.cluster.reflector import ReflectorStatus, Source
+    from vgpu_agent.config.binding import Cluster
+    from vgpu_agent.journal import Journal
+
+# volcano-vgpu contract §5.1; the second namespace is where Volcano's own manifests put it.
+NAME, KEY = "volcano-vgpu-device-config", "device-config.yaml"
+NAMESPACES = ("kube-system", "volcano-system")
+
+
+class ConfigMapWatch:
+    """One key of the first ConfigMap of that name.
+
+    Attributes:
+        text: what stands under the key; None while there is no such ConfigMap or it has no such key, and before the first answer.
+        namespace: where ``text`` is from; empty for nowhere.
+        synced: it is known where ``text`` is from, or that there is none.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        settings: Cluster,
+        journal: Journal,
+        name: str = NAME,
+        key: str = KEY,
+        namespaces: Sequence[str] = NAMESPACES,
+    ) -> None:
+        self.text: Latest[str | None] = Latest(None)
+        self.namespace = ""
+        self.synced = asyncio.Event()
+        self._name, self._key = name, key
+        self._settings, self._journal = settings, journal
+        self._places = [_Place(source, namespace, name, settings, journal) for namespace in namespaces]
+
+    @property
+    def statuses(self) -> dict[str, ReflectorStatus]:
+        """How the watches are doing, by namespace."""
+        return {place.namespace: place.reflector.status for place in self._places}
+
+    @property
+    def longest_silence_seconds(self) -> float:
+        """How long `run` may give no sign of life while all is well; for ``Supervisor.start(stuck_after_seconds=…)``."""
+        return self._places[0].reflector.longest_silence_seconds
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Keep ``text`` true, for ever."""
+        async with asyncio.TaskGroup() as group:
+            tasks: dict[str, asyncio.Task[None]] = {}
+            while True:
+                versions = Versions(*(place.found for place in self._places))
+                for place in self._wanted():
+                    if place.namespace not in tasks:
+                        tasks[place.namespace] = group.create_task(place.reflector.run(beat), name=f"config map in {place.namespace}")
+                for place in self._places[len(self._wanted()) :]:
+                    if place.namespace in tasks:
+                        tasks.pop(place.namespace).cancel()
+                        place.forget()
+                if self._settled():
+                    self._publish()
+                # A place that begins to fail says nothing; it is looked at again after the longest pause that a reflector makes.
+                seconds = self.longest_silence_seconds if self._settled() else self._settings.backoff_max_seconds
+                await versions.passed(timeout_seconds=seconds)
+
+    def _wanted(self) -> list[_Place]:
+        """The places to watch: all up to the first that has the ConfigMap."""
+        for number, place in enumerate(self._places):
+            if place.found.value:
+                return self._places[: number + 1]
+        return self._places
+
+    def _settled(self) -> bool:
+        """Whether what is known decides; a place that cannot be read is passed over, one that has not answered yet is waited for."""
+        *before, last = self._wanted()
+        return last.found.value is not None and all(place.found.value is not None or place.reflector.status.failing for place in before)
+
+    def _publish(self) -> None:
+        place = self._wanted()[-1]
+        found = place.found.value or {}
+        text = found.get(self._key)
+        self.namespace = place.namespace if found else ""
+        if found and text is None:
+            where = f"{self.namespace}/{self._name}"
+            error = f"the ConfigMap {where} has no key {self._key!r}; add it, or delete the ConfigMap"
+            self._journal.record("cluster.config_map_without_key", level="warning", config_map=where, error=error)
+        if text != self.text.value:
+            self.text.publish(text)
+        self.synced.set()
+
+
+class _Place:
+    """One namespace: a sink that keeps the texts of the ConfigMap there.
+
+    ``found`` is None before the first answer, and an empty mapping when there is no such ConfigMap.
+    """
+
+    def __init__(self, source: Source, namespace: str, name: str, settings: Cluster, journal: Journal) -> None:
+        self.namespace = namespace
+        self.found: Latest[Mapping[str, str] | None] = Latest(None)
+        path = f"/api/v1/namespaces/{namespace}/configmaps"
+        scope = Scope.single(f"ConfigMap {namespace}/{name}", path, name)
+        self.reflector = Reflector(source, scope, decode.config_map, self, settings=settings, journal=journal)
+
+    def forget(self) -> None:
+        """Nobody watches any more: what was seen is not known to be so."""
+        self.found.publish(None)
+        self.reflector.forget()
+
+    def replace(self, items: Iterable[Mapping[str, str]]) -> None:
+        self._take(next(iter(items), None))
+
+    def put(self, item: Mapping[str, str]) -> None:
+        self._take(item)
+
+    def remove(self, _: Mapping[str, str]) -> None:
+        self._take(None)
+
+    def _take(self, texts: Mapping[str, str] | None) -> None:
+        # A ConfigMap without any key is a ConfigMap all the same.
+        found = {} if texts is None else {"": "", **texts}
+        if self.found.value != found:
+            self.found.publish(found)

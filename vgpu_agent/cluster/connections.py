@@ -1,0 +1,154 @@
+"""One set of TCP connections to the API server, made with one set of TLS files, and what is sent over them.
+
+Used by `client`, which makes another set when the credentials' files have changed and lets this one go when its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ssl
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+
+from vgpu_agent import __version__
+from vgpu_agent.cluster import answers
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vgpu_agent.cluster.credentials import Access
+
+_READ_BYTES = 256 * 1024  # aiohttp's buffer; it holds the sender up beyond twice that
+
+
+class Connections:
+    """The connections that were made with one set of TLS files; build them with `opened`.
+
+    Attributes:
+        users: how many requests use them; whoever is about to ask counts itself in before anybody else can replace them.
+    """
+
+    def __init__(self, access: Access, context: ssl.SSLContext | None) -> None:
+        self.users = 0
+        self._access = access
+        self._retired = False
+        self._responses: set[aiohttp.ClientResponse] = set()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=context or True),
+            headers={"User-Agent": f"vgpu-agent/{__version__}", "Accept": "application/json"},
+            read_bufsize=_READ_BYTES,
+            trust_env=False,  # a stray HTTPS_PROXY on the node must not come between us and the API server
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    @classmethod
+    async def opened(cls, access: Access) -> Self:
+        """Connections to where ``access`` leads; none is made before the first request.
+
+        Raises:
+            ClusterError: a TLS file is missing or holds no certificate.
+        """
+        return cls(access, await asyncio.to_thread(_ssl_context, access) if access.server.startswith("https:") else None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be asked over them any more."""
+        return self._session.closed
+
+    def suits(self, access: Access) -> bool:
+        """Whether they are connections to where ``access`` leads; the token is sent anew with each request."""
+        return dataclasses.replace(access, authorization="") == dataclasses.replace(self._access, authorization="")
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        limits: aiohttp.ClientTimeout,
+        seconds: float,
+        *,
+        params: Mapping[str, str] | None,
+        data: bytes | None,
+        headers: Mapping[str, str],
+    ) -> aiohttp.ClientResponse:
+        """Ask, and return the response when its status says success; the caller then calls `leave`.
+
+        Args:
+            method: of HTTP.
+            path: below the server's URL.
+            limits: for the whole of the request; a watch has none for the whole.
+            seconds: within which there must be an answer, if only its headers.
+            params: of the query.
+            data: the body.
+            headers: besides those of every request.
+
+        Raises:
+            ClusterError: no answer, or no success.
+        """
+        access, response = self._access, None
+        try:
+            with answers.failures(method, path, seconds, server=access.server):
+                async with asyncio.timeout(seconds):
+                    response = await self._session.request(
+                        method,
+                        access.server + path,
+                        params=params,
+                        data=data,
+                        headers=headers,
+                        timeout=limits,
+                        allow_redirects=False,  # a redirect would carry the token elsewhere
+                        proxy=access.proxy or None,
+                        server_hostname=access.server_name or None,
+                    )
+                    await answers.check(response, method, path)
+        except BaseException:
+            if response is not None:
+                response.close()
+            await self.leave(response)
+            raise
+        self._responses.add(response)
+        return response
+
+    async def leave(self, response: aiohttp.ClientResponse | None) -> None:
+        """One request less; the last one out closes retired connections."""
+        self.users -= 1
+        if response is not None:
+            self._responses.discard(response)
+        if self._retired and self.users == 0:
+            await self._session.close()
+
+    async def retire(self) -> None:
+        """No new request will come."""
+        self._retired = True
+        if self.users == 0:
+            await self._session.close()
+
+    async def close(self) -> None:
+        """Close them now; who still reads gets an error."""
+        # aiohttp would leave the readers waiting for ever.
+        for response in list(self._responses):
+            response.close()
+        await self._session.close()
+
+
+def _ssl_context(access: Access) -> ssl.SSLContext:
+    """TLS as the credentials say; reads files.
+
+    Raises:
+        ClusterError: a file is missing or holds no certificate.
+    """
+    try:
+        context = ssl.create_default_context(cafile=access.ca_file or None)
+        if access.certificate_file:
+            context.load_cert_chain(access.certificate_file, access.key_file or None)
+    except (OSError, ValueError) as err:  # ssl.SSLError is an OSError
+        files = ", ".join(filter(None, (access.ca_file, access.certificate_file, access.key_file)))
+        raise ClusterError(f"the TLS files for the API server ({files}) cannot be used: {err}; look into them with openssl x509") from err
+    # Python 3.13 began to insist on extensions that the CAs of many clusters do not have and that no other Kubernetes client asks for.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    if not access.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,0 +1,171 @@
+"""Where the API server is and how this agent proves who it is: a kubeconfig file, or the service account of its pod.
+
+`agent` asks `credentials` whether there are any, and hands them to `client`, which asks for an `Access` before each request. Tokens of
+service accounts live an hour and their CA can be exchanged while the agent runs, so the files are read again every minute in which there
+is a request, and at once when the API server refuses what was read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.cluster import kubernetes_parts
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.config.settings import Settings
+
+# Where kubelet mounts a pod's service account: a path of the Kubernetes API, the same on every node.
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+# kubelet renews a token when a fifth of its life is left, twelve minutes of an hour; a minute is far inside that.
+_REREAD_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach the API server, as of one reading.
+
+    Attributes:
+        server: its URL, without a slash at the end.
+        authorization: value of the header of that name; empty for none.
+        ca_file: CA certificates to trust; empty for those of the system.
+        certificate_file: our client certificate; empty for none.
+        key_file: its key.
+        verify: whether the server's certificate is checked at all.
+        server_name: the name that its certificate must have; empty for the host in ``server``.
+        proxy: URL of a proxy that the kubeconfig names; empty for none. The environment is never asked.
+        tls_fingerprint: changes with the content of any of the files.
+    """
+
+    server: str
+    authorization: str = dataclasses.field(default="", repr=False)
+    ca_file: str = ""
+    certificate_file: str = ""
+    key_file: str = ""
+    verify: bool = True
+    server_name: str = ""
+    proxy: str = ""
+    tls_fingerprint: str = ""
+
+
+class Credentials:
+    """An `Access` that is read again while the agent runs.
+
+    State: the last one and when it was read, on the event loop's clock. A reading that fails leaves the last one in use for as long as
+    the API server accepts it.
+
+    Args:
+        read: reads the files; called in a thread, raises `ClusterError`.
+        origin: what the credentials are, for messages.
+    """
+
+    def __init__(self, read: Callable[[], Access], origin: str) -> None:
+        self.origin = origin
+        self._read = read
+        self._access: Access | None = None
+        self._read_at = 0.0
+        self._reading = asyncio.Lock()
+
+    async def access(self, *, fresh: bool = False) -> Access:
+        """How to reach the API server now.
+
+        Args:
+            fresh: read the files although they were read within the last minute.
+
+        Raises:
+            ClusterError: they cannot be read, and never could.
+        """
+        async with self._reading:
+            now = asyncio.get_running_loop().time()
+            if self._access is None or fresh or now - self._read_at >= _REREAD_SECONDS:
+                try:
+                    self._access = await asyncio.to_thread(self._read)
+                except ClusterError:
+                    if self._access is None:
+                        raise
+                self._read_at = now
+            return self._access
+
+
+def credentials(
+    settings: Settings, *, environment: Mapping[str, str] = os.environ, service_account: Path = SERVICE_ACCOUNT
+) -> Credentials | None:
+    """The credentials that this agent has; None when it has none, or must not use them.
+
+    Looks at one file, so not for the event loop's thread.
+
+    Args:
+        settings: ``kubeconfig`` and ``cluster.enabled``.
+        environment: where kubelet says where the API server is (``KUBERNETES_SERVICE_HOST``).
+        service_account: where kubelet mounts token and CA.
+    """
+    if settings.cluster.enabled == "never":
+        return None
+    if settings.kubeconfig:
+        path = settings.kubeconfig
+        return Credentials(lambda: _from_kubeconfig(path), f"kubeconfig {path}")
+    if environment.get("KUBERNETES_SERVICE_HOST") and (service_account / "token").is_file():
+        return Credentials(lambda: _from_service_account(environment, service_account), f"service account in {service_account}")
+    return None
+
+
+def _from_kubeconfig(path: str) -> Access:
+    """Read a kubeconfig; a credential plugin that it names is run."""
+    parts = kubernetes_parts.load()
+    configuration = parts.configuration()
+    if not Path(path).is_file():
+        raise ClusterError(f"kubeconfig {path} does not exist; set `kubeconfig` to a file that does, or leave it empty")
+    try:
+        # In a thread of its own, because the library reads files in its coroutine.
+        asyncio.run(parts.load_kube_config(config_file=path, client_configuration=configuration, persist_config=False))
+        return _access(configuration)
+    except Exception as err:  # the library asserts, indexes and parses its way through the file: whatever it raises means "not a good file"
+        cause = " ".join(str(err).split()) or type(err).__name__
+        raise ClusterError(f"kubeconfig {path} cannot be used: {cause}; try it with kubectl --kubeconfig {path} get nodes") from err
+
+
+def _from_service_account(environment: Mapping[str, str], directory: Path) -> Access:
+    parts = kubernetes_parts.load()
+    configuration = parts.configuration()
+    try:
+        parts.load_incluster_config(
+            configuration,
+            try_refresh_token=False,
+            token_filename=str(directory / "token"),
+            cert_filename=str(directory / "ca.crt"),
+            environ=environment,
+        )
+        return _access(configuration)
+    except Exception as err:  # as above: its own exceptions, and those of reading files
+        cause = " ".join(str(err).split()) or type(err).__name__
+        raise ClusterError(
+            f"the service account in {directory} cannot be used: {cause}; the agent's pod needs automountServiceAccountToken: true"
+        ) from err
+
+
+def _access(configuration: Any) -> Access:
+    """What the library found out, in our words; reads the TLS files for their fingerprint."""
+    files = [configuration.ssl_ca_cert or "", configuration.cert_file or "", configuration.key_file or ""]
+    digest = hashlib.sha256()
+    for path in filter(None, files):
+        digest.update(Path(path).read_bytes() + b"\0")
+    return Access(
+        server=configuration.host.rstrip("/"),
+        # A token file that an editor ended with a newline is a token all the same.
+        authorization=" ".join((configuration.api_key.get("BearerToken") or "").split()),
+        ca_file=files[0],
+        certificate_file=files[1],
+        key_file=files[2],
+        verify=configuration.verify_ssl,
+        server_name=configuration.tls_server_name or "",
+        proxy=configuration.proxy or "",
+        tls_fingerprint=digest.hexdigest(),
+    )

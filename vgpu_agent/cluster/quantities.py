@@ -1,0 +1,30 @@
+"""Quantities of extended resources: what ``resource.Quantity`` allows, read as the whole number that a device plugin's resource must be.
+
+Used by `decode`. The API server has already refused fractions and negative numbers for resources that kubelet knows as extended, but it
+keeps each user's spelling of the number (``"10k"``), and a stand-in, a webhook or a mirror pod may show anything.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_QUANTITY = re.compile(
+    r"(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:(?P<suffix>[KMGTPE]i|[numkMGTPE])|[eE](?P<exponent>[+-]?\d{1,3}))?", re.ASCII
+)
+_BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", start=1)}
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_LONGEST = 64  # characters; resource.Quantity itself stops at 63-bit numbers
+_LARGEST = 2**63 - 1
+
+
+def whole_number(text: str) -> int | None:
+    """The quantity as a number from 0 to 2⁶³-1; None when it is no such number."""
+    found = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
+    if found is None:
+        return None
+    scale = Fraction(_BINARY.get(found["suffix"] or "", 1)) * Fraction(10) ** _DECIMAL.get(
+        found["suffix"] or "", int(found["exponent"] or 0)
+    )
+    value = Fraction(found["number"].lstrip("+")) * scale
+    return int(value) if value.denominator == 1 and 0 <= value <= _LARGEST else None

@@ -1,0 +1,296 @@
+"""List and watch: keeps a copy of a few objects of the API server true, through everything that clusters do to a watch.
+
+Used by the watches of this room (`watching`, `config_map`), each of which runs one as a supervised loop and gives it somewhere to put what
+it sees (`Sink`). What it holds to, since the libraries' own watches do not:
+
+* A watch that ends is normal; it goes on from the same version, after a pause that doubles while nothing but endings come.
+* 410 in any form means that history was lost: list anew. Any other failure keeps the version, so that no event is lost or seen twice.
+* Bookmarks move the version only. Versions are compared for equality alone, as the API asks of its clients.
+* An object that cannot be read costs that object, is said once and counted; an event that is no event costs a new list.
+* Without a word for too long, a connection is dead (`client` sees to that); ``Retry-After`` is kept to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import time
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from vgpu_agent.cluster import decode
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+
+    import msgspec
+
+    from vgpu_agent.config.binding import Cluster
+    from vgpu_agent.journal import Journal
+
+T = TypeVar("T")
+Seen_contra = TypeVar("Seen_contra", contravariant=True)
+
+_PAGE = "500"  # items
+_HEALTHY_SECONDS = 30.0  # a stream that lasted this long proves that the API server is well, and pauses begin small again
+_UNREADABLE_REMEMBERED = 200
+_GONE = 410
+_NOT_FOUND = 404
+
+
+class Source(Protocol):
+    """Where lists and watches come from: `client.ApiClient`, or a test's script."""
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        """One answer."""
+        ...
+
+    def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """The lines of a watch."""
+        ...
+
+
+class Sink(Protocol[Seen_contra]):
+    """Where what was seen goes; called on the event loop, never concurrently."""
+
+    def replace(self, items: Iterable[Seen_contra], /) -> None:
+        """This is all there is."""
+        ...
+
+    def put(self, item: Seen_contra, /) -> None:
+        """This was added or changed."""
+        ...
+
+    def remove(self, item: Seen_contra, /) -> None:
+        """This was deleted; here is its last state."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class ReflectorStatus:
+    """What one reflector has done, for metrics, readiness and ``/debug``; times are unix seconds, 0 for never.
+
+    Attributes:
+        lists: complete lists that were taken over.
+        watches: watches that were begun.
+        events: additions, changes and deletions that came.
+        errors: failures of lists and watches; 410 and a clean end are none.
+        unreadable: objects that could not be read.
+        last_event_at: when the API server last said anything, bookmarks and lists included.
+        last_error: of the last failure; stays when it is over.
+        failing: the last list or watch failed.
+        synced: there was a first complete list.
+    """
+
+    lists: int = 0
+    watches: int = 0
+    events: int = 0
+    errors: int = 0
+    unreadable: int = 0
+    last_event_at: float = 0.0
+    last_error: str = ""
+    failing: bool = False
+    synced: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scope:
+    """Which objects: a collection and a selection of it, or one object.
+
+    Attributes:
+        what: for people, e.g. ``pods of this node``.
+        path: of the collection.
+        field_selector: what to list and watch of it.
+        name: of the one object to get instead of listing, which asks for no permission to list; empty for a collection.
+    """
+
+    what: str
+    path: str
+    field_selector: str
+    name: str = ""
+
+    @classmethod
+    def single(cls, what: str, path: str, name: str) -> Scope:
+        """The one object ``name`` of the collection at ``path``, whether it exists or not."""
+        return cls(what, path, f"metadata.name={name}", name)
+
+
+class Reflector(Generic[T]):
+    """Keeps ``sink`` true to what the API server has in ``scope``.
+
+    State: the version up to which everything was seen. It outlives a restart of `run` by its supervisor, and the failure of a watch; it is
+    dropped when the API server has forgotten it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        scope: Scope,
+        decoder: Callable[[msgspec.Raw | bytes], T],
+        sink: Sink[T],
+        *,
+        settings: Cluster,
+        journal: Journal,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self.status = ReflectorStatus()
+        self.synced = asyncio.Event()
+        self.scope = scope
+        self._source, self._decoder, self._sink = source, decoder, sink
+        self._settings, self._journal = settings, journal
+        self._uniform = uniform
+        self._version = ""
+        self._said = ""  # the trouble that the log has last heard of
+        self._unreadable: set[str] = set()  # what it has heard of objects, so that a pod that changes every second is no flood
+
+    @property
+    def longest_silence_seconds(self) -> float:
+        """How long `run` may give no sign of life while all is well."""
+        settings = self._settings
+        return 2 * settings.watch_seconds + settings.watch_silence_seconds + settings.backoff_max_seconds + settings.request_timeout_seconds
+
+    def forget(self) -> None:
+        """Begin with a list when `run` is started the next time; `run` must have ended."""
+        self._version = ""
+        self.synced.clear()
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """List and watch for ever.
+
+        Args:
+            beat: called with every sign of life.
+        """
+        pause, loop = 0.0, asyncio.get_running_loop()
+        while True:
+            beat()
+            began, asked_to_wait = loop.time(), 0.0
+            try:
+                if not self._version:
+                    await self._list(beat)
+                await self._watch(beat)
+            except ClusterError as err:
+                asked_to_wait = err.retry_after_seconds
+                self._failed(err)
+            if loop.time() - began > _HEALTHY_SECONDS:
+                pause = 0.0
+            pause = min(max(2 * pause, self._settings.backoff_min_seconds), self._settings.backoff_max_seconds)
+            # Jitter, so that the agents of a whole cluster do not come back in one moment.
+            await asyncio.sleep(max(pause * self._uniform(0.5, 1.0), asked_to_wait))
+
+    async def _list(self, beat: Callable[[], None]) -> None:
+        items, version = await (self._get_one() if self.scope.name else self._get_pages(beat))
+        self._sink.replace(items)
+        self._version = version
+        self.status.lists += 1
+        self._heard()
+        self.status.synced = True
+        self.synced.set()
+        self._well()
+
+    async def _get_one(self) -> tuple[list[T], str]:
+        try:
+            raw = await self._source.get(f"{self.scope.path}/{self.scope.name}")
+        except ClusterError as err:
+            if err.status != _NOT_FOUND:
+                raise
+            return [], "0"  # a watch from version 0 begins with whatever was created in between
+        return self._readable(raw), decode.version(raw)
+
+    async def _get_pages(self, beat: Callable[[], None]) -> tuple[list[T], str]:
+        items: list[T] = []
+        params = {"fieldSelector": self.scope.field_selector, "limit": _PAGE}
+        # The first list may come from the API server's cache. One after a lost history must not: the cache may be older than what was seen.
+        first = {} if self.status.synced else {"resourceVersion": "0"}
+        raws, version, token = decode.page(await self._source.get(self.scope.path, params | first))
+        while True:
+            for raw in raws:
+                items += self._readable(raw)
+            beat()
+            if not token:
+                break
+            raws, version, token = decode.page(await self._source.get(self.scope.path, params | {"continue": token}))
+        if not version:
+            raise ClusterError(f"GET {self.scope.path}: the list has no metadata.resourceVersion; something in between is not Kubernetes")
+        return items, version
+
+    async def _watch(self, beat: Callable[[], None]) -> None:
+        seconds = self._uniform(self._settings.watch_seconds, 2 * self._settings.watch_seconds)
+        params = {
+            "watch": "true",
+            "fieldSelector": self.scope.field_selector,
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(max(1, round(seconds))),
+        }
+        self.status.watches += 1
+        async with contextlib.aclosing(self._source.lines(self.scope.path, params)) as lines:
+            async for line in lines:
+                beat()
+                self._take(line)
+        self._well()
+
+    def _take(self, line: bytes) -> None:
+        """Take over one line of a watch."""
+        try:
+            event = decode.event(line)
+            if event.type == "ERROR":
+                raise decode.failure(event.object)
+            version = decode.version(event.object)
+            self._take_object(event)
+        except ClusterError as err:
+            if err.status == 0:
+                self._version = ""  # whatever this was about, a list will tell
+            raise
+        self._version = version
+        self._heard()
+        self._well()
+
+    def _take_object(self, event: decode.Event) -> None:
+        match event.type:
+            case "ADDED" | "MODIFIED":
+                self.status.events += 1
+                for item in self._readable(event.object):
+                    self._sink.put(item)
+            case "DELETED":
+                self.status.events += 1
+                self._sink.remove(self._decoder(event.object))
+            case "BOOKMARK":
+                pass
+            case _:
+                raise ClusterError(f"GET {self.scope.path}: the watch sent an event of the unknown type {event.type[:40]!r}")
+
+    def _readable(self, raw: msgspec.Raw | bytes) -> list[T]:
+        """The object, or nothing when it cannot be read."""
+        try:
+            return [self._decoder(raw)]
+        except ClusterError as err:
+            self.status.unreadable += 1
+            if str(err) in self._unreadable:
+                return []
+            if len(self._unreadable) >= _UNREADABLE_REMEMBERED:
+                self._unreadable.clear()
+            self._unreadable.add(str(err))
+            self._journal.record("cluster.unreadable", level="warning", what=self.scope.what, error=str(err))
+            return []
+
+    def _heard(self) -> None:
+        self.status.last_event_at = time.time()
+
+    def _failed(self, err: ClusterError) -> None:
+        if err.status == _GONE:
+            self._version = ""
+            return
+        self.status.errors += 1
+        self.status.failing, self.status.last_error = True, str(err)
+        # An outage is one line in the log, not one for each try.
+        if (trouble := f"{err.status}") != self._said:
+            self._said = trouble
+            self._journal.record("cluster.watch_failed", level="warning", what=self.scope.what, error=str(err))
+
+    def _well(self) -> None:
+        self.status.failing = False
+        if self._said:
+            self._said = ""
+            self._journal.record("cluster.watch_recovered", what=self.scope.what)

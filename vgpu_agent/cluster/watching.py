@@ -1,0 +1,116 @@
+"""What this agent watches: its own pods and its own Node, and nothing else of the cluster.
+
+Built by `agent`, which runs each watch as a supervised loop; `allocation` reads the PodBook that `PodWatch` fills, the writers of this room
+compare with the Node that `NodeWatch` shows. API server away: both keep what they have seen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.api import pod_path
+from vgpu_agent.cluster.reflector import Reflector, Scope
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterable
+
+    from vgpu_agent.cluster.reflector import ReflectorStatus, Source
+    from vgpu_agent.config.binding import Cluster
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.nodes import Node
+    from vgpu_agent.pods import Pod, PodBook
+
+_NOT_FOUND = 404
+
+
+class PodWatch:
+    """Fills a PodBook with the pods that are bound to one node."""
+
+    def __init__(self, source: Source, node_name: str, book: PodBook, *, settings: Cluster, journal: Journal) -> None:
+        self._source = source
+        scope = Scope("pods of this node", "/api/v1/pods", f"spec.nodeName={node_name}")
+        self._reflector = Reflector(source, scope, decode.pod, book, settings=settings, journal=journal)
+
+    @property
+    def status(self) -> ReflectorStatus:
+        """How the watch is doing."""
+        return self._reflector.status
+
+    @property
+    def longest_silence_seconds(self) -> float:
+        """How long `run` may give no sign of life while all is well; for ``Supervisor.start(stuck_after_seconds=…)``."""
+        return self._reflector.longest_silence_seconds
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Keep the book true, for ever."""
+        await self._reflector.run(beat)
+
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
+        """Ask the API server for one pod; None when there is none.
+
+        One GET, for a pod that the watch has not shown yet. The book is left alone: the answer may be older than what the watch shows next.
+
+        Raises:
+            ClusterError: no answer, or one that cannot be read.
+        """
+        try:
+            return decode.pod(await self._source.get(pod_path(namespace, name)))
+        except ClusterError as err:
+            if err.status == _NOT_FOUND:
+                return None
+            raise
+
+
+class NodeWatch:
+    """Our own Node.
+
+    Attributes:
+        node: as it is now; None before the first answer (see ``synced``), and while it does not exist. A Node that was deleted and created
+            again under its name has another UID.
+        synced: the API server has answered once, be it that there is no such Node.
+    """
+
+    def __init__(self, source: Source, node_name: str, *, settings: Cluster, journal: Journal) -> None:
+        self.node: Latest[Node | None] = Latest(None)
+        scope = Scope.single("this node", "/api/v1/nodes", node_name)
+        self._reflector = Reflector(source, scope, decode.node, _Only(self.node), settings=settings, journal=journal)
+        self.synced: asyncio.Event = self._reflector.synced
+
+    @property
+    def status(self) -> ReflectorStatus:
+        """How the watch is doing."""
+        return self._reflector.status
+
+    @property
+    def longest_silence_seconds(self) -> float:
+        """How long `run` may give no sign of life while all is well; for ``Supervisor.start(stuck_after_seconds=…)``."""
+        return self._reflector.longest_silence_seconds
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Keep ``node`` true, for ever."""
+        await self._reflector.run(beat)
+
+
+class _Only:
+    """A sink for the one Node there is."""
+
+    def __init__(self, latest: Latest[Node | None]) -> None:
+        self._latest = latest
+
+    def replace(self, items: Iterable[Node]) -> None:
+        self._publish(next(iter(items), None))
+
+    def put(self, item: Node) -> None:
+        self._publish(item)
+
+    def remove(self, item: Node) -> None:
+        if self._latest.value is not None and self._latest.value.uid == item.uid:
+            self._publish(None)
+
+    def _publish(self, node: Node | None) -> None:
+        if self._latest.value != node:
+            self._latest.publish(node)
