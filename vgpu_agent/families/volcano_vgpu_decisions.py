@@ -8,20 +8,20 @@ Anybody who may edit pods can write these annotations, so they never give more t
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
-from vgpu_agent.families.volcano_vgpu_asks import Names, read_ask
+from vgpu_agent.families.volcano_vgpu_asks import read_ask
 from vgpu_agent.families.volcano_vgpu_devices import SEGMENT_END, Assigned, DevicesTextError, Segment, parse_pod_devices
 from vgpu_agent.model import Share
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from vgpu_agent.families.family import Question
-    from vgpu_agent.families.volcano_vgpu_asks import Ask
+    from vgpu_agent.families.volcano_vgpu_asks import Ask, Names
+    from vgpu_agent.families.volcano_vgpu_offer import Offer
     from vgpu_agent.pods import Pod, PodContainer
 
 NODE = "volcano.sh/vgpu-node"
@@ -30,21 +30,6 @@ TO_ALLOCATE = "volcano.sh/devices-to-allocate"
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
 _LONGEST_SHOWN = 200
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Offer:
-    """What this node offers in the family's words.
-
-    Attributes:
-        names: of the resources.
-        factor: MiB in one unit of memory.
-        units: GPU → its memory in units, in the order in which schedulers count the GPUs.
-    """
-
-    names: Names
-    factor: int
-    units: Mapping[str, int]
 
 
 def asking_container(question: Question) -> PodContainer:
@@ -75,7 +60,8 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
     if not text.strip(SEGMENT_END) or container.kind is ContainerKind.SIDECAR:
         return None
     if (node := pod.annotations.get(NODE, "")) != question.node:
-        raise refused(pod, NODE, node, f"the GPUs were decided for another node than {question.node}, where the pod is bound")
+        problem = f"the GPUs were decided for another node than {question.node}, where the pod is bound"
+        raise refused(pod, NODE, node, problem, f"{_REMEDY}, without this annotation in its template")
     segments, counted = _segments(pod, offer.names)
     ask = read_ask(pod, container, offer.names)
     if container.kind is ContainerKind.INIT:

@@ -14,11 +14,10 @@ from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.volcano_vgpu_asks import Names
-from vgpu_agent.families.volcano_vgpu_decisions import Offer
 from vgpu_agent.model import Decider, Resource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.config.volcano_files import Overlay
@@ -26,6 +25,21 @@ if TYPE_CHECKING:
 
 FAMILY = "volcano-vgpu"
 _SETTINGS = "volcanoVgpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """What this node offers in the family's words.
+
+    Attributes:
+        names: of the resources.
+        factor: MiB in one unit of memory.
+        units: GPU → its memory in units, in the order in which schedulers count the GPUs.
+    """
+
+    names: Names
+    factor: int
+    units: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
