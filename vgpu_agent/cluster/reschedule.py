@@ -1,0 +1,187 @@
+"""Another chance for pods that cannot start here: the owner hears why, and where the operator asks for it, the pod is evicted.
+
+The plain kube-scheduler only counts, so it can send a pod to a node whose cards have room in sum and not on one of them; kubelet would try
+again for ever. What `allocation` has refused for long enough gets an event, and after a longer time an eviction, which lets its controller
+create it anew elsewhere. Evictions go through the API, so PodDisruptionBudgets hold.
+
+Built and run by `agent`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cluster.api import pod_path
+from vgpu_agent.cluster.retrying import Backoff, Complaints
+from vgpu_agent.cluster.waiting import Versions
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.pods import MIRROR_POD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vgpu_agent.allocation.refusals import Refusal
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.cluster.events import Events
+    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.config.binding import Binding, Cluster
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.pods import Pod
+
+REFUSED, EVICTED = "VgpuStartRefused", "VgpuEvicted"
+PERMISSION = "create pods/eviction"
+_SHORTEST_WAIT_SECONDS = 0.01
+_HOUR_SECONDS = 3600.0  # after which the API server forgets an event
+
+
+@dataclasses.dataclass(slots=True)
+class RescheduleCounts:
+    """For metrics.
+
+    Attributes:
+        refused: containers that may not start now.
+        told: refusals for which an event was raised.
+        evicted: pods that the API server has agreed to evict.
+        postponed: times that a PodDisruptionBudget, or a busy API server, asked us to wait.
+        failed: evictions that failed for another reason.
+    """
+
+    refused: int = 0
+    told: int = 0
+    evicted: int = 0
+    postponed: int = 0
+    failed: int = 0
+
+
+class Reschedule:
+    """Looks through the refusals whenever they change or one of them becomes old enough.
+
+    State: what was already said and asked for, by pod; a restart says it again once the refusals are old enough again.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        events: Events,
+        refusals: Callable[[], Iterable[Refusal]],
+        wake: Latest[int],
+        binding: Binding,
+        settings: Cluster,
+        journal: Journal,
+        clock: Callable[[], float] = time.time,
+        *,
+        look_seconds: float = 10.0,
+    ) -> None:
+        """Build it.
+
+        Args:
+            api: the API server.
+            events: where owners are told.
+            refusals: what is refused now, each with its time in the seconds of ``clock``.
+            wake: moves on with each change of ``refusals``.
+            binding: after how many seconds what happens.
+            settings: the pauses.
+            journal: evictions and troubles are recorded there.
+            clock: unix seconds.
+            look_seconds: how often the loop gives a sign of life.
+        """
+        self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
+        self._binding, self._settings, self._journal, self._clock = binding, settings, journal, clock
+        self._look_seconds = look_seconds
+        self._complaints = Complaints(journal, "reschedule")
+        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # pod and container → reason and unix seconds
+        self._evicted: set[str] = set()
+        self._backoffs: dict[str, Backoff] = {}
+        self._beat: Callable[[], None] = lambda: None
+        self.counts = RescheduleCounts()
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Look for ever; a sign of life at least every ``look_seconds`` and before each request."""
+        self._beat = beat
+        while True:
+            beat()
+            versions = Versions(self._wake)
+            pause = await self.look_once()
+            await versions.passed(timeout_seconds=pause)
+
+    async def look_once(self) -> float:
+        """Do what is due; seconds after which to look again, if nothing happens before."""
+        refusals = tuple(self._refusals())
+        self._forget_absent({refusal.pod.uid for refusal in refusals})
+        self.counts.refused = len(refusals)
+        pause = self._look_seconds
+        for refusal in refusals:
+            pause = min(pause, self._tell(refusal))
+        for refusal in refusals:
+            pause = min(pause, await self._evict(refusal))
+        return max(pause, _SHORTEST_WAIT_SECONDS)
+
+    def _tell(self, refusal: Refusal) -> float:
+        """Raise the event if it is time; seconds until it is."""
+        key, now = (refusal.pod.uid, refusal.container), self._clock()
+        reason, told_at = self._told.get(key, ("", 0.0))
+        if refusal.reason == reason:
+            left = told_at + _HOUR_SECONDS - now
+        elif refusal.final:
+            left = 0.0
+        else:  # a reason with numbers in it may change with each try
+            left = max(refusal.since, told_at) + self._binding.refused_event_seconds - now
+        if left > 0:
+            return left
+        self._told[key] = (refusal.reason, now)
+        self.counts.told += 1
+        self._events.raise_event(
+            refusal.pod, REFUSED, f"container {refusal.container} may not start with its {refusal.resource}: {refusal.reason}"
+        )
+        return self._look_seconds
+
+    async def _evict(self, refusal: Refusal) -> float:
+        """Evict the pod if it is time and may be; seconds until there is something to do."""
+        pod, after = refusal.pod, self._binding.refused_evict_seconds
+        # The mirror of a static pod can be evicted as little as the file that kubelet reads it from.
+        if after <= 0 or MIRROR_POD in pod.annotations or pod.deleting or pod.ended or pod.uid in self._evicted:
+            return self._look_seconds
+        backoff = self._backoffs.setdefault(pod.uid, Backoff(self._settings))
+        wait = max(refusal.since + after - self._clock(), backoff.seconds_left)
+        if wait > 0:
+            return wait
+        self._beat()
+        try:
+            await self._api.post(pod_path(pod.namespace, pod.name) + "/eviction", _eviction(pod))
+        except ClusterError as err:
+            self._postponed(pod, err, backoff)
+            return backoff.seconds_left
+        self._evicted.add(pod.uid)
+        self.counts.evicted += 1
+        self._complaints.over("eviction")
+        seconds = round(self._clock() - refusal.since)
+        text = f"evicted because container {refusal.container} was not allowed to start for {seconds} s: {refusal.reason}"
+        self._journal.record("reschedule.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text)
+        self._events.raise_event(pod, EVICTED, text)
+        return self._look_seconds
+
+    def _postponed(self, pod: Pod, err: ClusterError, backoff: Backoff) -> None:
+        backoff.failed(err)
+        if err.status == 429:
+            self.counts.postponed += 1
+            self._complaints.say(f"budget {pod.uid}", "reschedule.postponed", "429", level="info", pod=pod.full_name, error=str(err))
+        elif err.status not in {404, 409}:  # those: it is gone or another pod has its name, and the watch will say so
+            self.counts.failed += 1
+            self._complaints.failed("eviction", err, PERMISSION, pod=pod.full_name)
+
+    def _forget_absent(self, uids: set[str]) -> None:
+        self._told = {key: told for key, told in self._told.items() if key[0] in uids}
+        self._evicted &= uids
+        self._backoffs = {uid: backoff for uid, backoff in self._backoffs.items() if uid in uids}
+
+
+def _eviction(pod: Pod) -> dict[str, object]:
+    """policy/v1 Eviction of this very pod and not of another that took its name."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod.name, "namespace": pod.namespace},
+        "deleteOptions": {"preconditions": {"uid": pod.uid}},
+    }
