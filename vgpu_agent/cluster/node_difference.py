@@ -6,22 +6,16 @@ Pure translation for `node_publisher`, which decides when such a patch is sent. 
 from __future__ import annotations
 
 import dataclasses
-import decimal
 import enum
-import re
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.cluster.api import timestamp
+from vgpu_agent.cluster.quantities import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from vgpu_agent.nodes import Node, NodeWishes
-
-# Quantity suffixes of apimachinery's resource.Quantity.
-_DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
-_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
-_QUANTITY = re.compile(r"([+-]?[0-9]{1,30}(?:\.[0-9]{0,30})?)([numkMGTPE]|[KMGTPE]i|)\Z")
 
 
 class Section(enum.StrEnum):
@@ -118,17 +112,9 @@ def same_quantity(one: str, other: str) -> bool:
     """Whether two quantities are the same number: the API server writes ``1000`` as ``1k``."""
     if one == other:
         return True
-    numbers = [_number(one), _number(other)]
-    return None not in numbers and numbers[0] == numbers[1]
+    number = whole_number(one)
+    return number is not None and number == whole_number(other)
 
 
 def _as_wished(shown: str | None, wished: str) -> str | None:
     return wished if shown is not None and same_quantity(shown, wished) else shown
-
-
-def _number(quantity: str) -> decimal.Decimal | None:
-    found = _QUANTITY.match(quantity)
-    if found is None:
-        return None
-    number, suffix = decimal.Decimal(found[1]), found[2]
-    return number * 2 ** _BINARY[suffix] if suffix in _BINARY else number.scaleb(_DECIMAL[suffix])
