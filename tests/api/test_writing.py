@@ -95,8 +95,8 @@ async def test_a_refused_pod_is_told_of_and_evicted(server: ApiServer, client: A
         uid = book.pods[0].uid
         refusals.refuse(book.pods[0], "main", "volcano.sh/vgpu-number", "no GPU has 8000 MiB left")
         await until(lambda: reschedule.counts.evicted == 1 and len(server.objects.list("events", "default")) == 2)
-    told = server.objects.list("events", "default")
-    assert [(event["reason"], event["involvedObject"]["uid"]) for event in told] == [("VgpuStartRefused", uid), ("VgpuEvicted", uid)]
+    told = {event["reason"]: event["involvedObject"]["uid"] for event in server.objects.list("events", "default")}
+    assert told == {"VgpuStartRefused": uid, "VgpuEvicted": uid}
 
 
 async def test_a_patch_of_another_pods_uid_is_a_conflict(server: ApiServer, client: ApiClient) -> None:
