@@ -152,7 +152,7 @@ async def test_a_second_writer_is_met_with_growing_pauses_and_one_warning() -> N
 
     async def rival() -> None:
         while True:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             world.api.change(NODE, {"metadata": {"annotations": {REGISTER: "theirs"}}})
 
     async with running(world.publisher.run(_ignore), rival()):

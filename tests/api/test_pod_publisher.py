@@ -14,6 +14,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH
 
 PHASE, TIME, TODO = "volcano.sh/bind-phase", "volcano.sh/vgpu-time", "volcano.sh/devices-to-allocate"
 DONE: dict[str, str | None] = {PHASE: "success", TODO: None}
@@ -222,6 +223,29 @@ async def test_what_the_api_server_refuses_is_said_once_and_tried_again_when_it_
     assert world.annotations("b") == {PHASE: "success"}
 
 
+async def test_a_static_pod_is_wished_for_by_its_hash_and_written_by_its_uid() -> None:
+    """kubelet and ledger know it by the hash of its file, the API server's mirror of it has a UID of its own."""
+    world = World()
+    world.wishes["hash"] = {PHASE: "success"}
+    world.api.put(pod_at("static"), pod("static", uid="mirror-uid", **{MIRROR_POD: "hash", STATIC_POD_HASH: "hash"}))
+    async with running(world.publisher.run(_ignore)):
+        await asyncio.sleep(1)
+    assert world.api.requests[0].body == {"metadata": {"uid": "mirror-uid", "annotations": {PHASE: "success"}}}
+    assert world.annotations("static")[PHASE] == "success"
+
+
+async def test_a_refused_pod_that_goes_leaves_nothing_behind() -> None:
+    """A node sees many pods in its life."""
+    world = World("a")
+    world.api.fault = lambda *_: ClusterError("mirror pods are kubelet's", status=422)
+    async with running(world.publisher.run(_ignore)):
+        await asyncio.sleep(5)
+        world.api.delete(pod_at("a"))
+        await asyncio.sleep(5)
+    assert world.publisher._complaints._lasting == {}
+    assert world.publisher._writings == {}
+
+
 async def test_a_missing_permission_is_one_line_for_all_pods() -> None:
     """Twenty pods, one sentence with the verb, and a slow look whether it was granted."""
     world = World(*(f"p{number}" for number in range(20)))
@@ -242,7 +266,7 @@ async def test_an_annotation_that_somebody_changes_back_is_repaired_without_a_wa
 
     async def rival() -> None:
         while True:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             world.api.change(pod_at("a"), {"metadata": {"annotations": {PHASE: "allocating"}}})
 
     async with running(world.publisher.run(_ignore), rival()):

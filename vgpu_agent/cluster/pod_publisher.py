@@ -210,6 +210,7 @@ class PodPublisher:
     def _forget_absent(self, uids: set[str]) -> None:
         for uid in [uid for uid, writing in self._writings.items() if uid not in uids and not writing.busy]:
             del self._writings[uid]
+            self._complaints.forget(uid)
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()

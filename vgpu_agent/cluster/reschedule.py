@@ -174,6 +174,8 @@ class Reschedule:
     def _forget_absent(self, uids: set[str]) -> None:
         self._told = {key: told for key, told in self._told.items() if key[0] in uids}
         self._evicted &= uids
+        for uid in self._backoffs.keys() - uids:
+            self._complaints.forget(uid)
         self._backoffs = {uid: backoff for uid, backoff in self._backoffs.items() if uid in uids}
 
 

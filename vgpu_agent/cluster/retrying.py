@@ -118,3 +118,7 @@ class Complaints:
         """``key`` has no trouble any more."""
         if self._lasting.pop(key, None) is not None:
             self._journal.record(f"{self._writer}.recovered", what=key)
+
+    def forget(self, part: str) -> None:
+        """Whatever ``part`` of a key stands for is gone, so its troubles neither last nor are over."""
+        self._lasting = {key: trouble for key, trouble in self._lasting.items() if part not in key}
