@@ -90,6 +90,15 @@ async def test_each_failure_is_one_sentence_with_its_status(
     assert "\n" not in str(raised.value)
 
 
+async def test_a_message_of_many_lines_becomes_one(server: ApiServer, client: ApiClient) -> None:
+    """A refused change of a pod's specification comes with a difference of hundreds of lines."""
+    server.faults = [Fault(FaultKind.STATUS, code=422, reason="Invalid:\n@@ -140 +140 @@\n" + "- line\n" * 1000)]
+    with pytest.raises(ClusterError, match=r"422 Invalid: @@ -140 \+140 @@ - line") as raised:
+        await client.patch(_NODE, {})
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1200
+
+
 async def test_a_conflict_and_an_absence_can_be_told_apart(server: ApiServer, client: ApiClient) -> None:
     """409 and 404, with the API server's own words."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})

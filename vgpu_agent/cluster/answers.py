@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _LONGEST_BODY_BYTES = 64 * 1024  # of an error; a Status is far below that
+_LONGEST_MESSAGE = 1000  # characters of a Status; it may hold the whole difference of two pods
 _LONGEST_QUOTE = 200  # characters of a page that is no Status
 _LONGEST_RETRY_SECONDS = 3600.0
 _RESOURCE = re.compile(r"/(?:api|apis/[^/]+)/[^/]+(?:/namespaces/[^/]+)?/(?P<resource>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?")
@@ -99,7 +100,7 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
     except (msgspec.MsgspecError, ValueError, RecursionError):
         status = _Status()
     if status.kind == "Status":
-        said = ": ".join(filter(None, (status.reason, status.message)))
+        said = " ".join(": ".join(filter(None, (status.reason, status.message))).split())[:_LONGEST_MESSAGE]
         remedy = f"; {_REMEDIES[response.status]}" if response.status in _REMEDIES else ""
         text = f"{method} {path}: the API server answered {response.status} {said}{remedy}"
     else:

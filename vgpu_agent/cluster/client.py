@@ -64,7 +64,8 @@ class ApiClient:
         """Change the object at ``path`` by a JSON merge patch (RFC 7386); the object as it is then.
 
         Raises:
-            ClusterError: anything else than success; 409 when ``metadata.resourceVersion`` or ``uid`` in the body is not the object's.
+            ClusterError: anything else than success; 409 when ``metadata.resourceVersion`` in the body is not the object's, 422 when
+                ``metadata.uid`` is not.
         """
         return await self._ask("PATCH", path, params=params, body=body, content_type="application/merge-patch+json")
 
@@ -90,8 +91,9 @@ class ApiClient:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_seconds, sock_read=silence)
         async with self._answered("GET", path, timeout, params=params) as response:
             with answers.failures("GET", path, silence):
-                async for line in _split(response.content, path):
-                    yield line
+                async with contextlib.aclosing(_split(response.content, path)) as lines:
+                    async for line in lines:
+                        yield line
 
     async def close(self) -> None:
         """Close all connections; twice is fine."""
@@ -161,16 +163,15 @@ class ApiClient:
         async with self._connecting:
             current = self._connections
             if current is None or not current.suits(access):
-                self._connections = await Connections.opened(access)
-                if current is not None:
-                    await current.retire()
-            if self._connections is None:  # pragma: no cover - it was just made
-                raise ClusterError("the client was closed")
-            self._connections.users += 1  # before anybody else can replace and close them
-            return self._connections
+                before, current = current, await Connections.opened(access)
+                self._connections = current
+                if before is not None:
+                    await before.retire()
+            current.users += 1  # before anybody else can replace and close them
+            return current
 
 
-async def _split(content: aiohttp.StreamReader, path: str) -> AsyncIterator[bytes]:
+async def _split(content: aiohttp.StreamReader, path: str) -> AsyncGenerator[bytes, None]:
     """The lines of a body, without their ends and without empty ones."""
     rest = bytearray()
     async for chunk in content.iter_any():

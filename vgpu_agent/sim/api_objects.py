@@ -163,10 +163,15 @@ class ObjectStore:
             strategic: merge conditions by their type instead of replacing the whole list.
 
         Raises:
-            ApiRefusalError: 404; 409, a precondition does not hold; 422, something that never changes would.
+            ApiRefusalError: 404; 409, the version is another; 422, something that never changes would, the UID for example.
         """
         kind, before = KINDS[resource], self.get(resource, name, namespace)
-        self._check_preconditions(resource, name, before, patch.get("metadata") or {})
+        wanted = patch.get("metadata") or {}
+        self._check_preconditions(resource, name, before, {"resourceVersion": wanted.get("resourceVersion")})
+        if wanted.get("uid") not in (None, before["metadata"]["uid"]):
+            # Not a conflict: to the real one, too, a patch with another UID is an attempt to change it.
+            text = f'{kind.kind} "{name}" is invalid: metadata.uid: Invalid value: "{wanted["uid"]}": field is immutable'
+            raise ApiRefusalError(422, "Invalid", text)
         after: Object = _merged(before, patch, strategic=strategic)
         for key in ("name", "namespace", "uid", "creationTimestamp", "resourceVersion"):
             _keep(before["metadata"], after["metadata"], key)
@@ -179,7 +184,7 @@ class ObjectStore:
         return before if after == before else self._put(resource, (namespace, name), after)
 
     def bind(self, name: str, namespace: str, binding: Mapping[str, Any]) -> Object:
-        """Set a pod's node, and lay the Binding's annotations over the pod's, in one change: nobody sees the one without the other.
+        """Set a pod's node, and lay the Binding's annotations and labels over its own, in one change: nobody sees one without the other.
 
         Raises:
             ApiRefusalError: 404; 409, the pod is bound already, on its way out, or another one of that name.
@@ -188,14 +193,14 @@ class ObjectStore:
         metadata, target = binding.get("metadata") or {}, (binding.get("target") or {}).get("name", "")
         self._check_preconditions("pods", name, pod, {"uid": metadata.get("uid")})
         if not target:
-            raise ApiRefusalError(422, "Invalid", f'Binding "{name}" is invalid: target.name: Required value')
+            raise ApiRefusalError(500, "", "target.name: Required value")
         if pod["metadata"].get("deletionTimestamp"):
             raise _conflict("pods/binding", name, f"pod {name} is being deleted, cannot be assigned to a host")
         if pod["spec"].get("nodeName"):
             raise _conflict("pods/binding", name, f"pod {name} is already assigned to node {pod['spec']['nodeName']!r}")
         scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": _now()}
         change = {
-            "metadata": {"annotations": dict(metadata.get("annotations") or {})},
+            "metadata": {key: dict(metadata[key]) for key in ("annotations", "labels") if metadata.get(key)},
             "spec": {"nodeName": target},
             "status": {"conditions": [scheduled]},
         }
