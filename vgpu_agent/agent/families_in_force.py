@@ -104,7 +104,7 @@ class FamiliesInForce:
         inventory = self._inventory()
         offered: list[Resource] = [resource for family in self._families.by_ids for resource in family.resources(inventory)]
         self._offering.accept(resource.name for resource in offered)
-        usable = []
+        usable, unserved = [], [family for family in self._families.by_pod if family.name in self._offering.blocked]
         for family in self._families.by_pod:
             try:
                 resources = family.resources(inventory)
@@ -113,11 +113,12 @@ class FamiliesInForce:
             except ConfigError as err:  # one family that cannot be offered stops no other
                 for problem in err.problems:
                     self._offering.refuse(problem.partition(":")[0], problem)
+                unserved.append(family)
                 continue
             self._offering.accept(resource.name for resource in resources)
             offered += resources
             usable.append(family)
-        self._allocator.use_families(dataclasses.replace(self._families, by_pod=tuple(usable)))
+        self._allocator.use_families(dataclasses.replace(self._families, by_pod=tuple(usable), unserved=tuple(unserved)))
         self._allocator.refresh_offer()
 
     def _check(self, families: tuple[Family, ...]) -> None:

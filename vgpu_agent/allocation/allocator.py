@@ -44,10 +44,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Families:
-    """The families of this node, by kind."""
+    """The families of this node, by kind.
+
+    Attributes:
+        by_ids: whose ids name devices.
+        by_pod: whose pods decide.
+        unserved: those of ``by_pod``, or besides them, that nobody is served by now: their schedulers are told that nothing is free.
+    """
 
     by_ids: tuple[IdFamily, ...] = ()
     by_pod: tuple[PodFamily, ...] = ()
+    unserved: tuple[PodFamily, ...] = ()
 
     @property
     def all(self) -> tuple[Family, ...]:
@@ -227,8 +234,11 @@ class Allocator:
     def node_wishes(self, node: Node, now: float) -> NodeWishes:
         """What should stand on our Node, for all families together."""
         wishes = NodeWishes()
-        for family in self._families.by_pod:
-            rooms = {offer.name: self._ledger.rooms(offer.name) for offer in self._ledger.resources if offer.family == family.name}
+        unserved = {family.name for family in self._families.unserved}
+        families = {family.name: family for family in (*self._families.unserved, *self._families.by_pod)}
+        for name, family in families.items():
+            offers = [offer.name for offer in self._ledger.resources if offer.family == name and name not in unserved]
+            rooms = {offer: self._ledger.rooms(offer) for offer in offers}
             wishes = wishes.joined(family.node_wishes(NodeView(node, self._inventory(), rooms, self.allocated_at, now)))
         return wishes
 

@@ -150,7 +150,8 @@ class Binder:
                 grant = await (self._bind_late(start) if late else self._prove_early(start))
             except (RequestRefusedError, LedgerError, CarrierError) as err:
                 self._refuse(start, err)
-                raise type(err)(f"{pod.full_name}, container {owner.container}: {err}") from err
+                text = str(err)
+                raise type(err)(text if pod.full_name in text else f"{pod.full_name}, container {owner.container}: {text}") from err
             self._around.refusals.clear(owner.pod_uid, owner.container)
             self.served[start.key] = grant
             self._journal.record(
@@ -254,16 +255,20 @@ class Binder:
             for container in start.found.containers.get(start.owner.pod_uid, ())
             if (answer := start.testimony.answers.get((start.owner.pod_uid, container, start.offered.name))) is not None
         ]
-        meant_for = given.decided_for if given else None
-        right = all(answer == provision.edits for answer in answers) if answers else meant_for == start.key
+        meant = given is not None and given.decided_for == start.key and given.shares == shares
+        if given is not None and meant and all(answer == given.provision.edits for answer in answers):
+            right, provision = True, given.provision  # also when two equal shares were exchanged before
+        else:
+            right = bool(answers) and all(answer == provision.edits for answer in answers)
         if not right:
             if given is None or given.decided_for == start.key or given.shares != shares:
                 self.wrong_guesses += 1
                 self._ledger.decide(start.offered.name, start.ids, (), start.owner, evidence=("refused: answered for another pod",))
-                self._correct(given, start)
-                meant = f"the container {given.decided_for[1]} of {self._called(given.decided_for[0])}" if given else "another container"
+                # The answer stays wrong; remembered as this container's, it would pass once the checkpoint cannot be read.
+                self.given.pop(start.token, None)
+                whose = f"the container {given.decided_for[1]} of {self._called(given.decided_for[0])}" if given else "another container"
                 raise WrongPodError(
-                    f"kubelet's answer for this container was made for {meant}, because Allocate does not say whose it is and this node's "
+                    f"kubelet's answer for this container was made for {whose}, because Allocate does not say whose it is and this node's "
                     "runtime cannot be told later (binding.mode early); delete the pod, so that it is created anew"
                 )
             self.exchanges += 1
@@ -341,11 +346,6 @@ class Binder:
             if other.decided_for == start.key:
                 self.given[token] = dataclasses.replace(other, decided_for=given.decided_for)
         self.given[start.token] = dataclasses.replace(given, decided_for=start.key)
-
-    def _correct(self, given: Given | None, start: _Start) -> None:
-        """Whoever the answer was made for has not been served by it."""
-        if given is not None:
-            self.given[start.token] = dataclasses.replace(given, decided_for=start.key, shares=())
 
     def _called(self, uid: str) -> str:
         pod = self._around.book.get(uid)

@@ -1,0 +1,204 @@
+"""A small node for the tests of binding: a family whose annotation is a number, kubelet's records as plain lists, a carrier in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.golden import U0, U1, golden_inventory
+from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.binder import Surroundings
+from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.proof import Testimony
+from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.config.binding import Binding
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
+from vgpu_agent.errors import CarrierError, ClusterError, RequestRefusedError
+from vgpu_agent.families.family import Decision, NodeView, Question
+from vgpu_agent.isolation.edits import Edits, Mount, Provision
+from vgpu_agent.journal import Journal
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Decider, Grant, Holding, Inventory, Owner, Resource, Share
+from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.pods import ContainerKind, Pod, PodBook, PodContainer
+
+NUMBER, MEMORY = "example.com/number", "example.com/memory"
+NODE = "node-a"
+IDS = tuple(f"{uuid}-{place}" for uuid in (U0, U1) for place in range(10))
+
+
+class NumberFamily:
+    """``example.com/<container>: <GPU> <MiB>`` in a pod's annotations is what that container gets; the answer names GPU, MiB and pod."""
+
+    name = "number"
+
+    def claims(self, resource: str) -> bool:
+        return resource in {NUMBER, MEMORY}
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        if not inventory.gpus:
+            return ()
+        return (
+            Resource(
+                NUMBER,
+                self.name,
+                tuple(DeviceId(id_, id_[: len(U0)]) for id_ in IDS),
+                holders_per_device=10,
+                pre_start_required=True,
+                decided_by=Decider.POD,
+                prefers=False,
+            ),
+            Resource(
+                MEMORY,
+                self.name,
+                NumberedIds((IdBlock(f"{U0}-memory-", 40960, U0), IdBlock(f"{U1}-memory-", 40960, U1))),
+                decided_by=Decider.NOBODY,
+                prefers=False,
+            ),
+        )
+
+    def check(self, resource: Resource, ids: Sequence[str]) -> None:
+        """Everything goes."""
+
+    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
+        return list(available)[:size]
+
+    def decide(self, question: Question) -> Decision:
+        if (found := self.recall(question)) is None:
+            raise RequestRefusedError(f"pod {question.pod.full_name} has no annotation example.com/{question.container}")
+        return found
+
+    def recall(self, question: Question) -> Decision | None:
+        text = question.pod.annotations.get(f"example.com/{question.container}")
+        if text is None:
+            return None
+        shares = tuple(Share(part.split()[0], int(part.split()[1])) for part in text.split(","))
+        return Decision(shares, "the test")
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        own = f"/own/{question.pod.kubelet_uid}_{question.container}"
+        environment = {"GPU": ",".join(share.device for share in shares), "MIB": ",".join(str(share.memory_mib) for share in shares)}
+        return Provision(Edits(environment, (Mount("/own", own),)), collected=own)
+
+    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+        return {"example.com/done": ",".join(sorted(grants)) or ("failed" if failed else "")}
+
+    def node_wishes(self, view: NodeView) -> NodeWishes:
+        return NodeWishes(annotations={"example.com/allocated": str(view.allocated_at.get(NUMBER, 0))})
+
+
+class MemoryCarrier:
+    """Keeps what was delivered; ``trouble`` makes it fail."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, tuple[GrantRecord, Provision]] = {}
+        self.prepared: dict[str, tuple[GrantRecord, Provision]] = {}
+        self.trouble = ""
+
+    @property
+    def records(self) -> Sequence[GrantRecord]:
+        return [record for record, _ in self.specs.values()]
+
+    async def deliver(self, record: GrantRecord, provision: Provision) -> None:
+        if self.trouble:
+            raise CarrierError(self.trouble)
+        self.specs[record.token] = (record, provision)
+
+    async def prepare(self, record: GrantRecord, provision: Provision) -> None:
+        if self.trouble:
+            raise CarrierError(self.trouble)
+        self.prepared[record.token] = (record, provision)
+
+
+class Place:
+    """The node: an allocator, what kubelet's records say, and what the API server would answer."""
+
+    def __init__(self, *, late: bool = True, carrier: MemoryCarrier | None = None, book: PodBook | None = None) -> None:
+        self.ledger, self.journal, self.refusals = Ledger(), Journal(), Refusals()
+        self.carrier, self.book = carrier or MemoryCarrier(), book or PodBook()
+        self.checkpoint: list[Holding] | None = []
+        self.pod_resources: list[Holding] | None = []
+        self.answers: dict[tuple[str, str, str], Edits] = {}
+        self.on_server: dict[tuple[str, str], Pod] = {}
+        self.outage = False
+        self.fetches = 0
+        self.readings = 0
+        self.allocator = Allocator(
+            ledger=self.ledger,
+            families=Families(by_pod=(NumberFamily(),)),
+            inventory=golden_inventory,
+            journal=self.journal,
+            surroundings=Surroundings(
+                node=NODE,
+                book=self.book,
+                witness=self.testify,
+                fetch=self.fetch,
+                carrier=self.carrier,
+                refusals=self.refusals,
+                settings=Binding(),
+            ),
+        )
+        self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
+        self.allocator.refresh_offer()
+
+    async def testify(self) -> Testimony:
+        self.readings += 1
+        return Testimony(
+            None if self.checkpoint is None else tuple(self.checkpoint),
+            None if self.pod_resources is None else tuple(self.pod_resources),
+            dict(self.answers),
+            trouble="a witness is silent" if None in (self.checkpoint, self.pod_resources) else "",
+        )
+
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
+        self.fetches += 1
+        if self.outage:
+            raise ClusterError("the API server does not answer")
+        return self.on_server.get((namespace, name))
+
+    async def admit(self, pod: Pod, container: str, ids: Sequence[str], *, listed: bool = True) -> Edits:
+        """kubelet admits one container: Allocate, then its records."""
+        answer = await self.allocator.allocate(NUMBER, ids)
+        assert self.checkpoint is not None
+        assert self.pod_resources is not None
+        self.checkpoint.append(Holding(NUMBER, tuple(ids), Owner(container, pod.kubelet_uid)))
+        self.answers[pod.kubelet_uid, container, NUMBER] = answer
+        if listed:
+            self.pod_resources.append(Holding(NUMBER, tuple(ids), Owner(container, namespace=pod.namespace, pod=pod.name)))
+        return answer
+
+    async def start(self, ids: Sequence[str]) -> None:
+        """kubelet is about to start the container that has these ids."""
+        await self.allocator.pre_start(NUMBER, ids)
+
+    def forget(self, pod: Pod) -> None:
+        """kubelet has cleaned up after the pod."""
+        self.checkpoint = [entry for entry in self.checkpoint or () if entry.owner.pod_uid != pod.kubelet_uid]
+        self.pod_resources = [entry for entry in self.pod_resources or () if entry.owner.pod != pod.name]
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        """The facts of the journal's entries of that name."""
+        return [entry.facts for entry in self.journal.entries if entry.event == name]
+
+
+def a_pod(
+    name: str,
+    *containers: PodContainer | str,
+    uid: str = "",
+    annotations: Mapping[str, str] | None = None,
+    phase: str = "Pending",
+    number: int = 1,
+) -> Pod:
+    """A pod on this node; a container given by name asks for ``number`` ids."""
+    listed = tuple(PodContainer(each, limits={NUMBER: number}) if isinstance(each, str) else each for each in containers or ("main",))
+    return Pod(uid or f"uid-{name}", "default", name, NODE, phase, annotations or {}, {}, listed)
+
+
+def init(name: str, number: int = 1) -> PodContainer:
+    """An init container that asks for ``number`` ids."""
+    return PodContainer(name, ContainerKind.INIT, {NUMBER: number})
+
+
+def wants(**containers: str) -> dict[str, str]:
+    """The annotations of `NumberFamily`."""
+    return {f"example.com/{name}": text for name, text in containers.items()}

@@ -1,0 +1,202 @@
+"""Binding early: the likeliest pod in Allocate, and no start before kubelet's records have proven it right."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, Place, a_pod, init, wants
+from tests.golden import U0, U1
+from vgpu_agent.allocation.binder import WrongPodError
+from vgpu_agent.allocation.carrier import grant_token
+from vgpu_agent.allocation.early import Siblings, candidates, likeliest
+from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
+from vgpu_agent.pods import PodBook, PodContainer
+
+
+async def test_the_only_candidate_gets_a_complete_answer() -> None:
+    """One pod waits: its answer is complete in Allocate, and right at the start."""
+    place = Place(late=False)
+    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
+    place.book.replace([pod])
+    answer = await place.admit(pod, "main", IDS[:1])
+    assert answer.environment == {"GPU": U0, "MIB": "1000"}
+    assert (place.readings, place.fetches) == (0, 0)
+    await place.start(IDS[:1])
+    assert grant_token(NUMBER, IDS[:1]) in place.carrier.prepared
+    (grant,) = place.ledger.grants
+    assert (grant.shares, grant.proven) == ((Share(U0, 1000),), True)
+
+
+@pytest.mark.looptime
+async def test_without_a_candidate_the_words_are_those_that_users_know() -> None:
+    """volcano-vgpu:G11 no pending pod: the words of the replaced plugin, after less than a second, and nothing is booked."""
+    place = Place(late=False)
+    place.book.replace([])
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(RequestRefusedError, match=r"cannot get valid pod: no pending pod on node node-a .* waits for 1 of "):
+        await place.allocator.allocate(NUMBER, IDS[:1])
+    assert asyncio.get_running_loop().time() - began <= 1
+    assert place.ledger.grants == ()
+    assert NUMBER in place.allocator.allocated_at  # so a scheduler's lock is given back
+
+
+@pytest.mark.looptime
+async def test_a_pod_that_the_watch_shows_within_the_wait_is_served() -> None:
+    """kubelet can be a moment quicker than our watch."""
+    place = Place(late=False)
+    place.book.replace([])
+    asyncio.get_running_loop().call_later(0.3, place.book.put, a_pod("train", annotations=wants(main=f"{U0} 1000")))
+    answer = await place.allocator.allocate(NUMBER, IDS[:1])
+    assert answer.environment["GPU"] == U0
+
+
+async def test_a_wrong_guess_never_starts() -> None:
+    """volcano-vgpu:D2 two pods admitted the other way round get each other's answers, and both starts are refused with the remedy."""
+    place = Place(late=False)
+    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
+    place.book.put(train)
+    place.book.put(serve)
+    await place.admit(serve, "main", IDS[:1])
+    await place.admit(train, "main", IDS[1:2])
+    for ids in (IDS[:1], IDS[1:2]):
+        with pytest.raises(WrongPodError, match="delete the pod, so that it is created anew"):
+            await place.start(ids)
+    assert {(refusal.pod.name, refusal.final) for refusal in place.refusals.current} == {("train", True), ("serve", True)}
+    assert place.allocator.binder is not None
+    assert place.allocator.binder.wrong_guesses == 2
+    assert all(grant.shares == () for grant in place.ledger.grants)
+    assert place.carrier.prepared == {}
+
+
+async def test_the_refusal_names_both_pods() -> None:
+    """The user sees whose answer it was."""
+    place = Place(late=False)
+    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
+    place.book.put(train)
+    place.book.put(serve)
+    await place.admit(serve, "main", IDS[:1])
+    with pytest.raises(WrongPodError, match=r"default/serve, container main: .* made for the container main of default/train"):
+        await place.start(IDS[:1])
+
+
+async def test_equal_shares_are_exchanged() -> None:
+    """Two replicas of one Deployment on one GPU: each keeps what it got, and the book says so."""
+    place = Place(late=False)
+    first, second = (a_pod(name, annotations=wants(main=f"{U0} 1000")) for name in ("first", "second"))
+    place.book.put(first)
+    place.book.put(second)
+    await place.admit(second, "main", IDS[:1])
+    await place.admit(first, "main", IDS[1:2])
+    await place.start(IDS[:1])
+    await place.start(IDS[1:2])
+    assert {grant.ids: grant.decided_for for grant in place.ledger.grants} == {
+        IDS[:1]: ("uid-second", "main"),
+        IDS[1:2]: ("uid-first", "main"),
+    }
+    assert all(grant.proven for grant in place.ledger.grants)
+    _, provision = place.carrier.prepared[grant_token(NUMBER, IDS[:1])]
+    assert provision.collected == "/own/uid-first_main"  # what the answer mounts is what is made
+    await place.start(IDS[:1])  # a crash
+
+
+async def test_after_a_restart_kubelets_stored_answer_is_the_proof() -> None:
+    """A new process has forgotten its guesses: the answer in the checkpoint is compared with what the pod should have."""
+    before = Place(late=False)
+    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
+    for pod in (train, serve):
+        before.book.put(pod)
+    await before.admit(train, "main", IDS[:1])
+    await before.admit(serve, "main", IDS[1:2])
+    after = Place(late=False, book=before.book)
+    after.checkpoint, after.pod_resources, after.answers = before.checkpoint, before.pod_resources, before.answers
+    await after.start(IDS[:1])
+    after.answers["uid-serve", "main", NUMBER] = after.answers["uid-train", "main", NUMBER]
+    with pytest.raises(WrongPodError):
+        await after.start(IDS[1:2])
+
+
+async def test_a_container_without_any_stored_answer_does_not_start() -> None:
+    """Neither memory nor checkpoint know what it was told: refused."""
+    place = Place(late=False)
+    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
+    place.book.replace([pod])
+    await place.admit(pod, "main", IDS[:1])
+    assert place.allocator.binder is not None
+    place.allocator.binder.given.clear()
+    place.answers.clear()
+    with pytest.raises(WrongPodError):
+        await place.start(IDS[:1])
+
+
+async def test_every_container_that_has_the_ids_must_have_been_answered_rightly() -> None:
+    """Init container first, then the one that takes its ids: both answers must be the right ones."""
+    place = Place(late=False)
+    pod = a_pod("train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000"))
+    place.book.replace([pod])
+    await place.admit(pod, "prepare", IDS[:1], listed=False)
+    await place.admit(pod, "main", IDS[:1])
+    place.answers["uid-train", "prepare", NUMBER] = dataclasses.replace(place.answers["uid-train", "main", NUMBER], environment={"GPU": U1})
+    with pytest.raises(WrongPodError):
+        await place.start(IDS[:1])
+
+
+def test_only_pods_that_can_be_meant_are_candidates() -> None:
+    """Pending, on this node, not being deleted, and the next container asks for just as many."""
+    book = PodBook()
+    pods = [
+        a_pod("two", number=2),
+        a_pod("running", phase="Running"),
+        dataclasses.replace(a_pod("deleted"), deleting=True),
+        dataclasses.replace(a_pod("elsewhere"), node="node-b"),
+        a_pod("served"),
+        a_pod("first", PodContainer("plain"), PodContainer("main", limits={NUMBER: 1})),
+        a_pod("started", PodContainer("main", limits={NUMBER: 1}, started=True)),
+    ]
+    for pod in pods:
+        book.put(pod)
+    found = candidates(book.pods, {("uid-served", "main")}, NUMBER, 1, NODE)
+    assert [candidate.key for candidate in found] == [("uid-first", "main")]
+
+
+def test_sizes_of_sibling_calls_speak_for_a_candidate() -> None:
+    """What kubelet allocated of a counted resource since the last decision tells two pods of one number apart."""
+    small = a_pod("small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1000}))
+    large = a_pod("large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2000}))
+    found = candidates([small, large], set(), NUMBER, 1, NODE)
+    siblings = Siblings()
+    assert likeliest(found, siblings) == found[0]
+    siblings.heard(MEMORY, 2000)
+    assert likeliest(found, siblings) == found[1]
+    siblings.decided({NUMBER: 1, MEMORY: 2000}, [MEMORY])
+    siblings.heard(MEMORY, 1000)
+    assert likeliest(found[:1], siblings) == found[0]
+
+
+def test_a_sibling_call_of_the_container_before_says_nothing() -> None:
+    """The number may come first: the memory call that follows belongs to what was decided."""
+    small = a_pod("small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1000}))
+    large = a_pod("large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2000}))
+    found = candidates([large], set(), NUMBER, 1, NODE)
+    siblings = Siblings()
+    siblings.decided(small.containers[0].limits, [MEMORY])
+    siblings.heard(MEMORY, 1000)
+    assert siblings.fits(found[0])
+    siblings.heard(MEMORY, 500)
+    assert not siblings.fits(found[0])
+
+
+async def test_records_that_name_the_pod_first_do_not_hide_a_wrong_guess() -> None:
+    """Verification may run between Allocate and start; the guess stays what it was."""
+    place = Place(late=False)
+    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
+    place.book.put(train)
+    place.book.put(serve)
+    await place.admit(serve, "main", IDS[:1])
+    holding = Holding(NUMBER, IDS[:1], Owner("main", serve.uid, "default", "serve"))
+    place.allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60)
+    with pytest.raises(WrongPodError):
+        await place.start(IDS[:1])
