@@ -11,6 +11,7 @@ import yaml
 
 from vgpu_agent import __version__
 from vgpu_agent.cli import main as command_line
+from vgpu_agent.cluster import config_map
 from vgpu_agent.config import load
 from vgpu_agent.config.settings import Settings, split_address
 
@@ -20,8 +21,43 @@ DEFAULTS = Settings()
 NAME = "vgpu-agent"
 
 
+COMPONENTS = MANIFESTS / "components"
+# Why each folder of the node is there: the setting whose default it is. (path, type, may be written) per component, "" for the base.
+HOST_FOLDERS = {
+    "": {
+        (str(DEFAULTS.kubelet.device_plugin_directory), "Directory", True),
+        (str(DEFAULTS.kubelet.pod_resources_socket.parent), "Directory", False),
+        (DEFAULTS.binding.cdi_directory, "DirectoryOrCreate", True),
+        (DEFAULTS.state_directory, "DirectoryOrCreate", True),
+    },
+    "hami-core": {
+        (DEFAULTS.hami_core.host_directory, "DirectoryOrCreate", True),
+        (DEFAULTS.hami_core.lock_directory, "DirectoryOrCreate", True),
+    },
+}
+READ_ONE = {("configmaps", "get"), ("configmaps", "list"), ("configmaps", "watch")}
+
+
 def _documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((MANIFESTS / name).read_text()))
+
+
+def _rights(role: Any) -> set[tuple[str, str]]:
+    """(resource, verb) of every rule; the core group only, and never a wildcard."""
+    assert all(rule["apiGroups"] == [""] for rule in role["rules"])
+    return {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+
+
+def _host_folders(pod: Any) -> set[tuple[str, str, bool]]:
+    """(path, type, may be written) of the pod's hostPath volumes, each mounted once and under its own path."""
+    folders = set()
+    (container,) = pod["containers"]
+    for volume in pod["volumes"]:
+        if "hostPath" in volume:
+            (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
+            assert mount["mountPath"] == volume["hostPath"]["path"]
+            folders.add((volume["hostPath"]["path"], volume["hostPath"]["type"], not mount.get("readOnly", False)))
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +68,16 @@ def kustomization() -> Any:
 
 @pytest.fixture(scope="module")
 def objects(kustomization: Any) -> dict[str, Any]:
-    """Every object of the base, by kind."""
+    """Every object of the base, by kind; there is one of each."""
     found = [document for name in kustomization["resources"] for document in _documents(name)]
     assert len({document["kind"] for document in found}) == len(found)
     return {document["kind"]: document for document in found}
+
+
+@pytest.fixture(scope="module")
+def library_component() -> Any:
+    """The pod spec that the init container is patched into."""
+    return _documents("components/hami-core-library/daemonset.yaml")[0]["spec"]["template"]["spec"]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +106,11 @@ def test_the_kustomization_names_every_manifest_once(kustomization: Any) -> None
     assert sorted(kustomization["resources"]) == sorted(files)
 
 
-def test_everything_lies_in_the_one_namespace(kustomization: Any, objects: dict[str, Any]) -> None:
+def test_everything_but_one_role_lies_in_the_one_namespace(kustomization: Any, objects: dict[str, Any]) -> None:
     """Namespaced objects name it themselves, so that a file can also be applied alone."""
-    assert kustomization["namespace"] == objects["Namespace"]["metadata"]["name"] == NAME
+    assert objects["Namespace"]["metadata"]["name"] == NAME
     assert {objects[kind]["metadata"]["namespace"] for kind in ("ServiceAccount", "ConfigMap", "DaemonSet")} == {NAME}
+    assert "namespace" not in kustomization  # it would move the role for kube-system along
 
 
 def test_the_image_is_the_one_the_kustomization_sets_to_this_version(kustomization: Any, container: Any) -> None:
@@ -119,21 +162,26 @@ def test_the_configuration_lies_where_the_arguments_look(pod: Any, container: An
     assert "subPath" not in volume
 
 
-@pytest.mark.parametrize(
-    "folder", [DEFAULTS.kubelet.device_plugin_directory, DEFAULTS.kubelet.pod_resources_socket.parent], ids=["plugins", "pod-resources"]
-)
-def test_the_kubelets_folders_are_mounted_where_the_agent_looks(pod: Any, container: Any, folder: Path) -> None:
-    """As whole folders of the node, since the kubelet makes its sockets anew; a folder that is missing is an error and is not made."""
-    assert _folder(pod, container, str(folder))["hostPath"] == {"path": str(folder), "type": "Directory"}
+def test_every_folder_of_the_node_is_there_for_a_setting(pod: Any) -> None:
+    """Whole folders, since the kubelet makes its sockets anew; under the node's own path; the kubelet's must exist, ours are made."""
+    assert _host_folders(pod) == HOST_FOLDERS[""]
+    patched = _documents("components/hami-core/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    assert _host_folders(patched) == HOST_FOLDERS["hami-core"]
 
 
-def test_only_the_plugin_folder_can_be_written(pod: Any, container: Any) -> None:
-    """The agent creates its own sockets there and writes nowhere else."""
-    assert [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")] == [
-        str(DEFAULTS.kubelet.device_plugin_directory)
-    ]
+def test_nothing_else_can_be_written(pod: Any, container: Any) -> None:
+    """The ConfigMaps are read-only, so is the image; and the pod has a network of its own."""
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {path for path, _, may_be_written in HOST_FOLDERS[""] if may_be_written}
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert not pod.get("hostNetwork")
+    assert not any(pod.get(name) for name in ("hostNetwork", "hostPID", "hostIPC"))
+
+
+def test_the_node_configuration_may_be_missing(pod: Any, container: Any) -> None:
+    """Mounted where the setting looks, and a pod without that ConfigMap starts all the same."""
+    assert DEFAULTS.volcano_vgpu.node_config_file is not None
+    volume = _folder(pod, container, str(Path(DEFAULTS.volcano_vgpu.node_config_file).parent))
+    assert volume["configMap"] == {"name": "volcano-vgpu-node-config", "optional": True}
 
 
 def test_the_metrics_port_is_the_default_one_everywhere(objects: dict[str, Any], container: Any) -> None:
@@ -166,21 +214,98 @@ def test_the_container_has_the_least_that_works(container: Any) -> None:
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-def test_nothing_is_granted_that_is_not_used(objects: dict[str, Any], pod: Any) -> None:
-    """No library for the API server is among the dependencies, so no rule and no token may be there."""
-    assert "kubernetes" not in (ROOT / "requirements" / "runtime.txt").read_text()
-    assert objects["ClusterRole"]["rules"] == []
+def test_nothing_is_granted_that_is_not_used(objects: dict[str, Any]) -> None:
+    """Own Node and pods are read and patched, events written, one ConfigMap read; no creation, no deletion, no secret, no wildcard."""
+    assert _rights(objects["ClusterRole"]) == {
+        *(("nodes", verb) for verb in ("get", "list", "watch", "patch")),
+        ("nodes/status", "patch"),
+        *(("pods", verb) for verb in ("get", "list", "watch", "patch")),
+        *(("events", verb) for verb in ("create", "patch")),
+    }
+    assert not any("resourceNames" in rule for rule in objects["ClusterRole"]["rules"])
+
+
+def test_one_config_map_is_readable_in_each_namespace_the_agent_looks_at(objects: dict[str, Any]) -> None:
+    """The base grants it in kube-system and the component in volcano-system; that is where `cluster.config_map` looks, and by this name."""
+    component = {document["kind"]: document for document in _documents("components/volcano/rbac.yaml")}
+    roles = [objects["Role"], component["Role"]]
+    assert tuple(role["metadata"]["namespace"] for role in roles) == config_map.NAMESPACES
+    for role in roles:
+        assert _rights(role) == READ_ONE
+        assert [rule["resourceNames"] for rule in role["rules"]] == [[config_map.NAME]]
+
+
+def test_evicting_must_be_asked_for() -> None:
+    """Because no policy can confine it, the component grants it and the base does not."""
+    (role, _) = _documents("components/eviction/rbac.yaml")
+    assert _rights(role) == {("pods/eviction", "create")}
+    assert DEFAULTS.binding.refused_evict_seconds == 0
+
+
+def test_only_the_agents_pod_gets_the_token(objects: dict[str, Any], pod: Any) -> None:
+    """The pod asks for it; another pod under the same account would have to ask, too."""
+    assert pod["automountServiceAccountToken"] is True
     assert objects["ServiceAccount"]["automountServiceAccountToken"] is False
-    assert pod["automountServiceAccountToken"] is False
 
 
-def test_the_empty_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: Any) -> None:
-    """So that rules added later reach the agent and nobody else."""
-    binding = objects["ClusterRoleBinding"]
+def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: Any) -> None:
+    """So that the rules reach the agent and nobody else."""
     account = {"kind": "ServiceAccount", "name": objects["ServiceAccount"]["metadata"]["name"], "namespace": NAME}
-    assert binding["subjects"] == [account]
     assert pod["serviceAccountName"] == account["name"]
-    assert binding["roleRef"]["name"] == objects["ClusterRole"]["metadata"]["name"]
+    files = [path.relative_to(MANIFESTS) for path in MANIFESTS.rglob("rbac.yaml")]
+    assert len(files) == 3
+    for file in files:
+        documents = _documents(str(file))
+        for role, binding in zip(documents[::2], documents[1::2], strict=True):
+            assert binding["kind"] == role["kind"] + "Binding"
+            assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": role["kind"], "name": role["metadata"]["name"]}
+            assert binding["metadata"].get("namespace") == role["metadata"].get("namespace")
+            assert binding["subjects"] == [account]
+
+
+def test_the_policy_speaks_of_the_account_that_the_pod_uses(objects: dict[str, Any]) -> None:
+    """Another name would match nobody, and confine nothing; and it covers every resource whose patch is granted, but for events."""
+    policy, binding = _documents("components/own-node-only/policy.yaml")
+    account = objects["ServiceAccount"]["metadata"]
+    assert f'"system:serviceaccount:{account["namespace"]}:{account["name"]}"' in policy["spec"]["matchConditions"][0]["expression"]
+    assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+    (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+    patched = {resource for resource, verb in _rights(objects["ClusterRole"]) if verb == "patch"}
+    assert set(rule["resources"]) == patched - {"events"}
+    assert policy["spec"]["failurePolicy"] == "Fail"
+
+
+def test_the_kustomization_offers_every_component(kustomization: Any) -> None:
+    """The policy is on; each of the others stands there as a comment, so that using it means taking a ``#`` away."""
+    text = (MANIFESTS / "kustomization.yaml").read_text()
+    offered = set(re.findall(r"^  (?:# )?- components/(\S+)", text, flags=re.MULTILINE))
+    assert offered == {path.name for path in COMPONENTS.iterdir()}
+    assert kustomization["components"] == ["components/own-node-only"]
+
+
+@pytest.mark.parametrize("folder", sorted(COMPONENTS.iterdir()), ids=lambda folder: folder.name)
+def test_a_component_lists_its_files_and_patches_what_exists(folder: Path, objects: dict[str, Any]) -> None:
+    """A file that is not listed would look deployed; a patch for an object or container that is not there fails only at the user's."""
+    component = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert component["kind"] == "Component"
+    patches = [patch["path"] for patch in component.get("patches", [])]
+    assert sorted([*component.get("resources", []), *patches]) == sorted({path.name for path in folder.iterdir()} - {"kustomization.yaml"})
+    base = objects["DaemonSet"]
+    names = {container["name"] for container in base["spec"]["template"]["spec"]["containers"]}
+    for patch in patches:
+        (document,) = _documents(str((folder / patch).relative_to(MANIFESTS)))
+        assert {key: document["metadata"][key] for key in ("name", "namespace")} == {"name": NAME, "namespace": NAME}
+        assert document["kind"] == "DaemonSet"
+        assert {container["name"] for container in document["spec"]["template"]["spec"].get("containers", [])} <= names
+
+
+def test_the_init_container_has_no_more_rights_than_the_agent(library_component: Any, container: Any) -> None:
+    """And it sees one folder: the one from which the library is then installed."""
+    (delivering,) = library_component["initContainers"]
+    assert delivering["securityContext"] == container["securityContext"]
+    (mount,) = delivering["volumeMounts"]
+    assert mount["mountPath"] == DEFAULTS.hami_core.host_directory
+    assert f"{mount['mountPath']}/incoming/libvgpu.so" in delivering["command"][-1]
 
 
 def test_the_selector_finds_the_pods(objects: dict[str, Any]) -> None:
