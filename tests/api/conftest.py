@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.api.scripted import QUICK
+from tests.api.scripted import IMPATIENT, QUICK
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.journal import Journal
@@ -28,7 +28,15 @@ async def server() -> AsyncIterator[ApiServer]:
 
 @pytest.fixture
 async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
-    """A client of it that does not wait long for anything."""
+    """A client of it."""
     api = ApiClient(Credentials(lambda: Access(server.url), "test"), QUICK)
+    yield api
+    await api.close()
+
+
+@pytest.fixture
+async def impatient(server: ApiServer) -> AsyncIterator[ApiClient]:
+    """A client of it that gives up at once."""
+    api = ApiClient(Credentials(lambda: Access(server.url), "test"), IMPATIENT)
     yield api
     await api.close()

@@ -14,13 +14,17 @@ from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 
 QUICK = Cluster(
-    connect_timeout_seconds=0.5,
-    request_timeout_seconds=0.5,
+    connect_timeout_seconds=5.0,
+    request_timeout_seconds=5.0,
     watch_seconds=1.0,
-    watch_silence_seconds=0.1,
+    watch_silence_seconds=5.0,
     backoff_min_seconds=0.01,
     backoff_max_seconds=0.05,
 )
+
+
+# Does not wait for an answer; only for tests in which none comes.
+IMPATIENT = msgspec.structs.replace(QUICK, request_timeout_seconds=0.2, watch_silence_seconds=0.1)
 
 
 def json_pod(name: str, version: int = 1, **more: Any) -> dict[str, Any]:

@@ -75,7 +75,6 @@ async def test_requests_are_counted_by_verb_resource_and_outcome(server: ApiServ
         (Fault(FaultKind.HTML), 502, r"HTTP 502, text/html, '502 Bad Gateway Bad Gateway'; look for a proxy"),
         (Fault(FaultKind.HTML, code=200), 200, "an answer that is not the API server's"),
         (Fault(FaultKind.RESET), 0, "broke"),
-        (Fault(FaultKind.SILENCE), 0, r"silent for 0.5 s"),
     ],
     ids=lambda value: str(getattr(value, "kind", "")) or None,
 )
@@ -88,6 +87,20 @@ async def test_each_failure_is_one_sentence_with_its_status(
         await client.get(_NODE)
     assert raised.value.status == status
     assert "\n" not in str(raised.value)
+
+
+async def test_a_server_that_does_not_answer_is_given_up(server: ApiServer, impatient: ApiClient) -> None:
+    """A half-open connection must not hold anybody for longer than the settings allow."""
+    server.faults = [Fault(FaultKind.SILENCE)]
+    with pytest.raises(ClusterError, match=r"GET /api/v1/nodes/n1: .* silent for 0\.2 s"):
+        await impatient.get(_NODE)
+
+
+async def test_a_watch_that_is_silent_beyond_its_time_is_given_up(server: ApiServer, impatient: ApiClient) -> None:
+    """It asked for one second and should have ended by itself."""
+    server.faults = [Fault(FaultKind.SILENCE)]
+    with pytest.raises(ClusterError, match=r"silent for 1\.1 s"):
+        await _lines(impatient)
 
 
 async def test_a_message_of_many_lines_becomes_one(server: ApiServer, client: ApiClient) -> None:
@@ -144,7 +157,6 @@ async def test_a_watch_yields_its_lines_until_its_time_is_over(server: ApiServer
         (Fault(FaultKind.STATUS, code=410, reason="Expired"), 410, "410 Expired"),
         (Fault(FaultKind.HTML), 502, "look for a proxy"),
         (Fault(FaultKind.RESET), 0, "broke"),
-        (Fault(FaultKind.SILENCE), 0, r"silent for 1.1 s"),
         (Fault(FaultKind.GIANT_LINE, size=1024 * 1024), 0, "a line of more than"),
     ],
     ids=lambda value: str(getattr(value, "kind", "")) or None,
@@ -152,7 +164,7 @@ async def test_a_watch_yields_its_lines_until_its_time_is_over(server: ApiServer
 async def test_a_watch_that_breaks_says_how(
     server: ApiServer, client: ApiClient, fault: Fault, status: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half-open connections and giant lines included, which libraries wait for and choke on."""
+    """Giant lines included, which libraries choke on."""
     monkeypatch.setattr(client_module, "LONGEST_LINE_BYTES", 512 * 1024)
     server.faults = [fault]
     with pytest.raises(ClusterError, match=text) as raised:

@@ -164,6 +164,15 @@ async def test_retry_after_is_kept_to(node: Node1) -> None:
     assert node.script.pauses == [0, 60]
 
 
+async def test_what_is_forbidden_is_asked_for_more_and_more_rarely(node: Node1) -> None:
+    """Down to once in five minutes: a grant is noticed, and idle agents stay idle."""
+    node.script.lists = [ClusterError("pods is forbidden", status=403)]
+    await node.run_for(3600)
+    assert node.script.pauses[-2:] == [300, 300]
+    assert len(node.script.asked) < 25
+    assert node.reflector.trouble.value is not None
+
+
 async def test_an_outage_of_hours_costs_two_requests_a_minute(node: Node1) -> None:
     """And the book keeps what it has."""
     node.script.lists = [json_list(json_pod("a"))]

@@ -204,13 +204,32 @@ async def test_a_config_map_without_the_key_is_said_and_counts_as_none(
     assert "kube-system/volcano-vgpu-device-config has no key" in journal.entries[-1].facts["error"]
 
 
-async def test_a_namespace_that_may_not_be_read_is_passed_over(server: ApiServer, config_map: ConfigMapWatch) -> None:
-    """403 in the first one: the second one counts."""
-
-    def refuse(name: str) -> None:
-        server.faults = [Fault(FaultKind.STATUS, resource="configmaps", namespace=name, code=403, reason="Forbidden")]
-
-    refuse("kube-system")
-    server.objects.create("configmaps", _config("volcano-system", "second"))
+@pytest.mark.parametrize(
+    ("forbidden", "present", "text"),
+    [
+        ("kube-system", "volcano-system", "second"),
+        ("volcano-system", "kube-system", "second"),
+        ("volcano-system", "default", None),
+        ("", "default", None),
+    ],
+)
+async def test_a_namespace_that_may_not_be_read_is_passed_over(
+    server: ApiServer, config_map: ConfigMapWatch, forbidden: str, present: str, text: str | None
+) -> None:
+    """Its role may be missing where nobody uses it, and what the other says is known at once."""
+    server.faults = [Fault(FaultKind.STATUS, resource="configmaps", namespace=forbidden, code=403, reason="Forbidden")]
+    server.objects.create("configmaps", _config(present, "second"))
     async with running(config_map.run):
-        await until(lambda: config_map.text.value == "second")
+        await until(config_map.synced.is_set)
+    assert config_map.text.value == text
+
+
+async def test_nothing_is_known_of_config_maps_while_the_api_server_is_away(server: ApiServer, config_map: ConfigMapWatch) -> None:
+    """An outage is not the absence of a ConfigMap."""
+    server.objects.create("configmaps", _config("volcano-system", "second"))
+    server.faults = [Fault(FaultKind.HTML, times=4)]
+    async with running(config_map.run):
+        await until(lambda: server.faults[0].times == 0)
+        assert not config_map.synced.is_set()
+        await until(config_map.synced.is_set)
+    assert config_map.text.value == "second"

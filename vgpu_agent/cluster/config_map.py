@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 NAME, KEY = "volcano-vgpu-device-config", "device-config.yaml"
 NAMESPACES = ("kube-system", "volcano-system")
 
+_FORBIDDEN = 403
+
 
 class ConfigMapWatch:
     """One key of the first ConfigMap of that name.
@@ -52,7 +54,7 @@ class ConfigMapWatch:
         self.namespace = ""
         self.synced = asyncio.Event()
         self._name, self._key = name, key
-        self._settings, self._journal = settings, journal
+        self._journal = journal
         self._places = [_Place(source, namespace, name, settings, journal) for namespace in namespaces]
 
     @property
@@ -70,7 +72,7 @@ class ConfigMapWatch:
         async with asyncio.TaskGroup() as group:
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:
-                versions = Versions(*(place.found for place in self._places))
+                versions = Versions(*(latest for place in self._places for latest in (place.found, place.reflector.trouble)))
                 for place in self._wanted():
                     if place.namespace not in tasks:
                         tasks[place.namespace] = group.create_task(place.reflector.run(beat), name=f"config map in {place.namespace}")
@@ -80,9 +82,7 @@ class ConfigMapWatch:
                         place.forget()
                 if self._settled():
                     self._publish()
-                # A place that begins to fail says nothing; it is looked at again after the longest pause that a reflector makes.
-                seconds = self.longest_silence_seconds if self._settled() else self._settings.backoff_max_seconds
-                await versions.passed(timeout_seconds=seconds)
+                await versions.passed(timeout_seconds=self.longest_silence_seconds)
 
     def _wanted(self) -> list[_Place]:
         """The places to watch: all up to the first that has the ConfigMap."""
@@ -92,9 +92,8 @@ class ConfigMapWatch:
         return self._places
 
     def _settled(self) -> bool:
-        """Whether what is known decides; a place that cannot be read is passed over, one that has not answered yet is waited for."""
-        *before, last = self._wanted()
-        return last.found.value is not None and all(place.found.value is not None or place.reflector.status.failing for place in before)
+        """Whether what is known decides: each place that is looked at has answered, or may not be read."""
+        return all(place.found.value is not None or place.forbidden for place in self._wanted())
 
     def _publish(self) -> None:
         place = self._wanted()[-1]
@@ -122,6 +121,12 @@ class _Place:
         path = f"/api/v1/namespaces/{namespace}/configmaps"
         scope = Scope.single(f"ConfigMap {namespace}/{name}", path, name)
         self.reflector = Reflector(source, scope, decode.config_map, self, settings=settings, journal=journal)
+
+    @property
+    def forbidden(self) -> bool:
+        """Whether our role does not allow to look there; in a namespace that nobody uses for this, that is as it should be."""
+        trouble = self.reflector.trouble.value
+        return trouble is not None and trouble.status == _FORBIDDEN
 
     def forget(self) -> None:
         """Nobody watches any more: what was seen is not known to be so."""

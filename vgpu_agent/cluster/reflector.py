@@ -20,6 +20,8 @@ import time
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.retrying import lasting, slow_seconds
+from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -122,6 +124,11 @@ class Reflector(Generic[T]):
 
     State: the version up to which everything was seen. It outlives a restart of `run` by its supervisor, and the failure of a watch; it is
     dropped when the API server has forgotten it.
+
+    Attributes:
+        status: what it has done so far.
+        synced: there was a first complete list.
+        trouble: why the last list or watch failed; None when all is well.
     """
 
     def __init__(
@@ -137,6 +144,7 @@ class Reflector(Generic[T]):
     ) -> None:
         self.status = ReflectorStatus()
         self.synced = asyncio.Event()
+        self.trouble: Latest[ClusterError | None] = Latest(None)
         self.scope = scope
         self._source, self._decoder, self._sink = source, decoder, sink
         self._settings, self._journal = settings, journal
@@ -149,7 +157,7 @@ class Reflector(Generic[T]):
     def longest_silence_seconds(self) -> float:
         """How long `run` may give no sign of life while all is well."""
         settings = self._settings
-        return 2 * settings.watch_seconds + settings.watch_silence_seconds + settings.backoff_max_seconds + settings.request_timeout_seconds
+        return 2 * settings.watch_seconds + settings.watch_silence_seconds + slow_seconds(settings) + settings.request_timeout_seconds
 
     def forget(self) -> None:
         """Begin with a list when `run` is started the next time; `run` must have ended."""
@@ -165,17 +173,19 @@ class Reflector(Generic[T]):
         pause, loop = 0.0, asyncio.get_running_loop()
         while True:
             beat()
-            began, asked_to_wait = loop.time(), 0.0
+            began, asked_to_wait, longest = loop.time(), 0.0, self._settings.backoff_max_seconds
             try:
                 if not self._version:
                     await self._list(beat)
                 await self._watch(beat)
             except ClusterError as err:
                 asked_to_wait = err.retry_after_seconds
+                # What is forbidden stays so until somebody grants it, and asking is a request, too.
+                longest = slow_seconds(self._settings) if lasting(err) else longest
                 self._failed(err)
             if loop.time() - began > _HEALTHY_SECONDS:
                 pause = 0.0
-            pause = min(max(2 * pause, self._settings.backoff_min_seconds), self._settings.backoff_max_seconds)
+            pause = min(max(2 * pause, self._settings.backoff_min_seconds), longest)
             # Jitter, so that the agents of a whole cluster do not come back in one moment.
             await asyncio.sleep(max(pause * self._uniform(0.5, 1.0), asked_to_wait))
 
@@ -284,6 +294,7 @@ class Reflector(Generic[T]):
             return
         self.status.errors += 1
         self.status.failing, self.status.last_error = True, str(err)
+        self.trouble.publish(err)
         # An outage is one line in the log, not one for each try.
         if (trouble := f"{err.status}") != self._said:
             self._said = trouble
@@ -291,6 +302,8 @@ class Reflector(Generic[T]):
 
     def _well(self) -> None:
         self.status.failing = False
+        if self.trouble.value is not None:
+            self.trouble.publish(None)
         if self._said:
             self._said = ""
             self._journal.record("cluster.watch_recovered", what=self.scope.what)
