@@ -163,7 +163,7 @@ def _config(namespace: str, text: str, key: str = KEY) -> dict[str, Any]:
 
 
 async def test_the_config_map_of_the_first_namespace_wins_whenever_it_comes(server: ApiServer, config_map: ConfigMapWatch) -> None:
-    """It is followed through creation, change and deletion; afterwards the second counts again."""
+    """It is followed through creation, change and deletion; afterwards the second counts again. volcano-vgpu:D23"""
     async with running(config_map.run):
         await until(config_map.synced.is_set)
         assert config_map.text.value is None

@@ -131,7 +131,7 @@ class ApiServer:
                 connection.transport.abort()
 
     def kubeconfig(self, path: str | os.PathLike[str], *, token: str = "", certificate_authority: str | os.PathLike[str] = "") -> Path:
-        """Write a kubeconfig file for this server, and return its path.
+        """Write a kubeconfig file for this server, and return its path; it blocks, so not for the event loop's thread.
 
         Args:
             path: of the file; one that exists is replaced.
