@@ -261,7 +261,9 @@ class Binder:
         else:
             right = bool(answers) and all(answer == provision.edits for answer in answers)
         if not right:
-            if given is None or given.decided_for == start.key or given.shares != shares:
+            # An init container has an answer of its own for the same ids, and that may be a third one's.
+            mixed = given is None or any(answer != given.provision.edits for answer in answers)
+            if given is None or mixed or given.decided_for == start.key or given.shares != shares:
                 self.wrong_guesses += 1
                 self._ledger.decide(start.offered.name, start.ids, (), start.owner, evidence=("refused: answered for another pod",))
                 # The answer stays wrong; remembered as this container's, it would pass once the checkpoint cannot be read.
