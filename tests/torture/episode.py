@@ -1,0 +1,419 @@
+"""One episode: a node, its agent, some hundred pods, and whatever may go wrong, from one seed.
+
+Two acts. In the first, pods come in bursts while kubelet, agent, API server, records and disk fail at random. In the second nothing fails
+any more, and everything that fits must start; when all pods have gone, nothing may be left of them. Played by `test_torture`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import math
+import random
+
+from tests.torture.agents import Agent, AgentFactory, World
+from tests.torture.api_model import NODE, ApiModel, LivePod
+from tests.torture.judge import Judge
+from tests.torture.kubelet_model import KubeletModel
+from tests.torture.node_files import NodeFiles
+from tests.torture.plan import NUMBER, Card, Ending, Kind, Mix, Origin, PlannedPod, Planner
+from tests.torture.scheduler_model import SchedulerModel
+from tests.torture.story import Story
+from tests.torture.virtual_time import run
+
+_LONGEST_WAIT_SECONDS = 1800.0  # longer than any pull, run and outage together
+_HOPELESS_SECONDS = 150.0
+_FIRST_ACT_SECONDS = 20000.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Faults:
+    """Mean virtual seconds between two faults of a kind; 0 for never."""
+
+    kubelet: float = 0.0
+    agent: float = 0.0
+    reboot: float = 0.0
+    api: float = 0.0
+    pod_resources: float = 0.0
+    checkpoint: float = 0.0
+    disk: float = 0.0
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Faults:
+        """A quiet node, a troubled one, or a nightmare."""
+        pace = rng.choice((0.0, 1.0, 1.0, 4.0))
+        if not pace:
+            return cls()
+        return cls(*(mean / pace * rng.choice((0.0, 1.0, 1.0)) for mean in (500.0, 400.0, 2500.0, 900.0, 600.0, 600.0, 1500.0)))
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What an episode came to: how many GPU containers kubelet admitted, how many of them started, and what was not right."""
+
+    seed: int
+    counts: collections.Counter[str]
+    containers: int
+    started: int
+    wrong: list[str]
+    stuck: list[str]
+    left_over: list[str]
+    virtual_seconds: float
+
+    @property
+    def faultless(self) -> bool:
+        """Nothing was wrong, nothing stuck, nothing left."""
+        return not (self.wrong or self.stuck or self.left_over)
+
+    def text(self) -> str:
+        """The whole story of what was not right."""
+        return "\n".join([f"seed {self.seed}:", *self.wrong[:3], *self.stuck[:3], *self.left_over[:20]])
+
+
+def play(
+    seed: int,
+    make: AgentFactory,
+    *,
+    early: bool,
+    pods: int = 200,
+    mix: Mix | None = None,
+    faults: Faults | None = None,
+    overlapping: bool = True,
+) -> Outcome:
+    """Run the episode of that seed.
+
+    Args:
+        seed: decides everything that happens.
+        make: starts one life of the agent.
+        early: answers must be complete in Allocate.
+        pods: how many come, those that return not counted.
+        mix: which; drawn when not given.
+        faults: how often what fails; drawn when not given.
+        overlapping: the scheduler counts pods that are being deleted as gone, although they still run (volcano-vgpu:D17).
+    """
+    return run(_Episode(seed, make, early=early, pods=pods, mix=mix, faults=faults, overlapping=overlapping).play())
+
+
+class _Episode:
+    def __init__(
+        self, seed: int, make: AgentFactory, *, early: bool, pods: int, mix: Mix | None, faults: Faults | None, overlapping: bool
+    ) -> None:
+        self._seed = seed
+        self._rng = rng = random.Random(seed)
+        self._make = make
+        self._pods = pods
+        self._overlapping = overlapping
+        self._faults = Faults.draw(rng) if faults is None else faults
+        self._story = story = Story()
+        cards = tuple(Card(f"GPU-{place}", rng.choice((12, 16, 24))) for place in range(4))
+        self._planner = Planner(rng, mix or Mix.draw(rng))
+        self._scheduler = SchedulerModel(rng, cards, node=NODE)
+        self._judge = Judge(cards, story, early=early)
+        api, files = ApiModel(rng, story), NodeFiles(rng, story)
+        kubelet = KubeletModel(rng, api=api, files=files, judge=self._judge, story=story)
+        kubelet.on_end = self._ended
+        self._world = World(rng, cards, story, api, kubelet, files, early)
+        self._agent: Agent | None = None
+        self._agents: list[Agent] = []
+        self._pending: list[PlannedPod] = []
+        self._live: dict[str, LivePod] = {}
+        self._last_uid = 0
+        self._asked: collections.Counter[str] = collections.Counter()
+        self._changed = False  # since pods were last placed
+        self._calm = False
+        self._again: collections.Counter[str] = collections.Counter()
+
+    async def play(self) -> Outcome:
+        """Both acts."""
+        loop = asyncio.get_running_loop()
+        self._world.kubelet.start()
+        await self._start_agent()
+        disturbances = [loop.create_task(each) for each in self._disturbances()]
+        placing = loop.create_task(self._place_for_ever())
+        tidying = loop.create_task(self._janitor())
+        for pause, burst in self._planner.bursts(self._pods):
+            await asyncio.sleep(pause)
+            self._pending += burst
+            self._changed = True
+            await self._pending_at_most(40, until=math.inf)
+        await self._pending_at_most(0, until=_FIRST_ACT_SECONDS)
+        await self._calm_down(disturbances)
+        stuck = await self._drain()
+        placing.cancel()
+        tidying.cancel()
+        ended_at = loop.time()
+        for pod in list(self._world.api.pods.values()):
+            self._world.api.remove(pod)
+        await asyncio.sleep(600.0)
+        assert self._agent is not None
+        left = [f"seed {self._seed}: {each}" for each in self._agent.left_over()]
+        left += [f"spec {token} is left over" for token in self._world.files.left_over]
+        for agent in self._agents:
+            agent.life.kill()
+        self._world.kubelet.kill()
+        await asyncio.sleep(60.0)
+        for agent in self._agents:
+            agent.life.bury()
+        return Outcome(
+            self._seed,
+            self._story.counts,
+            self._world.kubelet.devices.allocated,
+            len(self._judge.judged),
+            self._story.wrong,
+            stuck,
+            left,
+            ended_at,
+        )
+
+    async def _pending_at_most(self, pods: int, *, until: float) -> None:
+        while len(self._pending) > pods and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110 - time is virtual
+            await asyncio.sleep(5.0)
+
+    # -- pods -----------------------------------------------------------------------------------------------------------------------
+
+    async def _place_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(0.2 + self._rng.random())
+            if not self._pending or not self._changed:
+                continue
+            if not self._world.kubelet.devices.healthy.get(NUMBER) and self._rng.random() < 0.95:
+                continue
+            self._changed = False
+            waiting, self._pending = self._pending, []
+            waiting = [pod for place, pod in enumerate(waiting) if place > 24 or not (self._place(pod) or self._is_too_large(pod))]
+            self._pending = waiting + self._pending
+
+    def _is_too_large(self, plan: PlannedPod) -> bool:
+        """Whether it did not even fit onto an empty node."""
+        if self._live or not self._world.kubelet.devices.healthy.get(NUMBER) or self._world.api.has(plan.name):
+            return False
+        self._story.tell("too large", "", plan.name)
+        return True
+
+    def _place(self, plan: PlannedPod) -> bool:
+        """Bind the pod if it fits; False when it must wait."""
+        if self._world.api.has(plan.name):
+            return False  # names are unique; its predecessor is still there
+        if not self._countable(plan):
+            return False
+        now = asyncio.get_running_loop().time()
+        self._last_uid += 1
+        pod = LivePod(plan, f"uid-{self._last_uid}", "ns", now)
+        if plan.origin is Origin.VOLCANO:
+            placement = self._scheduler.place(pod.uid, plan, now=now)
+            if placement is None:
+                return False
+            pod.slices, pod.annotations = placement.slices, placement.annotations
+        self._live[pod.uid] = pod
+        self._asked.update(plan.needs)
+        self._story.tell("bound", pod.uid, plan.name, pod.slices)
+        loop, kubelet, api = asyncio.get_running_loop(), self._world.kubelet, self._world.api
+        if plan.origin is Origin.STATIC:
+            kubelet.add(pod)
+            loop.call_later(self._rng.random() * 2, self._mirror, pod)
+        else:
+            api.show(pod)
+            loop.call_later(self._rng.random() * self._rng.choice((0.01, 0.2)), kubelet.add, pod)
+        if plan.ending is Ending.EARLY:
+            loop.call_later(self._rng.random() * self._rng.choice((1.0, 30.0)), self._delete, pod)
+        return True
+
+    def _mirror(self, pod: LivePod) -> None:
+        if not pod.gone:
+            self._world.api.show(pod)
+
+    def _countable(self, plan: PlannedPod) -> bool:
+        """The plain arithmetic of every scheduler: all limits of the node's pods within what the node has of each resource."""
+        healthy = self._world.kubelet.devices.healthy
+        return all(self._asked[resource] + number <= len(healthy.get(resource, ())) for resource, number in plan.needs.items())
+
+    def _delete(self, pod: LivePod, *, force: bool = False) -> None:
+        if not pod.gone and not pod.deleting:
+            if self._overlapping and self._rng.random() < 0.3:
+                self._scheduler.take_back(pod.uid)  # the real one counts terminating pods as gone (volcano-vgpu:D17)
+            self._world.kubelet.delete(pod, force=force)
+
+    def _ended(self, pod: LivePod) -> None:
+        self._changed = True
+        if self._live.pop(pod.uid, None) is not None:
+            self._asked.subtract(pod.plan.needs)
+        self._scheduler.take_back(pod.uid)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._rng.random() * self._rng.choice((1.0, 30.0)), self._remove, pod)
+        plan = pod.plan
+        if not pod.admitted:
+            self._again[plan.name] += 1
+            if self._again[plan.name] <= 3:  # its owner makes another one
+                self._pending.append(plan)
+            return
+        if plan.returns and not self._calm:
+            self._pending.append(self._planner.successor(plan))
+
+    def _remove(self, pod: LivePod) -> None:
+        self._world.api.remove(pod)
+        self._changed = True
+
+    async def _janitor(self) -> None:
+        """People who delete pods that can never start, and, where answers cannot be changed any more, those that were refused for long."""
+        while True:
+            await asyncio.sleep(30.0)
+            now = asyncio.get_running_loop().time()
+            for pod in list(self._live.values()):
+                if pod.refusal and now - pod.stuck_since > _HOPELESS_SECONDS and (self._world.early or hopeless(pod)):
+                    self._story.tell("given up" if not hopeless(pod) else "hopeless", pod.uid, pod.refusal)
+                    self._again[pod.name] += 1
+                    if not hopeless(pod) and self._again[pod.name] <= 3:
+                        self._pending.append(pod.plan)
+                    self._delete(pod)
+
+    # -- faults ---------------------------------------------------------------------------------------------------------------------
+
+    def _disturbances(self) -> list[collections.abc.Coroutine[None, None, None]]:
+        means = self._faults
+        kinds = (
+            (means.kubelet, self._kubelet_dies),
+            (means.agent, self._agent_dies),
+            (means.reboot, self._node_reboots),
+            (means.api, self._api_goes),
+            (means.pod_resources, lambda: self._flag("pod_resources_silent")),
+            (means.checkpoint, lambda: self._flag("checkpoint_unreadable")),
+            (means.disk, self._disk_fills),
+        )
+        return [self._now_and_then(mean, fault) for mean, fault in kinds if mean]
+
+    async def _now_and_then(self, mean: float, fault: collections.abc.Callable[[], collections.abc.Coroutine[None, None, None]]) -> None:
+        while True:
+            await asyncio.sleep(self._rng.expovariate(1 / mean))
+            await fault()
+
+    async def _kubelet_dies(self) -> None:
+        kubelet = self._world.kubelet
+        if not kubelet.up:
+            return
+        kubelet.kill()
+        await asyncio.sleep(self._rng.random() * self._rng.choice((0.5, 20.0)))
+        self._start_kubelet()
+
+    def _start_kubelet(self) -> None:
+        if not self._world.kubelet.up:
+            self._world.kubelet.start()
+            self._story.tell("kubelet started")
+            # The agent sees the new socket.
+            asyncio.get_running_loop().call_later(0.05 + self._rng.random() * 0.8, self._register_again, self._agent)
+
+    def _register_again(self, agent: Agent | None) -> None:
+        if agent is not None and agent is self._agent and not agent.life.dead and self._world.kubelet.up:
+            agent.register()
+
+    async def _agent_dies(self) -> None:
+        if self._agent is None:
+            return
+        self._kill_agent()
+        await asyncio.sleep(self._rng.random() * self._rng.choice((0.5, 10.0, 60.0)))
+        await self._start_agent()
+
+    def _kill_agent(self) -> None:
+        if self._agent is not None:
+            self._agent.life.kill()
+            self._agent = None
+            self._world.api.disconnect()
+            self._world.kubelet.devices.streams_end()
+            self._story.tell("agent killed")
+
+    async def _start_agent(self) -> None:
+        if self._agent is None:
+            self._world.files.forget()
+            self._agent = agent = self._make(self._world)
+            self._agents.append(agent)
+            self._story.tell("agent started")
+            await agent.begin()
+
+    async def _node_reboots(self) -> None:
+        kubelet = self._world.kubelet
+        if not kubelet.up:
+            return
+        self._story.tell("node reboots")
+        kubelet.kill()
+        self._kill_agent()
+        kubelet.reboot()
+        self._world.files.reboot()
+        await asyncio.sleep(self._rng.random() * 30.0)
+        if self._rng.random() < 0.5:
+            await self._start_agent()
+            await asyncio.sleep(self._rng.random() * 5)
+            self._start_kubelet()
+        else:
+            self._start_kubelet()
+            await asyncio.sleep(self._rng.random() * 5)
+            await self._start_agent()
+
+    async def _api_goes(self) -> None:
+        self._world.api.leave()
+        await asyncio.sleep(self._rng.random() * self._rng.choice((5.0, 60.0, 400.0)))
+        self._world.api.come_back()
+
+    async def _flag(self, name: str) -> None:
+        setattr(self._world, name, True)
+        self._story.tell(name)
+        await asyncio.sleep(self._rng.random() * self._rng.choice((2.0, 60.0)))
+        setattr(self._world, name, False)
+
+    async def _disk_fills(self) -> None:
+        self._world.files.full = True
+        self._story.tell("disk full")
+        await asyncio.sleep(self._rng.random() * 60.0)
+        self._world.files.full = False
+
+    async def _calm_down(self, disturbances: list[asyncio.Task[None]]) -> None:
+        """End all faults."""
+        self._calm = True
+        for task in disturbances:
+            task.cancel()
+        await asyncio.sleep(0)
+        self._story.tell("calm")
+        world = self._world
+        if world.api.away:
+            world.api.come_back()
+        world.pod_resources_silent = world.checkpoint_unreadable = world.files.full = False
+        self._start_kubelet()
+        await self._start_agent()
+        if not world.kubelet.devices.healthy.get(NUMBER):
+            await asyncio.sleep(2.0)
+            self._register_again(self._agent)
+
+    # -- the second act -------------------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> list[str]:
+        """Wait until all pods have come and gone; whoever cannot start although nothing hinders him is reported."""
+        loop, stuck = asyncio.get_running_loop(), []
+        progress, since = -1, loop.time()
+        while self._live or self._pending:
+            await asyncio.sleep(30.0)
+            now = self._story.counts["started"] + self._story.counts["ended"] + self._story.counts["bound"]
+            if now != progress:
+                progress, since = now, loop.time()
+                continue
+            if loop.time() - since < _LONGEST_WAIT_SECONDS:
+                continue
+            since = loop.time()
+            if not self._live:
+                stuck += [f"{plan.name} is never placed: {plan}" for plan in self._pending]
+                self._pending = []
+                continue
+            youngest = max(self._live.values(), key=lambda pod: pod.created_at)
+            if len(self._live) == 1 and not (self._world.early or hopeless(youngest)):
+                self._story.accuse(f"{youngest.name} ({youngest.uid}) never starts: {youngest.refusal}", youngest.uid)
+                stuck.append(self._story.wrong.pop())
+            else:
+                self._story.tell("deadlock broken", youngest.uid, youngest.refusal)
+            self._delete(youngest, force=True)
+        return stuck
+
+
+def hopeless(pod: LivePod) -> bool:
+    """Whether the pod asks for what it can never have: an init container with more cards than were decided for the whole pod."""
+    cards = {part.uuid for parts in pod.slices.values() for part in parts}
+    return bool(pod.slices) and any(
+        each.kind is Kind.INIT and each.wish is not None and each.wish.number > len(cards) for each in pod.plan.containers
+    )

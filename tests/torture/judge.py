@@ -1,0 +1,158 @@
+"""Was that the right share? Compares what a container really got with what was meant for it.
+
+From what a container sees and nothing else: the variables of `volcano-vgpu` §4.1, numbered as CUDA numbers cards inside a container, and
+the mount of its own directory, whose name tells whose grant it is. Asked by `kubelet_model` at each container start.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os.path
+from collections.abc import Iterable, Sequence
+
+from tests.torture.api_model import LivePod
+from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT, Card, Kind, PlannedContainer, Wish
+from tests.torture.scheduler_model import Slice
+from tests.torture.story import Story
+from vgpu_agent.isolation.edits import Edits
+
+CACHE_DIRECTORY = "/tmp/vgpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Got:
+    """What a container sees: its slices, and whose grant (pod's UID, container) its own directory names."""
+
+    owner: tuple[str, str]
+    slices: frozenset[Slice]
+
+    @classmethod
+    def read(cls, edits: Edits, order: Sequence[str]) -> Got:
+        """Read it as the container's libraries would; ``order`` is that of the PCI bus.
+
+        Raises:
+            ValueError: the variables make no sense.
+        """
+        environment = edits.environment
+        uuids = [uuid for uuid in environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if uuid]
+        if len(set(uuids)) != len(uuids) or not set(uuids) <= set(order):
+            raise ValueError(f"it is shown the cards {uuids}")
+        cores = int(environment.get("CUDA_DEVICE_SM_LIMIT", "0"))
+        slices = []
+        for place, uuid in enumerate(sorted(uuids, key=order.index)):
+            limit = environment.get(f"CUDA_DEVICE_MEMORY_LIMIT_{place}", "")
+            mib = int(limit.removesuffix("m"))
+            if not limit.endswith("m") or mib % MEMORY_FACTOR_MIB:
+                raise ValueError(f"{limit!r} is no memory limit that anybody asked for")
+            slices.append(Slice(uuid, mib // MEMORY_FACTOR_MIB, cores))
+        directories = [mount.host_path for mount in edits.mounts if mount.container_path == CACHE_DIRECTORY]
+        uid, _, container = os.path.basename(directories[0]).partition("_") if directories else ("nobody", "", "")
+        return cls((uid, container), frozenset(slices))
+
+
+class Judge:
+    """Looks at each start.
+
+    State: who runs on which card, so that an over-booked card is seen even when each single start looks right.
+    """
+
+    def __init__(self, cards: Iterable[Card], story: Story, *, early: bool) -> None:
+        self._units = {card.uuid: card.units for card in cards}
+        self._order = list(self._units)
+        self._story = story
+        self._early = early
+        self._running: dict[tuple[str, str], Got] = {}
+        self.judged: set[tuple[str, str]] = set()
+
+    def starts(self, pod: LivePod, container: PlannedContainer, edits: Edits, ids: tuple[str, ...], *, unasked: bool) -> None:
+        """The container has been created with these edits; ``unasked`` when kubelet left PreStartContainer out."""
+        self.judged.add((pod.uid, container.name))
+        try:
+            got = Got.read(edits, self._order)
+            problem = self._problem(pod, container, got)
+        except ValueError as err:
+            got, problem = Got(("", ""), frozenset()), str(err)
+        self._running[pod.uid, container.name] = dataclasses.replace(got, slices=_booked(pod, container, got.slices))
+        problem = problem or self._crowded(got)
+        if problem and unasked and self._early:
+            # Nobody was asked, so nobody could refuse: kubelet's own gap (kubelet contract §6), which no plugin can close in early mode.
+            self._story.tell("wrong, but unasked", pod.uid, container.name, problem)
+        elif problem:
+            text = f"{pod.namespace}/{pod.name} ({pod.uid}), container {container.name}: {problem}"
+            self._story.accuse(text, pod.uid, ids=ids)
+
+    def ends(self, pod: LivePod, container: str) -> None:
+        """The container runs no more."""
+        self._running.pop((pod.uid, container), None)
+
+    def _problem(self, pod: LivePod, container: PlannedContainer, got: Got) -> str:
+        uid, name = got.owner
+        if uid != pod.uid or (name != container.name and container.kind is not Kind.INIT):
+            if not (self._early and self._alone_in_directory(got)):
+                return f"its grant is that of {uid} {name}"
+            self._story.tell("started with an equal share", pod.uid, container.name, uid, name)
+        # An init container whose ids go on to a later container gets what that one will have.
+        served = pod.container(name) if uid == pod.uid else container
+        if served.name in pod.slices:
+            meant = pod.slices[served.name]
+            return "" if got.slices == frozenset(meant) else f"meant was {_text(meant)}, it got {_text(got.slices)}"
+        if served.kind is Kind.INIT and pod.slices:
+            right = self._of_its_pod(pod, served, got.slices)
+        else:
+            right = _as_large(served.wish, got.slices, self._units)
+        return "" if right else f"asked was {served.wish} by {served.name} of a pod with {pod.slices}, it got {_text(got.slices)}"
+
+    def _alone_in_directory(self, got: Got) -> bool:
+        """Whether no other running container has been told of the same directory; only then is an exchange of equal shares harmless."""
+        return all(other.owner != got.owner for other in self._running.values())
+
+    def _of_its_pod(self, pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]) -> bool:
+        """An init container works on its pod's cards, with no more of each than the pod's main containers have together.
+
+        Compute is left out: the variable has one value for all cards, and what was decided may differ from card to card.
+        """
+        wish = container.wish
+        if wish is None or len(slices) != wish.number:
+            return False
+        for each in slices:
+            decided = [part for parts in pod.slices.values() for part in parts if part.uuid == each.uuid]
+            units = sum(part.units for part in decided)
+            whole = self._units[each.uuid]
+            asked = whole if wish.memory is None else wish.memory
+            if not decided or each.units != min(asked, units, whole):
+                return False
+        return True
+
+    def _crowded(self, got: Got) -> str:
+        for card in (each.uuid for each in got.slices):
+            held = {key: each for key, other in self._running.items() for each in other.slices if each.uuid == card}
+            units, cores = sum(each.units for each in held.values()), sum(each.cores for each in held.values())
+            if units > self._units[card] or cores > 100 or len(held) > SPLIT:
+                holders = ", ".join(f"{uid} {name}: {each.units}u {each.cores}%" for (uid, name), each in held.items())
+                return f"{card} with {self._units[card]} units is now in the hands of {holders}"
+        return ""
+
+
+def _as_large(wish: Wish | None, slices: frozenset[Slice], units: dict[str, int]) -> bool:
+    return (
+        wish is not None
+        and len(slices) == wish.number
+        and all(each.cores == wish.cores for each in slices)
+        and all(each.units == (units[each.uuid] if wish.memory is None else wish.memory) for each in slices)
+    )
+
+
+def _text(slices: Iterable[Slice]) -> str:
+    return ", ".join(f"{each.uuid} {each.units}u {each.cores}%" for each in sorted(slices, key=lambda each: each.uuid)) or "nothing"
+
+
+def _booked(pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]) -> frozenset[Slice]:
+    """What an init container of a scheduled pod takes of each card: its variable for compute speaks of the first one only."""
+    wish = container.wish
+    if container.kind is not Kind.INIT or not pod.slices or wish is None:
+        return slices
+    decided = collections.Counter[str]()
+    for part in (part for parts in pod.slices.values() for part in parts):
+        decided[part.uuid] += part.cores
+    return frozenset(dataclasses.replace(each, cores=min(each.cores, wish.cores, decided[each.uuid])) for each in slices)

@@ -1,0 +1,153 @@
+"""The agent under test: the real ledger, allocator, family and isolation backend, started as `vgpu_agent.agent` starts them.
+
+Only what touches the outside is the model's: the witness, the API watch, the disk and the sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tests.torture.agents import Life, Offer, World, register
+from tests.torture.api_model import NODE
+from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, SPLIT
+from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.binder import Surroundings
+from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.config.binding import Binding
+from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.isolation.hami_core import HamiCore
+from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.records import join
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Gpu, Inventory, KubeletRecords
+from vgpu_agent.pods import PodBook
+
+_EPOCH = 1_800_000_000.0
+_RESERVATION_SECONDS = 60.0
+_VERIFY_SECONDS = 30.0
+_START_WAIT_SECONDS = 5.0
+
+
+class _QuietJournal(Journal):
+    """Goes into the episode's story instead of the log."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(10)
+        self._world = world
+
+    def record(self, event: str, /, *, level: str = "info", **facts: Any) -> None:
+        """Tell it of the pod that is meant, if there is one."""
+        del level
+        if event in ("allocate.reserved", "start.bound"):
+            return
+        self._world.story.tell(event, "", facts)
+
+
+class RealAgent:
+    """One life of the agent."""
+
+    def __init__(self, world: World) -> None:
+        loop = asyncio.get_running_loop()
+
+        def clock() -> float:
+            return _EPOCH + loop.time()
+
+        self._world = world
+        self.life = Life()
+        self._inventory = Inventory(
+            1,
+            tuple(
+                Gpu(card.uuid, place, place, "NVIDIA A10", card.units * MEMORY_FACTOR_MIB, f"0000:0{place + 1}:00.0")
+                for place, card in enumerate(world.cards)
+            ),
+        )
+        self._book = PodBook()
+        self.ledger = Ledger(clock=clock)
+        settings = Binding(mode="early" if world.early else "late", policy=world.rng.choice(("binpack", "spread")))
+        options = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
+        family = VolcanoVgpuFamily(options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so", "/tmp/vgpulock"))
+        self.allocator = Allocator(
+            ledger=self.ledger,
+            families=Families(by_pod=(family,)),
+            inventory=lambda: self._inventory,
+            journal=_QuietJournal(world),
+            surroundings=Surroundings(
+                node=NODE,
+                book=self._book,
+                witness=world.witness,
+                fetch=world.api.fetch,
+                carrier=world.files,
+                refusals=Refusals(clock),
+                settings=settings,
+            ),
+            clock=clock,
+        )
+        self.allocator.mode = choose(settings.mode, None)
+        self._kubelet_restarted_at = -1e9
+        self._registrations = 0
+
+    async def begin(self) -> None:
+        """Pods, offers, kubelet's records into the ledger, and only then kubelet."""
+        self._world.api.connect(self._book)
+        await self.life.run(self._begin())
+
+    async def _begin(self) -> None:
+        try:
+            async with asyncio.timeout(_START_WAIT_SECONDS):
+                await self._book.synced.wait()
+        except TimeoutError:
+            self._world.story.tell("started without pods")
+        self.allocator.refresh_offer()
+        await self._verify(initial=True)
+        self.register()
+        self.life.run(self._verify_for_ever())
+
+    def register(self) -> None:
+        """All resources, with the kubelet that is there now; the second time it is another one than before."""
+        if not self._world.kubelet.up:
+            return
+        if self._registrations:
+            self._kubelet_restarted_at = asyncio.get_running_loop().time()
+        self._registrations += 1
+        offers = [
+            Offer(
+                resource.name,
+                [entry.id.id for entry in self.allocator.listing(resource.name) if entry.healthy],
+                resource.pre_start_required,
+                resource.prefers,
+            )
+            for resource in self.ledger.resources
+        ]
+        register(self._world, self.life, self.allocator, offers)
+
+    def left_over(self) -> list[str]:
+        """Broken invariants, and grants of nobody."""
+        return [*self.ledger.audit(), *(f"grant {grant} is left over" for grant in self.ledger.grants)]
+
+    async def _verify_for_ever(self) -> None:
+        newest = self.ledger.newest
+        while True:
+            await asyncio.sleep(1.0 if self.ledger.newest != newest else 5.0 if self.ledger.in_doubt else _VERIFY_SECONDS)
+            newest = self.ledger.newest
+            await self._verify()
+            await self._world.files.collect(self._is_kept)
+
+    async def _verify(self, *, initial: bool = False) -> None:
+        newest = self.ledger.newest
+        testimony = await self._world.witness()
+        entries = self._world.kubelet.devices.checkpoint_entries(NUMBER) if testimony.checkpoint is not None else ()
+        holdings = join(testimony.pod_resources, entries)
+        settled = asyncio.get_running_loop().time() - self._kubelet_restarted_at > _RESERVATION_SECONDS
+        records = KubeletRecords(holdings, complete=testimony.pod_resources is not None, trouble=testimony.trouble)
+        self.allocator.confirm(records, reservation_seconds=_RESERVATION_SECONDS, newest=newest, initial=initial, may_release=settled)
+        for problem in self.ledger.audit():
+            self._world.story.tell("ledger.unsound", "", problem)
+
+    def _is_kept(self, record: GrantRecord) -> bool:
+        """A spec stays as long as its pod may start a container with it."""
+        if not self._book.synced.is_set() or self._book.get(record.owner.pod_uid) is not None:
+            return True
+        return any(grant.owner is not None and grant.owner.pod_uid == record.owner.pod_uid for grant in self.ledger.grants)
