@@ -83,6 +83,9 @@ class NumberFamily:
     def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
         return {"example.com/done": ",".join(sorted(grants)) or ("failed" if failed else "")}
 
+    def farewell(self, now: float) -> NodeWishes:
+        return NodeWishes(annotations={"example.com/allocated": None})
+
     def node_wishes(self, view: NodeView) -> NodeWishes:
         return NodeWishes(annotations={"example.com/allocated": str(view.allocated_at.get(NUMBER, 0))})
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 _COMPONENT = "vgpu-agent"
+_NODE_TASK = "writes to this node"
 
 
 class ClusterSide:
@@ -64,6 +65,8 @@ class ClusterSide:
         self.reschedule: Reschedule | None = None
         self.events: Events | None = None
         self.client: ApiClient | None = None
+        self._leaving = False
+        self._tasks: list[str] = []
         self._settings = settings
         self._journal = journal
         self._supervisor = supervisor
@@ -137,7 +140,7 @@ class ClusterSide:
             self.client,
             settings.node_name_or_hostname,
             self.nodes.node,
-            allocator.node_wishes,
+            lambda node, now: allocator.farewell(now) if self._leaving else allocator.node_wishes(node, now),
             wake,
             settings.cluster,
             self._journal,
@@ -153,7 +156,7 @@ class ClusterSide:
             settings.cluster,
             self._journal,
         )
-        self._loop("writes to this node", self.node_publisher.run)
+        self._loop(_NODE_TASK, self.node_publisher.run)
         self._loop("writes to pods", self.pod_publisher.run)
         self._loop("events", self.events.run)
         self._loop("refused starts", self.reschedule.run)
@@ -176,13 +179,13 @@ class ClusterSide:
         if self.nodes is None:
             return
         seen = self._facts()
-        await self._memory.keep(seen)
+        await self.remember()
         while True:
             versions = self.nodes.node.version, self._config_map.text.version if self._config_map else 0
             facts = self._facts()
             if facts != seen:
                 seen = facts
-                await self._memory.keep(facts)
+                await self.remember()
                 self.changed.publish(self.changed.value + 1)
                 await apply()
             await first_of(
@@ -191,8 +194,26 @@ class ClusterSide:
                 timeout_seconds=self._settings.cluster.backoff_max_seconds,
             )
 
+    async def remember(self) -> None:
+        """Keep what was read for the next start."""
+        if self.node is not None:
+            await self._memory.keep(self._facts())
+
+    async def withdraw(self, seconds: float) -> None:
+        """Take back what tells schedulers about this node, where that is wanted; gives up after ``seconds``."""
+        if self.node_publisher is None or not self._settings.cluster.withdraw_at_stop:
+            return
+        self._leaving = True
+        await self._supervisor.stop(_NODE_TASK)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.node_publisher.publish_once()
+        self._journal.record("cluster.withdrawn")
+
     async def close(self) -> None:
-        """Close the connections."""
+        """End the loops, then close the connections: a loop that still ran would open new ones."""
+        for name in self._tasks:
+            await self._supervisor.stop(name)
         if self.client is not None:
             await self.client.close()
 
@@ -224,6 +245,7 @@ class ClusterSide:
 
     def _loop(self, name: str, run: Callable[[Callable[[], None]], Awaitable[None]], silence_seconds: float = 0.0) -> None:
         cluster = self._settings.cluster
+        self._tasks.append(name)
         longest = max(silence_seconds, cluster.request_timeout_seconds + cluster.backoff_max_seconds)
         self._supervisor.start(
             name,

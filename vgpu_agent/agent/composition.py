@@ -245,6 +245,7 @@ class Agent:
                 await self._offering.stop()
         except TimeoutError:
             _logger.warning("agent.drain_incomplete", after_seconds=seconds)
+        await self._cluster.withdraw(seconds)
         await self._cluster.close()
         with contextlib.suppress(TimeoutError):
             await self._watch.stop(self._loaded.settings.gpu.event_wait_milliseconds / 1000 * 2)

@@ -242,6 +242,13 @@ class Allocator:
             wishes = wishes.joined(family.node_wishes(NodeView(node, self._inventory(), rooms, self.allocated_at, now)))
         return wishes
 
+    def farewell(self, now: float) -> NodeWishes:
+        """What should stand on our Node when the agent leaves it for good."""
+        wishes = NodeWishes()
+        for family in (*self._families.unserved, *self._families.by_pod):
+            wishes = wishes.joined(family.farewell(now))
+        return wishes
+
     def pod_wishes(self) -> dict[str, Mapping[str, str | None]]:
         """What should stand on our pods, by kubelet's UID; only pods with something to be said about."""
         if self._around is None or self.binder is None:

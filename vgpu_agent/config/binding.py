@@ -86,6 +86,13 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     start_wait_seconds: Annotated[
         Seconds, Meta(description="How long the start waits for the first list of Node and pods, before it goes on with what it knows.")
     ] = 5.0
+    withdraw_at_stop: Annotated[
+        bool,
+        Meta(
+            description="Take back, at an orderly stop, what tells schedulers that this node shares GPUs. For the removal of the agent, not "
+            "for an update."
+        ),
+    ] = False
     handshake_min_seconds: Annotated[
         Seconds, Meta(description="Shortest time between two answers to the handshake annotation of old Volcano schedulers.")
     ] = 15.0

@@ -157,3 +157,7 @@ class PodFamily(Family, Protocol):
     def node_wishes(self, view: NodeView) -> NodeWishes:
         """What should stand on our Node."""
         ...
+
+    def farewell(self, now: float) -> NodeWishes:
+        """What should stand on a Node that the agent leaves for good, at unix seconds ``now``."""
+        ...

@@ -204,6 +204,12 @@ class VolcanoGpushareFamily:
             wishes[GPU_ASSIGNED] = "true"
         return wishes
 
+    def farewell(self, now: float) -> NodeWishes:
+        """No card for a scheduler to choose; the amount of memory goes with kubelet's own list."""
+        del now
+        count = {NUMBER_RESOURCE: "0"} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"}
+        return NodeWishes(annotations={UNHEALTHY_IDS: None}, capacity=count)
+
     def node_wishes(self, view: NodeView) -> NodeWishes:
         """The counts that the scheduler multiplies and divides by, the cards it must not use, and its lock given back."""
         rooms = view.rooms.get(self._resource_name)

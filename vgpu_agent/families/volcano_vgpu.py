@@ -28,6 +28,7 @@ from vgpu_agent.families.volcano_vgpu_node import (
     lock_wishes,
     register_text,
 )
+from vgpu_agent.families.volcano_vgpu_node import farewell as leave
 from vgpu_agent.families.volcano_vgpu_offer import FAMILY, VolcanoVgpuOptions, offer_of, resources_of, shared_gpus
 from vgpu_agent.families.volcano_vgpu_state import state_wishes
 from vgpu_agent.isolation.backend import Target
@@ -187,6 +188,10 @@ class VolcanoVgpuFamily:
         """The state machine's annotations (G5, G8), and the scheduler's for a pod that the agent has placed; see `state_wishes`."""
         ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
         return state_wishes(pod, ours, self._options.names, failed=failed, factor=self._factor or 1)
+
+    def farewell(self, now: float) -> NodeWishes:
+        """Nothing that makes a scheduler send pods (volcano-vgpu contract §9, row 24)."""
+        return leave(now=now)
 
     def node_wishes(self, view: NodeView) -> NodeWishes:
         """The register annotation (G1), an answer to a handshake, the removal of a lock, and two labels for people.

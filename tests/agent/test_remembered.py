@@ -1,0 +1,42 @@
+"""What a restart during an outage goes by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.agent.remembered import Memory, Remembered
+
+FACTS = Remembered("node-a", "v1.31.0", "containerd://2.0.0", "nvidia: {}")
+
+
+async def test_what_was_kept_is_recalled_by_the_next_process(tmp_path: Path) -> None:
+    """The directory is made, and the Node as far as it is known comes out again."""
+    await Memory(str(tmp_path / "state")).keep(FACTS)
+    recalled = await Memory(str(tmp_path / "state")).recall("node-a")
+    assert recalled == FACTS
+    assert recalled.as_node.runtime_version == "containerd://2.0.0"
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["remembered.json"]
+
+
+async def test_another_nodes_memory_is_nobodys(tmp_path: Path) -> None:
+    """A disk that was moved to another node says nothing about this one."""
+    await Memory(str(tmp_path)).keep(FACTS)
+    assert await Memory(str(tmp_path)).recall("node-b") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"node": 7}', b"\xff\xfe"])
+async def test_a_damaged_memory_is_none(tmp_path: Path, content: bytes) -> None:
+    """It is a cache: the API server says it again."""
+    (tmp_path / "remembered.json").write_bytes(content)
+    assert await Memory(str(tmp_path)).recall("node-a") is None
+
+
+async def test_a_directory_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+    """Nothing depends on the memory while the API server answers."""
+    (tmp_path / "file").write_text("")
+    memory = Memory(str(tmp_path / "file"))
+    await memory.keep(FACTS)
+    await memory.keep(FACTS)
+    assert await memory.recall("node-a") is None

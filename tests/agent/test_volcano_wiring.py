@@ -1,0 +1,160 @@
+"""How Node, ConfigMap, library and settings come together into what a node with volcano-vgpu offers, and how that changes while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from blockbuster import BlockBuster
+
+from tests.agent.volcano_parts import NODE, volcano_settings, wired
+from vgpu_agent.config.binding import Cluster
+from vgpu_agent.config.binding import Families as Switches
+from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
+from vgpu_agent.sim.api_server import ApiServer
+
+
+@pytest.fixture(autouse=True)
+def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+    """kubernetes-asyncio reads the kubeconfig in a coroutine; the agent runs that in a loop of its own, in a thread."""
+    assert _no_blocked_loop is not None
+    _no_blocked_loop.deactivate()
+
+
+NUMBER, MEMORY, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/vgpu-cores"
+
+
+def node(runtime: str = "containerd://2.1.0") -> dict[str, Any]:
+    """Our Node, as kubelet registers it."""
+    return {"metadata": {"name": NODE}, "status": {"nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": runtime}}}
+
+
+def config_map(text: str) -> dict[str, Any]:
+    """Volcano's ConfigMap."""
+    return {"metadata": {"name": "volcano-vgpu-device-config"}, "data": {"device-config.yaml": text}}
+
+
+async def test_defaults_are_offered_once_the_node_is_read(tmp_path: Path) -> None:
+    """volcano-vgpu:G2 ten places a GPU, a hundred percents, a memory unit of one MiB that fits; bound late on a new containerd."""
+    async with ApiServer() as server:
+        server.objects.create("nodes", node())
+        async with wired(await volcano_settings(tmp_path, server)) as parts:
+            await parts.families.apply(parts.settings)
+            assert parts.offered == {NUMBER: 20, CORES: 200, MEMORY: 40960}  # 2 × 40 GiB in units of 2 MiB: 81,920 would not fit
+            assert parts.offering.blocked == {}
+            assert parts.allocator.mode is not None
+            assert parts.allocator.mode.late
+
+
+async def test_the_config_map_and_the_nodes_own_file_are_laid_over_the_settings(tmp_path: Path) -> None:
+    """volcano-vgpu:D23 ConfigMap, then the node's entry; what is wrong in them is named, and the rest counts."""
+    (tmp_path / "config.json").write_text('{"nodeconfig":[{"name":"node-a","devicesplitcount":3,"devicecorescaling":"many"}]}')
+    async with ApiServer() as server:
+        server.objects.create("nodes", node())
+        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
+        async with wired(await volcano_settings(tmp_path, server)) as parts:
+            await parts.families.apply(parts.settings)
+            assert parts.offered == {NUMBER: 6, CORES: 200, MEMORY: 8192}
+            assert [problem for problem in parts.families.problems if "devicecorescaling" in problem]
+
+
+async def test_a_restart_during_an_outage_offers_the_same(tmp_path: Path) -> None:
+    """Ids and the way of binding are those of before, from what was remembered; without memory nothing is guessed."""
+    async with ApiServer() as server:
+        server.objects.create("nodes", node("containerd://1.6.0"))
+        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
+        settings = await volcano_settings(tmp_path, server)
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            before = parts.offered
+            await parts.cluster.remember()
+        await server.down()
+        impatient = msgspec.structs.replace(
+            settings, cluster=Cluster(start_wait_seconds=0.1, backoff_min_seconds=0.05, backoff_max_seconds=0.1)
+        )
+        async with wired(impatient) as parts:
+            await parts.families.apply(impatient)
+            assert parts.offered == before
+            assert parts.offering.blocked == {}
+            assert parts.allocator.mode is not None
+            assert not parts.allocator.mode.late
+        async with wired(msgspec.structs.replace(impatient, state_directory=str(tmp_path / "empty"))) as parts:
+            await parts.families.apply(parts.settings)
+            assert "has not been read yet" in parts.offering.blocked["volcano-vgpu"]
+
+
+async def test_without_credentials_the_family_waits_and_says_for_what(tmp_path: Path) -> None:
+    """The agent runs; its readiness names the remedy."""
+    async with wired(await volcano_settings(tmp_path, None)) as parts:
+        await parts.families.apply(parts.settings)
+        assert "set kubeconfig" in parts.offering.blocked["volcano-vgpu"]
+
+
+async def test_a_missing_library_withholds_its_family_until_it_is_delivered(tmp_path: Path) -> None:
+    """DESIGN §7: an agent never pretends; the scheduler is told that nothing is free, and the delivery is noticed."""
+    hami = HamiCore(host_directory=str(tmp_path / "hami"), lock_directory=str(tmp_path / "lock"))
+    async with ApiServer() as server:
+        server.objects.create("nodes", node())
+        settings = await volcano_settings(tmp_path, server, volcano_vgpu=VolcanoVgpu(node_config_file=""), hami_core=hami)
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            assert "libvgpu.so" in parts.offering.blocked["volcano-vgpu"]
+            assert parts.cluster.node is not None
+            register = parts.allocator.node_wishes(parts.cluster.node, 0.0).annotations["volcano.sh/node-vgpu-register"]
+            assert register is not None
+            assert [entry.split(",")[1] for entry in register.split(":") if "," in entry] == ["0", "0"]
+
+
+async def test_a_factor_that_does_not_fit_is_refused_with_the_one_that_does(tmp_path: Path) -> None:
+    """volcano-vgpu:D9 the resource is withheld with the remedy; the agent and its other families go on."""
+    async with ApiServer() as server:
+        server.objects.create("nodes", node())
+        settings = await volcano_settings(
+            tmp_path,
+            server,
+            volcano_vgpu=VolcanoVgpu(isolation="none", gpu_memory_factor=1, node_config_file=""),
+            families=Switches(nvidia=True, volcano_vgpu=True),
+        )
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            await parts.offering.sync()
+            assert parts.offered == {"nvidia.com/gpu": 2}
+            (reason,) = parts.offering.withheld.values()
+            assert "gpuMemoryFactor" in reason
+            wider = msgspec.structs.replace(settings, volcano_vgpu=VolcanoVgpu(isolation="none", gpu_memory_factor=2, node_config_file=""))
+            await parts.families.apply(wider)
+            await parts.offering.sync()
+            assert parts.offered[MEMORY] == 40960
+            assert parts.offering.withheld == {}
+
+
+async def test_two_families_with_the_same_ids_are_kept_apart(tmp_path: Path) -> None:
+    """Whole GPUs under two names would have the same ids, and kubelet would mix their health up (V17): the second is withheld."""
+    async with ApiServer() as server:
+        server.objects.create("nodes", node())
+        settings = await volcano_settings(
+            tmp_path,
+            server,
+            families=Switches(nvidia=True, volcano_gpushare=True),
+            volcano_gpushare=VolcanoGpushare(strategy="number"),
+        )
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            assert parts.offered == {"nvidia.com/gpu": 2}
+            assert [name for name, reason in parts.offering.withheld.items() if "turn one of the families off" in reason]
+
+
+@pytest.mark.parametrize(("setting", "late"), [("late", True), ("early", False)])
+async def test_the_mode_may_be_set(tmp_path: Path, setting: str, *, late: bool) -> None:
+    """Whoever knows his runtime better says so; the choice and its reason are journalled."""
+    async with ApiServer() as server:
+        server.objects.create("nodes", node("containerd://1.7.20"))
+        settings = await volcano_settings(tmp_path, server)
+        settings = msgspec.structs.replace(settings, binding=msgspec.structs.replace(settings.binding, mode=setting))
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            assert parts.allocator.mode is not None
+            assert parts.allocator.mode.late is late
+            assert [fact["reason"] for fact in parts.journalled("binding.mode")] == [f"binding.mode is {setting}"]

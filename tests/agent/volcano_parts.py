@@ -1,0 +1,118 @@
+"""The parts of an agent that serves volcano-vgpu, over the simulated API server and without a process, for tests of the wiring."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from tests.golden import golden_inventory
+from vgpu_agent.agent.cluster_side import ClusterSide
+from vgpu_agent.agent.families_in_force import FamiliesInForce
+from vgpu_agent.agent.offering import Offering
+from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.binder import Surroundings
+from vgpu_agent.allocation.proof import Testimony
+from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config import settings as schema
+from vgpu_agent.config.binding import Cluster
+from vgpu_agent.config.binding import Families as Switches
+from vgpu_agent.config.volcano import VolcanoVgpu
+from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.directory import DirectoryWatch
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Inventory
+from vgpu_agent.runtime.grants import GrantDirectory
+from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.status import KubeletStatus
+
+NODE = "node-a"
+
+
+async def volcano_settings(folder: Path, server: ApiServer | None, **changes: object) -> schema.Settings:
+    """Settings with volcano-vgpu alone, without isolation, and quick about everything."""
+    kubeconfig = str(await asyncio.to_thread(server.kubeconfig, folder / "kubeconfig")) if server else ""
+    settings = schema.Settings(
+        node_name=NODE,
+        kubeconfig=kubeconfig,
+        state_directory=str(folder / "state"),
+        families=Switches(nvidia=False, volcano_vgpu=True),
+        volcano_vgpu=VolcanoVgpu(isolation="none", node_config_file=str(folder / "config.json")),
+        cluster=Cluster(start_wait_seconds=2, backoff_min_seconds=0.05, backoff_max_seconds=0.2, request_timeout_seconds=2),
+        kubelet=schema.Kubelet(directory=str(folder / "kubelet")),
+        gpu=schema.Gpu(dev_root=str(folder)),
+    )
+    return msgspec.structs.replace(settings, **changes)
+
+
+class Wired:
+    """The parts, as `composition` puts them together."""
+
+    def __init__(self, settings: schema.Settings, supervisor: Supervisor, inventory: Inventory | None = None) -> None:
+        self.settings, self.journal, self.ledger, self.refusals = settings, Journal(), Ledger(), Refusals()
+        self.inventory = inventory or golden_inventory()
+        self.cluster = ClusterSide(settings, self.journal, supervisor)
+        self.directory = GrantDirectory(str(Path(settings.state_directory).parent / "cdi"), self.journal)
+        self.allocator = Allocator(
+            ledger=self.ledger,
+            families=Families(),
+            inventory=lambda: self.inventory,
+            journal=self.journal,
+            surroundings=Surroundings(
+                node=NODE,
+                book=self.cluster.book,
+                witness=self._nothing,
+                fetch=self.cluster.fetch,
+                carrier=self.directory,
+                refusals=self.refusals,
+                settings=settings.binding,
+            ),
+        )
+        kubelet = settings.kubelet
+        self.offering = Offering(
+            ledger=self.ledger,
+            allocator=self.allocator,
+            settings=kubelet,
+            directory=DirectoryWatch(kubelet.device_plugin_directory, poll_seconds=5, journal=self.journal, status=KubeletStatus()),
+            supervisor=supervisor,
+            journal=self.journal,
+        )
+        self.families = FamiliesInForce(
+            settings,
+            origins={},
+            allocator=self.allocator,
+            offering=self.offering,
+            cluster=self.cluster,
+            inventory=lambda: self.inventory,
+            journal=self.journal,
+        )
+
+    @staticmethod
+    async def _nothing() -> Testimony:
+        return Testimony((), ())
+
+    @property
+    def offered(self) -> dict[str, int]:
+        """Resource → number of ids, as the ledger offers them."""
+        return {resource.name: len(resource.ids) for resource in self.ledger.resources}
+
+    def journalled(self, event: str) -> list[dict[str, object]]:
+        """The facts of the journal's entries of that name."""
+        return [entry.facts for entry in self.journal.entries if entry.event == event]
+
+
+@contextlib.asynccontextmanager
+async def wired(settings: schema.Settings, inventory: Inventory | None = None) -> AsyncIterator[Wired]:
+    """The parts, connected; closed in the end."""
+    async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=0.2) as supervisor:
+        parts = Wired(settings, supervisor, inventory)
+        await parts.cluster.connect()
+        try:
+            yield parts
+        finally:
+            await parts.offering.stop()
+            await parts.cluster.close()
