@@ -113,7 +113,9 @@ def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def deployed(rig: Rig) -> Iterator[Deployed]:
     """The base and hami-core, applied; gone afterwards with all it left on the node."""
-    archive = subprocess.run([_PROJECT / "scripts" / "image"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    # A fixed commit: the image is built anew when what is in it changes, and not for every commit.
+    command = [str(_PROJECT / "scripts" / "image"), "--commit", "test"]
+    archive = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     rig.import_image(Path(archive))
     folder = Path(tempfile.mkdtemp(prefix="vgm", dir="/tmp"))
     folder.chmod(0o755)
