@@ -16,6 +16,7 @@ from vgpu_agent.allocation.carrier import GrantRecord, grant_token
 from vgpu_agent.allocation.proof import NotProvenError, claim, holder
 from vgpu_agent.errors import CapacityError, CarrierError, ClusterError, LedgerError, RequestRefusedError
 from vgpu_agent.families.family import Question
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -255,6 +256,11 @@ class Binder:
             for container in start.found.containers.get(start.owner.pod_uid, ())
             if (answer := start.testimony.answers.get((start.owner.pod_uid, container, start.offered.name))) is not None
         ]
+        if not answers and any(each.kind is ContainerKind.INIT and each.limits.get(start.offered.name) for each in start.pod.containers):
+            raise NotProvenError(
+                f"{start.pod.full_name}: without kubelet's checkpoint it is not known which of its containers starts, and each has an "
+                "answer of its own; kubelet will ask again"
+            )
         meant = given is not None and given.decided_for == start.key and given.shares == shares
         if given is not None and meant and all(answer == given.provision.edits for answer in answers):
             right, provision = True, given.provision  # also when two equal shares were exchanged before
