@@ -116,6 +116,11 @@ class SimulatedKubelet:
 
     # What the node status would say
 
+    @property
+    def resources(self) -> list[str]:
+        """The names of all resources that were ever listed."""
+        return sorted(self._records.devices)
+
     def resource(self, name: str) -> ResourceDevices:
         """Devices of a resource; empty when it was never registered, or its plugin has been gone for five minutes."""
         endpoint = self._endpoints.get(name)
@@ -155,7 +160,8 @@ class SimulatedKubelet:
             self.pods[pod.uid] = pod
             try:
                 for container in sorted(containers, key=lambda each: not each.init):
-                    limits = list(container.limits.items())
+                    # A limit of 0 is no device, and no plugin is asked about it.
+                    limits = [(resource, number) for resource, number in container.limits.items() if number]
                     self._random.shuffle(limits)  # resources come in random order
                     for resource, number in limits:
                         await self._allocate(pod, container, resource, number)
@@ -258,7 +264,8 @@ class SimulatedKubelet:
             raise AdmissionError(_rejected(f"cannot allocate unregistered device {resource}"))
         if not devices.healthy:
             raise AdmissionError(_rejected(f"no healthy devices present; cannot allocate unhealthy devices {resource}"))
-        free = [device for device in devices.healthy if device not in self._records.in_use(resource)]
+        taken = self._records.in_use(resource)
+        free = [device for device in devices.healthy if device not in taken]
         if len(ids) + len(free) < number:
             text = f"requested number of devices unavailable for {resource}. Requested: {number}, Available: {len(ids) + len(free)}"
             raise AdmissionError(_rejected(text))

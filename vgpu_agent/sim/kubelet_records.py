@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import json
 import os
+import zlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class Records:
             or None,
             "RegisteredDevices": {resource: sorted(devices.healthy) for resource, devices in self.devices.items()},
         }
-        encoded = json.dumps({"Data": content, "Checksum": _fnv32a(json.dumps(content).encode())})
+        # A checksum of the same size as kubelet's: the real one covers a dump that only Go can make, so nobody can check it.
+        encoded = json.dumps({"Data": content, "Checksum": zlib.crc32(json.dumps(content).encode())})
         temporary = self._path.with_name(f".{self._path.name}.new")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -140,11 +142,3 @@ class Records:
             self.devices = {resource: ResourceDevices() for resource in content["RegisteredDevices"]}
         except (OSError, ValueError, KeyError, TypeError):
             return
-
-
-def _fnv32a(content: bytes) -> int:
-    """A checksum of the same size as kubelet's; the real one covers a dump that only Go can make, so nobody can check it."""
-    value = 0x811C9DC5
-    for byte in content:
-        value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
-    return value

@@ -1,0 +1,170 @@
+"""A stage with everything that Volcano's story needs: simulated GPUs, the simulated cluster, and the agent's real process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import struct
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.agent_process import AgentProcess
+from vgpu_agent.sim.cdi_reader import Received
+from vgpu_agent.sim.cluster import SimulatedCluster
+from vgpu_agent.sim.state import SimulatedNode
+
+NODE = "node-a"
+U0, U1 = "GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"
+NUMBER, MEMORY, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/vgpu-cores"
+IDS = "volcano.sh/vgpu-ids-new"
+REGISTER = "volcano.sh/node-vgpu-register"
+
+# Memory in units of 64 MiB keeps kubelet's lists short; only the golden vectors want every MiB as an id.
+FACTOR = 64
+
+# Short pauses everywhere, so that a test sees in a second what a node sees in minutes.
+QUICK = """\
+version: v1
+nodeName: {node}
+kubeconfig: {folder}/cluster/kubeconfig
+stateDirectory: {folder}/state
+configReloadSeconds: 0.1
+shutdownSeconds: 3
+gpu: {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2, recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
+kubelet: {{verifySeconds: 1, reservationSeconds: 5, retryMaxSeconds: 1, socketPollSeconds: 1, drainSeconds: 0.5}}
+cluster:
+  {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 1, requestTimeoutSeconds: 2, startWaitSeconds: 1,
+    handshakeMinSeconds: 0.2}}
+binding: {{cdiDirectory: {folder}/cluster/cdi, podWaitSeconds: 0.5, refusedEventSeconds: 1}}
+hamiCore: {{hostDirectory: {folder}/vgpu, lockDirectory: {folder}/vgpulock}}
+"""
+VGPU = "families: {nvidia: false, volcanoVgpu: true}\n"
+GPUSHARE = "families: {nvidia: false, volcanoGpushare: true}\n"
+
+
+def library() -> bytes:
+    """A shared object as far as its head goes, with the region's size where a compiler leaves it, as the agent looks for it."""
+    machine = {"x86_64": 62, "aarch64": 183}[platform.machine()]
+    body = b"\xbe" + (2_008_952).to_bytes(4, "little")
+    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, machine, 1, 0, 64, 64 + len(body), 0, 64, 56, 0, 64, 1, 0)
+    return head + body + bytes(64)
+
+
+def asks(number: int = 1, memory: int | None = None, cores: int | None = None) -> dict[str, int]:
+    """The limits of a container; what is None is not mentioned."""
+    named = {NUMBER: number, MEMORY: memory, CORES: cores}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+class VolcanoStage:
+    """One node in one cluster.
+
+    Attributes:
+        cluster: API server, kubelet, runtime, schedulers.
+        gpus: the simulated GPUs.
+        agent: the agent's process; `start_agent` makes the first.
+    """
+
+    def __init__(self, folder: Path, *, model: str = "A10", **cluster: Any) -> None:
+        self.folder = folder
+        self.gpus = SimulatedNode.create(folder / "gpus", model=model, gpus=2, numa=[0, 1], uuids=[U0, U1])
+        self.cluster = SimulatedCluster(folder / "cluster", node=NODE, **cluster)
+        self.config = folder / "config.yaml"
+        self.log = folder / "agent.log"
+        self.agent: AgentProcess
+        self.factor = FACTOR
+
+    def configure(self, more: str = VGPU, *, factor: int = FACTOR) -> None:
+        """Write the agent's configuration."""
+        self.factor = factor
+        text = QUICK.format(node=NODE, folder=self.folder) + more
+        self.config.write_text(text + f"volcanoVgpu: {{gpuMemoryFactor: {factor}, nodeConfigFile: ''}}\n")
+
+    def deliver_library(self) -> None:
+        """Put libvgpu.so where the operator would."""
+        (self.folder / "vgpu").mkdir(exist_ok=True)
+        (self.folder / "vgpu" / "libvgpu.so").write_bytes(library())
+
+    def new_agent(self) -> AgentProcess:
+        """The agent of this node, not started."""
+        self.agent = AgentProcess(self.log, kubelet=self.cluster.kubelet_directory, simulate=self.gpus.directory, config=self.config)
+        return self.agent
+
+    async def start_agent(self, more: str = VGPU, *, factor: int = FACTOR, offers: Sequence[str] = ()) -> AgentProcess:
+        """Configure, deliver the library, start, and wait until the Node shows what is offered."""
+        self.configure(more, factor=factor)
+        self.deliver_library()
+        await self.new_agent().start()
+        await self.offered(*offers)
+        return self.agent
+
+    async def restart_agent(self) -> None:
+        """Start the agent anew, after it has ended, and wait until it is ready."""
+        await self.agent.start()
+        await self.agent.until_ready()
+
+    async def offered(self, *names: str) -> None:
+        """Wait until the agent is ready, the Node shows these resources (all of vGPU's, if none is named), and the scheduler knows."""
+        await self.agent.until_ready()
+        wanted = names or (NUMBER, MEMORY, CORES)
+        await self.cluster.until(lambda: all(int(self.allocatable.get(name, 0)) > 0 for name in wanted), "the Node to show GPUs")
+
+    @property
+    def allocatable(self) -> dict[str, str]:
+        """What the Node's status shows."""
+        return dict(self.cluster.node_object()["status"].get("allocatable") or {})
+
+    async def serve(self, name: str, *args: Any, **kwargs: Any) -> Received:
+        """Create a pod, wait until it runs, and return what its container ``main`` came with."""
+        self.cluster.create_pod(name, *args, **kwargs)
+        await self.cluster.running(name)
+        return self.cluster.starts(name)[-1]
+
+    async def settled(self, *names: str) -> None:
+        """Wait until the annotations of these pods say that they have been served (volcano-vgpu:G5)."""
+        await self.cluster.until(
+            lambda: all(self.cluster.annotations(name).get("volcano.sh/bind-phase") == "success" for name in names),
+            f"{', '.join(names)} to be marked as served",
+        )
+
+    def check(self) -> None:
+        """Whoever runs has exactly what the scheduler wrote for it, nobody was given another's, and no GPU is full beyond its size."""
+        for item in self.cluster.objects.list("pods"):
+            if item["status"].get("phase") != "Running":
+                continue
+            name = item["metadata"]["name"]
+            if IDS not in item["metadata"].get("annotations", {}):
+                continue
+            segments = item["metadata"]["annotations"][IDS].split(";")
+            asking = [one["name"] for one in item["spec"]["containers"] if NUMBER in one["resources"]["limits"]]
+            for container, segment in zip(asking, [part for part in segments if part], strict=True):
+                entries = [entry.split(",") for entry in segment.split(":") if entry]
+                for came in self.cluster.starts(name, container):
+                    self.check_container(came, entries, item["metadata"]["uid"], container)
+
+    def check_container(self, came: Received, entries: list[list[str]], uid: str, container: str) -> None:
+        """One container against the entries of its segment: cards, limits, and its own directory."""
+        environment = came.environment
+        assert environment["NVIDIA_VISIBLE_DEVICES"] == ",".join(entry[0] for entry in entries)
+        limits = {key: value for key, value in environment.items() if key.startswith("CUDA_DEVICE_MEMORY_LIMIT_")}
+        assert len(limits) == len(entries)
+        assert sorted(limits.values()) == sorted(f"{int(entry[2]) * self.factor}m" for entry in entries)
+        directory, _ = came.mounts["/tmp/vgpu"]
+        assert directory == f"{self.folder}/vgpu/vgpu/containers/{uid}_{container}"
+
+
+@contextlib.asynccontextmanager
+async def volcano_stage(folder: Path, **options: Any) -> AsyncIterator[VolcanoStage]:
+    """A stage, and Volcano's scheduler on it; the agent is ended with it, however the test ends."""
+    stage = await asyncio.to_thread(lambda: VolcanoStage(folder, **options))
+    async with stage.cluster:
+        await stage.cluster.start_volcano()
+        try:
+            yield stage
+        finally:
+            if hasattr(stage, "agent"):
+                with contextlib.suppress(SimulationError):
+                    await stage.agent.terminate()

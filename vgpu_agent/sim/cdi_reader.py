@@ -1,0 +1,109 @@
+"""What a container runtime makes of CDI names: reads the specs of a directory, and says what they add to a container.
+
+Used by the simulated cluster. Written from the CDI specification 0.6 (https://github.com/cncf-tags/container-device-interface) and not from
+the agent's own writer, with which it shares nothing: a name that a real runtime would not find is not found here either, and a file that it
+would refuse is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.errors import SimulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
+
+_NAME = re.compile(r"([a-z0-9.-]+/[A-Za-z0-9_-]+)=([A-Za-z0-9][A-Za-z0-9_.:-]*)")
+_SPEC_KEYS = {"cdiVersion", "kind", "annotations", "devices", "containerEdits"}
+_EDIT_KEYS = {"env", "deviceNodes", "mounts", "hooks"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """What one start of a container came with.
+
+    Attributes:
+        environment: variable → value.
+        mounts: path in the container → (path on the host, whether it is read-only).
+        device_nodes: paths in the container.
+    """
+
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    mounts: Mapping[str, tuple[str, bool]] = dataclasses.field(default_factory=dict)
+    device_nodes: frozenset[str] = frozenset()
+
+    def joined(self, later: Received) -> Received:
+        """Both; where they disagree, ``later`` wins, as with a runtime that applies CDI edits last."""
+        return Received({**self.environment, **later.environment}, {**self.mounts, **later.mounts}, self.device_nodes | later.device_nodes)
+
+
+def received(answer: messages.ContainerAllocateResponse, directory: Path | None) -> Received:
+    """What a container starts with for kubelet's answer; reads files.
+
+    Args:
+        answer: of the device plugins, as kubelet has united it.
+        directory: where CDI specs lie; None for a runtime that does not know CDI, to which names mean nothing.
+
+    Raises:
+        SimulationError: a name that no spec has, or a spec that no runtime would take: such a container does not start.
+    """
+    own = Received(
+        dict(answer.envs),
+        {each.container_path: (each.host_path, each.read_only) for each in answer.mounts},
+        frozenset(each.container_path for each in answer.devices),
+    )
+    if directory is None:
+        return own
+    names = [each.name for each in answer.cdi_devices]
+    for key, value in answer.annotations.items():
+        names += value.split(",") if key.startswith("cdi.k8s.io/") else []
+    for edits in _edits(dict.fromkeys(names), directory):
+        own = own.joined(edits)
+    return own
+
+
+def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
+    for name in names:
+        matched = _NAME.fullmatch(name)
+        if matched is None:
+            raise SimulationError(f"CDI device injection failed: {name!r} is no qualified device name")
+        found = [
+            _container_edits(device.get("containerEdits") or {})
+            for spec in _specs(directory)
+            if spec["kind"] == matched[1]
+            for device in spec["devices"]
+            if device["name"] == matched[2]
+        ]
+        if len(found) != 1:
+            what = "conflicting" if found else "unresolvable"
+            raise SimulationError(f"CDI device injection failed: {what} CDI devices {name}")
+        yield found[0]
+
+
+def _specs(directory: Path) -> Iterable[dict[str, Any]]:
+    for path in sorted(directory.glob("*.json")) if directory.is_dir() else ():
+        try:
+            spec = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue  # it was there a moment ago
+        except ValueError as err:
+            raise SimulationError(f"CDI spec {path} cannot be read: {err}") from err
+        unknown = spec.keys() - _SPEC_KEYS
+        if unknown or not spec.get("devices"):
+            raise SimulationError(f"CDI spec {path} is refused: unknown {sorted(unknown)}, devices {spec.get('devices')}")
+        yield spec
+
+
+def _container_edits(edits: Mapping[str, Any]) -> Received:
+    if not edits or edits.keys() - _EDIT_KEYS:
+        raise SimulationError(f"invalid device, empty or unknown edits: {sorted(edits)}")
+    mounts = {mount["containerPath"]: (mount["hostPath"], "ro" in mount.get("options", ())) for mount in edits.get("mounts") or ()}
+    environment = dict(line.split("=", 1) for line in edits.get("env") or ())
+    return Received(environment, mounts, frozenset(node["path"] for node in edits.get("deviceNodes") or ()))

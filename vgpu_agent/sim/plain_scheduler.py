@@ -1,0 +1,40 @@
+"""A stand-in for the plain kube-scheduler, which only counts: a pod goes to the first node on which the numbers suffice.
+
+Used by the simulated cluster for pods of another scheduler than Volcano's. It writes nothing about devices, so the agent has to place such
+a pod on its node. It works on the object store itself, so its work does not show among the API server's requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from vgpu_agent.sim import volcano_resources as resources
+from vgpu_agent.sim.api_objects import ApiRefusalError
+
+if TYPE_CHECKING:
+    from vgpu_agent.sim.api_objects import ObjectStore
+
+NAME = "default-scheduler"
+
+
+async def run_plain_scheduler(objects: ObjectStore) -> None:
+    """Bind whatever waits for ``default-scheduler``, until cancelled."""
+    async for _ in objects.revision.changes():
+        _schedule(objects)
+
+
+def _schedule(objects: ObjectStore) -> None:
+    for pod in objects.list("pods"):
+        spec, metadata = pod["spec"], pod["metadata"]
+        waiting = spec.get("schedulerName") == NAME and not spec.get("nodeName")
+        if not waiting or resources.is_terminated(pod) or resources.is_terminating(pod):
+            continue
+        for node in objects.list("nodes"):
+            name = node["metadata"]["name"]
+            beside = [other for other in objects.list("pods") if other["spec"].get("nodeName") == name]
+            if resources.may_hold(node, pod) and not resources.lacking(resources.free(node, beside), resources.requests(pod)):
+                binding = {"metadata": {"uid": metadata["uid"]}, "target": {"name": name}}
+                with contextlib.suppress(ApiRefusalError):  # somebody else was quicker
+                    objects.bind(metadata["name"], metadata["namespace"], binding)
+                break
