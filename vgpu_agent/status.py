@@ -53,6 +53,7 @@ class PluginStatus:
     preferred_calls: int = 0
     pre_starts: int = 0
     pre_starts_refused: int = 0
+    pre_start_seconds_sum: float = 0.0
     last_error: str = ""
     not_listed: str = ""  # why kubelet's own list lacks ids that we told it; empty while it has them all
     rival: str = ""  # which ids of this resource kubelet has from another plugin; empty while there are none

@@ -67,6 +67,21 @@ async def test_only_what_differs_is_written_and_only_to_that_pod() -> None:
     assert world.annotations("a") == {PHASE: "success"}
 
 
+async def test_the_last_line_about_a_start_bears_the_tokens_of_the_pods_grants() -> None:
+    """One correlation id leads from Allocate to the annotations; how long they waited stands beside it."""
+    world = World("a")
+    world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
+    publisher = PodPublisher(
+        world.api, world.watched.book, lambda: world.wishes, world.wake, Cluster(), world.journal, tokens=lambda uid: [f"token of {uid}"]
+    )
+    async with running(publisher.run(_ignore)):
+        await asyncio.sleep(2)
+    (failed,), (written,) = world.events("pods.failed"), world.events("pods.written")
+    assert failed["tokens"] == ["token of uid-a"]
+    assert (written["pod"], written["tokens"], written["annotations"]) == ("default/a", ["token of uid-a"], [PHASE, TODO])
+    assert 0.3 < written["seconds"] < 1.5
+
+
 async def test_nothing_is_requested_while_nothing_changes() -> None:
     """Ten virtual minutes with twenty pods as they should be, also for a new process."""
     world = World(*(f"p{number}" for number in range(20)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from vgpu_agent.isolation.edits import Provision
-    from vgpu_agent.model import Owner, Share
+    from vgpu_agent.model import Grant, Owner, Share
 
 # .internal is reserved for private use, so this kind can belong to nobody else.
 CDI_KIND = "vgpu-agent.internal/grant"
@@ -27,6 +27,15 @@ def grant_token(resource: str, ids: Iterable[str]) -> str:
     for id_ in sorted(ids):
         digest.update(b"\0" + id_.encode())
     return digest.hexdigest()[:32]
+
+
+def tokens_of(pod_uid: str, grants: Iterable[Grant]) -> tuple[str, ...]:
+    """The tokens of those of ``grants`` whose shares were decided for a pod, by kubelet's UID of it.
+
+    They lead through the log from Allocate to the pod's last annotation.
+    """
+    decided = (grant for grant in grants if grant.decided_for is not None and grant.decided_for[0] == pod_uid)
+    return tuple(dict.fromkeys(grant_token(grant.resource, grant.ids) for grant in decided))
 
 
 def cdi_name(token: str) -> str:

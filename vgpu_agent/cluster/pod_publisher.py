@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,7 +22,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.config.binding import Cluster
@@ -72,6 +72,7 @@ class PodPublisher:
         settings: Cluster,
         journal: Journal,
         *,
+        tokens: Callable[[str], Sequence[str]] = lambda _: (),
         at_once: int = 8,
         look_seconds: float = 10.0,
     ) -> None:
@@ -83,13 +84,14 @@ class PodPublisher:
             wishes: kubelet's UID of a pod → annotation → value, None for one that should not stand.
             wake: moves on whenever ``wishes`` may say something new.
             settings: the pauses.
-            journal: troubles and their end are recorded there.
+            journal: troubles and their end are recorded there, and that a pod says all that it should.
+            tokens: kubelet's UID of a pod → the tokens of its grants, which stand in all that is recorded about its start.
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop gives a sign of life.
         """
         self._api, self._book, self._wishes, self._wake = api, book, wishes, wake
         self._settings, self._journal = settings, journal
-        self._at_once, self._look_seconds = at_once, look_seconds
+        self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
         self._complaints = Complaints(journal, "pods")
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff(settings)  # shared by all pods, beside the one of each
@@ -168,9 +170,13 @@ class PodPublisher:
             self.counts.written += 1
             self._outage.succeeded()
             writing.backoff.succeeded()
+            now = asyncio.get_running_loop().time()
+            waited = now - (now if writing.pending_since is None else writing.pending_since)
             writing.pending_since, writing.unwanted = None, None
             self._complaints.over("annotations")
             self._note(pod, changes, writing)
+            # Whatever differed went into one request, so now the pod says all that it should.
+            self._journal.record("pods.written", **self._about(pod), annotations=sorted(changes), seconds=round(waited, 3))
         finally:
             writing.busy = False
             self._done.publish(self._done.value + 1)
@@ -179,23 +185,27 @@ class PodPublisher:
         for key, value in changes.items():
             if writing.written.note(key, pod.annotations.get(key), value):
                 text = f"somebody keeps changing the annotation {key} of pod {pod.full_name}; find out who else writes it"
-                self._complaints.say(f"contest of {pod.uid}/{key}", "pods.contested", text, level="warning", pod=pod.full_name, error=text)
+                self._complaints.say(f"contest of {pod.uid}/{key}", "pods.contested", text, level="warning", **self._about(pod), error=text)
 
     async def _failed(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing, err: ClusterError) -> None:
         self.counts.failed += 1
         if err.status == 404 or (err.status == 409 and await self._replaced(pod)):
             writing.gone = True
             self.counts.dropped += 1
-            self._journal.record("pods.gone", level="debug", pod=pod.full_name, uid=pod.uid, unwritten=sorted(changes))
+            self._journal.record("pods.gone", level="debug", **self._about(pod), uid=pod.uid, unwritten=sorted(changes))
             return
         writing.backoff.failed(err)
         if lasting(err) and err.status != 403:
             writing.unwanted = changes
-            self._complaints.failed(f"pod {pod.uid}", err, PERMISSION, pod=pod.full_name, annotations=sorted(changes))
+            self._complaints.failed(f"pod {pod.uid}", err, PERMISSION, **self._about(pod), annotations=sorted(changes))
         else:
             if err.status != 409:
                 self._outage.failed(err)
-            self._complaints.failed("annotations", err, PERMISSION, pod=pod.full_name)
+            self._complaints.failed("annotations", err, PERMISSION, **self._about(pod))
+
+    def _about(self, pod: Pod) -> dict[str, Any]:
+        """What leads from a line about this pod to those of its grants."""
+        return {"pod": pod.full_name, "tokens": list(self._tokens(pod.kubelet_uid))}
 
     async def _replaced(self, pod: Pod) -> bool:
         """Whether another pod has the name now, or none; False when nobody can say."""

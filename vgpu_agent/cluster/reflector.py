@@ -83,6 +83,7 @@ class ReflectorStatus:
         last_event_at: when the API server last said anything, bookmarks and lists included.
         last_error: of the last failure; stays when it is over.
         failing: the last list or watch failed.
+        failing_since: when the first of the failures in a row was met; it stays when they are over.
         synced: there was a first complete list.
     """
 
@@ -94,6 +95,7 @@ class ReflectorStatus:
     last_event_at: float = 0.0
     last_error: str = ""
     failing: bool = False
+    failing_since: float = 0.0
     synced: bool = False
 
 
@@ -293,6 +295,8 @@ class Reflector(Generic[T]):
             self._version = ""
             return
         self.status.errors += 1
+        if not self.status.failing:
+            self.status.failing_since = time.time()
         self.status.failing, self.status.last_error = True, str(err)
         self.trouble.publish(err)
         # An outage is one line in the log, not one for each try.

@@ -206,6 +206,7 @@ class PluginService:
             self._status.allocate_seconds_sum += self._status.allocate_seconds_last
 
     async def _pre_start(self, request: bytes) -> bytes:
+        began = time.perf_counter()
         self._status.pre_starts += 1
         try:
             await self._backend.pre_start(self._resource.name, codec.decode_pre_start(request))
@@ -213,6 +214,8 @@ class PluginService:
             self._status.pre_starts_refused += 1
             self._status.last_error = f"PreStartContainer: {err}"
             raise
+        finally:
+            self._status.pre_start_seconds_sum += time.perf_counter() - began
         return codec.EMPTY
 
 
