@@ -69,7 +69,8 @@ class FakeApi:
             for precondition in ("uid", "resourceVersion"):
                 asked = body.get("metadata", {}).get(precondition)
                 if asked is not None and asked != standing["metadata"].get(precondition):
-                    raise ClusterError(f"PATCH {path}: {precondition} is another one", status=409)
+                    # As the real one: a UID is immutable, a version in a patch is a precondition.
+                    raise ClusterError(f"PATCH {path}: {precondition} is another one", status=422 if precondition == "uid" else 409)
             if target != path:
                 changes = {"status": body.get("status", {})}
             changed = _merged(standing, changes)

@@ -99,9 +99,9 @@ async def test_a_refused_pod_is_told_of_and_evicted(server: ApiServer, client: A
     assert told == {"VgpuStartRefused": uid, "VgpuEvicted": uid}
 
 
-async def test_a_patch_of_another_pods_uid_is_a_conflict(server: ApiServer, client: ApiClient) -> None:
+async def test_a_patch_of_another_pods_uid_changes_nothing(server: ApiServer, client: ApiClient) -> None:
     """What protects a re-created pod of one name: the precondition travels in the body of the merge patch."""
     server.objects.create("pods", _pod("a"))
     with pytest.raises(ClusterError) as raised:
         await client.patch("/api/v1/namespaces/default/pods/a", {"metadata": {"uid": "another", "annotations": {"a": "b"}}})
-    assert raised.value.status == 409
+    assert raised.value.status == 422

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Api(Protocol):
     """The API server. Every call has a time limit of its own (`Cluster.request_timeout_seconds`).
 
-    All methods raise `ClusterError`: status 409 for a failed precondition, 404 for an object that is gone, 403 for a missing permission,
-    429 with ``retry_after_seconds`` for "later", 0 for no answer at all.
+    All methods raise `ClusterError`: status 409 for a failed precondition (422 for another UID in a patch), 404 for an object that is
+    gone, 403 for a missing permission, 429 with ``retry_after_seconds`` for "later", 0 for no answer at all.
     """
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
