@@ -189,7 +189,8 @@ class PodPublisher:
 
     async def _failed(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing, err: ClusterError) -> None:
         self.counts.failed += 1
-        if err.status == 404 or (err.status == 409 and await self._replaced(pod)):
+        # The API server calls another UID a conflict, or, in a patch, an attempt to change what cannot be changed.
+        if err.status == 404 or (err.status in {409, 422} and await self._replaced(pod)):
             writing.gone = True
             self.counts.dropped += 1
             self._journal.record("pods.gone", level="debug", **self._about(pod), uid=pod.uid, unwritten=sorted(changes))
