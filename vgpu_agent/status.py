@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 from vgpu_agent.model import Inventory
 
 if TYPE_CHECKING:
+    from vgpu_agent.allocation.mode import BindingMode
+    from vgpu_agent.allocation.refusals import Refusal
     from vgpu_agent.concurrency import TaskReport
     from vgpu_agent.journal import Entry
-    from vgpu_agent.model import GpuUsage, Grant
+    from vgpu_agent.model import DeviceRoom, GpuUsage, Grant
+    from vgpu_agent.pods import Pod
 
 
 class PluginState(enum.StrEnum):
@@ -116,6 +119,80 @@ class LedgerStatus:
     foreign: tuple[str, ...] = ()  # ids in kubelet's records that this node does not offer
     capacity: dict[str, int] = dataclasses.field(default_factory=dict)  # holders allowed, by device
     free: dict[str, int] = dataclasses.field(default_factory=dict)  # ids free and healthy, by resource
+    rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)  # what each device has left, by resource
+    decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not say what the holder gets
+
+
+@dataclasses.dataclass
+class FamilyStatus:
+    """One family that is switched on."""
+
+    name: str
+    by_pod: bool = False  # its pods decide what they get, so its grants are bound
+    offered: bool = True
+    trouble: str = ""  # why it is not offered
+
+
+@dataclasses.dataclass
+class BindingStatus:
+    """How containers are matched with their pods, and what went wrong with it since the start."""
+
+    mode: BindingMode | None = None  # None while it depends on a Node that has not been read
+    families: tuple[FamilyStatus, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    ambiguities: int = 0  # starts that were refused because kubelet's records name several holders
+    wrong_guesses: int = 0  # early answers that were another pod's, and whose start was refused
+    exchanges: int = 0  # early answers that were another pod's with an equal share, and were exchanged
+    volcano_vgpu: dict[str, Any] = dataclasses.field(default_factory=dict)  # its settings after ConfigMap and node config
+    foreign_problems: tuple[str, ...] = ()  # what is wrong with those two
+
+
+@dataclasses.dataclass
+class WatchStatus:
+    """One watch at the API server."""
+
+    what: str
+    synced: bool = False
+    failing_since: float = 0.0  # 0 while all is well
+    essential: bool = True  # binding waits for what it shows
+    lists: int = 0
+    watches: int = 0
+    events: int = 0
+    errors: int = 0
+    unreadable: int = 0
+    last_event_at: float = 0.0
+    last_error: str = ""
+
+
+@dataclasses.dataclass
+class WriterStatus:
+    """One of those who write to the API server: requests accepted and failed, things given up, and what waits."""
+
+    what: str
+    written: int = 0
+    failed: int = 0
+    dropped: int = 0
+    pending: int = 0
+    oldest_pending_seconds: float = 0.0
+
+
+@dataclasses.dataclass
+class ClusterStatus:
+    """The API server as this agent uses it, and the pods that it has told of."""
+
+    connected: bool = False
+    without: str = ""  # why there is no connection
+    needed: bool = False  # a family is on that cannot do without
+    origin: str = ""  # what the credentials are; never they themselves
+    waits_for: str = ""  # what must be read before such a family is offered
+    requests: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)  # (verb, resource, outcome) → how many
+    watches: tuple[WatchStatus, ...] = ()
+    writers: tuple[WriterStatus, ...] = ()
+    evictions: dict[str, int] = dataclasses.field(default_factory=dict)  # by outcome
+    config_map: str = ""  # namespace/name of the ConfigMap that was read
+    remembered: dict[str, Any] = dataclasses.field(default_factory=dict)  # what stands in while the API server has not answered
+    pods: tuple[Pod, ...] = ()
+    pods_synced: bool = False
 
 
 @dataclasses.dataclass
@@ -143,6 +220,8 @@ class AgentStatus:
     kubelet: KubeletStatus = dataclasses.field(default_factory=KubeletStatus)
     plugins: tuple[PluginStatus, ...] = ()
     ledger: LedgerStatus = dataclasses.field(default_factory=LedgerStatus)
+    binding: BindingStatus = dataclasses.field(default_factory=BindingStatus)
+    cluster: ClusterStatus = dataclasses.field(default_factory=ClusterStatus)
     tasks: tuple[TaskReport, ...] = ()
     events: tuple[Entry, ...] = ()
     loop_lag_seconds: float = 0.0

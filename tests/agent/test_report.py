@@ -9,12 +9,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tests.golden import golden_inventory
+from vgpu_agent.agent.binding_report import BindingReport
+from vgpu_agent.agent.cluster_report import ClusterReport
+from vgpu_agent.agent.cluster_side import ClusterSide
+from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.offering import Offering
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
@@ -46,6 +51,16 @@ class Parts:
             supervisor=supervisor,
             journal=journal,
         )
+        self.cluster, self.refusals = ClusterSide(settings, journal, supervisor), Refusals()
+        families = FamiliesInForce(
+            settings,
+            origins={},
+            allocator=self.allocator,
+            offering=self.offering,
+            cluster=self.cluster,
+            inventory=golden_inventory,
+            journal=journal,
+        )
         self.report = Report(
             ledger=self.ledger,
             watch=self.watch,
@@ -64,6 +79,8 @@ class Parts:
             supervisor=supervisor,
             journal=journal,
             lag=LoopLag(),
+            binding=BindingReport(self.allocator, families, self.offering, self.refusals),
+            cluster=ClusterReport(self.cluster),
         )
         self.report.starting = ""
         self.watch.status.state = NvmlState.ANSWERING

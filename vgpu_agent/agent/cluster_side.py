@@ -26,7 +26,7 @@ from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodBook
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.allocation.refusals import Refusals
@@ -51,6 +51,8 @@ class ClusterSide:
         changed: moves on when Node or ConfigMap say something new.
         connected: there are credentials.
         without: why there is no connection; empty when there is one.
+        origin: what the credentials are, for people; empty without any.
+        remembered: what the agent before this one had read; None when there is nothing.
     """
 
     def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor) -> None:
@@ -58,6 +60,7 @@ class ClusterSide:
         self.changed: Latest[int] = Latest(0)
         self.connected = False
         self.without = "the agent is starting"
+        self.origin = ""
         self.pods: PodWatch | None = None
         self.nodes: NodeWatch | None = None
         self.node_publisher: NodePublisher | None = None
@@ -70,9 +73,9 @@ class ClusterSide:
         self._settings = settings
         self._journal = journal
         self._supervisor = supervisor
-        self._config_map: ConfigMapWatch | None = None
+        self.config_map: ConfigMapWatch | None = None
         self._memory = Memory(settings.state_directory)
-        self._remembered: Remembered | None = None
+        self.remembered: Remembered | None = None
 
     @property
     def needed(self) -> bool:
@@ -84,21 +87,21 @@ class ClusterSide:
         """Our Node, or what is remembered of it while it has not been read."""
         if self.nodes is not None and self.nodes.node.value is not None:
             return self.nodes.node.value
-        return self._remembered.as_node if self._remembered else None
+        return self.remembered.as_node if self.remembered else None
 
     @property
     def device_config(self) -> str | None:
         """The text of Volcano's ConfigMap; None when there is none."""
-        if self._config_map is not None and self._config_map.synced.is_set():
-            return self._config_map.text.value
-        return self._remembered.device_config if self._remembered else None
+        if self.config_map is not None and self.config_map.synced.is_set():
+            return self.config_map.text.value
+        return self.remembered.device_config if self.remembered else None
 
     @property
     def waits_for(self) -> str:
         """What must be read before families that need the API server can be offered; empty when it is all there."""
         if not self.connected:
             return self.without
-        if self._remembered is None and self._config_map is not None and not self._config_map.synced.is_set():
+        if self.remembered is None and self.config_map is not None and not self.config_map.synced.is_set():
             return "the ConfigMap volcano-vgpu-device-config has not been read yet, because the API server does not answer"
         if self.node is None:
             return "this node's Node object has not been read yet, because the API server does not answer or does not know it"
@@ -115,7 +118,8 @@ class ClusterSide:
             self._journal.record("cluster.without_credentials", level="warning", remedy=self.without)
             return
         name, cluster = self._settings.node_name_or_hostname, self._settings.cluster
-        self._remembered = await self._memory.recall(name)
+        self.remembered = await self._memory.recall(name)
+        self.origin = found.origin
         self.client = client = ApiClient(found, cluster)
         self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
         self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
@@ -124,15 +128,15 @@ class ClusterSide:
             ("watch of this node", self.nodes),
         ]
         if self._settings.families.volcano_vgpu and self._settings.volcano_vgpu.read_config_map:
-            self._config_map = ConfigMapWatch(client, settings=cluster, journal=self._journal)
-            watches.append(("watch of volcano-vgpu-device-config", self._config_map))
+            self.config_map = ConfigMapWatch(client, settings=cluster, journal=self._journal)
+            watches.append(("watch of volcano-vgpu-device-config", self.config_map))
         for task, watch in watches:
             self._loop(task, watch.run, watch.longest_silence_seconds)
         self.connected, self.without = True, ""
         await self._first_answers()
 
-    def write(self, allocator: Allocator, refusals: Refusals, wake: Latest[int]) -> None:
-        """Start to keep Node and pods as the families wish them."""
+    def write(self, allocator: Allocator, refusals: Refusals, wake: Latest[int], tokens: Callable[[str], Sequence[str]]) -> None:
+        """Start to keep Node and pods as the families wish them; ``tokens`` as for `PodPublisher`."""
         if self.client is None or self.nodes is None:
             return
         settings = self._settings
@@ -145,7 +149,9 @@ class ClusterSide:
             settings.cluster,
             self._journal,
         )
-        self.pod_publisher = PodPublisher(self.client, self.book, allocator.pod_wishes, wake, settings.cluster, self._journal)
+        self.pod_publisher = PodPublisher(
+            self.client, self.book, allocator.pod_wishes, wake, settings.cluster, self._journal, tokens=tokens
+        )
         self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal)
         self.reschedule = Reschedule(
             self.client,
@@ -181,7 +187,7 @@ class ClusterSide:
         seen = self._facts()
         await self.remember()
         while True:
-            versions = self.nodes.node.version, self._config_map.text.version if self._config_map else 0
+            versions = self.nodes.node.version, self.config_map.text.version if self.config_map else 0
             facts = self._facts()
             if facts != seen:
                 seen = facts
@@ -190,7 +196,7 @@ class ClusterSide:
                 await apply()
             await first_of(
                 self.nodes.node.newer_than(versions[0]),
-                *([self._config_map.text.newer_than(versions[1])] if self._config_map else []),
+                *([self.config_map.text.newer_than(versions[1])] if self.config_map else []),
                 timeout_seconds=self._settings.cluster.backoff_max_seconds,
             )
 
@@ -230,8 +236,8 @@ class ClusterSide:
         waiting = [self.book.synced.wait()]
         if self.nodes is not None:
             waiting.append(self.nodes.synced.wait())
-        if self._config_map is not None:
-            waiting.append(self._config_map.synced.wait())
+        if self.config_map is not None:
+            waiting.append(self.config_map.synced.wait())
         try:
             async with asyncio.timeout(self._settings.cluster.start_wait_seconds):
                 await asyncio.gather(*waiting)
@@ -240,7 +246,7 @@ class ClusterSide:
                 "cluster.slow_start",
                 level="warning",
                 waited_seconds=self._settings.cluster.start_wait_seconds,
-                goes_on_with="what was remembered" if self._remembered else "nothing; families that need the API server wait",
+                goes_on_with="what was remembered" if self.remembered else "nothing; families that need the API server wait",
             )
 
     def _loop(self, name: str, run: Callable[[Callable[[], None]], Awaitable[None]], silence_seconds: float = 0.0) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__, log
+from vgpu_agent.agent.binding_report import BindingReport
+from vgpu_agent.agent.cluster_report import ClusterReport
 from vgpu_agent.agent.cluster_side import ClusterSide
 from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.grant_keeping import GrantKeeping
@@ -29,6 +31,7 @@ from vgpu_agent.agent.verification import Verification
 from vgpu_agent.agent.witness import KubeletWitness
 from vgpu_agent.allocation.allocator import Allocator, Families
 from vgpu_agent.allocation.binder import Surroundings
+from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.gpu.watch import GpuWatch
@@ -159,6 +162,8 @@ class Agent:
             supervisor=self._supervisor,
             journal=self._journal,
             lag=self._lag,
+            binding=BindingReport(self._allocator, self._families, self._offering, self._refusals),
+            cluster=ClusterReport(self._cluster),
         )
         self.web = WebServer(
             self._report,
@@ -205,7 +210,7 @@ class Agent:
         await self._families.apply(settings)
         await self._verification.rebuild()
         await self._grants.restore()
-        self._cluster.write(self._allocator, self._refusals, self._ledger.revision)
+        self._cluster.write(self._allocator, self._refusals, self._ledger.revision, self._tokens)
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
@@ -265,6 +270,11 @@ class Agent:
         await self._families.apply(settings)
         self._watch.apply(settings.gpu)
         await self._offering.sync()
+
+    def _tokens(self, pod_uid: str) -> tuple[str, ...]:
+        """The tokens of a pod's grants, also of those that ended before its annotations were written."""
+        served = self._allocator.binder.served.values() if self._allocator.binder else ()
+        return tokens_of(pod_uid, (*self._ledger.grants, *served))
 
     async def _look_again(self) -> None:
         """Something outside the configuration may have changed: the Node, a ConfigMap, a library."""

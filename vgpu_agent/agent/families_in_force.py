@@ -63,6 +63,12 @@ class FamiliesInForce:
         self.in_force: Mapping[str, object] = {}
         self.problems: tuple[str, ...] = ()
 
+    @property
+    def on(self) -> tuple[tuple[str, bool], ...]:
+        """The families that are switched on, and of each whether its pods decide what they get."""
+        families = self._families
+        return (*((family.name, False) for family in families.by_ids), *((family.name, True) for family in families.by_pod))
+
     async def apply(self, settings: Settings) -> None:
         """Put ``settings`` in force.
 

@@ -7,17 +7,23 @@ alive means that no restart of the process would help.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__
 from vgpu_agent.config import schema
+from vgpu_agent.device_ids import NumberedIds
+from vgpu_agent.device_ids import NumberedIds
+from vgpu_agent.model import Decider
 from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, PluginState, ReadyProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from vgpu_agent.agent.binding_report import BindingReport
+    from vgpu_agent.agent.cluster_report import ClusterReport
     from vgpu_agent.agent.lag import LoopLag
     from vgpu_agent.agent.offering import Offering
     from vgpu_agent.agent.reload import Reload
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.gpu.watch import GpuWatch
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Resource
     from vgpu_agent.status import KubeletStatus, PluginStatus
 
 _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
@@ -46,6 +53,8 @@ class Report:
         supervisor: Supervisor,
         journal: Journal,
         lag: LoopLag,
+        binding: BindingReport,
+        cluster: ClusterReport,
     ) -> None:
         self._ledger = ledger
         self._watch = watch
@@ -56,6 +65,10 @@ class Report:
         self._supervisor = supervisor
         self._journal = journal
         self._lag = lag
+        self._binding = binding
+        self._cluster = cluster
+        self._offered = LedgerStatus()
+        self._offered_at = -1
         self._started_at = time.time()
         self.starting = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
 
@@ -76,6 +89,8 @@ class Report:
             kubelet=self._kubelet,
             plugins=self._offering.statuses,
             ledger=self._ledger_status(),
+            binding=self._binding.status(),
+            cluster=self._cluster.status(),
             tasks=tasks,
             events=tuple(self._journal.entries),
             loop_lag_seconds=self._lag.percentile_99_seconds,
@@ -88,19 +103,30 @@ class Report:
         )
 
     def _ledger_status(self) -> LedgerStatus:
-        capacity: collections.Counter[str] = collections.Counter()
-        for resource in self._ledger.resources:
-            capacity.update(entry.device for entry in resource.ids)
-        return LedgerStatus(
-            revision=self._ledger.revision.value,
+        return dataclasses.replace(
+            self._booked(),
             grants=self._ledger.grants,
             drift_total=self._verification.drift_total,
             drift_last=self._verification.drift_last,
             verified_at=self._verification.verified_at,
-            foreign=self._ledger.foreign_ids,
-            capacity=dict(capacity),
-            free={resource.name: self._ledger.free_ids(resource.name) for resource in self._ledger.resources},
         )
+
+    def _booked(self) -> LedgerStatus:
+        """What changes with the ledger only; a node can offer tens of thousands of ids, too many to count for every request."""
+        ledger = self._ledger
+        if self._offered_at != ledger.revision.version:
+            self._offered_at = ledger.revision.version
+            self._offered = LedgerStatus(
+                revision=ledger.revision.value,
+                foreign=ledger.foreign_ids,
+                capacity=_capacity(ledger.resources),
+                free={resource.name: ledger.free_ids(resource.name) for resource in ledger.resources},
+                rooms={
+                    resource.name: ledger.rooms(resource.name) for resource in ledger.resources if resource.decided_by is not Decider.NOBODY
+                },
+                decided_by_pod=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.POD),
+            )
+        return self._offered
 
     def _not_ready(self) -> Iterator[ReadyProblem]:
         if self.starting:
@@ -132,3 +158,15 @@ class Report:
             if report.stuck_for(now):
                 silent = now - report.last_beat_at
                 yield ReadyProblem(f"task {report.name}", f"no sign of life for {silent:.0f} s; it will not come back by itself")
+
+
+def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
+    """How many holders each device may have. It serves one family at a time, so the family that allows most of them counts."""
+    by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for resource in resources:
+        if resource.decided_by is Decider.IDS:
+            by_family[resource.family].update(entry.device for entry in resource.ids)
+        elif resource.decided_by is Decider.POD:
+            devices = resource.ids.devices if isinstance(resource.ids, NumberedIds) else {entry.device for entry in resource.ids}
+            by_family[resource.family].update(dict.fromkeys(devices, resource.holders_per_device))
+    return {device: max(held[device] for held in by_family.values()) for held in by_family.values() for device in held}

@@ -1,0 +1,44 @@
+"""How the families are doing, for `report`: which are offered, how their grants are bound, and whose start is refused.
+
+A room of its own because allocation, offering and settings each know a part of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.status import BindingStatus, FamilyStatus
+
+if TYPE_CHECKING:
+    from vgpu_agent.agent.families_in_force import FamiliesInForce
+    from vgpu_agent.agent.offering import Offering
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.refusals import Refusals
+
+
+class BindingReport:
+    """Reads the parts; keeps nothing."""
+
+    def __init__(self, allocator: Allocator, families: FamiliesInForce, offering: Offering, refusals: Refusals) -> None:
+        self._allocator = allocator
+        self._families = families
+        self._offering = offering
+        self._refusals = refusals
+
+    def status(self) -> BindingStatus:
+        """Everything at this moment."""
+        binder = self._allocator.binder
+        return BindingStatus(
+            mode=self._allocator.mode,
+            families=tuple(self._family(name, by_pod=by_pod) for name, by_pod in self._families.on),
+            refusals=self._refusals.current,
+            ambiguities=binder.ambiguities if binder else 0,
+            wrong_guesses=binder.wrong_guesses if binder else 0,
+            exchanges=binder.exchanges if binder else 0,
+            volcano_vgpu=dict(self._families.in_force),
+            foreign_problems=self._families.problems,
+        )
+
+    def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
+        offered = any(plugin.family == name for plugin in self._offering.statuses)
+        return FamilyStatus(name, by_pod, offered, "" if offered else self._offering.blocked.get(name) or "/readyz says why")
