@@ -28,7 +28,7 @@ from vgpu_agent.sim.volcano_api import ApiAccess
 from vgpu_agent.sim.volcano_scheduler import VolcanoScheduler, VolcanoSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from vgpu_agent.sim.api_objects import Object
@@ -198,6 +198,10 @@ class SimulatedCluster:
         """The pod's annotations."""
         return dict(self.pod(name)["metadata"].get("annotations") or {})
 
+    def exists(self, name: str) -> bool:
+        """Whether there is a pod of that name."""
+        return any(pod["metadata"]["name"] == name for pod in self.objects.list("pods"))
+
     def phase(self, name: str) -> str:
         """The pod's phase."""
         return str(self.pod(name)["status"].get("phase", ""))
@@ -248,6 +252,14 @@ class SimulatedCluster:
         uid = self.pod(name)["metadata"]["uid"]
         self._end_life(uid)
         Containers(self.objects, self.pod(name)).phase(phase)
+
+    async def admit_in_order(self, names: Iterable[str]) -> None:
+        """End `hold_admission`, and admit these first, in this order."""
+        for name in names:
+            item = self.pod(name)
+            self._seen.add(item["metadata"]["uid"])
+            await self._admit(item)
+        self.hold_admission = False
 
     async def _publish(self) -> None:
         """Keep the Node's numbers equal to what the plugins list."""
@@ -349,7 +361,10 @@ def _devices(container: Object) -> dict[str, int]:
 def _short_status(pod: Object) -> str:
     status = pod.get("status") or {}
     waiting = [
-        one["state"]["waiting"].get("message", "") for one in status.get("containerStatuses") or () if "waiting" in one.get("state", {})
+        one["state"]["waiting"].get("message", "")
+        for kind in ("initContainerStatuses", "containerStatuses")
+        for one in status.get(kind) or ()
+        if "waiting" in one.get("state", {})
     ]
     bound = pod["spec"].get("nodeName") or f"not bound: {[one.get('message') for one in status.get('conditions') or ()]}"
     return f"{status.get('phase')} {status.get('message', '')} {bound} {waiting or ''}".strip()

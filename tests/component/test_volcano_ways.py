@@ -1,0 +1,104 @@
+"""Other schedulers and other runtimes: Volcano before 1.15, a scheduler that is killed, and nodes where grants must be decided early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.component.volcano import IDS, VolcanoStage, asks, volcano_stage
+from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
+
+HANDSHAKE, LOCK = "volcano.sh/node-vgpu-handshake", "hamivgpu"
+
+
+@pytest.fixture
+async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
+    """A node with a runtime that knows CDI."""
+    async with volcano_stage(folder) as stage:
+        yield stage
+
+
+@pytest.fixture
+async def early(folder: Path) -> AsyncIterator[VolcanoStage]:
+    """A node whose containerd knows no CDI, so that the answer must be complete in Allocate."""
+    async with volcano_stage(folder, runtime_version="containerd://1.6.8") as stage:
+        yield stage
+
+
+async def test_an_old_scheduler_with_handshake_and_lock(stage: VolcanoStage) -> None:
+    """volcano-vgpu:D19: annotations before the Binding, the handshake answered, and the lock given back, so that the next pod follows."""
+    old = VolcanoSettings(old=True, node_lock=True, retry_seconds=0.2)
+    await stage.cluster.start_volcano(old)
+    await stage.start_agent()
+    for number in range(3):
+        await stage.serve(f"old-{number}", asks(1, 20 + number))
+    await stage.settled("old-0", "old-1", "old-2")
+    await stage.cluster.until(lambda: LOCK not in stage.cluster.node_object()["metadata"]["annotations"], "the lock to be given back")
+    stage.check()
+
+    def answered() -> bool:
+        return str(stage.cluster.node_object()["metadata"]["annotations"][HANDSHAKE]).startswith("Reported")
+
+    # The scheduler writes Requesting with each round that it makes, so only without it the last word stays ours.
+    await stage.cluster.stop_volcano()
+    await stage.cluster.until(answered, "an answer to the handshake")
+
+
+async def test_a_scheduler_that_is_restarted_in_a_burst(stage: VolcanoStage) -> None:
+    """Its ledger is in the annotations, and so is ours: nobody is given anything twice."""
+    await stage.start_agent()
+    names = [f"burst-{number}" for number in range(12)]
+    for name in names[:6]:
+        stage.cluster.create_pod(name, asks(1, 40))
+    await stage.cluster.until(lambda: IDS in stage.cluster.annotations(names[0]), "the first to be bound")
+    await stage.cluster.stop_volcano()
+    for name in names[6:]:
+        stage.cluster.create_pod(name, asks(1, 40))
+    await stage.cluster.start_volcano()
+    await stage.cluster.running(*names)
+    await stage.settled(*names)
+    stage.check()
+
+
+async def test_early_the_same_pods(early: VolcanoStage) -> None:
+    """Without CDI: every shape of a pod gets what the scheduler wrote, with the answer to Allocate."""
+    await early.start_agent()
+    cluster = early.cluster
+    (bound,) = [line for line in await asyncio.to_thread(early.agent.log_lines) if line["msg"] == "binding.mode"]
+    assert bound["mode"] == "early"
+    cluster.create_pod("one", asks(1, 10, 20))
+    cluster.create_pod("two", [asks(1, 30), asks(1, 40)])
+    cluster.create_pod("sidecar-first", [{}, asks(1, 50)])
+    names = ("one", "two", "sidecar-first")
+    await cluster.running(*names)
+    await early.settled(*names)
+    early.check()
+    assert cluster.starts("two", "c1")[0].environment["CUDA_DEVICE_MEMORY_LIMIT_0"] == "2560m"
+    assert not list(cluster.cdi_directory.glob("*"))
+
+
+async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
+    """kubelet admits in another order than the pods were bound in: who was answered for another is refused, whoever runs is right."""
+    await early.start_agent()
+    cluster = early.cluster
+    cluster.hold_admission = True
+    names = [f"pod-{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        cluster.create_pod(name, asks(1, 20 + 10 * number))
+        await cluster.until(lambda name=name: "nodeName" in cluster.pod(name)["spec"], f"{name} to be bound")  # type: ignore[misc]
+    await asyncio.sleep(0.3)  # the agent's watch has shown the four in this order
+    await cluster.admit_in_order(reversed(names))
+    await cluster.until(lambda: len({name for name, _, _ in cluster.refusals} | {each.pod for each in cluster.started}) == 4, "all starts")
+    early.check()
+    wrong = {name for name, _, text in cluster.refusals if "delete the pod" in text}
+    assert wrong
+    assert not wrong & {each.pod for each in cluster.started}
+    for name in sorted(wrong):
+        cluster.delete_pod(name)
+        await cluster.until(lambda name=name: not cluster.exists(name), f"{name} to be gone")  # type: ignore[misc]
+        await early.serve(name, asks(1, 30))
+    await cluster.running(*names)
+    early.check()
