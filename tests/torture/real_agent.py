@@ -92,7 +92,7 @@ class RealAgent:
     async def begin(self) -> None:
         """Pods, offers, kubelet's records into the ledger, and only then kubelet."""
         self._world.api.connect(self._book)
-        await self.life.run(self._begin())
+        await asyncio.shield(self.life.run(self._begin()))  # the end of the faults does not end an agent that is just starting
 
     async def _begin(self) -> None:
         try:
