@@ -240,12 +240,20 @@ class SimulatedCluster:
         done = self._pulling[container] = asyncio.Event()
         return done.set
 
-    async def crash(self, name: str, container: str = "main") -> None:
-        """Let a container end, and start it again as kubelet does with restartPolicy Always."""
+    async def crash(self, name: str, container: str = "main", *, timeout_seconds: float = 15.0) -> None:
+        """Let a container end, and start it again as kubelet does with restartPolicy Always.
+
+        Raises:
+            TimeoutError: it does not start again in time; the message has the last refusal.
+        """
         uid = self.pod(name)["metadata"]["uid"]
         pod, statuses = self._pods[uid], Containers(self.objects, self.pod(name))
         statuses.crashed(container)
-        await self._start(pod, container, statuses)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._start(pod, container, statuses)
+        except TimeoutError:
+            raise TimeoutError(f"container {container} of {name} did not start again: {self.refusals[-1:]}") from None
 
     def finish(self, name: str, phase: str = "Succeeded") -> None:
         """Let all containers of a pod end for good."""
