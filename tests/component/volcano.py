@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import platform
-import struct
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cdi_reader import Received
 from vgpu_agent.sim.cluster import SimulatedCluster
+from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
 from vgpu_agent.sim.state import SimulatedNode
 
 NODE = "node-a"
@@ -43,14 +42,6 @@ hamiCore: {{hostDirectory: {folder}/vgpu, lockDirectory: {folder}/vgpulock}}
 """
 VGPU = "families: {nvidia: false, volcanoVgpu: true}\n"
 GPUSHARE = "families: {nvidia: false, volcanoGpushare: true}\n"
-
-
-def library() -> bytes:
-    """A shared object as far as its head goes, with the region's size where a compiler leaves it, as the agent looks for it."""
-    machine = {"x86_64": 62, "aarch64": 183}[platform.machine()]
-    body = b"\xbe" + (2_008_952).to_bytes(4, "little")
-    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, machine, 1, 0, 64, 64 + len(body), 0, 64, 56, 0, 64, 1, 0)
-    return head + body + bytes(64)
 
 
 def asks(number: int = 1, memory: int | None = None, cores: int | None = None) -> dict[str, int]:
@@ -85,8 +76,7 @@ class VolcanoStage:
 
     def deliver_library(self) -> None:
         """Put libvgpu.so where the operator would."""
-        (self.folder / "vgpu").mkdir(exist_ok=True)
-        (self.folder / "vgpu" / "libvgpu.so").write_bytes(library())
+        deliver_stand_in_library(self.folder / "vgpu")
 
     def new_agent(self) -> AgentProcess:
         """The agent of this node, not started."""

@@ -1,9 +1,9 @@
 """``vgpu-agent demo``: the main job, played on a simulated node with the agent's own `run`.
 
 A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and restarted under running pods; kubelet
-restarts; a wrong request is refused. Each scene states what it proves and checks it. With ``--check`` nobody is waited for and the exit
-status is the verdict; without it the node stays up, with the addresses to curl, until Ctrl-C. However it ends short of SIGKILL, the agent
-and the temporary directory go with it.
+restarts; a wrong request is refused. Then a shorter one about Volcano, in `demo_volcano`. Each scene states what it proves and checks it.
+With ``--check`` nobody is waited for and the exit status is the verdict; without it the node stays up, with the addresses to curl, until
+Ctrl-C. However it ends short of SIGKILL, the agents and the temporary directory go with it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from vgpu_agent.cli.demo_volcano import play_volcano
+from vgpu_agent.cli.narrator import Narrator
 from vgpu_agent.errors import AgentError, SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 
@@ -90,7 +92,7 @@ class _Demo:
     def __init__(self, directory: Path, *, check: bool) -> None:
         self._directory = directory
         self._check = check
-        self._proofs = 0
+        self._tell = Narrator()
         self._kubelet: SimulatedKubelet
         self._node: SimulatedNode
         self._agent: AgentProcess
@@ -102,7 +104,7 @@ class _Demo:
 
         _end_gracefully()
         began = time.monotonic()
-        self._say("A simulated node with 2 × A100, a simulated kubelet, and the agent's own `vgpu-agent run`.")
+        self._tell.say("A simulated node with 2 × A100, a simulated kubelet, and the agent's own `vgpu-agent run`.")
         self._node = await asyncio.to_thread(SimulatedNode.create, self._directory / "node", model="A100-SXM4-80GB", gpus=2, numa=[0, 1])
         config = self._directory / "config.yaml"
         await asyncio.to_thread(config.write_text, _CONFIG)
@@ -118,7 +120,8 @@ class _Demo:
         )
         try:
             await self._scenes()
-            self._say(f"\n{self._proofs} things proven in {time.monotonic() - began:.1f} s.")
+            await play_volcano(self._directory / "volcano", self._tell)
+            self._tell.say(f"\n{self._tell.proofs} things proven in {time.monotonic() - began:.1f} s.")
             if not self._check:
                 await self._stay()
         except (AgentError, TimeoutError) as err:
@@ -139,75 +142,77 @@ class _Demo:
         await self._a_wrong_request_is_refused()
 
     async def _pods_get_their_shares(self) -> list[Pod]:
-        self._scene(f"Pods get their shares ({_REPLICAS} replicas of each GPU)")
+        self._tell.scene(f"Pods get their shares ({_REPLICAS} replicas of each GPU)")
         await self._agent.start()
         await self._agent.until_ready()
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
-        self._prove(True, f"the node's allocatable shows {2 * _REPLICAS} {_GPU}")
+        self._tell.prove(True, f"the node's allocatable shows {2 * _REPLICAS} {_GPU}")
         pods = [await self._admit(f"serve-{letter}") for letter in "abc"]
         pods.append(await self._admit("train", number=2))
         await self._know(4)
-        self._prove(
+        self._tell.prove(
             len({id_ for pod in pods for id_ in self._kubelet.ids_of(pod, "main", _GPU)}) == 5, "4 pods hold 5 shares, each id given once"
         )
         both = self._visible(pods[-1]).split(",")
-        self._prove(len(set(both)) == 2, "the pod that asked for 2 sees two different GPUs")
+        self._tell.prove(len(set(both)) == 2, "the pod that asked for 2 sees two different GPUs")
         await self._show("who got which GPU: curl {debug}/debug/pods")
         return pods
 
     async def _a_gpu_breaks_and_recovers(self) -> None:
-        self._scene("GPU 0 falls off the bus (XID 79), and comes back")
+        self._tell.scene("GPU 0 falls off the bus (XID 79), and comes back")
         broken = self._node.uuids[0]
         began = time.monotonic()
         self._node.xid(0, 79)
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == _REPLICAS)
-        self._prove(True, f"all {_REPLICAS} shares of GPU 0 are Unhealthy at kubelet after {time.monotonic() - began:.2f} s; GPU 1 goes on")
+        self._tell.prove(
+            True, f"all {_REPLICAS} shares of GPU 0 are Unhealthy at kubelet after {time.monotonic() - began:.2f} s; GPU 1 goes on"
+        )
         pod = await self._admit("while-broken")
-        self._prove(self._visible(pod) != broken, "a new pod lands on the healthy GPU")
+        self._tell.prove(self._visible(pod) != broken, "a new pod lands on the healthy GPU")
         await self._know(5)
         await self._show("what is wrong with it: curl {debug}/debug/devices")
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS, timeout_seconds=20)
-        self._prove(
+        self._tell.prove(
             True, f"{time.monotonic() - began:.1f} s after the fault it is offered again: it answers, and was quiet for {_QUIET_SECONDS} s"
         )
 
     async def _the_agent_is_killed(self, pods: list[Pod]) -> None:
-        self._scene("The agent is killed (kill -9) and started again under running pods")
+        self._tell.scene("The agent is killed (kill -9) and started again under running pods")
         before = {grant["pod"]: grant["ids"] for grant in (await self._know(5))["grants"]}
         await self._agent.kill()
         await self._agent.start()
         rebuilt = await self._agent.until_logged("ledger.rebuilt")
         registered = await self._agent.until_logged("plugin.registered")
-        self._prove(rebuilt["grants"] == 5 and rebuilt["ts"] <= registered["ts"], "it knew all 5 pods before it registered anything")
+        self._tell.prove(rebuilt["grants"] == 5 and rebuilt["ts"] <= registered["ts"], "it knew all 5 pods before it registered anything")
         after = {grant["pod"]: grant["ids"] for grant in (await self._know(5))["grants"]}
-        self._prove(after == before, "every pod holds the very ids it held before")
+        self._tell.prove(after == before, "every pod holds the very ids it held before")
         await self._agent.until_ready()
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
         pod = await self._admit("after-restart")
         taken = {id_ for other in pods for id_ in self._kubelet.ids_of(other, "main", _GPU)}
-        self._prove(not taken & set(self._kubelet.ids_of(pod, "main", _GPU)), "a new pod gets a free share")
+        self._tell.prove(not taken & set(self._kubelet.ids_of(pod, "main", _GPU)), "a new pod gets a free share")
 
     async def _kubelet_restarts(self) -> None:
-        self._scene("kubelet restarts: it forgets every plugin and wipes their sockets")
+        self._tell.scene("kubelet restarts: it forgets every plugin and wipes their sockets")
         registrations = len(self._kubelet.called("Register"))
         began = time.monotonic()
         await self._kubelet.restart()
         await self._kubelet.until(lambda: len(self._kubelet.called("Register")) > registrations)
-        self._prove(True, f"registered again {(time.monotonic() - began) * 1000:.0f} ms after it stopped")
+        self._tell.prove(True, f"registered again {(time.monotonic() - began) * 1000:.0f} ms after it stopped")
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
         await self._know(6)
-        self._prove(True, "allocatable and all 6 pods are what they were")
+        self._tell.prove(True, "allocatable and all 6 pods are what they were")
 
     async def _a_wrong_request_is_refused(self) -> None:
-        self._scene("More than there is")
+        self._tell.scene("More than there is")
         from vgpu_agent.sim.kubelet_faults import AdmissionError  # noqa: PLC0415 - needs the extra packages, see _run
 
         try:
             await self._admit("greedy", number=3)
         except AdmissionError as err:
-            self._prove("Requested: 3, Available: 1" in str(err), f"refused, and nobody else is disturbed: {err}")
+            self._tell.prove("Requested: 3, Available: 1" in str(err), f"refused, and nobody else is disturbed: {err}")
         else:
-            self._prove(False, "a pod got 3 shares where 1 was left")
+            self._tell.prove(False, "a pod got 3 shares where 1 was left")
         await self._know(6)
 
     async def _stay(self) -> None:
@@ -217,8 +222,8 @@ class _Demo:
             status += f" --debug-listen {agent.debug_address}"
         for address, usual in ((agent.public_address, _PUBLIC_PORT), (agent.debug_address, _DEBUG_PORT)):
             if address != f"127.0.0.1:{usual}":
-                self._say(f"\nSomething else listens on port {usual}, so this agent took {address}.")
-        self._say(
+                self._tell.say(f"\nSomething else listens on port {usual}, so this agent took {address}.")
+        self._tell.say(
             f"""
 The node stays up until Ctrl-C. In another terminal, in this folder:
 
@@ -240,7 +245,7 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
             asyncio.get_running_loop().add_signal_handler(number, _once, ended, number)
         await self._keep_running(ended)
         if ended.result() is not signal.SIGHUP:  # then nobody is there to read it
-            self._say("\nEnded. Agent, node and logs are gone.")
+            self._tell.say("\nEnded. Agent, node and logs are gone.")
 
     async def _keep_running(self, ended: asyncio.Future[signal.Signals]) -> None:
         """Start the agent again whenever it dies, as kubelet would, until ``ended``."""
@@ -251,11 +256,11 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
             if ended.done():
                 death.cancel()
                 return
-            self._say(f"\nThe agent has ended ({_how(death.result())}). On a node, kubelet starts it again; so do we.")
+            self._tell.say(f"\nThe agent has ended ({_how(death.result())}). On a node, kubelet starts it again; so do we.")
             await self._agent.start()
             await self._agent.until_ready()
             grants = (await self._agent.get("/debug/ledger"))["grants"]
-            self._say(f"It is ready again and knows the {len(grants)} containers that hold shares.")
+            self._tell.say(f"It is ready again and knows the {len(grants)} containers that hold shares.")
 
     async def _admit(self, name: str, *, number: int = 1) -> Pod:
         from vgpu_agent.sim.kubelet import Container  # noqa: PLC0415 - needs the extra packages, see _run
@@ -272,22 +277,10 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
         return await self._agent.until("/debug/ledger", lambda ledger: len([grant for grant in ledger["grants"] if grant["pod"]]) == pods)
 
     async def _show(self, caption: str) -> None:
-        self._say("   " + caption.format(debug=f"http://{self._agent.debug_address}"))
+        self._tell.say("   " + caption.format(debug=f"http://{self._agent.debug_address}"))
         for gpu in (await self._agent.get("/debug/devices"))["gpus"]:
             health = f"{gpu['health']}{': ' if gpu['health_reason'] else ''}{gpu['health_reason']}"
-            self._say(f"     GPU {gpu['index']}  {', '.join(gpu['holders']) or '-'}  [{health}]")
-
-    def _scene(self, title: str) -> None:
-        self._say(f"\n── {title}")
-
-    def _prove(self, holds: bool, what: str) -> None:
-        if not holds:
-            raise SimulationError(what)
-        self._proofs += 1
-        self._say(f"   ✓ {what}")
-
-    def _say(self, line: str) -> None:
-        print(line, flush=True)
+            self._tell.say(f"     GPU {gpu['index']}  {', '.join(gpu['holders']) or '-'}  [{health}]")
 
 
 def _end_gracefully() -> None:

@@ -1,0 +1,31 @@
+"""How the demo's stories speak: scenes, what was proven, and the number of it. Used by `demo` and `demo_volcano`."""
+
+from __future__ import annotations
+
+from vgpu_agent.errors import SimulationError
+
+
+class Narrator:
+    """Tells on stdout; ``proofs`` counts what was proven so far."""
+
+    def __init__(self) -> None:
+        self.proofs = 0
+
+    def scene(self, title: str) -> None:
+        """Begin a scene."""
+        self.say(f"\n── {title}")
+
+    def prove(self, holds: bool, what: str) -> None:
+        """Count and tell something that must hold.
+
+        Raises:
+            SimulationError: it does not.
+        """
+        if not holds:
+            raise SimulationError(what)
+        self.proofs += 1
+        self.say(f"   ✓ {what}")
+
+    def say(self, line: str) -> None:
+        """Tell a line at once, also into a pipe."""
+        print(line, flush=True)
