@@ -325,11 +325,13 @@ class KubeletRecords:
         complete: pod-resources answered, so whoever is not mentioned is gone; an incomplete picture may add to the ledger but never
             take away.
         trouble: which source was silent or unreadable, and why; empty when both spoke.
+        entries: the lines of the checkpoint as they stand, also of ended pods and of init containers; None when it could not be read.
     """
 
     holdings: tuple[Holding, ...] = ()
     complete: bool = True
     trouble: str = ""
+    entries: tuple[Holding, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

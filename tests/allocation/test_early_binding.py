@@ -126,7 +126,7 @@ async def test_a_container_without_any_stored_answer_does_not_start() -> None:
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
     assert place.allocator.binder is not None
-    place.allocator.binder.given.clear()
+    place.allocator.binder.guesses.given.clear()
     place.answers.clear()
     with pytest.raises(WrongPodError):
         await place.start(IDS[:1])

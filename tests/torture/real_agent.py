@@ -141,7 +141,9 @@ class RealAgent:
         entries = self._world.kubelet.devices.checkpoint_entries(NUMBER) if testimony.checkpoint is not None else ()
         holdings = join(testimony.pod_resources, entries)
         settled = asyncio.get_running_loop().time() - self._kubelet_restarted_at > _RESERVATION_SECONDS
-        records = KubeletRecords(holdings, complete=testimony.pod_resources is not None, trouble=testimony.trouble)
+        records = KubeletRecords(
+            holdings, complete=testimony.pod_resources is not None, trouble=testimony.trouble, entries=testimony.checkpoint
+        )
         self.allocator.confirm(records, reservation_seconds=_RESERVATION_SECONDS, newest=newest, initial=initial, may_release=settled)
         for problem in self.ledger.audit():
             self._world.story.tell("ledger.unsound", "", problem)

@@ -16,14 +16,17 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation import early
-from vgpu_agent.allocation.binder import Binder, Given, question
+from vgpu_agent.allocation.binder import Binder, question
 from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
-from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnknownDeviceError
+from vgpu_agent.allocation.guesses import Given
+from vgpu_agent.allocation.holdings import is_over, told_apart
+from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.families.family import NodeView
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Decider, GrantState
 from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +90,6 @@ class Allocator:
         self._around = surroundings
         self._clock = clock
         self._siblings = early.Siblings()
-        self._served_early: set[tuple[str, str]] = set()
         self.mode: BindingMode | None = None
         self.allocated_at: dict[str, float] = {}
         self.binder = (
@@ -198,8 +200,17 @@ class Allocator:
         Returns:
             The corrections that were drift: the ledger had been wrong.
         """
+        if self._around is not None:
+            names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
+            records = told_apart(records, names, self._around.book)
         corrections = self._ledger.reconcile(
-            records, self._interpret, reservation_seconds=reservation_seconds, newest=newest, initial=initial, may_release=may_release
+            records,
+            self._interpret,
+            reservation_seconds=reservation_seconds,
+            newest=newest,
+            initial=initial,
+            may_release=may_release,
+            still_runs=self._may_be_hidden,
         )
         for correction in corrections:
             grant = correction.grant
@@ -214,15 +225,14 @@ class Allocator:
                 devices=_devices(grant),
                 reason=correction.reason,
             )
-        self._served_early |= {
-            (holding.owner.pod_uid, holding.owner.container) for holding in records.holdings if holding.owner.pod_uid and initial
-        }
         if self.binder is not None and self._around is not None:
+            self.binder.guesses.learn(
+                ((holding.owner.pod_uid, holding.owner.container) for holding in records.holdings if holding.owner.pod_uid),
+                self._ledger.grants,
+            )
             self.binder.forget_absent()
             if self._around.book.synced.is_set():
                 self._around.refusals.forget_absent(self._around.book.pods)
-                uids = {pod.kubelet_uid for pod in self._around.book.pods}
-                self._served_early = {key for key in self._served_early if key[0] in uids}
         return [correction for correction in corrections if correction.drift]
 
     def unconfirmed(self) -> bool:
@@ -311,21 +321,25 @@ class Allocator:
         asked = self._question(offered, pod, candidate.container.name, ids)
         try:
             decision = family.decide(asked)
-            grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key)
         except (RequestRefusedError, LedgerError) as err:
             raise type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}") from err
+        try:
+            grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key)
+        except (CapacityError, UnhealthyDeviceError):
+            # A refusal here would be final; at the start it is not, and by then a pod that is ending may have made room.
+            grant = self._ledger.reserve(offered.name, ids, (), candidate.key)
         provision = family.provision(asked, decision.shares)
-        self._served_early.add(candidate.key)
         self._siblings.decided(candidate.container.limits, self._counted())
-        self.binder.given[grant_token(offered.name, ids)] = Given(candidate.key, decision.shares, provision)
+        self.binder.guesses.made(grant_token(offered.name, ids), Given(candidate.key, decision.shares, provision))
         return grant, provision.edits
 
     async def _candidate(self, offered: Resource, count: int) -> early.Candidate | None:
         assert self._around is not None  # noqa: S101 - `_late` has just asked
+        assert self.binder is not None  # noqa: S101 - likewise
         book, until = self._around.book, asyncio.get_running_loop().time() + self._around.settings.allocate_wait_seconds
         while True:
             version = book.revision.version
-            found = early.candidates(book.pods, self._served_early, offered.name, count, self._around.node)
+            found = early.candidates(book.pods, self.binder.guesses.answered, offered.name, count, self._around.node)
             left = until - asyncio.get_running_loop().time()
             if found or left <= 0:
                 return early.likeliest(found, self._siblings)
@@ -362,13 +376,19 @@ class Allocator:
             return None
         owner, token = holding.owner, grant_token(holding.resource, holding.ids)
         undecided = Meaning(family.name, (), by_pod=True)
-        for record in self._around.carrier.records:
-            if record.token == token and record.owner.may_be(owner):
-                return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
         pod = self._pod_of(holding)
+        for record in self._around.carrier.records:
+            # A container has one grant of a resource, whose ids it may share with another; without a UID only the ids tell.
+            same = (
+                (record.resource, record.owner.pod_uid, record.owner.container) == (holding.resource, owner.pod_uid, owner.container)
+                if owner.pod_uid
+                else record.token == token and record.owner.may_be(owner)
+            )
+            if same and not (pod and is_over(pod, record.owner.container)):
+                return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
         container = pod.container(owner.container) if pod else None
-        if pod is None or container is None or not container.started:
-            return undecided  # it has not started, so PreStartContainer will decide
+        if pod is None or container is None or not container.started or is_over(pod, owner.container):
+            return undecided  # it has not started, so PreStartContainer will decide; or it has ended, and its share went on
         decision = family.recall(self._question(offered, pod, owner.container, holding.ids))
         if decision is None:
             return undecided
@@ -377,6 +397,16 @@ class Allocator:
     def _question(self, offered: Resource, pod: Pod, container: str, ids: Sequence[str]) -> Question:
         node = self._around.node if self._around else ""
         return question(self._ledger, offered, pod, container, ids, node=node, inventory=self._inventory())
+
+    def _may_be_hidden(self, grant: Grant) -> bool:
+        """Whether the grant's container may run although kubelet's records do not show it: pod-resources hides plain init containers."""
+        if self._around is None or grant.owner is None or not grant.shares:
+            return False
+        pod = self._around.book.get(grant.owner.pod_uid)
+        container = pod.container(grant.owner.container) if pod else None
+        if pod is None or container is None or pod.ended:
+            return False
+        return container.kind is ContainerKind.INIT and not is_over(pod, container.name)
 
     def _pod_of(self, holding: Holding) -> Pod | None:
         if self._around is None:

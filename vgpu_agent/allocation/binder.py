@@ -10,23 +10,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
+from vgpu_agent.allocation.guesses import Evidence, Guesses, Verdict
 from vgpu_agent.allocation.proof import NotProvenError, claim, holder
 from vgpu_agent.errors import CapacityError, CarrierError, ClusterError, LedgerError, RequestRefusedError
 from vgpu_agent.families.family import Question
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import Carrier
     from vgpu_agent.allocation.proof import Claim, Testimony
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.config.binding import Binding
     from vgpu_agent.families.family import PodFamily
-    from vgpu_agent.isolation.edits import Provision
+    from vgpu_agent.isolation.edits import Edits, Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory, Owner, Resource, Share
@@ -73,15 +74,6 @@ class Surroundings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Given:
-    """What an early Allocate answered, for whom it was meant, and what that container was to have."""
-
-    decided_for: tuple[str, str]
-    shares: tuple[Share, ...]
-    provision: Provision
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Start:
     """One container about to start, proven."""
 
@@ -102,8 +94,8 @@ class _Start:
 class Binder:
     """Binds ids to containers.
 
-    State: what early answers were given since the start (`given`, by token), and which containers were put in force (`served`), both until
-    their pods are gone; a restart derives them anew from kubelet's checkpoint and from the ledger.
+    State: which containers were put in force (`served`) until their pods are gone, and in early mode what was answered (`guesses`); a
+    restart derives both anew from kubelet's checkpoint and from the ledger.
     """
 
     def __init__(
@@ -121,7 +113,7 @@ class Binder:
         self._around = surroundings
         self._clock = clock
         self._turns: dict[str, asyncio.Lock] = {}
-        self.given: dict[str, Given] = {}
+        self.guesses = Guesses()
         self.served: dict[tuple[str, str], Grant] = {}
         self.ambiguities = 0
         self.wrong_guesses = 0
@@ -173,7 +165,8 @@ class Binder:
             return
         uids = {pod.kubelet_uid for pod in self._around.book.pods}
         self.served = {key: grant for key, grant in self.served.items() if key[0] in uids}
-        self.given = {token: given for token, given in self.given.items() if given.decided_for[0] in uids}
+        self.guesses.keep_only(uids)
+        self.guesses.keep_tokens({grant_token(grant.resource, grant.ids) for grant in self._ledger.grants} if self.guesses.given else ())
         self._turns = {token: turn for token, turn in self._turns.items() if turn.locked()}
 
     def deliveries(self, families: Mapping[str, PodFamily]) -> list[tuple[GrantRecord, Provision]]:
@@ -248,43 +241,63 @@ class Binder:
         return grant
 
     async def _prove_early(self, start: _Start) -> Grant:
-        given = self.given.get(start.token)
         shares, by = self._decide(start)
-        provision = start.family.provision(self._question(start), shares)
-        answers = [
-            answer
-            for container in start.found.containers.get(start.owner.pod_uid, ())
-            if (answer := start.testimony.answers.get((start.owner.pod_uid, container, start.offered.name))) is not None
-        ]
-        if not answers and any(each.kind is ContainerKind.INIT and each.limits.get(start.offered.name) for each in start.pod.containers):
-            raise NotProvenError(
-                f"{start.pod.full_name}: without kubelet's checkpoint it is not known which of its containers starts, and each has an "
-                "answer of its own; kubelet will ask again"
-            )
-        meant = given is not None and given.decided_for == start.key and given.shares == shares
-        if given is not None and meant and all(answer == given.provision.edits for answer in answers):
-            right, provision = True, given.provision  # also when two equal shares were exchanged before
-        else:
-            right = bool(answers) and all(answer == provision.edits for answer in answers)
-        if not right:
-            # An init container has an answer of its own for the same ids, and that may be a third one's.
-            mixed = given is None or any(answer != given.provision.edits for answer in answers)
-            if given is None or mixed or given.decided_for == start.key or given.shares != shares:
-                self.wrong_guesses += 1
-                self._ledger.decide(start.offered.name, start.ids, (), start.owner, evidence=("refused: answered for another pod",))
-                # The answer stays wrong; remembered as this container's, it would pass once the checkpoint cannot be read.
-                self.given.pop(start.token, None)
-                whose = f"the container {given.decided_for[1]} of {self._called(given.decided_for[0])}" if given else "another container"
-                raise WrongPodError(
-                    f"kubelet's answer for this container was made for {whose}, because Allocate does not say whose it is and this node's "
-                    "runtime cannot be told later (binding.mode early); delete the pod, so that it is created anew"
+        expected = {name: self._provision(start, name, shares) for name in start.found.containers.get(start.owner.pod_uid, ())}
+        own = {(start.owner.pod_uid, name, start.offered.name) for name in expected}
+        answers = {name: answer for (_, name, _), answer in self._stored(start, own)}
+        evidence = Evidence(
+            key=start.key,
+            shares=shares,
+            expected=expected,
+            answers=answers,
+            elsewhere=[answer for key, answer in start.testimony.answers.items() if key not in own],
+            handed_on=any(each.kind is ContainerKind.INIT and each.limits.get(start.offered.name) for each in start.pod.containers),
+        )
+        given, provisions = self.guesses.given.get(start.token), list(expected.values())
+        match self.guesses.judge(start.token, evidence, self._is_gone):
+            case Verdict.LATER:
+                raise NotProvenError(
+                    f"{start.pod.full_name}, container {start.owner.container}: it is not clear yet whether the answer that kubelet keeps "
+                    "for it is its own (binding.mode early); kubelet will ask again"
                 )
-            self.exchanges += 1
-            self._exchange(start, given)
-            provision, by = given.provision, f"{by}; exchanged with {self._called(given.decided_for[0])}, whose share is equal"
+            case Verdict.WRONG:
+                self._refute(start)
+            case Verdict.EXCHANGE:
+                self.exchanges += 1
+                meant_for = self.guesses.exchange(start.token, start.key)
+                for grant in self._ledger.grants:
+                    if grant.decided_for == start.key and grant.resource == start.offered.name:
+                        self._ledger.redirect(grant.number, meant_for)
+                by = f"{by}; exchanged with {self._called(meant_for[0])}, whose share is equal"
+        if given is not None and given.provision.edits in answers.values() and given.provision not in provisions:
+            provisions = [given.provision]  # exchanged, now or before: what the answer names is what must be there
         grant = self._book(start, shares, by)
-        await self._around.carrier.prepare(self._record(start, grant, by, provision), provision)
+        for provision in provisions:
+            await self._around.carrier.prepare(self._record(start, grant, by, provision), provision)
         return grant
+
+    def _refute(self, start: _Start) -> NoReturn:
+        self.wrong_guesses += 1
+        self._ledger.decide(start.offered.name, start.ids, (), start.owner, evidence=("refused: answered for another pod",))
+        given = self.guesses.refuted(start.token, start.key)
+        whose = f"the container {given.decided_for[1]} of {self._called(given.decided_for[0])}" if given else "another container"
+        raise WrongPodError(
+            f"kubelet's answer for this container was made for {whose}, because Allocate does not say whose it is and this node's "
+            "runtime cannot be told later (binding.mode early); delete the pod, so that it is created anew"
+        )
+
+    def _provision(self, start: _Start, container: str, shares: tuple[Share, ...]) -> Provision:
+        """What a container with these ids should have been told; one before the last decides by itself."""
+        asked = question(self._ledger, start.offered, start.pod, container, start.ids, node=self._around.node, inventory=self._inventory())
+        own = shares if container == start.owner.container else start.family.decide(asked).shares
+        return start.family.provision(asked, own)
+
+    def _stored(self, start: _Start, own: Collection[tuple[str, str, str]]) -> list[tuple[tuple[str, str, str], Edits]]:
+        return [(key, answer) for key, answer in start.testimony.answers.items() if key in own]
+
+    def _is_gone(self, uid: str) -> bool:
+        pod = self._around.book.get(uid)
+        return self._around.book.synced.is_set() and (pod is None or pod.ended)
 
     def _decide(self, start: _Start) -> tuple[tuple[Share, ...], str]:
         """What the container gets; what it once got, it keeps."""
@@ -342,18 +355,6 @@ class Binder:
             decided_at=self._clock(),
             collected=provision.collected,
         )
-
-    # -- wrong guesses --------------------------------------------------------------------------------------------------------------
-
-    def _exchange(self, start: _Start, given: Given) -> None:
-        """Two containers got each other's answers, and their shares are equal: let each keep what it got."""
-        for grant in self._ledger.grants:
-            if grant.decided_for == start.key and grant.resource == start.offered.name:
-                self._ledger.redirect(grant.number, given.decided_for)
-        for token, other in list(self.given.items()):
-            if other.decided_for == start.key:
-                self.given[token] = dataclasses.replace(other, decided_for=given.decided_for)
-        self.given[start.token] = dataclasses.replace(given, decided_for=start.key)
 
     def _called(self, uid: str) -> str:
         pod = self._around.book.get(uid)

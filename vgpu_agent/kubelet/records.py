@@ -27,29 +27,37 @@ from vgpu_agent.kubelet.checkpoint import read_checkpoint
 from vgpu_agent.model import Holding, KubeletRecords, Owner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from vgpu_agent.kubelet.checkpoint import CheckpointEntry
     from vgpu_agent.kubelet.pod_resources import PodResources
 
 
-async def read_records(pod_resources: PodResources, checkpoint: Path) -> KubeletRecords:
-    """The picture now; never an error, because the agent goes on with the ledger it has."""
+async def read_records(
+    pod_resources: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True
+) -> KubeletRecords:
+    """The picture of the ``wanted`` resources now; never an error, because the agent goes on with the ledger it has."""
     trouble = []
     listed: tuple[Holding, ...] | None = None
     try:
-        listed = await pod_resources.list()
+        listed = await pod_resources.list(wanted)
     except KubeletError as err:
         trouble.append(str(err))
-    entries: tuple[CheckpointEntry, ...] = ()
+    entries: tuple[CheckpointEntry, ...] | None = None
     try:
         # After List, which makes kubelet forget ended pods, so that fewer of them are still in the file.
-        entries = await read_checkpoint(checkpoint)
+        entries = await read_checkpoint(checkpoint, wanted)
     except CheckpointError as err:
         trouble.append(str(err))
-    holdings = await asyncio.to_thread(join, listed, entries)
-    return KubeletRecords(holdings, complete=listed is not None, trouble="; ".join(trouble))
+    holdings = await asyncio.to_thread(join, listed, entries or ())
+    lines = None if entries is None else tuple(as_holding(entry) for entry in entries)
+    return KubeletRecords(holdings, complete=listed is not None, trouble="; ".join(trouble), entries=lines)
+
+
+def as_holding(entry: CheckpointEntry) -> Holding:
+    """One line of the checkpoint, in our words."""
+    return Holding(entry.resource_name, entry.ids, Owner(entry.container_name, entry.pod_uid))
 
 
 def join(listed: Iterable[Holding] | None, entries: Iterable[CheckpointEntry]) -> tuple[Holding, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from vgpu_agent.model import Decider, DeviceRoom
@@ -98,7 +99,7 @@ def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> Dev
     )
 
 
-def unsound(grants: Iterable[Grant], holders: Mapping[tuple[str, str], int]) -> list[str]:
+def unsound(grants: Iterable[Grant], holders: Mapping[str, Mapping[str, int]]) -> list[str]:
     """What must never be, whatever is offered: an exclusive holder in company, two families on one device, an id with two holders."""
     grants = tuple(grants)
     problems = []
@@ -108,8 +109,11 @@ def unsound(grants: Iterable[Grant], holders: Mapping[tuple[str, str], int]) -> 
             problems.append(f"{uuid} has an exclusive holder and {len(shares) - 1} more")
         if len({grant.family for grant, _ in shares}) > 1:
             problems.append(f"{uuid} serves several families at once")
-    counted = collections.Counter((grant.resource, id_) for grant in grants for id_ in grant.ids)
-    problems += [f"id {id_} of {name} has {count} holders" for (name, id_), count in counted.items() if count > 1]
-    if counted.keys() != holders.keys():
-        problems.append("the index of holders does not match the grants")
+    for name in {grant.resource for grant in grants} | holders.keys():
+        counted = collections.Counter(itertools.chain.from_iterable(grant.ids for grant in grants if grant.resource == name))
+        index = holders.get(name, {})
+        if len(counted) < counted.total():
+            problems += [f"id {id_} of {name} has {count} holders" for id_, count in counted.items() if count > 1]
+        if counted.keys() != index.keys():
+            problems.append("the index of holders does not match the grants")
     return problems

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.device_ids import DeviceId, ListedDevice
+from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.ledger import accounting
 from vgpu_agent.ledger.accounting import Device
@@ -110,11 +110,19 @@ class Ledger:
     @property
     def foreign_ids(self) -> tuple[str, ...]:
         """Ids in containers' hands that this node does not offer (any more)."""
-        return tuple(sorted({id_ for name, id_ in self._grants.holder if self._offers.device(name, id_) is None}))
+        return tuple(sorted({id_ for grant in self._grants.by_number.values() for id_ in self._grants.foreign_ids(grant)}))
 
     def free_ids(self, resource: str) -> int:
         """How many ids of ``resource`` could be given out now."""
-        return sum(entry.healthy and (resource, entry.id.id) not in self._grants.holder for entry in self.listing(resource))
+        offered, held = self.resource(resource), self._grants.holder.get(resource, {})
+        trouble = self._troubles(offered)
+        if isinstance(offered.ids, NumberedIds):
+            usable = sum(block.count for block in offered.ids.blocks if not trouble[block.device])
+            if not any(trouble.values()):
+                return usable - len(held) + sum(len(self._grants.foreign_ids(grant)) for grant in self.grants if grant.resource == resource)
+            given = (offered.ids.device(id_) for id_ in held)
+            return usable - sum(device is not None and not trouble[device] for device in given)
+        return sum(not trouble[entry.device] and entry.id not in held for entry in offered.ids)
 
     def resource(self, name: str) -> Resource:
         """The offer of that name.
@@ -126,19 +134,20 @@ class Ledger:
             return resource
         raise UnknownDeviceError(f"resource {name} is not offered by this node; it offers {', '.join(self._offers.by_name) or 'nothing'}")
 
-    def listing(self, name: str) -> list[ListedDevice]:
+    def listing(self, name: str) -> Sequence[ListedDevice]:
         """The complete list that kubelet must see now: every offered id, and held ids of devices that went away (never dropped: V16)."""
         resource = self.resource(name)
         trouble = self._troubles(resource)
-        listed = [ListedDevice(entry, not trouble[entry.device]) for entry in resource.ids]
-        for grant in self._grants.by_number.values():
-            if grant.resource == name:
-                listed += [
-                    ListedDevice(DeviceId(id_, device), healthy=False)
-                    for id_ in grant.ids
-                    if self._offers.device(name, id_) is None and self._ill(device := self._grants.device_behind(grant, id_))
-                ]
-        return listed
+        gone = [
+            ListedDevice(DeviceId(id_, device), healthy=False)
+            for grant in self._grants.by_number.values()
+            if grant.resource == name
+            for id_ in self._grants.foreign_ids(grant)
+            if self._ill(device := self._grants.device_behind(grant, id_))
+        ]
+        if isinstance(resource.ids, NumberedIds):
+            return NumberedList(tuple((block, not trouble[block.device]) for block in resource.ids.blocks), tuple(gone))
+        return [*(ListedDevice(entry, not trouble[entry.device]) for entry in resource.ids), *gone]
 
     def rooms(self, name: str, *, besides: Iterable[int] = ()) -> tuple[DeviceRoom, ...]:
         """What each device of resource ``name`` has left, in the order of its ids.
@@ -281,6 +290,7 @@ class Ledger:
         newest: float = math.inf,
         initial: bool = False,
         may_release: bool = True,
+        still_runs: Callable[[Grant], bool] = lambda _: False,
     ) -> list[Correction]:
         """Bring the book in line with kubelet's records.
 
@@ -291,12 +301,19 @@ class Ledger:
             newest: `newest` from before the records were read; they say nothing about ids that were booked since.
             initial: the book is being rebuilt at start, so adopting is no drift.
             may_release: False while kubelet itself is still finding its pods again after a restart.
+            still_runs: whether a grant stays although the records do not show it.
 
         Returns:
             What was changed. A grant leaves after two passes in a row that do not know it: one alone may be kubelet's own gap.
         """
         corrections = self._reconciliation.run(
-            records, interpret, reservation_seconds=reservation_seconds, newest=newest, initial=initial, may_release=may_release
+            records,
+            interpret,
+            reservation_seconds=reservation_seconds,
+            newest=newest,
+            initial=initial,
+            may_release=may_release,
+            still_runs=still_runs,
         )
         if corrections:
             self._changed()

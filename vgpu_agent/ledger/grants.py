@@ -16,20 +16,22 @@ if TYPE_CHECKING:
 
     from vgpu_agent.ledger.offers import Offers
 
-Saved = tuple[dict[int, Grant], dict[tuple[str, str], int]]
+Saved = dict[int, Grant]
 
 
 class Grants:
     """All grants that are not released.
 
-    State: the grants, the index of their ids, and how often in a row kubelet's records did not know a grant (`misses`).
+    State: the grants, the index of their ids, and how often in a row kubelet's records did not know a grant (`misses`). One container can
+    hold thousands of ids, so what is asked about them again and again is remembered by grant.
     """
 
     def __init__(self, offers: Offers) -> None:
         self._offers = offers
         self.by_number: dict[int, Grant] = {}
-        # (resource, id) → number of its grant; by resource, since one that was renamed keeps its ids, and kubelet counts anew.
-        self.holder: dict[tuple[str, str], int] = {}
+        # Resource → id → number of its grant; by resource, since one that was renamed keeps its ids, and kubelet counts anew.
+        self.holder: dict[str, dict[str, int]] = {}
+        self._foreign: dict[int, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}  # grant → offers' version, its ids, those not offered
         self.misses: collections.Counter[int] = collections.Counter()
         self.last_number = 0
 
@@ -40,11 +42,13 @@ class Grants:
 
     def saved(self) -> Saved:
         """Everything as it is now, for `restore`."""
-        return dict(self.by_number), dict(self.holder)
+        return dict(self.by_number)
 
     def restore(self, saved: Saved) -> None:
         """Go back to what `saved` returned."""
-        self.by_number, self.holder = saved
+        self.by_number, self.holder = saved, {}
+        for grant in saved.values():
+            self._index(grant)
 
     def device_behind(self, grant: Grant, id_: str) -> str:
         """The device of an id of ``grant``, also when it is not offered any more; empty when nothing tells."""
@@ -53,13 +57,22 @@ class Grants:
         devices = [share.device for share in grant.shares]
         return next((device for device in devices if id_.startswith(device)), devices[0] if devices else "")
 
+    def foreign_ids(self, grant: Grant) -> tuple[str, ...]:
+        """The ids of ``grant`` that are not offered (any more)."""
+        known = self._foreign.get(grant.number)
+        if known is None or known[0] != self._offers.version or known[1] is not grant.ids:
+            foreign = tuple(id_ for id_ in grant.ids if self._offers.device(grant.resource, id_) is None)
+            known = self._foreign[grant.number] = (self._offers.version, grant.ids, foreign)
+        return known[2]
+
     def offers_all_of(self, grant: Grant) -> bool:
         """Whether the grant was made under today's settings."""
-        return all(self._offers.device(grant.resource, id_) is not None for id_ in grant.ids)
+        return not self.foreign_ids(grant)
 
     def holders(self, resource: str, ids: Iterable[str]) -> set[int]:
         """The numbers of the grants that have any of ``ids``."""
-        return {number for id_ in ids if (number := self.holder.get((resource, id_))) is not None}
+        index = self.holder.get(resource, {})
+        return {number for id_ in ids if (number := index.get(id_)) is not None}
 
     def held_devices(self) -> set[str]:
         """Devices of which somebody has a share."""
@@ -68,15 +81,17 @@ class Grants:
     def enter(self, grant: Grant) -> Grant:
         """Put ``grant`` into the book; its ids must be free."""
         self.by_number[grant.number] = grant
-        self.holder.update({(grant.resource, id_): grant.number for id_ in grant.ids})
+        self._index(grant)
         return grant
 
     def leave(self, grant: Grant) -> None:
         """Take ``grant`` out of the book."""
         self.by_number.pop(grant.number)
         self.misses.pop(grant.number, None)
+        self._foreign.pop(grant.number, None)
+        index = self.holder[grant.resource]
         for id_ in grant.ids:
-            self.holder.pop((grant.resource, id_), None)
+            index.pop(id_, None)
 
     def take_from(self, grant: Grant, ids: set[str]) -> None:
         """Take ``ids`` out of ``grant``; it leaves when nothing remains."""
@@ -93,3 +108,6 @@ class Grants:
         devices = {self.device_behind(grant, id_) for id_ in rest}
         shares = tuple(share for share in grant.shares if share.device in devices)
         self.enter(dataclasses.replace(grant, ids=rest, shares=shares))
+
+    def _index(self, grant: Grant) -> None:
+        self.holder.setdefault(grant.resource, {}).update(dict.fromkeys(grant.ids, grant.number))

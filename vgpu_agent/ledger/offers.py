@@ -18,6 +18,7 @@ class Offers:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Resource] = {}
+        self.version = 0  # moves on when what is offered has changed
         self._ids: dict[str, tuple[str, DeviceId]] = {}  # id → (resource, id)
 
     def replace(self, resources: Iterable[Resource]) -> bool:
@@ -41,14 +42,14 @@ class Offers:
                 ids[device_id.id] = (resource.name, device_id)
         changed = offered != self.by_name
         self.by_name, self._ids = offered, ids
+        self.version += changed
         return changed
 
     def device(self, resource: str, id_: str) -> str | None:
         """The device behind an id that ``resource`` offers; None when it does not."""
         offered = self.by_name.get(resource)
         if offered is not None and isinstance(offered.ids, NumberedIds):
-            found = offered.ids.find(id_)
-            return found.device if found else None
+            return offered.ids.device(id_)
         name, device_id = self._ids.get(id_, ("", None))
         return device_id.device if device_id and name == resource else None
 

@@ -49,6 +49,7 @@ class Reconciliation:
         newest: float,
         initial: bool,
         may_release: bool,
+        still_runs: Callable[[Grant], bool],
     ) -> list[Correction]:
         """See `Ledger.reconcile`."""
         corrections: list[Correction] = []
@@ -62,7 +63,7 @@ class Reconciliation:
             confirmed |= self._grants.holders(holding.resource, holding.ids)
         if records.complete and may_release:
             for grant in list(self._grants.by_number.values()):
-                if grant.number not in confirmed and (reason := self._outlived(grant, reservation_seconds)):
+                if grant.number not in confirmed and not still_runs(grant) and (reason := self._outlived(grant, reservation_seconds)):
                     self._grants.leave(grant)
                     gone = dataclasses.replace(grant, state=GrantState.RELEASED)
                     corrections.append(Correction("ledger.released", drift=False, grant=gone, reason=reason))

@@ -1,0 +1,125 @@
+"""What early Allocates answered and for whom it was meant, and whether an answer is right for the container that turns out to have it.
+
+Kept by `allocator`, judged by `binder` before each start in early mode. The proof is the answer that kubelet itself keeps: it must be what
+the proven container should have been told. Of two containers with equal shares that got each other's answers, each may keep what it got.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from vgpu_agent.isolation.edits import Edits, Provision
+    from vgpu_agent.model import Grant, Share
+
+Key = tuple[str, str]  # (kubelet's UID of the pod, container)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """What an early Allocate answered, for whom it was meant, and what that container was to have."""
+
+    decided_for: Key
+    shares: tuple[Share, ...]
+    provision: Provision
+
+
+class Verdict(enum.StrEnum):
+    """What an answer is to the container that has it."""
+
+    RIGHT = "right"
+    EXCHANGE = "exchange"  # another container's, with an equal share, and that one has this one's or is gone
+    LATER = "later"  # it may still become one of the two above
+    WRONG = "wrong"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known about one container that is about to start.
+
+    Attributes:
+        key: the container that the ids are for.
+        shares: what it should have.
+        expected: what it, and each container before it with the same ids, should have been told.
+        answers: what kubelet keeps as our answer to each of them; empty when its checkpoint cannot be read.
+        elsewhere: the answers that kubelet keeps for everybody else.
+        handed_on: the pod has init containers that ask for the same resource.
+    """
+
+    key: Key
+    shares: tuple[Share, ...]
+    expected: Mapping[str, Provision]
+    answers: Mapping[str, Edits]
+    elsewhere: Collection[Edits]
+    handed_on: bool
+
+
+class Guesses:
+    """The answers of this process.
+
+    State: `given`, by token, and `answered`, the containers that an answer was meant for; a restart derives the second from kubelet's
+    records and does without the first.
+    """
+
+    def __init__(self) -> None:
+        self.given: dict[str, Given] = {}
+        self.answered: set[Key] = set()
+
+    def made(self, token: str, given: Given) -> None:
+        """An answer was given."""
+        self.given[token] = given
+        self.answered.add(given.decided_for)
+
+    def judge(self, token: str, evidence: Evidence, gone: Callable[[str], bool]) -> Verdict:
+        """Whether the container may start with the answer it has; ``gone`` says whether a pod has ended or does not exist."""
+        given, answers = self.given.get(token), evidence.answers
+        if answers and all(name in evidence.expected and answer == evidence.expected[name].edits for name, answer in answers.items()):
+            return Verdict.RIGHT
+        if not answers and evidence.handed_on:
+            return Verdict.LATER  # each of its containers has an answer of its own, and which of them starts is not known
+        if given is None or given.shares != evidence.shares or any(answer != given.provision.edits for answer in answers.values()):
+            return Verdict.WRONG
+        if given.decided_for == evidence.key:
+            return Verdict.RIGHT
+        if given.provision.edits in evidence.elsewhere:
+            return Verdict.WRONG  # two containers would share what is one container's own
+        swapped = any(other != token and each.decided_for == evidence.key for other, each in self.given.items())
+        return Verdict.EXCHANGE if swapped or gone(given.decided_for[0]) else Verdict.LATER
+
+    def exchange(self, token: str, key: Key) -> Key:
+        """Let the container ``key`` keep the answer of ``token``, and whoever has its answer that one; returns whom this was meant for."""
+        given = self.given[token]
+        for other, each in list(self.given.items()):
+            if each.decided_for == key:
+                self.given[other] = dataclasses.replace(each, decided_for=given.decided_for)
+        self.given[token] = dataclasses.replace(given, decided_for=key)
+        self.answered.add(key)
+        return given.decided_for
+
+    def refuted(self, token: str, key: Key) -> Given | None:
+        """The answer of ``token`` is not the one of ``key``, who has it; whom it was meant for may still be waiting for one."""
+        given = self.given.pop(token, None)
+        self.answered.add(key)
+        if given is not None and not any(each.decided_for == given.decided_for for each in self.given.values()):
+            self.answered.discard(given.decided_for)
+        return given
+
+    def learn(self, holders: Iterable[Key], grants: Iterable[Grant]) -> None:
+        """kubelet's records say who has ids: those have their answers, and whoever was taken for one of them has not."""
+        holding = set(holders)
+        for grant in grants:
+            if grant.owner is not None and grant.decided_for and not grant.proven and grant.decided_for not in holding:
+                self.answered.discard(grant.decided_for)
+        self.answered |= holding
+
+    def keep_only(self, uids: Collection[str]) -> None:
+        """Forget containers of pods that are gone; an answer that somebody else may have is kept as long as its ids are."""
+        self.answered = {key for key in self.answered if key[0] in uids}
+
+    def keep_tokens(self, tokens: Collection[str]) -> None:
+        """Forget answers whose ids nobody holds any more."""
+        self.given = {token: given for token, given in self.given.items() if token in tokens}

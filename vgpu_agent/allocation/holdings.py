@@ -1,0 +1,73 @@
+"""Who holds ids whose pod decides, from kubelet's records and the pods that we know; called by `allocator` before the ledger follows them.
+
+kubelet's records alone cannot tell an init container that has ended from one that runs, nor a pod that has ended from one whose only holder
+is an init container: pod-resources hides those, and the checkpoint keeps every container that was ever admitted, with ids that containers of
+one pod hand on to each other. The pods know which container is of which kind and which has started, so with them each id has one holder:
+the container that it is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.model import Holding, Owner
+from vgpu_agent.pods import ContainerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from vgpu_agent.model import KubeletRecords
+    from vgpu_agent.pods import Pod, PodBook
+
+
+def told_apart(records: KubeletRecords, resources: Collection[str], book: PodBook) -> KubeletRecords:
+    """``records`` with the holders of ``resources`` sorted out; unchanged where the checkpoint was not read."""
+    if records.entries is None:
+        return records
+    others = [holding for holding in records.holdings if holding.resource not in resources]
+    listed = [holding for holding in records.holdings if holding.resource in resources]
+    alive = {holding.owner.pod_uid: holding.owner for holding in listed if holding.owner.pod_uid}
+    # Without a UID the checkpoint does not know them; their own ids are theirs.
+    found = [holding for holding in listed if not holding.owner.pod_uid]
+    taken = {(holding.resource, id_) for holding in found for id_ in holding.ids}
+    entries = [entry for entry in records.entries if entry.resource in resources and _lives(entry.owner.pod_uid, alive, records, book)]
+    for entry in sorted(entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid))):
+        left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
+        taken.update((entry.resource, id_) for id_ in left)
+        if left:
+            found.append(Holding(entry.resource, left, _named(entry.owner, alive.get(entry.owner.pod_uid), book.get(entry.owner.pod_uid))))
+    return dataclasses.replace(records, holdings=(*others, *found))
+
+
+def is_over(pod: Pod, name: str) -> bool:
+    """Whether an init container must have ended, because one that comes after it has started."""
+    names = [container.name for container in pod.containers]
+    container = pod.container(name)
+    if container is None or container.kind is not ContainerKind.INIT:
+        return False
+    return any(later.started for later in pod.containers[names.index(name) + 1 :])
+
+
+def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodBook) -> bool:
+    if uid in alive:
+        return True
+    pod = book.get(uid)
+    if pod is not None:
+        return not pod.ended
+    # An entry that nobody else speaks for: without pod-resources it may be a live pod that we have not seen.
+    return not records.complete and not book.synced.is_set()
+
+
+def _rank(entry: Holding, pod: Pod | None) -> tuple[int, int, str]:
+    """Ids are for the containers that come last; of an unknown pod the smaller entry, because an init container may ask for more."""
+    container = pod.container(entry.owner.container) if pod else None
+    if container is None:
+        return 1, len(entry.ids), entry.owner.container
+    return (2 if container.kind is ContainerKind.INIT else 0), len(entry.ids), entry.owner.container
+
+
+def _named(owner: Owner, listed: Owner | None, pod: Pod | None) -> Owner:
+    if listed is not None:
+        return Owner(owner.container, owner.pod_uid, listed.namespace, listed.pod)
+    return Owner(owner.container, owner.pod_uid, pod.namespace, pod.name) if pod else owner
