@@ -1,0 +1,155 @@
+"""What a container uses, read from the bytes of its shared region: the other direction of `hami_region`.
+
+The region belongs to the container, which may write what it likes into it, or cut the file short while it is read. So nothing here trusts
+a byte: whatever stands there, the answer is a usage or a reason. Only the head and the slots in use are asked for, through a function, so
+that whoever reads files copies a few pages instead of keeping two megabytes mapped. Layouts: hami-core contract §2.1 to §2.3. Called by
+`runtime.container_usage`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import struct
+from typing import TYPE_CHECKING
+
+from vgpu_agent.isolation.hami_region import MAGIC, MAX_DEVICES, SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SIZE_BEFORE_VERSIONS = 1_197_897  # the layout of 2024, which has no version words (HAMi up to 2.4.0, volcano-vgpu up to 1.9.3)
+
+_VERSION = struct.Struct("<iII")  # magic, major, minor
+_MAJOR, _MINORS = 1, (1, 2)
+_MAX_SLOTS = 1024
+_UUID_BYTES = 96
+# The text comes from the container and becomes a label: only what a driver would call a device.
+_UUID = re.compile(rb"(?:GPU|MIG)-[0-9A-Fa-f-]{36}\0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """One device of a container: its place in the container's own order, bytes in use and allowed (0: not limited), compute in percent."""
+
+    index: int
+    uuid: str
+    used_bytes: int
+    limit_bytes: int
+    cores_percent: int
+    cores_limit_percent: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RegionUse:
+    """What a region says: its devices, and the unix seconds of the last kernel launch, 0 when there was none or the layout does not say."""
+
+    devices: tuple[DeviceUse, ...]
+    last_kernel_at: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Why the file says nothing: what was found, and what would be understood."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layout:
+    """Offsets of what is read, in bytes; those of a slot count from the slot's begin."""
+
+    device_num: int
+    uuids: int
+    limits: int
+    sm_limits: int
+    slots: int
+    slot_size: int
+    used_total: int
+    used_size: int
+    sm_used: int
+    sm_size: int
+    status: int
+    proc_num: int
+    last_kernel_time: int | None
+
+
+_VERSION_1 = _Layout(56, 64, 1_600, 1_728, 1_856, 1_960, 8 + 32, 64, 1_160 + 16, 48, 1_928, 2_008_896, 2_008_912)
+_BEFORE_VERSIONS = _Layout(48, 56, 1_592, 1_720, 1_848, 1_168, 8 + 32, 40, 776 + 16, 24, 1_160, 1_197_880, None)
+
+
+def read_region(
+    size: int, read: Callable[[int, int], bytes], *, is_alive: Callable[[int, int], bool] = lambda _hostpid, _pid: True
+) -> RegionUse | Unreadable | None:
+    """What the region says now.
+
+    Args:
+        size: of the file; together with the version words it tells the layout.
+        read: the bytes at (offset, length); fewer, when the file has become shorter.
+        is_alive: whether a slot's process (pid on the host, pid in its container) still exists. A process that was killed leaves its slot
+            behind with all that it used (contract §2.4).
+
+    Returns:
+        None while there is nothing to say: no process has initialised the file, or it has become shorter while it was read.
+    """
+    try:
+        layout = _layout(size, read)
+        return _use(layout, read, is_alive) if isinstance(layout, _Layout) else layout
+    except struct.error:  # fewer bytes than the size has promised
+        return None
+
+
+def _layout(size: int, read: Callable[[int, int], bytes]) -> _Layout | Unreadable | None:
+    if 0 < size < _VERSION.size:
+        return Unreadable(f"it has {size} bytes, so it is no region of HAMi-core")
+    magic, major, minor = _VERSION.unpack(read(0, _VERSION.size)) if size else (0, 0, 0)
+    if magic not in {0, MAGIC}:
+        return Unreadable(f"it begins with {magic} instead of {MAGIC}, so it is no region of HAMi-core")
+    layout = _BEFORE_VERSIONS if size == SIZE_BEFORE_VERSIONS else None
+    if size == SIZE and major == _MAJOR and minor in _MINORS:
+        layout = _VERSION_1
+    if magic and layout is None:
+        known = f"{SIZE_BEFORE_VERSIONS} bytes, or {SIZE} bytes and version 1.1 or 1.2"
+        return Unreadable(f"it has {size} bytes and says version {major}.{minor}; this agent reads {known}")
+    return layout if magic else None  # the magic is written last
+
+
+def _use(layout: _Layout, read: Callable[[int, int], bytes], is_alive: Callable[[int, int], bool]) -> RegionUse:
+    head = read(0, layout.slots)
+    (device_num,) = struct.unpack_from("<Q", head, layout.device_num)
+    (proc_num,) = struct.unpack("<i", read(layout.proc_num, 4))
+    limits = struct.unpack_from(f"<{MAX_DEVICES}Q", head, layout.limits)
+    sm_limits = struct.unpack_from(f"<{MAX_DEVICES}Q", head, layout.sm_limits)
+    devices = min(device_num, MAX_DEVICES)
+    used, sm = [0] * devices, [0] * devices
+    for slot in _slots(layout, read, min(max(proc_num, 0), _MAX_SLOTS)):
+        pid, hostpid = struct.unpack_from("<ii", slot)
+        (status,) = struct.unpack_from("<i", slot, layout.status)
+        if not status or not is_alive(hostpid, pid):
+            continue
+        for index in range(devices):
+            used[index] += struct.unpack_from("<Q", slot, layout.used_total + index * layout.used_size)[0]
+            sm[index] += struct.unpack_from("<Q", slot, layout.sm_used + index * layout.sm_size)[0]
+    last_kernel_at = 0
+    if layout.last_kernel_time is not None:
+        (last_kernel_at,) = struct.unpack("<Q", read(layout.last_kernel_time, 8))
+    return RegionUse(
+        tuple(
+            DeviceUse(index, uuid, used[index], limits[index], sm[index], sm_limits[index])
+            for index in range(devices)
+            if (uuid := _uuid(head, layout.uuids + index * _UUID_BYTES))
+        ),
+        last_kernel_at,
+    )
+
+
+def _slots(layout: _Layout, read: Callable[[int, int], bytes], number: int) -> Iterator[bytes]:
+    """The slots in use, each copied by itself: usually there is one, and a file that claims a thousand costs no two megabytes at once."""
+    for place in range(number):
+        yield read(layout.slots + place * layout.slot_size, layout.slot_size)
+
+
+def _uuid(head: bytes, offset: int) -> str:
+    """The device's UUID; empty when no driver would have written that."""
+    found = _UUID.match(head, offset, offset + _UUID_BYTES)
+    return found[0][:-1].decode() if found else ""
