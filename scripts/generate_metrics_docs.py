@@ -13,7 +13,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vgpu_agent.web.catalogue import CATALOGUE, Kind, Metric  # noqa: E402 - the checkout need not be installed
+from vgpu_agent.web.catalogue import CATALOGUE  # noqa: E402 - the checkout need not be installed
+from vgpu_agent.web.metric import Kind, Metric  # noqa: E402 - likewise
 
 DOCUMENT = ROOT / "docs" / "metrics.md"
 
@@ -28,7 +29,8 @@ so it is safe at any interval and during any failure.
 * Names and labels are a contract: new ones may be added, none is renamed.
 * `gpu` is always the UUID of the physical card. For the index and the product name, join:
   `vgpu_agent_gpu_utilisation_ratio * on (gpu) group_left (index, name) vgpu_agent_gpu_info`.
-* Series are bounded: one a GPU, a resource, a loop, or a share that is held now; a pod's series vanish with the pod.
+* Series are bounded: one a GPU, a resource, a loop, a watch, a kind of request, or a share that is held now; a pod's series vanish with
+  the pod.
 * What the driver does not say is absent, not 0. Values that are read periodically keep their last reading; the two `…_age_seconds` metrics
   say how old it is.
 * `namespace`, `pod` and `container` are those of the pod that *holds* a share. Prometheus' Kubernetes service discovery sets labels of the
@@ -48,6 +50,13 @@ TAIL = """
 | Does the driver hang? | `vgpu_agent_nvml_hung_seconds > 10` |
 | Did the ledger and kubelet disagree? | `increase(vgpu_agent_ledger_drift_total[15m]) > 0` |
 | Is the ledger still verified? | `time() - vgpu_agent_ledger_verified_timestamp_seconds > 120` |
+| How long does PreStartContainer take? | `rate(vgpu_agent_pre_start_seconds_sum[5m]) / rate(vgpu_agent_pre_start_seconds_count[5m])` |
+| Are containers kept from starting? | `sum (vgpu_agent_refused_starts) > 0` |
+| Was a guess wrong? | `increase(vgpu_agent_wrong_guesses_total[1h]) > 0` |
+| Was it not certain who holds ids? | `increase(vgpu_agent_ambiguous_starts_total[1h]) > 0` |
+| Is the API server away? | `vgpu_agent_watch_failing_seconds > 60` |
+| Do annotations of pods wait? | `vgpu_agent_writes_pending_oldest_seconds{writer="pods"} > 60` |
+| How much does this node ask the API server? | `sum by (verb, resource, outcome) (rate(vgpu_agent_api_requests_total[5m]))` |
 | Are GPUs simulated where they should not be? | `vgpu_agent_simulated == 1` |
 """
 

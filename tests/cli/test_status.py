@@ -174,3 +174,23 @@ def test_a_timeout_that_makes_no_sense_is_a_usage_error(seconds: str, capsys: py
         arguments("--timeout", seconds)
     assert ended.value.code == 2
     assert "expected seconds above 0 and up to 3600" in capsys.readouterr().err
+
+
+async def test_one_pod_is_explained_in_sentences(agent: WebServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shortest way from a pod's name to its GPU."""
+    assert await run("--debug-listen", agent.debug_address, "--pod", "ml/train-0") == 0
+    assert "  Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu; the grant is granted.\n" in capsys.readouterr().out
+
+
+async def test_one_pod_is_explained_to_scripts_as_well(agent: WebServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent's own answer."""
+    assert await run("--debug-listen", agent.debug_address, "--pod", "ml/never", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["answer"][0].startswith("Nothing is known of a pod ml/never")
+
+
+@pytest.mark.parametrize("pod", ["train-0", "ml/", "/train-0", "ml/train/0", "ml/train 0"])
+def test_a_pod_without_its_namespace_is_refused(pod: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two namespaces may have pods of one name."""
+    with pytest.raises(SystemExit):
+        arguments("--pod", pod)
+    assert "expected NAMESPACE/NAME, for example default/train-0" in capsys.readouterr().err

@@ -9,10 +9,27 @@ import aiohttp
 import pytest
 
 from vgpu_agent import log
+from vgpu_agent.allocation.carrier import grant_token
+from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.refusals import Refusal
 from vgpu_agent.concurrency import TaskReport
 from vgpu_agent.journal import Entry
-from vgpu_agent.model import Gpu, GpuUsage, Grant, GrantState, Health, Inventory, Link, MigInstance, Owner, Share
-from vgpu_agent.status import AgentStatus, KubeletStatus, LedgerStatus, NvmlState, NvmlStatus, PluginState, PluginStatus
+from vgpu_agent.model import DeviceRoom, Gpu, GpuUsage, Grant, GrantState, Health, Inventory, Link, MigInstance, Owner, Share
+from vgpu_agent.pods import ContainerKind, Pod, PodContainer
+from vgpu_agent.status import (
+    AgentStatus,
+    BindingStatus,
+    ClusterStatus,
+    FamilyStatus,
+    KubeletStatus,
+    LedgerStatus,
+    NvmlState,
+    NvmlStatus,
+    PluginState,
+    PluginStatus,
+    WatchStatus,
+    WriterStatus,
+)
 from vgpu_agent.web.server import WebServer
 
 if TYPE_CHECKING:
@@ -140,6 +157,95 @@ def node() -> AgentStatus:
         loop_lag_max_seconds=0.25,
         config={"listen": (":9394", "default"), "gpu.pollSeconds": (5.0, "config.yaml:3")},
     )
+
+
+VGPU, MEMORY = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory"
+IDS = ("a-1", "a-2")
+TOKEN = grant_token(VGPU, IDS)
+
+
+def a_pod(name: str, *containers: PodContainer, **changes: Any) -> Pod:
+    """The pod ``ml/<name>``, bound to this node."""
+    pod = Pod(f"uid-{name}", "ml", name, "node-a", containers=containers, created_at=NOW - 90, scheduler="volcano")
+    return dataclasses.replace(pod, **changes)
+
+
+def wants_vgpus(name: str, count: int = 1, **changes: Any) -> PodContainer:
+    """A container that asks for GPUs of Volcano's."""
+    return dataclasses.replace(PodContainer(name, limits={VGPU: count, MEMORY: 4096, "example.com/nic": 1}), **changes)
+
+
+@pytest.fixture
+def volcano_node(node: AgentStatus) -> AgentStatus:
+    """The node with Volcano's vGPUs: ml/served runs, ml/refused may not start, one reservation is in nobody's hands yet."""
+    served = Grant(
+        7,
+        "volcano-vgpu",
+        VGPU,
+        IDS,
+        (Share("GPU-0", 4096, 30),),
+        GrantState.PROVEN,
+        Owner("main", "uid-served", "ml", "served"),
+        NOW - 50,
+        ("uid-served", "main"),
+        ("kubelet's checkpoint gives these ids to container main", "decided by the scheduler, in volcano.sh/vgpu-ids-new"),
+    )
+    node.ledger.grants = (*node.ledger.grants, served, Grant(8, "volcano-vgpu", VGPU, ("a-3",), (), reserved_at=NOW - 9))
+    node.ledger.free |= {VGPU: 7, MEMORY: 100}
+    node.ledger.rooms = {VGPU: (DeviceRoom("GPU-0", "", 81920, 77824, 70, 1, 9),)}
+    node.ledger.decided_by_pod = frozenset({VGPU})
+    refused = a_pod("refused", wants_vgpus("main", 2), bound=2)
+    started = wants_vgpus("main", 2, started=True)
+    setup = PodContainer("setup", ContainerKind.INIT)
+    node.cluster = ClusterStatus(
+        connected=True,
+        needed=True,
+        origin="service account in /var/run/secrets",
+        requests={("patch", "pods", "200"): 4, ("get", "nodes", "no answer"): 1},
+        watches=(
+            WatchStatus("pods of this node", synced=True, lists=1, watches=3, events=12, errors=2, unreadable=1, last_event_at=NOW - 3),
+            WatchStatus("this node", synced=True, last_event_at=NOW - 4),
+        ),
+        writers=(WriterStatus("node", 3), WriterStatus("pods", 4, 1, 0, 2, 1.5), WriterStatus("events", 1, 0, 5)),
+        evictions={"evicted": 1, "postponed": 2, "failed": 0},
+        config_map="kube-system/volcano-vgpu-device-config",
+        remembered={"kubelet_version": "v1.30.0", "in_use": False},
+        pods=(
+            a_pod("served", setup, started, phase="Running", annotations={"volcano.sh/bind-phase": "success", "a.b/c": "d"}, bound=1),
+            refused,
+        ),
+        pods_synced=True,
+    )
+    node.binding = BindingStatus(
+        mode=BindingMode(late=True, by_annotation=False, reason="the Node says containerd://2.0.1, which resolves CDI names"),
+        families=(FamilyStatus("nvidia"), FamilyStatus("volcano-vgpu", by_pod=True)),
+        refusals=(Refusal(refused, "main", VGPU, "no GPU has 4096 MiB left", NOW - 63, 5, final=False),),
+        ambiguities=1,
+        wrong_guesses=2,
+        exchanges=3,
+        volcano_vgpu={"split": 10},
+        foreign_problems=("device-config.yaml: nvidia.deviceMemoryScaling is no number",),
+    )
+    node.plugins = (
+        *node.plugins,
+        PluginStatus(
+            VGPU,
+            "volcano-vgpu",
+            PluginState.REGISTERED,
+            stream_open=True,
+            pre_starts=4,
+            pre_starts_refused=1,
+            pre_start_seconds_sum=0.04,
+        ),
+    )
+    node.events = (
+        *node.events,
+        Entry(NOW - 50, "allocate.reserved", {"grant": 7, "token": TOKEN}),
+        Entry(NOW - 40, "start.bound", {"pod": "ml/served", "token": TOKEN}),
+        Entry(NOW - 30, "pods.written", {"pod": "ml/served", "tokens": [TOKEN]}),
+        Entry(NOW - 5, "ledger.released", {"pod": "ml/gone"}),
+    )
+    return node
 
 
 @pytest.fixture

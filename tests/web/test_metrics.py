@@ -12,8 +12,9 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from vgpu_agent.model import Gpu, GpuUsage, Grant, GrantState, Inventory, Owner, Share
-from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, NvmlStatus
-from vgpu_agent.web.catalogue import CATALOGUE, Kind, Metric
+from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, NvmlStatus, WatchStatus
+from vgpu_agent.web.catalogue import CATALOGUE
+from vgpu_agent.web.metric import Kind, Metric
 from vgpu_agent.web.metrics import Exposition
 
 if TYPE_CHECKING:
@@ -96,6 +97,59 @@ def test_a_series_says_what_the_snapshot_says_in_base_units(node: AgentStatus, s
     assert scrape(node)[series] == value
 
 
+@pytest.mark.parametrize(
+    ("series", "value"),
+    [
+        (("vgpu_agent_binding_info", "mode=late"), 1),
+        (("vgpu_agent_family_offered", "family=volcano-vgpu"), 1),
+        (("vgpu_agent_grants", "family=volcano-vgpu", "state=proven"), 1),
+        (("vgpu_agent_grants", "family=volcano-vgpu", "state=reserved"), 1),
+        (("vgpu_agent_pre_starts_total", "resource=volcano.sh/vgpu-number", "result=granted"), 3),
+        (("vgpu_agent_pre_starts_total", "resource=volcano.sh/vgpu-number", "result=refused"), 1),
+        (("vgpu_agent_pre_start_seconds_sum", "resource=volcano.sh/vgpu-number"), 0.04),
+        (("vgpu_agent_pre_start_seconds_count", "resource=volcano.sh/vgpu-number"), 4),
+        (("vgpu_agent_refused_starts", "final=false"), 1),
+        (("vgpu_agent_refused_starts", "final=true"), 0),
+        (("vgpu_agent_ambiguous_starts_total",), 1),
+        (("vgpu_agent_wrong_guesses_total",), 2),
+        (("vgpu_agent_exchanged_guesses_total",), 3),
+        (("vgpu_agent_config_foreign_problems",), 1),
+        (("vgpu_agent_api_connected",), 1),
+        (("vgpu_agent_api_requests_total", "outcome=200", "resource=pods", "verb=patch"), 4),
+        (("vgpu_agent_api_requests_total", "outcome=no answer", "resource=nodes", "verb=get"), 1),
+        (("vgpu_agent_watch_synced", "watch=pods of this node"), 1),
+        (("vgpu_agent_watch_age_seconds", "watch=pods of this node"), 3),
+        (("vgpu_agent_watch_failing_seconds", "watch=pods of this node"), 0),
+        (("vgpu_agent_watch_errors_total", "watch=pods of this node"), 2),
+        (("vgpu_agent_watch_events_total", "watch=pods of this node"), 12),
+        (("vgpu_agent_watch_unreadable_total", "watch=pods of this node"), 1),
+        (("vgpu_agent_writes_total", "result=failed", "writer=pods"), 1),
+        (("vgpu_agent_writes_total", "result=dropped", "writer=events"), 5),
+        (("vgpu_agent_writes_pending", "writer=pods"), 2),
+        (("vgpu_agent_writes_pending_oldest_seconds", "writer=pods"), 1.5),
+        (("vgpu_agent_evictions_total", "result=postponed"), 2),
+    ],
+)
+def test_a_series_says_how_grants_are_bound_and_how_the_api_server_is_doing(
+    volcano_node: AgentStatus, series: tuple[str, ...], value: float
+) -> None:
+    """Refusals, guesses, watches and writes, each by the few words that tell them apart."""
+    assert scrape(volcano_node)[series] == value
+
+
+def test_an_outage_is_a_number_of_seconds(volcano_node: AgentStatus) -> None:
+    """So that an alert can wait for the usual restart of an API server; a watch that never heard anything has no age."""
+    volcano_node.cluster.watches = (WatchStatus("this node", failing_since=NOW - 80),)
+    found = scrape(volcano_node)
+    assert found["vgpu_agent_watch_failing_seconds", "watch=this node"] == 80
+    assert ("vgpu_agent_watch_age_seconds", "watch=this node") not in found
+
+
+def test_a_node_without_families_that_bind_has_no_binding_mode(node: AgentStatus) -> None:
+    """Where ids name GPUs nothing is bound late or early."""
+    assert not [key for key in scrape(node) if key[0] == "vgpu_agent_binding_info"]
+
+
 def test_a_share_names_its_holder_and_its_gpu(node: AgentStatus) -> None:
     """One can ask who holds a GPU; a MIG instance is counted on its card, and a holder that is not known yet is empty."""
     shares = {key: value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"}
@@ -171,13 +225,13 @@ def test_openmetrics_is_served_to_those_who_ask_for_it(node: AgentStatus) -> Non
     assert len(families) == len(CATALOGUE)
 
 
-def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_does(node: AgentStatus) -> None:
+def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_does(volcano_node: AgentStatus) -> None:
     """A node on which everything happened once shows every documented metric, with exactly the documented labels."""
     expected = set()
     for metric in CATALOGUE:
         suffixes = ("_sum", "_count") if metric.kind is Kind.SUMMARY else ("",)
         expected |= {(metric.name + suffix, *sorted(metric.labels)) for suffix in suffixes}
-    assert {(name, *(label.partition("=")[0] for label in labels)) for name, *labels in scrape(node)} == expected
+    assert {(name, *(label.partition("=")[0] for label in labels)) for name, *labels in scrape(volcano_node)} == expected
 
 
 def test_the_documentation_lists_exactly_the_metrics_that_exist() -> None:

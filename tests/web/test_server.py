@@ -23,9 +23,11 @@ PUBLIC = ["/", "/healthz", "/livez", "/metrics", "/readyz"]
 DEBUG = [
     "/debug/",
     "/debug/allocations",
+    "/debug/cluster",
     "/debug/config",
     "/debug/devices",
     "/debug/events",
+    "/debug/explain",
     "/debug/ledger",
     "/debug/loglevel",
     "/debug/pods",

@@ -1,4 +1,4 @@
-"""``vgpu-agent status``: the node on one page, asked from the running agent over its debug port.
+"""``vgpu-agent status``: the node on one page, or one pod in sentences, asked from the running agent over its debug port.
 
 Built into the command line by `cli`; needs nothing of the node but that port, so it also works inside the agent's pod and through a port
 forward. Plain http.client: no proxy from the environment may stand between us and the loopback interface, and aiohttp takes long to import.
@@ -9,22 +9,30 @@ from __future__ import annotations
 import argparse
 import http.client
 import os
-from typing import TYPE_CHECKING
+import re
+import urllib.parse
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from vgpu_agent.errors import AgentError, ConfigError, ListenError
-from vgpu_agent.web import page, views
+from vgpu_agent.web import page
 from vgpu_agent.web.address import Address, parse
+from vgpu_agent.web.explain import Explanation
+from vgpu_agent.web.views import Overview
 
 if TYPE_CHECKING:
     from typing import Any
 
+T = TypeVar("T")
+
 ENVIRONMENT = "VGPU_AGENT_DEBUG_LISTEN"
 _DEFAULT = "127.0.0.1:9395"
 _PATH = "/debug/status"
+_POD = re.compile(r"[^/\s]+/[^/\s]+\Z")
 _EXAMPLES = f"""examples:
   vgpu-agent status                                  the agent of this node
+  vgpu-agent status --pod ml/train-0                 why it does not start, or what it has and how that is known
   vgpu-agent status --json | jq '.pods[].pod'        for scripts
   vgpu-agent status --debug-listen 127.0.0.1:19395   through a port forward
 
@@ -41,22 +49,27 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--debug-listen", metavar="ADDR", help=f"where the agent serves /debug (default {_DEFAULT})")
+    parser.add_argument("--pod", metavar="NAMESPACE/NAME", type=_pod, help="explain one pod instead: why it does not start, or what it has")
     parser.add_argument("--json", action="store_true", help="print the agent's answer as JSON")
     parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for the agent (default 5)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the overview.
+    """Print the overview, or what is known of one pod.
 
     Raises:
         ConfigError: the address makes no sense.
         AgentError: the agent cannot be reached, or what answers is not the agent; one line with the remedy.
     """
     address = _address(arguments.debug_listen)
-    body = _fetch(address, arguments.timeout)
-    overview = _decoded(body, address)
-    print(msgspec.json.format(body, indent=2).decode().strip() if arguments.json else page.as_text(overview).rstrip("\n"))
+    path = f"/debug/explain?pod={urllib.parse.quote(arguments.pod)}" if arguments.pod else _PATH
+    body = _fetch(address, path, arguments.timeout)
+    if arguments.pod:
+        text = page.explained(_decoded(body, Explanation, address, path))
+    else:
+        text = page.as_text(_decoded(body, Overview, address, path))
+    print(msgspec.json.format(body, indent=2).decode().strip() if arguments.json else text.rstrip("\n"))
     return 0
 
 
@@ -68,10 +81,10 @@ def _address(flag: str | None) -> Address:
         raise ConfigError([f"{given[0]}: {err}"]) from err
 
 
-def _fetch(address: Address, timeout_seconds: float) -> bytes:
+def _fetch(address: Address, path: str, timeout_seconds: float) -> bytes:
     connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_seconds)
     try:
-        connection.request("GET", _PATH, headers={"Accept": "application/json"})
+        connection.request("GET", path, headers={"Accept": "application/json"})
         answer = connection.getresponse()
         body = answer.read()
     except ConnectionRefusedError as err:
@@ -89,15 +102,21 @@ def _fetch(address: Address, timeout_seconds: float) -> bytes:
     finally:
         connection.close()
     if answer.status != http.HTTPStatus.OK:
-        raise AgentError(f"{address} answers {_PATH} with {answer.status} {answer.reason}; is that the agent's debug address?")
+        raise AgentError(f"{address} answers {path} with {answer.status} {answer.reason}; is that the agent's debug address?")
     return body
 
 
-def _decoded(body: bytes, address: Address) -> views.Overview:
+def _decoded(body: bytes, kind: type[T], address: Address, path: str) -> T:
     try:
-        return msgspec.json.decode(body, type=views.Overview)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as err:  # covers ValidationError
-        raise AgentError(f"{address} answers {_PATH} with something that is not an agent's status ({err}); check --debug-listen") from err
+        raise AgentError(f"{address} answers {path} with something that is not an agent's status ({err}); check --debug-listen") from err
+
+
+def _pod(text: str) -> str:
+    if not _POD.match(text):
+        raise argparse.ArgumentTypeError(f"expected NAMESPACE/NAME, for example default/train-0, got {text[:60]!r}")
+    return text
 
 
 def _seconds(text: str) -> float:

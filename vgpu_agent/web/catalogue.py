@@ -9,47 +9,10 @@ always the UUID of the physical card; join with ``vgpu_agent_gpu_info`` for inde
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-from typing import TYPE_CHECKING
-
 from vgpu_agent.status import NvmlState
 from vgpu_agent.web import readings, views
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from vgpu_agent.web.readings import Moment, Row
-
-
-class Kind(enum.StrEnum):
-    """Prometheus types in use."""
-
-    GAUGE = "gauge"
-    COUNTER = "counter"
-    SUMMARY = "summary"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Metric:
-    """One line of the table.
-
-    Attributes:
-        name: as scraped; a counter ends in ``_total``, a summary is scraped as ``<name>_sum`` and ``<name>_count``.
-        kind: its type.
-        labels: label names, in the order of a row's label values.
-        help: one sentence, with the unit where the name does not say it.
-        read: its rows; for a summary the sums.
-        read_count: a summary's counts.
-    """
-
-    name: str
-    kind: Kind
-    labels: tuple[str, ...]
-    help: str
-    read: Callable[[Moment], Iterable[Row]]
-    read_count: Callable[[Moment], Iterable[Row]] | None = None
-
+from vgpu_agent.web.catalogue_binding import BINDING, CLUSTER
+from vgpu_agent.web.metric import Kind, Metric
 
 _G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
 _GPU, _RESOURCE, _TASK = ("gpu",), ("resource",), ("task",)
@@ -324,6 +287,8 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.each_plugin(lambda plugin: plugin.allocate_seconds_sum),
         readings.each_plugin(lambda plugin: plugin.allocations),
     ),
+    *BINDING,
+    *CLUSTER,
     # NVML
     Metric(
         "vgpu_agent_nvml_up",

@@ -16,7 +16,8 @@ import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError
-from vgpu_agent.web import views
+from vgpu_agent.web import allocations, binding, cluster, explain, views
+from vgpu_agent.web.moments import when
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -120,8 +121,8 @@ def _devices(asked: Question) -> dict[str, Any]:
         "driver_version": inventory.driver_version,
         "cuda_version": inventory.cuda_version,
         "inventory_version": inventory.version,
-        "inventory_taken": views.when(asked.status.inventory_at, asked.now),
-        "usage_taken": views.when(asked.status.usage_at, asked.now),
+        "inventory_taken": when(asked.status.inventory_at, asked.now),
+        "usage_taken": when(asked.status.usage_at, asked.now),
         "nvml": views.nvml(asked.status, asked.now),
         "failures": inventory.failures,
         "gpus": views.gpus(asked.status, asked.now),
@@ -132,27 +133,40 @@ def _ledger(asked: Question) -> dict[str, Any]:
     ledger = asked.status.ledger
     return {
         "revision": ledger.revision,
-        "verified": views.when(ledger.verified_at, asked.now),
+        "verified": when(ledger.verified_at, asked.now),
         "drift_total": ledger.drift_total,
         "drift_last": ledger.drift_last,
         "foreign_ids": ledger.foreign,
         "holders_allowed": ledger.capacity,
         "ids_free": ledger.free,
+        "rooms": ledger.rooms,
         "grants": views.grants(asked.status, asked.now),
     }
 
 
 def _allocations(asked: Question) -> dict[str, Any]:
-    pod = asked.query.get("pod")
-    if pod is None:
-        return {"allocations": views.grants(asked.status, asked.now)}
+    return allocations.answer(asked.status, asked.now, _pod_asked_for(asked) if "pod" in asked.query else None)
+
+
+def _explain(asked: Question) -> explain.Explanation | dict[str, Any]:
+    if "pod" not in asked.query:
+        return {"ask": "?pod=NAMESPACE/NAME", "pods": explain.pods(asked.status)}
+    return explain.explain(asked.status, asked.now, _pod_asked_for(asked))
+
+
+def _pod_asked_for(asked: Question) -> str:
+    pod = asked.query["pod"]
     if not _POD.match(pod):
         raise BadQuestionError(f"pod {_echo(pod)} is not understood; write ?pod=NAMESPACE/NAME, for example ?pod=default/train-0")
-    return {"pod": pod, "allocations": [grant for grant in views.grants(asked.status, asked.now) if grant.pod_name == pod]}
+    return pod
 
 
 def _pods(asked: Question) -> dict[str, Any]:
-    return {"pods": views.pods(asked.status, asked.now)}
+    return {"pods": views.pods(asked.status, asked.now), **cluster.book(asked.status, asked.now)}
+
+
+def _cluster(asked: Question) -> dict[str, Any]:
+    return cluster.answer(asked.status, asked.now)
 
 
 def _resources(asked: Question) -> dict[str, Any]:
@@ -162,7 +176,7 @@ def _resources(asked: Question) -> dict[str, Any]:
             "directory": kubelet.directory,
             "socket_present": kubelet.socket_present,
             "restarts_seen": kubelet.restarts_seen,
-            "records_read": views.when(kubelet.records_read_at, asked.now),
+            "records_read": when(kubelet.records_read_at, asked.now),
             "records_trouble": kubelet.records_trouble,
         },
         "resources": views.resources(asked.status, asked.now),
@@ -182,7 +196,7 @@ def _events(asked: Question) -> dict[str, Any]:
     return {
         "kept": len(asked.status.events),
         "matching": len(matching),
-        "events": [{**msgspec.to_builtins(views.when(entry.at, asked.now)), "event": entry.event, "facts": entry.facts} for entry in shown],
+        "events": [{**msgspec.to_builtins(when(entry.at, asked.now)), "event": entry.event, "facts": entry.facts} for entry in shown],
     }
 
 
@@ -216,6 +230,10 @@ def _config(asked: Question) -> dict[str, Any]:
     return {
         "problem": asked.status.config_problem,
         "needs_restart": asked.status.config_needs_restart,
+        "binding": binding.view(asked.status.binding),
+        "volcano_vgpu": asked.status.binding.volcano_vgpu,
+        "config_map": asked.status.cluster.config_map,
+        "foreign_problems": asked.status.binding.foreign_problems,
         "values": {key: {"value": value, "from": origin} for key, (value, origin) in sorted(asked.status.config.items())},
     }
 
@@ -232,8 +250,8 @@ def _tasks(asked: Question) -> dict[str, Any]:
                 "state": task.state,
                 "restarts": task.restarts,
                 "last_error": task.last_error,
-                "started": views.when(task.started_at, now),
-                "last_sign_of_life": views.when(task.last_beat_at, now),
+                "started": when(task.started_at, now),
+                "last_sign_of_life": when(task.last_beat_at, now),
                 "stuck_after_seconds": task.stuck_after_seconds,
                 "stuck_seconds": task.stuck_for(now),
             }
@@ -261,15 +279,24 @@ PATHS: tuple[DebugPath, ...] = (
     DebugPath("/debug/status", "The whole node on one page: what `vgpu-agent status` prints.", (), _status),
     DebugPath("/debug/devices", "Every GPU: health and why, usage, topology, and who holds a share of it.", (), _devices),
     DebugPath("/debug/ledger", "The book: grants, capacity, free ids, and what verification against kubelet found.", (), _ledger),
-    DebugPath("/debug/allocations", "Every grant, or those of one pod (pod=namespace/name).", ("pod",), _allocations),
-    DebugPath("/debug/pods", "Who holds which GPU, by pod.", (), _pods),
+    DebugPath(
+        "/debug/allocations",
+        "Every grant with its evidence, reservations nobody has claimed, refused starts; all, or of one pod (pod=namespace/name).",
+        ("pod",),
+        _allocations,
+    ),
+    DebugPath(
+        "/debug/explain", "Why a pod does not start, or which GPU it has and how that is known (pod=namespace/name).", ("pod",), _explain
+    ),
+    DebugPath("/debug/pods", "Who holds which GPU, by pod; and the pods of this node as the API server has them.", (), _pods),
+    DebugPath("/debug/cluster", "The API server: connection, watches, writers, requests, what was remembered.", (), _cluster),
     DebugPath(
         "/debug/resources", "Each plugin server: registered, stream open, ids sent, Allocate calls; and the kubelet.", (), _resources
     ),
     DebugPath(
         "/debug/events", "The last thousand decisions (since=10m, event=gpu.unhealthy, limit=20).", ("since", "event", "limit"), _events
     ),
-    DebugPath("/debug/config", "Each setting in force and where it came from.", (), _config),
+    DebugPath("/debug/config", "Each setting in force and where it came from; how grants are bound and why.", (), _config),
     DebugPath("/debug/tasks", "The agent's loops: state, restarts, signs of life; and an NVML call that hangs.", (), _tasks),
     DebugPath(
         "/debug/loglevel", "The log level; PUT one of debug, info, warning, error to change it until the next restart.", (), _log_level

@@ -16,13 +16,14 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from vgpu_agent.web.catalogue import CATALOGUE, Kind
+from vgpu_agent.web.catalogue import CATALOGUE
+from vgpu_agent.web.metric import Kind
 from vgpu_agent.web.readings import Moment, ProcessFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vgpu_agent.web.catalogue import Metric
+    from vgpu_agent.web.metric import Metric
     from vgpu_agent.web.source import Source
 
 

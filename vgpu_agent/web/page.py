@@ -9,9 +9,11 @@ import html
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from vgpu_agent.web.views import GpuView, Overview, When
+    from vgpu_agent.web.explain import Explanation
+    from vgpu_agent.web.moments import When
+    from vgpu_agent.web.views import GpuView, Overview
 
 _SHOWN_HOLDERS = 2  # in a line about a GPU; 80 of them would tear the table apart, and the pods have a table of their own
 
@@ -38,6 +40,20 @@ def as_text(overview: Overview) -> str:
     return "\n".join(lines) + "\n"
 
 
+def explained(explanation: Explanation) -> str:
+    """Sentences about one pod, where it was looked for, and the last decisions about it, for a terminal."""
+    lines = [f"pod {explanation.pod}", *(f"  {_one_line(sentence)}" for sentence in explanation.answer)]
+    lines += ["", "Looked at", *(f"  {_one_line(place)}" for place in explanation.looked_at)]
+    if explanation.events:
+        rows = [(f"{_since(event.when)} ago", event.event, _facts(event.facts)) for event in explanation.events]
+        lines += ["", "Events", *_columns(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(facts: Mapping[str, object]) -> str:
+    return _one_line(", ".join(f"{name}: {value}" for name, value in facts.items() if name != "pod"))
+
+
 def as_html(overview: Overview) -> str:
     """The overview as a page without scripts that reloads itself every five seconds."""
     node = html.escape(overview.node)
@@ -60,7 +76,7 @@ def as_html(overview: Overview) -> str:
 
 
 _BAD = ' class="bad"'
-_BAD_HEALTH = ("Unhealthy", "Gone")
+_BAD_HEALTH = ("Unhealthy", "Gone", "NOT OFFERED")
 
 
 def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -86,7 +102,11 @@ def _headline(overview: Overview) -> str:
 def _tables(overview: Overview) -> Iterator[_Table]:
     yield "GPUs", ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", "UUID", "HELD BY"), _gpu_rows(overview), "none"
     yield "Resources", ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"), _resource_rows(overview), "none offered"
+    if overview.binding.families:
+        yield "Families", ("FAMILY", "STATE", "BOUND", "WHY"), _family_rows(overview), "none"
     yield "Pods", ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "KNOWN FOR"), _pod_rows(overview), "no pod holds a share"
+    if overview.refusals:
+        yield "Refused starts", ("POD", "CONTAINER", "FOR", "TIMES", "REASON"), _refusal_rows(overview), "none"
     problems: list[tuple[str, ...]] = [(problem.part, _one_line(problem.reason)) for problem in overview.problems]
     yield "Problems", ("PART", "REASON"), problems, "none known"
 
@@ -142,12 +162,35 @@ def _pod_rows(overview: Overview) -> list[tuple[str, ...]]:
             pod.pod,
             grant.container or "-",
             grant.resource,
-            ", ".join(share.device if share.gpu_index is None else str(share.gpu_index) for share in grant.shares),
+            ", ".join(share.device if share.gpu_index is None else str(share.gpu_index) for share in grant.shares) or "-",
             grant.state,
             _since(grant.reserved),
         )
         for pod in overview.pods
         for grant in pod.grants
+    ]
+
+
+def _family_rows(overview: Overview) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for family in overview.binding.families:
+        by_pod = family.decided_by == "pod"
+        bound = (overview.binding.mode or "not known yet") if by_pod else "in Allocate"
+        why = overview.binding.reason if by_pod else "its ids name the GPU"
+        rows.append((family.family, "offered" if family.offered else "NOT OFFERED", bound, _one_line(family.trouble or why) or "-"))
+    return rows
+
+
+def _refusal_rows(overview: Overview) -> list[tuple[str, ...]]:
+    return [
+        (
+            refusal.pod_name,
+            refusal.container,
+            _since(refusal.since),
+            f"{refusal.count}, final" if refusal.final else str(refusal.count),
+            _one_line(refusal.reason),
+        )
+        for refusal in overview.refusals
     ]
 
 

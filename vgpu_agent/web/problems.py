@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vgpu_agent.model import Inventory
-    from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlStatus
+    from vgpu_agent.status import AgentStatus, ClusterStatus, LedgerStatus, NvmlStatus
 
 _SHOWN_IDS = 5
+_LATE_SECONDS = 60.0  # until then a write that waits is the normal course, e.g. while the API server restarts
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -33,7 +34,7 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
     found = [*verdicts, *_gpus(status.inventory)]
     if not any(problem.part == "nvml" for problem in verdicts):
         found += _nvml(status.nvml, now)
-    found += [*_kubelet(status), *_config(status), *_ledger(status.ledger)]
+    found += [*_kubelet(status), *_api_server(status.cluster, now), *_config(status), *_ledger(status.ledger)]
     return tuple(dict.fromkeys(found))
 
 
@@ -61,7 +62,28 @@ def _kubelet(status: AgentStatus) -> Iterator[Problem]:
             yield Problem(f"resource {plugin.resource}", plugin.complaint)
 
 
+def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
+    """An outage stops nothing that is known already, so it is no reason to be unready; but somebody should know."""
+    failing = [watch for watch in cluster.watches if watch.failing_since and watch.essential]
+    if failing:
+        longest = min(failing, key=lambda watch: watch.failing_since)
+        yield Problem(
+            "API server",
+            f"the watch of {longest.what} has been failing for {now - longest.failing_since:.0f} s: {longest.last_error}; pods seen "
+            "before are served, and what is to be written waits",
+        )
+    for writer in cluster.writers:
+        if writer.oldest_pending_seconds >= _LATE_SECONDS:
+            yield Problem(
+                "API server",
+                f"writes about {writer.what} wait: {writer.pending}, the oldest for {writer.oldest_pending_seconds:.0f} s; "
+                "the log says why under node., pods. or events.",
+            )
+
+
 def _config(status: AgentStatus) -> Iterator[Problem]:
+    for problem in status.binding.foreign_problems:
+        yield Problem("config", problem)
     if status.config_problem:
         for line in status.config_problem.splitlines():
             yield Problem("config", f"the newest configuration is not in force: {line}")

@@ -4,19 +4,21 @@ They are types of their own, so that a change inside the agent cannot silently c
 decodes exactly what `web.debug` encodes. Fields may be added; they are never renamed. Unknown fields are ignored and missing ones have
 defaults, hence an older command line reads a newer agent and the other way round.
 
-A time is an ISO-8601 text in UTC beside its age in seconds; both are null for "never".
+Times are those of `moments`. What concerns how grants are bound and the API server has views of its own beside this file.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from vgpu_agent.model import GrantState
 from vgpu_agent.status import NvmlState
+from vgpu_agent.web import binding as how_bound
 from vgpu_agent.web import problems
+from vgpu_agent.web.binding import BindingView, RefusalView
+from vgpu_agent.web.moments import When, when
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,11 +27,7 @@ if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus, PluginStatus
 
 
-class When(msgspec.Struct, frozen=True):
-    """A moment: ISO-8601 in UTC, and how many seconds ago that was."""
-
-    at: str | None = None
-    seconds_ago: float | None = None
+_SHOWN_IDS = 64
 
 
 class UsageView(msgspec.Struct, frozen=True):
@@ -100,7 +98,8 @@ class GrantView(msgspec.Struct, frozen=True):
     pod: str = ""
     pod_uid: str = ""
     container: str = ""
-    ids: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()  # the first of them, where there are very many
+    ids_total: int = 0
     shares: tuple[ShareView, ...] = ()
     reserved: When = When()
 
@@ -179,14 +178,8 @@ class Overview(msgspec.Struct, frozen=True):
     gpus: tuple[GpuView, ...] = ()
     resources: tuple[ResourceView, ...] = ()
     pods: tuple[PodView, ...] = ()
-
-
-def when(unix_seconds: float, now: float) -> When:
-    """The moment ``unix_seconds``; 0 is never."""
-    if not unix_seconds:
-        return When()
-    at = dt.datetime.fromtimestamp(unix_seconds, dt.UTC).isoformat(timespec="milliseconds")
-    return When(at.replace("+00:00", "Z"), round(now - unix_seconds, 3))
+    binding: BindingView = BindingView()
+    refusals: tuple[RefusalView, ...] = ()
 
 
 def gpu_of_devices(status: AgentStatus) -> dict[str, Gpu]:
@@ -202,14 +195,14 @@ def live_grants(status: AgentStatus) -> Iterator[Grant]:
 
 def grants(status: AgentStatus, now: float) -> tuple[GrantView, ...]:
     """Every live grant, the oldest first."""
-    devices = gpu_of_devices(status)
-    return tuple(_grant(grant, devices, now) for grant in sorted(live_grants(status), key=lambda grant: grant.number))
+    return tuple(grant(status, one, now) for one in sorted(live_grants(status), key=lambda one: one.number))
 
 
-def _grant(grant: Grant, devices: dict[str, Gpu], now: float) -> GrantView:
-    owner = grant.owner
+def grant(status: AgentStatus, one: Grant, now: float) -> GrantView:
+    """One grant."""
+    owner, devices = one.owner, gpu_of_devices(status)
     shares = []
-    for share in grant.shares:
+    for share in one.shares:
         gpu = devices.get(share.device)
         shares.append(
             ShareView(
@@ -222,25 +215,26 @@ def _grant(grant: Grant, devices: dict[str, Gpu], now: float) -> GrantView:
             )
         )
     return GrantView(
-        number=grant.number,
-        family=grant.family,
-        resource=grant.resource,
-        state=grant.state.value,
+        number=one.number,
+        family=one.family,
+        resource=one.resource,
+        state=one.state.value,
         namespace=owner.namespace if owner else "",
         pod=owner.pod if owner else "",
         pod_uid=owner.pod_uid if owner else "",
         container=owner.container if owner else "",
-        ids=grant.ids,
+        ids=one.ids[:_SHOWN_IDS],
+        ids_total=len(one.ids),
         shares=tuple(shares),
-        reserved=when(grant.reserved_at, now),
+        reserved=when(one.reserved_at, now),
     )
 
 
 def pods(status: AgentStatus, now: float) -> tuple[PodView, ...]:
     """Who holds which GPU, by pod; grants that kubelet's records do not name yet stand under one entry without a name."""
     by_pod: dict[tuple[str, str], list[GrantView]] = {}
-    for grant in grants(status, now):
-        by_pod.setdefault((grant.pod_name, grant.pod_uid), []).append(grant)
+    for one in grants(status, now):
+        by_pod.setdefault((one.pod_name, one.pod_uid), []).append(one)
     found = []
     for (name, uid), held in sorted(by_pod.items()):
         named = held[0]
@@ -382,6 +376,8 @@ def overview(status: AgentStatus, now: float) -> Overview:
         gpus=gpus(status, now),
         resources=resources(status, now),
         pods=pods(status, now),
+        binding=how_bound.view(status.binding),
+        refusals=how_bound.refusals(status, now),
     )
 
 

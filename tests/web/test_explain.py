@@ -1,0 +1,201 @@
+"""``/debug/explain``: one answer in sentences for each thing that can keep a pod from its GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.web.conftest import MEMORY, NOW, TOKEN, VGPU, a_pod, wants_vgpus
+from vgpu_agent.model import Grant, GrantState, Owner
+from vgpu_agent.pods import PodContainer
+from vgpu_agent.status import AgentStatus, ClusterStatus, ReadyProblem, WatchStatus
+from vgpu_agent.web import explain, page
+
+if TYPE_CHECKING:
+    from vgpu_agent.pods import Pod
+
+
+def sentences(status: AgentStatus, name: str) -> str:
+    """The answer about ``ml/<name>``."""
+    return "\n".join(explain.explain(status, NOW, f"ml/{name}").answer)
+
+
+def shown(status: AgentStatus, pod: Pod) -> AgentStatus:
+    """The watch shows one pod more; nothing is reserved for anybody unknown."""
+    status.cluster.pods = (*status.cluster.pods, pod)
+    status.ledger.grants = tuple(grant for grant in status.ledger.grants if grant.owner is not None)
+    return status
+
+
+def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus) -> None:
+    """Issue §2: every decision with its evidence."""
+    told = explain.explain(volcano_node, NOW, "ml/served")
+    has, known, is_ = told.answer
+    assert has == "Container main has 4096 MiB and 30 % of the cores of GPU 0 (GPU-0) through volcano.sh/vgpu-number; the grant is proven."
+    assert known == (
+        "That is known because: kubelet's checkpoint gives these ids to container main; "
+        "decided by the scheduler, in volcano.sh/vgpu-ids-new."
+    )
+    assert is_ == "The pod has UID uid-served, phase Running, and was placed by volcano."
+
+
+def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant(volcano_node: AgentStatus) -> None:
+    """Allocate does not know the pod; the token leads from it to the last annotation."""
+    assert [event.event for event in explain.explain(volcano_node, NOW, "ml/served").events] == [
+        "allocate.reserved",
+        "start.bound",
+        "pods.written",
+    ]
+
+
+def test_a_refused_start_comes_first_with_its_reason(volcano_node: AgentStatus) -> None:
+    """How often, since when, and whether waiting helps."""
+    first, *others = explain.explain(volcano_node, NOW, "ml/refused").answer
+    assert first == (
+        "Container main may not start: no GPU has 4096 MiB left. Refused 5 times, first 63 s ago; kubelet tries again by itself."
+    )
+    assert others == ["The pod has UID uid-refused, phase Pending, and was placed by volcano."]
+
+
+def test_a_final_refusal_says_that_waiting_does_not_help(volcano_node: AgentStatus) -> None:
+    """An early guess was wrong."""
+    (refusal,) = volcano_node.binding.refusals
+    volcano_node.binding.refusals = (dataclasses.replace(refusal, final=True, count=1),)
+    assert "Refused once, first 63 s ago; trying again cannot help." in sentences(volcano_node, "refused")
+
+
+def test_a_pod_that_is_not_admitted_yet_sends_to_kubectl(volcano_node: AgentStatus) -> None:
+    """No Allocate, no reservation: the agent knows nothing but the pod."""
+    status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
+    assert "kubelet has not asked for volcano.sh/vgpu-number for container main: the pod is not admitted yet" in sentences(status, "new")
+    assert MEMORY not in sentences(status, "new")
+
+
+def test_a_reservation_that_nobody_has_claimed_may_be_the_pods(volcano_node: AgentStatus) -> None:
+    """kubelet writes its records after Allocate; for a moment it can be anybody's."""
+    volcano_node.cluster.pods = (a_pod("new", wants_vgpus("main")),)
+    assert "its records do not say yet for which container; it may be main (1 such reservations)." in sentences(volcano_node, "new")
+
+
+def test_an_early_guess_is_called_a_guess(volcano_node: AgentStatus) -> None:
+    """Early mode: decided for the pod, not proven."""
+    status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
+    status.ledger.grants = (
+        *status.ledger.grants,
+        Grant(9, "volcano-vgpu", VGPU, ("a-4",), (), reserved_at=NOW - 4, decided_for=("uid-new", "main")),
+    )
+    assert "Container main was probably meant by an Allocate 4 s ago; it is proven before the container starts." in sentences(status, "new")
+
+
+def test_ids_that_wait_for_the_start_are_promised(volcano_node: AgentStatus) -> None:
+    """Late mode between Allocate and PreStartContainer, which may be minutes."""
+    status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
+    granted = Grant(9, "volcano-vgpu", VGPU, ("a-4",), (), GrantState.GRANTED, Owner("main", "uid-new", "ml", "new"))
+    status.ledger.grants = (*status.ledger.grants, granted)
+    assert sentences(status, "new").startswith(
+        "Container main is promised 1 of volcano.sh/vgpu-number and has not started. What it gets is decided when kubelet asks"
+    )
+
+
+def test_a_pod_whose_name_only_the_watch_knows_is_found_by_its_uid(volcano_node: AgentStatus) -> None:
+    """While pod-resources is silent, kubelet's checkpoint gives the UID alone."""
+    (*_, served, _) = volcano_node.ledger.grants
+    volcano_node.ledger.grants = (dataclasses.replace(served, owner=Owner("main", "uid-served")),)
+    assert "Container main has 4096 MiB" in sentences(volcano_node, "served")
+
+
+def test_a_resource_that_is_not_served_says_why(volcano_node: AgentStatus) -> None:
+    """The same words as the readiness."""
+    status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
+    status.not_ready = (ReadyProblem(f"resource {VGPU}", "libvgpu.so is missing"),)
+    assert "Container main asks for volcano.sh/vgpu-number, which is not served now: libvgpu.so is missing." in sentences(status, "new")
+
+
+def test_a_pod_that_asks_for_nothing_of_ours_is_told_what_there_is(volcano_node: AgentStatus) -> None:
+    """A misspelt resource is the usual cause."""
+    pod = a_pod("new", PodContainer("main", limits={"volcano.sh/vgpu-numbers": 1}))
+    text = sentences(shown(volcano_node, pod), "new")
+    assert "No container of ml/new asks for a resource of this node's agent (nvidia.com/gpu, volcano.sh/vgpu-memory" in text
+    assert "its limits name volcano.sh/vgpu-numbers." in text
+
+
+def test_a_limit_that_cannot_be_read_is_quoted(volcano_node: AgentStatus) -> None:
+    """Instead of being taken for 0."""
+    pod = a_pod("new", PodContainer("main", unreadable={VGPU: "1.5"}))
+    assert "Container main asks for volcano.sh/vgpu-number = '1.5', which is no whole number." in sentences(shown(volcano_node, pod), "new")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"phase": "Failed"}, "The pod has ended (Failed); nothing of it starts again."),
+        ({"deleting": True}, "The pod is being deleted."),
+    ],
+)
+def test_a_pod_at_its_end_says_so(volcano_node: AgentStatus, changes: dict[str, object], sentence: str) -> None:
+    """Nobody need wait for it."""
+    assert sentence in sentences(shown(volcano_node, a_pod("new", wants_vgpus("main"), **changes)), "new")
+
+
+def test_a_pod_that_took_anothers_name_is_told_about_the_other(volcano_node: AgentStatus) -> None:
+    """A StatefulSet's pod beside its predecessor, whose share is not returned yet."""
+    status = shown(volcano_node, a_pod("served", wants_vgpus("main", 2), uid="uid-2", bound=9))
+    text = sentences(status, "served")
+    assert "An earlier pod of that name (UID uid-served) still holds 4096 MiB and 30 % of the cores of GPU 0 (GPU-0)" in text
+    assert "The pod has UID uid-2" in text
+
+
+def test_an_unknown_pod_is_told_where_it_was_looked_for(volcano_node: AgentStatus) -> None:
+    """Book, ledger, refusals and journal, and how fresh each is."""
+    told = explain.explain(volcano_node, NOW, "ml/never")
+    assert told.answer == (
+        "Nothing is known of a pod ml/never on node node-a. It may be on another node or on none yet: kubectl get pod -o wide says where.",
+    )
+    assert told.looked_at == (
+        "the watch of pods: 2 pods, complete, last word 3 s ago",
+        "the ledger: 4 grants, compared with kubelet's records 12 s ago",
+        "the refusals: 1",
+        "the journal: 7 events, the oldest 10 min ago",
+    )
+
+
+def test_a_pod_that_is_gone_leaves_its_events(volcano_node: AgentStatus) -> None:
+    """The morning after."""
+    told = explain.explain(volcano_node, NOW, "ml/gone")
+    assert told.answer == ("There is no pod ml/gone on this node now; it was here, see the events.",)
+    assert [event.event for event in told.events] == ["ledger.released"]
+
+
+def test_without_the_api_server_kubelets_records_answer(node: AgentStatus) -> None:
+    """A node that offers nvidia.com/gpu alone needs no credentials."""
+    node.cluster = ClusterStatus(without="no family that needs the API server is on")
+    told = explain.explain(node, NOW, "ml/train-0")
+    assert told.answer == (
+        "Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu; the grant is granted.",
+        "The pod itself is known from kubelet's records only.",
+    )
+    assert told.looked_at[0] == "the watch of pods: there is none, because no family that needs the API server is on"
+
+
+def test_an_outage_stands_beside_the_answer(volcano_node: AgentStatus) -> None:
+    """What the watch shows may be old then, and for how long stands there."""
+    volcano_node.cluster.watches = (WatchStatus("pods of this node", failing_since=NOW - 61, last_error="GET /api/v1/pods: refused"),)
+    assert explain.explain(volcano_node, NOW, "ml/never").looked_at[0] == (
+        "the watch of pods: 2 pods, complete, failing for 61 s: GET /api/v1/pods: refused"
+    )
+
+
+def test_the_pods_that_can_be_asked_about_are_those_that_concern_the_agent(volcano_node: AgentStatus) -> None:
+    """Not the hundred others of the node."""
+    status = shown(volcano_node, a_pod("web", PodContainer("main")))
+    assert explain.pods(status) == ("ml/refused", "ml/served", "ml/train-0")
+
+
+def test_a_terminal_gets_sentences_places_and_events(volcano_node: AgentStatus) -> None:
+    """What ``vgpu-agent status --pod`` prints."""
+    lines = page.explained(explain.explain(volcano_node, NOW, "ml/served")).splitlines()
+    assert lines[0] == "pod ml/served"
+    assert "Looked at" in lines
+    assert f"  50s ago  allocate.reserved  grant: 7, token: {TOKEN}" in lines

@@ -1,0 +1,86 @@
+"""``/debug/allocations``: every grant with what proves it, reservations that nobody has claimed, and starts that are refused.
+
+Used by `debug`, and by `explain`, which puts the same into sentences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vgpu_agent.allocation.carrier import grant_token
+from vgpu_agent.model import GrantState
+from vgpu_agent.web import binding, views
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vgpu_agent.model import Grant
+    from vgpu_agent.status import AgentStatus
+
+
+class DecidedFor(msgspec.Struct, frozen=True):
+    """The container that the shares were decided for."""
+
+    pod_uid: str
+    container: str
+
+
+class AllocationView(views.GrantView, frozen=True):
+    """A grant and how it is known whose it is.
+
+    Attributes:
+        token: leads from Allocate to the last annotation in the log, and names the CDI device; empty where the ids say everything.
+        decided_for: null until a pod has decided. An early guess may differ from the owner, which is kubelet's word.
+        evidence: how the owner was proven and who decided, one sentence each.
+    """
+
+    token: str = ""
+    decided_for: DecidedFor | None = None
+    evidence: tuple[str, ...] = ()
+
+
+def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
+    """Everything, or what concerns the pod ``namespace/name``.
+
+    Reservations that nobody has claimed are shown for every pod, because each of them may be its.
+    """
+    found = {
+        "allocations": allocations(status, now) if pod is None else of_pod(status, now, pod),
+        "unclaimed": tuple(_view(status, grant, now) for grant in unclaimed(status)),
+        "refusals": tuple(refusal for refusal in binding.refusals(status, now) if pod is None or refusal.pod_name == pod),
+    }
+    return found if pod is None else {"pod": pod, **found}
+
+
+def allocations(status: AgentStatus, now: float) -> tuple[AllocationView, ...]:
+    """Every live grant, the oldest first."""
+    return tuple(_view(status, grant, now) for grant in sorted(views.live_grants(status), key=lambda grant: grant.number))
+
+
+def of_pod(status: AgentStatus, now: float, pod: str) -> tuple[AllocationView, ...]:
+    """The grants of the pod ``namespace/name``, also of those of which only its UID is known."""
+    uids = {known.kubelet_uid for known in status.cluster.pods if known.full_name == pod}
+    return tuple(
+        grant
+        for grant in allocations(status, now)
+        if grant.pod_name == pod
+        or (grant.pod_uid and grant.pod_uid in uids)
+        or (not grant.container and grant.decided_for is not None and grant.decided_for.pod_uid in uids)
+    )
+
+
+def unclaimed(status: AgentStatus) -> Iterable[Grant]:
+    """Grants that kubelet's records do not name a container for, the oldest first."""
+    waiting = (grant for grant in views.live_grants(status) if grant.state is GrantState.RESERVED and grant.owner is None)
+    return sorted(waiting, key=lambda grant: grant.reserved_at)
+
+
+def _view(status: AgentStatus, grant: Grant, now: float) -> AllocationView:
+    return AllocationView(
+        **msgspec.structs.asdict(views.grant(status, grant, now)),
+        token=grant_token(grant.resource, grant.ids) if grant.resource in status.ledger.decided_by_pod else "",
+        decided_for=DecidedFor(*grant.decided_for) if grant.decided_for else None,
+        evidence=grant.evidence,
+    )

@@ -1,0 +1,96 @@
+"""The JSON shapes of how grants are bound: families, late or early and why, and the containers that may not start.
+
+Used by `views` for the page, and by `debug`. Fields may be added; they are never renamed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.web.moments import When, when
+
+if TYPE_CHECKING:
+    from vgpu_agent.status import AgentStatus, BindingStatus
+
+
+class FamilyView(msgspec.Struct, frozen=True):
+    """A family that is switched on; ``decided_by`` is ``ids`` or ``pod``, and ``trouble`` says why it is not offered."""
+
+    family: str
+    decided_by: str = ""
+    offered: bool = False
+    trouble: str = ""
+
+
+class BindingView(msgspec.Struct, frozen=True):
+    """How this node binds: ``mode`` is ``late``, ``early``, or empty while it is not known."""
+
+    mode: str = ""
+    by_annotation: bool = False
+    reason: str = ""
+    families: tuple[FamilyView, ...] = ()
+    ambiguities: int = 0
+    wrong_guesses: int = 0
+    exchanges: int = 0
+
+
+class RefusalView(msgspec.Struct, frozen=True):
+    """A container that may not start now; ``final`` when trying again cannot help."""
+
+    namespace: str = ""
+    pod: str = ""
+    pod_uid: str = ""
+    container: str = ""
+    resource: str = ""
+    reason: str = ""
+    since: When = When()
+    count: int = 0
+    final: bool = False
+
+    @property
+    def pod_name(self) -> str:
+        """``namespace/name``."""
+        return f"{self.namespace}/{self.pod}"
+
+
+def view(status: BindingStatus) -> BindingView:
+    """How grants are bound."""
+    mode = status.mode
+    return BindingView(
+        mode=mode_word(status),
+        by_annotation=mode.by_annotation if mode else False,
+        reason=mode.reason if mode else "",
+        families=tuple(
+            FamilyView(family.name, "pod" if family.by_pod else "ids", family.offered, family.trouble) for family in status.families
+        ),
+        ambiguities=status.ambiguities,
+        wrong_guesses=status.wrong_guesses,
+        exchanges=status.exchanges,
+    )
+
+
+def mode_word(status: BindingStatus) -> str:
+    """``late``, ``early``, or nothing while it is not known."""
+    if status.mode is None:
+        return ""
+    return "late" if status.mode.late else "early"
+
+
+def refusals(status: AgentStatus, now: float) -> tuple[RefusalView, ...]:
+    """What is refused now, the longest refused first."""
+    return tuple(
+        RefusalView(
+            namespace=refusal.pod.namespace,
+            pod=refusal.pod.name,
+            pod_uid=refusal.pod.kubelet_uid,
+            container=refusal.container,
+            resource=refusal.resource,
+            reason=refusal.reason,
+            since=when(refusal.since, now),
+            count=refusal.count,
+            final=refusal.final,
+        )
+        for refusal in status.binding.refusals
+    )

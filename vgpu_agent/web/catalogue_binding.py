@@ -1,0 +1,169 @@
+"""The part of the catalogue about grants that are bound to pods, and about the API server.
+
+Read by `catalogue`, which puts it into its own table. A watch or a writer is named by what it is about, so their series are few.
+"""
+
+from __future__ import annotations
+
+from vgpu_agent.web import readings, readings_binding
+from vgpu_agent.web.metric import Kind, Metric
+
+_G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
+_RESOURCE, _FAMILY, _WATCH, _WRITER = ("resource",), ("family",), ("watch",), ("writer",)
+
+BINDING: tuple[Metric, ...] = (
+    # How grants are bound
+    Metric(
+        "vgpu_agent_binding_info",
+        _G,
+        ("mode",),
+        "How grants of pods are bound: late, early, or unknown while the Node has not been read; always 1. /debug/config gives the reason.",
+        readings_binding.binding_info,
+    ),
+    Metric(
+        "vgpu_agent_family_offered",
+        _G,
+        _FAMILY,
+        "1 while a resource of the family is served; /readyz names the reason when none is.",
+        readings_binding.family_offered,
+    ),
+    Metric("vgpu_agent_grants", _G, ("family", "state"), "Grants by family and state.", readings_binding.grants),
+    Metric(
+        "vgpu_agent_pre_starts_total",
+        _C,
+        ("resource", "result"),
+        "PreStartContainer calls by result: granted or refused.",
+        readings_binding.pre_starts,
+    ),
+    Metric(
+        "vgpu_agent_pre_start_seconds",
+        _S,
+        _RESOURCE,
+        "Time spent in PreStartContainer, granted or refused.",
+        readings.each_plugin(lambda plugin: plugin.pre_start_seconds_sum),
+        readings.each_plugin(lambda plugin: plugin.pre_starts),
+    ),
+    Metric(
+        "vgpu_agent_refused_starts",
+        _G,
+        ("final",),
+        "Containers that may not start now; final is true when trying again cannot help. /debug/allocations names them.",
+        readings_binding.refused_starts,
+    ),
+    Metric(
+        "vgpu_agent_ambiguous_starts_total",
+        _C,
+        (),
+        "Starts refused because kubelet's records named several holders of the same ids.",
+        readings.one(lambda moment: moment.status.binding.ambiguities),
+    ),
+    Metric(
+        "vgpu_agent_wrong_guesses_total",
+        _C,
+        (),
+        "Early answers that were meant for another pod and whose start was refused.",
+        readings.one(lambda moment: moment.status.binding.wrong_guesses),
+    ),
+    Metric(
+        "vgpu_agent_exchanged_guesses_total",
+        _C,
+        (),
+        "Early answers that were meant for another pod with an equal share, and were exchanged with it.",
+        readings.one(lambda moment: moment.status.binding.exchanges),
+    ),
+    Metric(
+        "vgpu_agent_config_foreign_problems",
+        _G,
+        (),
+        "Problems in the ConfigMap and the node configuration of the plugin that is replaced; /debug/config lists them.",
+        readings.one(lambda moment: len(moment.status.binding.foreign_problems)),
+    ),
+)
+
+CLUSTER: tuple[Metric, ...] = (
+    # The API server
+    Metric(
+        "vgpu_agent_api_connected",
+        _G,
+        (),
+        "1 when there are credentials for the API server.",
+        readings.one(lambda moment: moment.status.cluster.connected),
+    ),
+    Metric(
+        "vgpu_agent_api_requests_total",
+        _C,
+        ("verb", "resource", "outcome"),
+        "Requests to the API server; outcome is the HTTP status, or `no answer`.",
+        readings_binding.api_requests,
+    ),
+    Metric(
+        "vgpu_agent_watch_synced",
+        _G,
+        _WATCH,
+        "1 once a watch has been given a complete list.",
+        readings_binding.each_watch(lambda watch, _: watch.synced),
+    ),
+    Metric(
+        "vgpu_agent_watch_age_seconds",
+        _G,
+        _WATCH,
+        "How long ago a watch last heard anything, bookmarks included; absent before the first word.",
+        readings_binding.each_watch(lambda watch, now: max(0.0, now - watch.last_event_at) if watch.last_event_at else None),
+    ),
+    Metric(
+        "vgpu_agent_watch_failing_seconds",
+        _G,
+        _WATCH,
+        "For how long a watch has been failing; 0 while all is well.",
+        readings_binding.each_watch(lambda watch, now: max(0.0, now - watch.failing_since) if watch.failing_since else 0.0),
+    ),
+    Metric(
+        "vgpu_agent_watch_errors_total",
+        _C,
+        _WATCH,
+        "Lists and watches that failed; an ordinary end is none.",
+        readings_binding.each_watch(lambda watch, _: watch.errors),
+    ),
+    Metric(
+        "vgpu_agent_watch_events_total",
+        _C,
+        _WATCH,
+        "Changes that a watch was told of.",
+        readings_binding.each_watch(lambda watch, _: watch.events),
+    ),
+    Metric(
+        "vgpu_agent_watch_unreadable_total",
+        _C,
+        _WATCH,
+        "Objects that could not be read; the log has them as cluster.unreadable.",
+        readings_binding.each_watch(lambda watch, _: watch.unreadable),
+    ),
+    Metric(
+        "vgpu_agent_writes_total",
+        _C,
+        ("writer", "result"),
+        "Writes about the node, pods or events: written, failed (and tried again), or dropped for good.",
+        readings_binding.writes,
+    ),
+    Metric(
+        "vgpu_agent_writes_pending",
+        _G,
+        _WRITER,
+        "Things that are not written yet: pods whose annotations differ, events in the queue.",
+        readings_binding.each_writer(lambda writer: writer.pending),
+    ),
+    Metric(
+        "vgpu_agent_writes_pending_oldest_seconds",
+        _G,
+        _WRITER,
+        "How long the oldest of them has been waiting; 0 when there is none.",
+        readings_binding.each_writer(lambda writer: writer.oldest_pending_seconds),
+    ),
+    Metric(
+        "vgpu_agent_evictions_total",
+        _C,
+        ("result",),
+        "Evictions of pods that cannot start here: evicted, postponed (by a PodDisruptionBudget), or failed.",
+        readings_binding.evictions,
+    ),
+)

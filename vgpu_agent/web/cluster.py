@@ -1,0 +1,114 @@
+"""``/debug/cluster`` and the pods in ``/debug/pods``: what this agent knows from the API server, and how well they get along.
+
+Used by `debug`. Nothing here is secret: credentials are named by where they are from, annotations are those that families read or write.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.model import GrantState
+from vgpu_agent.web import views
+from vgpu_agent.web.moments import when
+
+if TYPE_CHECKING:
+    from vgpu_agent.pods import Pod, PodContainer
+    from vgpu_agent.status import AgentStatus, WatchStatus
+
+# The domains of all keys that the families' vocabularies have.
+_ANNOTATIONS_OF = ("volcano.sh", "nvidia.com", "vgpu-agent.internal")
+_LONGEST_VALUE = 400  # characters of an annotation; a pod may bring 256 KiB of them
+
+
+def answer(status: AgentStatus, now: float) -> dict[str, Any]:
+    """The connection, the watches, the writers, and what was remembered."""
+    cluster = status.cluster
+    return {
+        "connected": cluster.connected,
+        "without": cluster.without,
+        "needed": cluster.needed,
+        "credentials": cluster.origin,
+        "waits_for": cluster.waits_for,
+        "watches": [watch(one, now) for one in cluster.watches],
+        "writers": cluster.writers,
+        "evictions": cluster.evictions,
+        "requests": [
+            {"verb": verb, "resource": resource, "outcome": outcome, "count": count}
+            for (verb, resource, outcome), count in sorted(cluster.requests.items())
+        ],
+        "config_map": cluster.config_map,
+        "remembered": cluster.remembered,
+    }
+
+
+def watch(one: WatchStatus, now: float) -> dict[str, Any]:
+    """One watch."""
+    return {
+        "what": one.what,
+        "synced": one.synced,
+        "failing": when(one.failing_since, now),
+        "last_word": when(one.last_event_at, now),
+        "lists": one.lists,
+        "watches": one.watches,
+        "events": one.events,
+        "errors": one.errors,
+        "unreadable": one.unreadable,
+        "last_error": one.last_error,
+    }
+
+
+def book(status: AgentStatus, now: float) -> dict[str, Any]:
+    """The pods of this node as the watch shows them, in the order in which they were seen bound."""
+    watching = status.cluster.watches[0] if status.cluster.watches else None
+    return {
+        "synced": status.cluster.pods_synced,
+        "watch": watch(watching, now) if watching else None,
+        "book": [_pod(status, pod, now) for pod in status.cluster.pods],
+    }
+
+
+def our_resources(status: AgentStatus) -> frozenset[str]:
+    """The resources that this node offers, or would offer if nothing was in the way."""
+    withheld = (problem.part.removeprefix("resource ") for problem in status.not_ready if problem.part.startswith("resource "))
+    return frozenset((*status.ledger.free, *(plugin.resource for plugin in status.plugins), *withheld))
+
+
+def _pod(status: AgentStatus, pod: Pod, now: float) -> dict[str, Any]:
+    return {
+        "pod": pod.full_name,
+        "uid": pod.uid,
+        "kubelet_uid": pod.kubelet_uid,
+        "phase": pod.phase,
+        "deleting": pod.deleting,
+        "scheduler": pod.scheduler,
+        "created": when(pod.created_at, now),
+        "bound": pod.bound,
+        "annotations": {
+            key: value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}… ({len(value)} characters)"
+            for key, value in sorted(pod.annotations.items())
+            if key.partition("/")[0].endswith(_ANNOTATIONS_OF)
+        },
+        "containers": [_container(status, pod, container) for container in pod.containers],
+    }
+
+
+def _container(status: AgentStatus, pod: Pod, container: PodContainer) -> dict[str, Any]:
+    ours, key = our_resources(status), (pod.kubelet_uid, container.name)
+    return {
+        "name": container.name,
+        "kind": container.kind,
+        "limits": {name: count for name, count in container.limits.items() if name in ours},
+        "unreadable": {name: text for name, text in container.unreadable.items() if name in ours},
+        "started": container.started,
+        "served": any(
+            grant.owner is not None
+            and (grant.owner.pod_uid, grant.owner.container) == key
+            and bool(grant.shares)
+            and grant.state is not GrantState.RESERVED
+            for grant in views.live_grants(status)
+        ),
+        "refused": next(
+            (one.reason for one in status.binding.refusals if (one.pod.kubelet_uid, one.container) == key),
+            "",
+        ),
+    }

@@ -1,0 +1,236 @@
+"""``/debug/explain``: why a pod does not start here, or which GPU it has and how that is known, in sentences.
+
+For somebody who has a pod's name and a minute. Puts together what the book of pods, the ledger, the refusals and the journal say; for a pod
+that none of them knows it says where it was looked for. Used by `debug`, and through it by ``vgpu-agent status --pod``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.web import allocations, binding, cluster
+from vgpu_agent.web.moments import When, when
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vgpu_agent.journal import Entry
+    from vgpu_agent.pods import Pod, PodContainer
+    from vgpu_agent.status import AgentStatus
+    from vgpu_agent.web.allocations import AllocationView
+    from vgpu_agent.web.binding import RefusalView
+    from vgpu_agent.web.views import ShareView
+
+_SHOWN_EVENTS = 20
+
+
+class EventView(msgspec.Struct, frozen=True):
+    """One decision of the journal."""
+
+    event: str
+    when: When = When()
+    facts: dict[str, object] = {}
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """The answer.
+
+    Attributes:
+        answer: sentences, the most important first.
+        looked_at: where it was looked, and how fresh that is.
+        events: the last decisions about the pod, the oldest first.
+    """
+
+    pod: str
+    answer: tuple[str, ...] = ()
+    looked_at: tuple[str, ...] = ()
+    events: tuple[EventView, ...] = ()
+
+
+def explain(status: AgentStatus, now: float, name: str) -> Explanation:
+    """Everything about the pod ``namespace/name``."""
+    pod = max((pod for pod in status.cluster.pods if pod.full_name == name), key=lambda pod: pod.bound, default=None)
+    grants = allocations.of_pod(status, now, name)
+    refusals = [refusal for refusal in binding.refusals(status, now) if refusal.pod_name == name]
+    events = _events(status, name, {grant.token for grant in grants if grant.token})
+    sentences = tuple(_about(status, now, pod, grants, refusals) if pod else _unknown(status, name, grants, refusals, events))
+    shown = tuple(EventView(entry.event, when(entry.at, now), entry.facts) for entry in events[-_SHOWN_EVENTS:])
+    return Explanation(name, sentences, tuple(_looked_at(status, now)), shown)
+
+
+def pods(status: AgentStatus) -> tuple[str, ...]:
+    """The pods about which there is something to say: those that ask for our resources, hold some, or are refused."""
+    ours = cluster.our_resources(status)
+    asking = (pod.full_name for pod in status.cluster.pods if any(not ours.isdisjoint(container.limits) for container in pod.containers))
+    holding = (grant.owner.pod_name for grant in status.ledger.grants if grant.owner is not None and grant.owner.pod)
+    return tuple(sorted({*asking, *holding, *(refusal.pod.full_name for refusal in status.binding.refusals)}))
+
+
+def _about(status: AgentStatus, now: float, pod: Pod, grants: tuple[AllocationView, ...], refusals: list[RefusalView]) -> Iterator[str]:
+    """A pod that the watch shows."""
+    ours = cluster.our_resources(status)
+    asking = [container for container in pod.containers if any(name in ours for name in (*container.limits, *container.unreadable))]
+    if not asking:
+        wanted = sorted({name for container in pod.containers for name in container.limits})
+        yield (
+            f"No container of {pod.full_name} asks for a resource of this node's agent ({', '.join(sorted(ours)) or 'none is offered'}); "
+            f"its limits name {', '.join(wanted) or 'no extended resource'}."
+        )
+    for container in asking:
+        yield from _container(status, now, pod, container, grants, refusals)
+    if pod.ended:
+        yield f"The pod has ended ({pod.phase}); nothing of it starts again."
+    elif pod.deleting:
+        yield "The pod is being deleted."
+    for grant in grants:
+        if grant.pod_uid and grant.pod_uid != pod.kubelet_uid:
+            yield f"An earlier pod of that name (UID {grant.pod_uid}) still holds {_shares(grant.shares)} in container {grant.container}."
+    yield f"The pod has UID {pod.kubelet_uid}, phase {pod.phase}, and was placed by {pod.scheduler or 'an unknown scheduler'}."
+
+
+def _container(
+    status: AgentStatus,
+    now: float,
+    pod: Pod,
+    container: PodContainer,
+    grants: tuple[AllocationView, ...],
+    refusals: list[RefusalView],
+) -> Iterator[str]:
+    """One container that asks for something of ours."""
+    ours = cluster.our_resources(status)
+    for name, text in container.unreadable.items():
+        if name in ours:
+            yield f"Container {container.name} asks for {name} = {text[:60]!r}, which is no whole number."
+    for problem in status.not_ready:
+        if (resource := problem.part.removeprefix("resource ")) in container.limits:
+            yield f"Container {container.name} asks for {resource}, which is not served now: {problem.reason}."
+    refused = [refusal for refusal in refusals if (refusal.pod_uid, refusal.container) == (pod.kubelet_uid, container.name)]
+    yield from map(_refused, refused)
+    held = [
+        grant
+        for grant in grants
+        if grant.container == container.name and grant.pod_uid in {"", pod.kubelet_uid} and grant.resource in container.limits
+    ]
+    for grant in held:
+        if grant.shares or not refused:
+            yield from _held(grant, container)
+    if refused:
+        return  # kubelet has asked for all of it, or it would not have come to that
+    counted = status.ledger.rooms  # resources that are only there to be counted have no room of their own
+    for name in sorted(container.limits.keys() & counted.keys() - {grant.resource for grant in held}):
+        yield from _not_asked(status, now, pod, container, name)
+
+
+def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
+    if grant.shares:
+        yield f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; the grant is {grant.state}."
+    elif container.started:
+        yield f"Container {grant.container} holds {grant.ids_total} of {grant.resource} and runs, but what it was given is not known here."
+    else:
+        yield (
+            f"Container {grant.container} is promised {grant.ids_total} of {grant.resource} and has not started. What it gets is decided "
+            "when kubelet asks for its start, after images are pulled and earlier init containers have ended."
+        )
+    if grant.evidence:
+        yield f"That is known because: {'; '.join(grant.evidence)}."
+
+
+def _not_asked(status: AgentStatus, now: float, pod: Pod, container: PodContainer, resource: str) -> Iterator[str]:
+    """The container asks for ``resource`` and no grant says that it has it."""
+    guessed = [
+        grant
+        for grant in allocations.allocations(status, now)
+        if not grant.container and grant.decided_for == allocations.DecidedFor(pod.kubelet_uid, container.name)
+    ]
+    waiting = [grant for grant in allocations.unclaimed(status) if grant.resource == resource and not grant.decided_for]
+    if guessed:
+        yield (
+            f"Container {container.name} was probably meant by an Allocate {_seconds(guessed[0].reserved.seconds_ago or 0)} ago; "
+            "it is proven before the container starts."
+        )
+    elif waiting:
+        yield (
+            f"kubelet has asked for {resource} {_ago(waiting[0].reserved_at, now)} and its records do not say yet for which container; "
+            f"it may be {container.name} ({len(waiting)} such reservations)."
+        )
+    elif container.started:
+        yield f"Container {container.name} has run, and holds nothing of {resource} any more as far as the ledger knows."
+    elif not pod.ended:
+        yield (
+            f"kubelet has not asked for {resource} for container {container.name}: the pod is not admitted yet, or was refused before; "
+            "kubectl describe pod says which."
+        )
+
+
+def _refused(refusal: RefusalView) -> str:
+    times = "once" if refusal.count == 1 else f"{refusal.count} times"
+    after = "trying again cannot help" if refusal.final else "kubelet tries again by itself"
+    return (
+        f"Container {refusal.container} may not start: {refusal.reason.rstrip('.')}. "
+        f"Refused {times}, first {_seconds(refusal.since.seconds_ago or 0)} ago; {after}."
+    )
+
+
+def _unknown(
+    status: AgentStatus, name: str, grants: tuple[AllocationView, ...], refusals: list[RefusalView], events: list[Entry]
+) -> Iterator[str]:
+    """A pod that the watch does not show."""
+    for refusal in refusals:
+        yield _refused(refusal)
+    for grant in grants:
+        yield f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; the grant is {grant.state}."
+        if grant.evidence:
+            yield f"That is known because: {'; '.join(grant.evidence)}."
+    if grants:
+        missing = "no longer shown by the watch" if status.cluster.pods_synced else "known from kubelet's records only"
+        yield f"The pod itself is {missing}."
+    elif events:
+        yield f"There is no pod {name} on this node now; it was here, see the events."
+    else:
+        yield (
+            f"Nothing is known of a pod {name} on node {status.node or '(unnamed)'}. "
+            "It may be on another node or on none yet: kubectl get pod -o wide says where."
+        )
+
+
+def _looked_at(status: AgentStatus, now: float) -> Iterator[str]:
+    known = status.cluster
+    if not known.connected:
+        yield f"the watch of pods: there is none, because {known.without or 'the agent is starting'}"
+    else:
+        watch = known.watches[0] if known.watches else None
+        heard = f", last word {_ago(watch.last_event_at, now)}" if watch and watch.last_event_at else ""
+        failing = f", failing for {_seconds(now - watch.failing_since)}: {watch.last_error}" if watch and watch.failing_since else ""
+        yield f"the watch of pods: {len(known.pods)} pods, {'complete' if known.pods_synced else 'not complete yet'}{heard}{failing}"
+    verified = f"compared with kubelet's records {_ago(status.ledger.verified_at, now)}" if status.ledger.verified_at else "never verified"
+    yield f"the ledger: {len(status.ledger.grants)} grants, {verified}"
+    yield f"the refusals: {len(status.binding.refusals)}"
+    oldest = f", the oldest {_ago(status.events[0].at, now)}" if status.events else ""
+    yield f"the journal: {len(status.events)} events{oldest}"
+
+
+def _events(status: AgentStatus, name: str, tokens: set[str]) -> list[Entry]:
+    """What the journal says about the pod, by its name or by the tokens of its grants."""
+    return [entry for entry in status.events if entry.facts.get("pod") == name or entry.facts.get("token") in tokens]
+
+
+def _shares(shares: tuple[ShareView, ...]) -> str:
+    return " and ".join(_share(share) for share in shares) or "nothing"
+
+
+def _share(share: ShareView) -> str:
+    called = share.device if share.gpu_index is None else f"GPU {share.gpu_index} ({share.device})"
+    limits = [f"{share.memory_mib} MiB"] if share.memory_mib else []
+    limits += [f"{share.cores_percent} % of the cores"] if share.cores_percent else []
+    return f"{' and '.join(limits)} of {called}" if limits else f"{called} without a limit"
+
+
+def _ago(unix_seconds: float, now: float) -> str:
+    return f"{_seconds(now - unix_seconds)} ago"
+
+
+def _seconds(seconds: float) -> str:
+    whole = max(0, int(seconds))
+    return f"{whole} s" if whole < 600 else f"{whole // 60} min" if whole < 36000 else f"{whole // 3600} h"

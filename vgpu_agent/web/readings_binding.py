@@ -1,0 +1,79 @@
+"""How the metrics of `catalogue_binding` are read from a snapshot: rows of label values and a number, as in `readings`."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from vgpu_agent.web import binding, views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vgpu_agent.status import WatchStatus, WriterStatus
+    from vgpu_agent.web.readings import Moment, Row
+
+
+def binding_info(moment: Moment) -> Iterator[Row]:
+    """Late or early, where a family is on whose grants are bound."""
+    if any(family.by_pod for family in moment.status.binding.families):
+        yield (binding.mode_word(moment.status.binding) or "unknown",), 1
+
+
+def family_offered(moment: Moment) -> Iterator[Row]:
+    """Whether each family is served."""
+    return (((family.name,), family.offered) for family in moment.status.binding.families)
+
+
+def grants(moment: Moment) -> Iterator[Row]:
+    """Grants that hold something, counted."""
+    counts = collections.Counter((grant.family, grant.state.value) for grant in views.live_grants(moment.status))
+    return iter(counts.items())
+
+
+def pre_starts(moment: Moment) -> Iterator[Row]:
+    """PreStartContainer calls by result; the plugin counts the refused ones among all."""
+    for plugin in moment.status.plugins:
+        yield (plugin.resource, "granted"), plugin.pre_starts - plugin.pre_starts_refused
+        yield (plugin.resource, "refused"), plugin.pre_starts_refused
+
+
+def refused_starts(moment: Moment) -> Iterator[Row]:
+    """Both series always, so that an alert can be written on them."""
+    final = sum(refusal.final for refusal in moment.status.binding.refusals)
+    yield ("true",), final
+    yield ("false",), len(moment.status.binding.refusals) - final
+
+
+def api_requests(moment: Moment) -> Iterator[Row]:
+    """Requests as the client has counted them."""
+    return iter(moment.status.cluster.requests.items())
+
+
+def each_watch(value: Callable[[WatchStatus, float], float | None]) -> Callable[[Moment], Iterator[Row]]:
+    """One series a watch; none while ``value`` is None."""
+
+    def read(moment: Moment) -> Iterator[Row]:
+        for watch in moment.status.cluster.watches:
+            if (found := value(watch, moment.now)) is not None:
+                yield (watch.what,), found
+
+    return read
+
+
+def each_writer(value: Callable[[WriterStatus], float]) -> Callable[[Moment], Iterator[Row]]:
+    """One series a writer."""
+    return lambda moment: (((writer.what,), value(writer)) for writer in moment.status.cluster.writers)
+
+
+def writes(moment: Moment) -> Iterator[Row]:
+    """Writes by result."""
+    for writer in moment.status.cluster.writers:
+        yield (writer.what, "written"), writer.written
+        yield (writer.what, "failed"), writer.failed
+        yield (writer.what, "dropped"), writer.dropped
+
+
+def evictions(moment: Moment) -> Iterator[Row]:
+    """Evictions by result."""
+    return (((result,), count) for result, count in moment.status.cluster.evictions.items())
