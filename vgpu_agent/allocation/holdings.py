@@ -1,9 +1,9 @@
 """Who holds ids whose pod decides, from kubelet's records and the pods that we know; called by `allocator` before the ledger follows them.
 
-kubelet's records alone cannot tell an init container that has ended from one that runs, nor a pod that has ended from one whose only holder
-is an init container: pod-resources hides those, and the checkpoint keeps every container that was ever admitted, with ids that containers of
-one pod hand on to each other. The pods know which container is of which kind and which has started, so with them each id has one holder:
-the container that it is for.
+kubelet's records alone cannot tell an init container that has ended from one that runs, nor a pod that has ended from one whose only
+holder is an init container: pod-resources hides those, and the checkpoint keeps every container that was ever admitted, with ids that
+containers of one pod hand on to each other. The pods know which container is of which kind and which has started, so with them each id
+has one holder: the container that it is for.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from vgpu_agent.ledger.offers import Offers
 
+# The evidence of a grant whose container has ended: its share went on with the ids that the next container of its pod took.
+HANDED_ON = ("handed on to a container that came after",)
+
 Saved = dict[int, Grant]
 
 
@@ -102,7 +105,7 @@ class Grants:
         offered = self._offers.by_name.get(grant.resource)
         if grant.decided_for or (offered and offered.decided_by is Decider.POD):
             # The container that had been decided for has ended: its shares went with the ids that the next one took.
-            left = dataclasses.replace(grant, ids=rest, shares=(), decided_for=None, state=GrantState.RESERVED)
+            left = dataclasses.replace(grant, ids=rest, shares=(), decided_for=None, state=GrantState.RESERVED, evidence=HANDED_ON)
             self.enter(left)
             return
         devices = {self.device_behind(grant, id_) for id_ in rest}

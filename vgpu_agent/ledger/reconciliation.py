@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
+from vgpu_agent.ledger.grants import HANDED_ON
 from vgpu_agent.model import Correction, Grant, GrantState
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Reconciliation:
         shares, decided_for = grant.shares, grant.decided_for
         if not same_container and meaning.by_pod:
             shares, decided_for = meaning.shares, meaning.decided_for  # what was decided, was for another pod
-        elif not any(share.memory_mib for share in shares) and meaning.shares:
+        elif not any(share.memory_mib for share in shares) and meaning.shares and grant.evidence != HANDED_ON:
             # A GPU that did not answer when its grant was made may be known by now, or a pod that had not been seen.
             shares, decided_for = meaning.shares, meaning.decided_for
         named = dataclasses.replace(grant, owner=merged, shares=shares, decided_for=decided_for)
