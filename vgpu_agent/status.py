@@ -123,6 +123,28 @@ class LedgerStatus:
     decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not say what the holder gets
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContainerUsage:
+    """What one container uses of one of its devices, by its own library's count.
+
+    Attributes:
+        index: the device's place in the container.
+        limit_bytes: 0 when nothing limits it.
+        cores_percent: compute in use, by the library's own measurement.
+        last_kernel_at: when the container launched a kernel last, unix seconds; 0 when it never did, or its library does not say.
+    """
+
+    namespace: str
+    pod: str
+    container: str
+    index: int
+    uuid: str
+    used_bytes: int
+    limit_bytes: int
+    cores_percent: int = 0
+    last_kernel_at: int = 0
+
+
 @dataclasses.dataclass
 class FamilyStatus:
     """One family that is switched on."""
@@ -214,6 +236,7 @@ class AgentStatus:
     started_at: float = 0.0
     inventory: Inventory = dataclasses.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
+    containers: tuple[ContainerUsage, ...] = ()  # of those whose limits stand in a region of HAMi-core
     inventory_at: float = 0.0  # when the GPUs were last read, whether anything had changed or not
     usage_at: float = 0.0
     nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)

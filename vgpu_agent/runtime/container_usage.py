@@ -1,0 +1,177 @@
+"""What the containers of this node use of their GPUs, for the metrics: read from their shared regions, over and over.
+
+One loop, started by `agent`, copies the few pages of each region that say something; nothing is mapped, so a container that ends, or cuts
+its file short, cannot take the agent with it. Only directories of pods that are known to live are looked at: those that this agent makes,
+and those of the plugin that it replaces, whose pods run on (volcano-vgpu contract §6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.isolation.hami_usage import RegionUse, Unreadable, read_region
+from vgpu_agent.runtime.host_processes import HostProcesses
+from vgpu_agent.status import ContainerUsage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.pods import Pod, PodBook
+
+# Where volcano-vgpu-device-plugin has put its containers' directories up to v1.11; later ones use the same place as this agent.
+DIRECTORY_BEFORE_1_12 = "/tmp/vgpu/containers"  # noqa: S108 - a fact about that plugin
+
+_REGION_SUFFIX = ".cache"
+_MAX_FILES = 32  # of one directory; the container may fill it as it likes
+_READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_Names = dict[str, tuple["Pod", str]]  # directory name → pod and container
+
+
+class ContainerUsages:
+    """Reads the regions of the containers of this node.
+
+    State: `usage`, replaced as a whole after each look that found something else; and of which unreadable regions the journal has heard.
+    """
+
+    def __init__(
+        self, book: PodBook, directories: Sequence[str], journal: Journal, *, pause_seconds: float, proc_root: str = "/proc"
+    ) -> None:
+        """Build it.
+
+        Args:
+            book: the pods that live.
+            directories: where containers have a directory of their own, ``<pod UID>_<container>``; the first that has one is believed.
+            journal: told of regions that cannot be read.
+            pause_seconds: between two looks.
+            proc_root: where the host's processes are seen, if they are.
+        """
+        self.usage: Latest[tuple[ContainerUsage, ...]] = Latest(())
+        self._book = book
+        self._directories = tuple(dict.fromkeys(directories))
+        self._journal = journal
+        self._pause_seconds = pause_seconds
+        self._processes = HostProcesses(proc_root)
+        self._said: set[str] = set()
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._pause_seconds)
+
+    async def look(self) -> None:
+        """Read every region once and publish what has changed."""
+        names = self._live()
+        found = await asyncio.to_thread(self._read, names) if names else {}
+        self._say(names, {name: outcome.reason for name, outcome in found.items() if isinstance(outcome, Unreadable)})
+        # A pod is there twice while another of its name takes its place; the one that was bound later has the name.
+        usage = {
+            (pod.namespace, pod.name, container): _entries(pod, container, outcome)
+            for name, (pod, container) in names.items()
+            if isinstance(outcome := found.get(name), RegionUse)
+        }
+        shown = tuple(entry for owner in sorted(usage) for entry in usage[owner])
+        if shown != self.usage.value:
+            self.usage.publish(shown)
+
+    def _live(self) -> _Names:
+        # The replaced plugin names a static pod by the API server's UID, kubelet by the hash of its file.
+        return {
+            f"{uid}_{container.name}": (pod, container.name)
+            for pod in self._book.pods
+            if not pod.ended
+            for uid in (pod.uid, pod.kubelet_uid)
+            for container in pod.containers
+        }
+
+    def _say(self, names: _Names, troubles: Mapping[str, str]) -> None:
+        """One line for each region that cannot be read, as long as its container lives: what it says then is the container's own choice."""
+        for name, reason in troubles.items():
+            if name not in self._said:
+                pod, container = names[name]
+                self._journal.record(
+                    "region.unreadable", level="warning", pod=pod.full_name, container=container, directory=name, reason=reason
+                )
+        self._said = {name for name in (*self._said, *troubles) if name in names}
+
+    def _read(self, names: _Names) -> dict[str, RegionUse | Unreadable]:
+        """Runs in a thread."""
+        is_alive = self._processes.is_alive if self._processes.visible else _anybody
+        found: dict[str, RegionUse | Unreadable] = {}
+        for directory in self._directories:
+            for name in _listed(directory):
+                if name in names and name not in found and (outcome := _region(f"{directory}/{name}", is_alive)) is not None:
+                    found[name] = outcome
+        return found
+
+
+def _anybody(_hostpid: int, _pid: int) -> bool:
+    return True
+
+
+def _entries(pod: Pod, container: str, use: RegionUse) -> list[ContainerUsage]:
+    return [
+        ContainerUsage(
+            pod.namespace,
+            pod.name,
+            container,
+            device.index,
+            device.uuid,
+            device.used_bytes,
+            device.limit_bytes,
+            device.cores_percent,
+            use.last_kernel_at,
+        )
+        for device in use.devices
+    ]
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:  # no container has been there yet, or it is not mounted into the agent
+        return []
+
+
+def _region(path: str, is_alive: Callable[[int, int], bool]) -> RegionUse | Unreadable | None:
+    """The region in a container's directory; of several the one that was written last. None when there is nothing to say."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        with os.scandir(folder) as entries:
+            # Never opened: links, and devices, which do things when they are opened.
+            files = [entry.name for entry in itertools.islice(entries, _MAX_FILES) if entry.is_file(follow_symlinks=False)]
+        outcomes = [outcome for file in files if file.endswith(_REGION_SUFFIX) and (outcome := _file(folder, file, is_alive))]
+    except OSError:
+        return None
+    finally:
+        os.close(folder)
+    outcomes.sort(key=lambda outcome: (isinstance(outcome[1], RegionUse), outcome[0]))
+    return outcomes[-1][1] if outcomes else None
+
+
+def _file(folder: int, name: str, is_alive: Callable[[int, int], bool]) -> tuple[int, RegionUse | Unreadable] | None:
+    """When the file was written last, and what it says; None when it says nothing or has vanished."""
+    try:
+        descriptor = os.open(name, _READ_ONLY, dir_fd=folder)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        outcome = read_region(status.st_size, lambda offset, length: os.pread(descriptor, length, offset), is_alive=is_alive)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return None if outcome is None else (status.st_mtime_ns, outcome)
