@@ -23,7 +23,7 @@ import grpc
 
 from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint
 from vgpu_agent.sim.kubelet_faults import AdmissionError, Call, ContainerStartError, Faults
-from vgpu_agent.sim.kubelet_records import Allocation, Records, ResourceDevices
+from vgpu_agent.sim.kubelet_records import Records, ResourceDevices
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 from vgpu_agent.sim.protocol import podresources_pb2 as pod_resources
 
@@ -323,7 +323,9 @@ class SimulatedKubelet:
         for pod in [pod for pod in self.pods.values() if not pod.ended]:
             entry = response.pod_resources.add(name=pod.name, namespace=pod.namespace)
             for container in [each for each in pod.containers if not each.init]:  # plain init containers are not listed
-                _describe(entry.containers.add(name=container.name), self._records.of_container(pod.uid, container.name))
+                described = entry.containers.add(name=container.name)
+                for allocation in self._records.of_container(pod.uid, container.name):
+                    described.MergeFromString(allocation.described)
         return response
 
     async def _allocatable(self, _: pod_resources.AllocatableResourcesRequest, context: Any) -> pod_resources.AllocatableResourcesResponse:
@@ -370,13 +372,3 @@ class SimulatedKubelet:
 
 def _rejected(text: str) -> str:
     return f"Pod was rejected: Allocate failed due to {text}, which is unexpected"
-
-
-def _describe(entry: pod_resources.ContainerResources, allocations: Sequence[Allocation]) -> None:
-    """One entry for each id, as the real kubelet writes them."""
-    for allocation in allocations:
-        for node, ids in allocation.ids_by_node.items():
-            for device in ids:
-                devices = entry.devices.add(resource_name=allocation.resource, device_ids=[device])
-                if node != "-1":
-                    devices.topology.nodes.add(id=int(node))

@@ -7,6 +7,8 @@ Used by `kubelet` in this room only. It is the client side of the device plugin 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
@@ -30,13 +32,28 @@ class CallFailedError(Exception):
     """A call to the plugin failed; the text is as kubelet words it: ``rpc error: code = … desc = …``."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """How long one call to the plugin took; ``began`` is in `time.monotonic` seconds, ``ids`` the number of device ids it was about."""
+
+    method: str
+    began: float
+    seconds: float
+    ids: int
+
+
 class Endpoint:
-    """A device plugin as kubelet holds it: alive from `connect` until its stream ends."""
+    """A device plugin as kubelet holds it: alive from `connect` until its stream ends.
+
+    Attributes:
+        timings: of every call that was answered, oldest first.
+    """
 
     def __init__(self, resource: str, socket_path: Path) -> None:
         self.resource = resource
         self.socket_path = socket_path
         self.options: messages.DevicePluginOptions | None = None
+        self.timings: list[Timing] = []
         self.stopped_at: float | None = None
         self._channel = grpc.aio.insecure_channel(
             f"unix:{socket_path}",
@@ -108,7 +125,7 @@ class Endpoint:
         """
         request = messages.AllocateRequest()
         request.container_requests.add(device_ids=ids)
-        response = await self._call("Allocate", request, messages.AllocateResponse)
+        response = await self._call("Allocate", request, messages.AllocateResponse, ids=len(ids))
         if not response.container_responses:
             raise CallFailedError("no containers return in allocation response")
         answer: messages.ContainerAllocateResponse = response.container_responses[0]
@@ -121,7 +138,8 @@ class Endpoint:
             CallFailedError: refused, or not answered in time.
         """
         request = messages.PreStartContainerRequest(device_ids=ids)
-        await self._call("PreStartContainer", request, messages.PreStartContainerResponse, timeout_seconds=_PRE_START_SECONDS)
+        answer = messages.PreStartContainerResponse
+        await self._call("PreStartContainer", request, answer, ids=len(ids), timeout_seconds=_PRE_START_SECONDS)
 
     async def close(self) -> None:
         """Drop the connection; the stream ends with it."""
@@ -133,14 +151,15 @@ class Endpoint:
         self._hung_up = True
         await self._channel.close(None)
 
-    async def _call(self, method: str, request: Any, response: type[Any], *, timeout_seconds: float | None = None) -> Any:
+    async def _call(self, method: str, request: Any, response: type[Any], *, ids: int = 0, timeout_seconds: float | None = None) -> Any:
         call: Any = self._channel.unary_unary(
             f"{_SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=response.FromString,
         )
+        began = time.monotonic()
         try:
-            return await call(request, timeout=timeout_seconds)
+            answer = await call(request, timeout=timeout_seconds)
         except grpc.aio.AioRpcError as err:
             raise CallFailedError(_worded(err)) from err
         except asyncio.CancelledError:
@@ -149,6 +168,8 @@ class Endpoint:
             if not self._hung_up or (task is not None and task.cancelling()):
                 raise
             raise CallFailedError(f"endpoint {self.socket_path} has been stopped") from None
+        self.timings.append(Timing(method, began, time.monotonic() - began, ids))
+        return answer
 
 
 def _worded(err: grpc.aio.AioRpcError) -> str:
