@@ -7,8 +7,10 @@ device nodes from the same folder.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import shutil
 import tempfile
+import urllib.request
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,13 +46,28 @@ class NodeAgent:
     State: the simulated GPUs and the agent's files below a folder of its own, and an event loop that runs only while it is asked something.
     """
 
-    def __init__(self, rig: Rig, config: str, *, gpus: int, numa: Sequence[int] | None, node: int = 1) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        config: str,
+        *,
+        gpus: int,
+        numa: Sequence[int] | None = None,
+        node: int = 1,
+        model: str = "A100-SXM4-40GB",
+        uuids: Sequence[str] | None = None,
+        in_cluster: bool = False,
+    ) -> None:
+        """Make the GPUs; ``in_cluster`` lets the agent live in the rig's network and reach the API server as cluster admin.
+
+        In ``config``, ``FOLDER`` stands for the agent's own folder, which has the same path on the node.
+        """
         self.rig = rig
         self.folder = Path(tempfile.mkdtemp(prefix="vga", dir="/tmp"))
         self.folder.chmod(0o755)
-        self.simulated = SimulatedNode.create(self.folder / "gpus", model="A100-SXM4-40GB", gpus=gpus, numa=numa)
+        self.simulated = SimulatedNode.create(self.folder / "gpus", model=model, gpus=gpus, numa=numa, uuids=uuids)
         self.config = self.folder / "config.yaml"
-        self.config.write_text(config)
+        self.config.write_text(config.replace("FOLDER", str(self.folder)))
         self._node = node
         self._runner = asyncio.Runner()
         self.process = AgentProcess(
@@ -58,7 +75,9 @@ class NodeAgent:
             kubelet=rig.kubelet_dir(node),
             simulate=self.simulated.directory,
             config=self.config,
-            flags=["--node-name", rig.node_name(node)],
+            flags=["--node-name", rig.node_name(node), *(["--kubeconfig", str(rig.layout.kubeconfig())] if in_cluster else [])],
+            through=rig.in_network() if in_cluster else (),
+            opener=_opener_into(rig) if in_cluster else None,
         )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -101,6 +120,20 @@ class NodeAgent:
             lambda ledger: len(ledger["grants"]) == number and all(grant["state"] == "proven" for grant in ledger["grants"]),
         )
         return self.holders()
+
+
+def _opener_into(rig: Rig) -> urllib.request.OpenerDirector:
+    """Opens URLs as a process in the rig's network would."""
+
+    class Connection(http.client.HTTPConnection):
+        def connect(self) -> None:
+            self.sock = rig.connect(self.host, self.port)
+
+    class Handler(urllib.request.HTTPHandler):
+        def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+            return self.do_open(Connection, req)
+
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), Handler())
 
 
 def allocatable(rig: Rig, resource: str = GPU, node: int = 1) -> int:

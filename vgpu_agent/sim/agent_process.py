@@ -48,8 +48,25 @@ class AgentProcess:
         debug_listen: str = "127.0.0.1:0",
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        through: Sequence[str] = (),
+        opener: urllib.request.OpenerDirector | None = None,
     ) -> None:
+        """Build it.
+
+        Args:
+            log_path: where its log goes.
+            kubelet: the kubelet's root directory.
+            simulate: directory of the simulated GPUs.
+            config: its configuration file.
+            listen: what the flag ``--listen`` says.
+            debug_listen: what the flag ``--debug-listen`` says.
+            flags: more flags of `run`.
+            environment: what it has besides ours.
+            through: a command that becomes the one behind it, such as ``nsenter``, for an agent in another network.
+            opener: how its HTTP servers are reached from here; directly by default.
+        """
         self.log_path = log_path
+        self._through, self._opener = tuple(through), opener or _DIRECT
         self.public_address = self.debug_address = ""
         self._listen, self._debug_listen = listen, debug_listen
         self._flags = ["--kubelet-dir", str(kubelet), "--log-format", "json", *flags]
@@ -74,6 +91,7 @@ class AgentProcess:
         with await asyncio.to_thread(self.log_path.open, "ab") as log:
             self._log_from = log.tell()
             self._process = await asyncio.create_subprocess_exec(
+                *self._through,
                 sys.executable,
                 "-m",
                 "vgpu_agent",
@@ -114,7 +132,7 @@ class AgentProcess:
     async def get_text(self, path: str, *, debug: bool = False) -> tuple[int, str]:
         """Status and body of a GET; ``debug`` asks the debug address. (0, reason) when nobody answers."""
         url = f"http://{self.debug_address if debug else self.public_address}{path}"
-        return await asyncio.to_thread(_get, url)
+        return await asyncio.to_thread(_get, self._opener, url)
 
     async def get(self, path: str) -> Any:
         """The JSON behind a debug path.
@@ -214,9 +232,9 @@ def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _get(url: str) -> tuple[int, str]:
+def _get(opener: urllib.request.OpenerDirector, url: str) -> tuple[int, str]:
     try:
-        with _DIRECT.open(url, timeout=_HTTP_SECONDS) as response:
+        with opener.open(url, timeout=_HTTP_SECONDS) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as err:
         with err:

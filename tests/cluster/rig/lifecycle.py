@@ -342,7 +342,8 @@ class Rig:
             self.start_component("containerd", node=node.index)
             self.start_kubelet(node.index)
             for file in [*node.static_pods.iterdir(), *node.cdi_dir.iterdir()]:
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
+                # An agent that still runs tidies up there, too.
+                shutil.rmtree(file, ignore_errors=True) if file.is_dir() else file.unlink(missing_ok=True)
         for kind in ("daemonsets", "deployments"):
             self.api.delete(f"/apis/apps/v1/namespaces/default/{kind}")
         self.api.delete(_pods("default"))
