@@ -1,0 +1,110 @@
+"""Whether an early answer is right for the container that has it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tests.golden import U0, U1
+from vgpu_agent.allocation.guesses import Evidence, Given, Guesses, Verdict
+from vgpu_agent.isolation.edits import Edits, Provision
+from vgpu_agent.model import Grant, Owner, Share
+
+A, B = ("uid-a", "main"), ("uid-b", "main")
+SHARES = (Share(U0, 1000),)
+
+
+def provision(of: tuple[str, str], gpu: str = U0) -> Provision:
+    """What a container should be told: its GPU, and a folder of its own."""
+    return Provision(Edits({"GPU": gpu, "OWN": "/".join(of)}))
+
+
+def evidence(key: tuple[str, str], answer: Edits | None, **more: object) -> Evidence:
+    """A container of one pod that has ``answer``."""
+    answers = {key[1]: answer} if answer is not None else {}
+    found = Evidence(key, SHARES, {key[1]: provision(key)}, answers, elsewhere=(), handed_on=False)
+    return dataclasses.replace(found, **more)  # type: ignore[arg-type]  # the fields of Evidence
+
+
+def alive(_: str) -> bool:
+    """Nobody is gone."""
+    return False
+
+
+def test_the_answer_that_it_should_have_is_right_whoever_remembers_it() -> None:
+    """After a restart nothing is remembered, and kubelet's copy is enough."""
+    assert Guesses().judge("t", evidence(A, provision(A).edits), alive) is Verdict.RIGHT
+
+
+def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
+    """An init container and the one behind it are told each its own; a third one's answer to either is wrong."""
+    expected = {"init": provision(("uid-a", "init")), "main": provision(A)}
+    right = evidence(A, None, expected=expected, answers={name: each.edits for name, each in expected.items()}, handed_on=True)
+    assert Guesses().judge("t", right, alive) is Verdict.RIGHT
+    wrong = dataclasses.replace(right, answers={"init": provision(B).edits, "main": provision(A).edits})
+    assert Guesses().judge("t", wrong, alive) is Verdict.WRONG
+
+
+def test_without_the_checkpoint_memory_speaks_but_not_for_init_containers() -> None:
+    """What we remember is one answer for the ids; which of a pod's containers starts with it would be a guess."""
+    guesses = Guesses()
+    guesses.made("t", Given(A, SHARES, provision(A)))
+    assert guesses.judge("t", evidence(A, None), alive) is Verdict.RIGHT
+    assert guesses.judge("t", evidence(A, None, handed_on=True), alive) is Verdict.LATER
+    assert Guesses().judge("t", evidence(A, None), alive) is Verdict.WRONG
+
+
+def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> None:
+    """Before the other is admitted nobody knows that it will get it; afterwards both are right."""
+    guesses = Guesses()
+    guesses.made("t1", Given(A, SHARES, provision(A)))
+    assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.LATER
+    guesses.made("t2", Given(B, SHARES, provision(B)))
+    assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.EXCHANGE
+    assert guesses.exchange("t1", B) == A
+    assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.RIGHT
+    assert guesses.judge("t2", evidence(A, provision(B).edits), alive) is Verdict.RIGHT
+
+
+def test_what_was_meant_for_a_pod_that_is_gone_may_be_kept() -> None:
+    """Nobody else will ever have it."""
+    guesses = Guesses()
+    guesses.made("t1", Given(A, SHARES, provision(A)))
+    assert guesses.judge("t1", evidence(B, provision(A).edits), lambda uid: uid == "uid-a") is Verdict.EXCHANGE
+
+
+def test_an_answer_that_somebody_else_has_is_not_shared() -> None:
+    """Two containers would have one folder."""
+    guesses = Guesses()
+    guesses.made("t1", Given(A, SHARES, provision(A)))
+    guesses.made("t2", Given(B, SHARES, provision(B)))
+    crowded = evidence(B, provision(A).edits, elsewhere=(provision(A).edits,))
+    assert guesses.judge("t1", crowded, alive) is Verdict.WRONG
+
+
+def test_unequal_shares_are_never_exchanged() -> None:
+    """Another GPU, another limit: refused."""
+    guesses = Guesses()
+    guesses.made("t1", Given(A, (Share(U1, 1000),), provision(A, U1)))
+    guesses.made("t2", Given(B, SHARES, provision(B)))
+    assert guesses.judge("t1", evidence(B, provision(A, U1).edits), alive) is Verdict.WRONG
+
+
+def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:
+    """It has not been answered by it, and the one who has it has."""
+    guesses = Guesses()
+    guesses.made("t1", Given(A, SHARES, provision(A)))
+    assert guesses.refuted("t1", B) is not None
+    assert guesses.answered == {B}
+    assert guesses.refuted("t1", B) is None
+
+
+def test_kubelets_records_correct_who_was_answered() -> None:
+    """Verification names the holder before it starts: the one that it was taken for has nothing."""
+    guesses = Guesses()
+    guesses.made("t1", Given(A, SHARES, provision(A)))
+    grant = Grant(1, "f", "r", ("x",), SHARES, owner=Owner("main", "uid-b", "ns", "b"), decided_for=A)
+    guesses.learn([B], [grant])
+    assert guesses.answered == {B}
+    guesses.keep_only({"uid-a"})
+    guesses.keep_tokens(())
+    assert (guesses.answered, guesses.given) == (set(), {})

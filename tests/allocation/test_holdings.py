@@ -1,0 +1,90 @@
+"""Who holds an id, when kubelet's checkpoint names several containers for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.allocation.binding_parts import NUMBER, a_pod, init
+from vgpu_agent.allocation.holdings import is_over, told_apart
+from vgpu_agent.model import Holding, KubeletRecords, Owner
+from vgpu_agent.pods import Pod, PodBook, PodContainer
+
+OTHER = Holding("nvidia.com/gpu", ("g",), Owner("main", "uid-other", "default", "other"))
+
+
+def line(pod: Pod, container: str, *ids: str) -> Holding:
+    """A line of the checkpoint."""
+    return Holding(NUMBER, ids, Owner(container, pod.uid))
+
+
+def listed(pod: Pod, container: str, *ids: str) -> Holding:
+    """What pod-resources says, joined with the UID."""
+    return Holding(NUMBER, ids, Owner(container, pod.uid, pod.namespace, pod.name))
+
+
+def book(*pods: Pod) -> PodBook:
+    """A book that has listed these pods."""
+    known = PodBook()
+    known.replace(pods)
+    return known
+
+
+def held(records: KubeletRecords, known: PodBook) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(UID, container) → ids, after they were told apart."""
+    found = told_apart(records, {NUMBER}, known)
+    assert [holding for holding in found.holdings if holding.resource != NUMBER] == [OTHER]
+    return {(holding.owner.pod_uid, holding.owner.container): holding.ids for holding in found.holdings if holding.resource == NUMBER}
+
+
+def test_ids_are_for_the_container_that_comes_last() -> None:
+    """An init container has what nobody after it has taken."""
+    pod = a_pod("train", init("prepare", 2), "main")
+    entries = (line(pod, "prepare", "a", "b"), line(pod, "main", "a"))
+    records = KubeletRecords((OTHER, listed(pod, "main", "a")), entries=entries)
+    assert held(records, book(pod)) == {(pod.uid, "main"): ("a",), (pod.uid, "prepare"): ("b",)}
+
+
+def test_a_pod_whose_only_holder_is_an_init_container_is_alive_while_the_api_server_says_so() -> None:
+    """pod-resources shows nothing of it."""
+    pod = a_pod("train", init("prepare"), PodContainer("main"))
+    records = KubeletRecords((OTHER,), entries=(line(pod, "prepare", "a"),))
+    assert held(records, book(pod)) == {(pod.uid, "prepare"): ("a",)}
+    assert held(records, book(dataclasses.replace(pod, phase="Succeeded"))) == {}
+    assert held(records, book()) == {}
+
+
+@pytest.mark.parametrize(("complete", "expected"), [(True, {}), (False, {("uid-train", "main"): ("a",)})])
+def test_an_unseen_pod_counts_only_where_nobody_could_speak_for_it(
+    *, complete: bool, expected: dict[tuple[str, str], tuple[str, ...]]
+) -> None:
+    """Before the first list, and without pod-resources, an entry may be a live pod's; otherwise it is what an ended one left."""
+    records = KubeletRecords((OTHER,), complete=complete, entries=(line(a_pod("train"), "main", "a"),))
+    assert held(records, PodBook()) == expected
+
+
+def test_the_smaller_entry_of_an_unknown_pod_is_the_later_one() -> None:
+    """Without the pod nobody knows which is the init container; one that asks for more is likelier to be it."""
+    pod = a_pod("train")
+    entries = (line(pod, "a-large", "a", "b"), line(pod, "small", "a"))
+    assert held(KubeletRecords((OTHER,), complete=False, entries=entries), PodBook()) == {
+        (pod.uid, "small"): ("a",),
+        (pod.uid, "a-large"): ("b",),
+    }
+
+
+def test_without_a_checkpoint_the_records_stay_as_they_are() -> None:
+    """There is nothing to sort out."""
+    pod = a_pod("train")
+    records = KubeletRecords((OTHER, listed(pod, "main", "a")))
+    assert told_apart(records, {NUMBER}, book(pod)) is records
+
+
+def test_an_init_container_is_over_once_a_later_one_has_started() -> None:
+    """Sidecars and main containers are never over before their pod is."""
+    pod = a_pod("train", init("first"), init("second"), "main")
+    assert [is_over(pod, name) for name in ("first", "second", "main", "unknown")] == [False] * 4
+    containers = (*pod.containers[:2], dataclasses.replace(pod.containers[2], started=True))
+    started = dataclasses.replace(pod, containers=containers)
+    assert [is_over(started, name) for name in ("first", "second", "main")] == [True, True, False]
