@@ -20,6 +20,7 @@ from vgpu_agent.status import (
     AgentStatus,
     BindingStatus,
     ClusterStatus,
+    ContainerUsage,
     FamilyStatus,
     KubeletStatus,
     LedgerStatus,
@@ -226,6 +227,7 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
         volcano_vgpu={"split": 10},
         foreign_problems=("device-config.yaml: nvidia.deviceMemoryScaling is no number",),
     )
+    node.containers = (ContainerUsage("ml", "served", "main", 0, "GPU-0", 1 << 30, 4 << 30, 25, int(NOW) - 8),)
     node.plugins = (
         *node.plugins,
         PluginStatus(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from vgpu_agent.status import NvmlState
 from vgpu_agent.web import readings, views
 from vgpu_agent.web.catalogue_binding import BINDING, CLUSTER
+from vgpu_agent.web.catalogue_volcano import VOLCANO
 from vgpu_agent.web.metric import Kind, Metric
 
 _G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
@@ -289,6 +290,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     *BINDING,
     *CLUSTER,
+    *VOLCANO,
     # NVML
     Metric(
         "vgpu_agent_nvml_up",
