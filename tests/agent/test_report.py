@@ -1,12 +1,13 @@
-"""The verdicts behind ``/readyz`` and ``/livez``: which trouble fails which of them, and in what words."""
+"""The verdicts behind ``/readyz`` and ``/livez``, in what words; and what is collected about ledger, binding and API server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.golden import golden_inventory
 from vgpu_agent.agent.binding_report import BindingReport
@@ -16,19 +17,29 @@ from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.offering import Offering
 from vgpu_agent.agent.reload import Reload
+from vgpu_agent.agent.remembered import Remembered
 from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.cluster.config_map import ConfigMapWatch
+from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.status import KubeletStatus, NvmlState, PluginState
+from vgpu_agent.model import Decider, Resource, Share
+from vgpu_agent.pods import Pod
+from vgpu_agent.status import FamilyStatus, KubeletStatus, NvmlState, PluginState
+
+VGPU = "volcano.sh/vgpu-number"
 
 
 class Parts:
@@ -51,8 +62,9 @@ class Parts:
             supervisor=supervisor,
             journal=journal,
         )
+        self.containers: Latest[tuple[ContainerUsage, ...]] = Latest(())
         self.cluster, self.refusals = ClusterSide(settings, journal, supervisor), Refusals()
-        families = FamiliesInForce(
+        self.families = FamiliesInForce(
             settings,
             origins={},
             allocator=self.allocator,
@@ -79,8 +91,9 @@ class Parts:
             supervisor=supervisor,
             journal=journal,
             lag=LoopLag(),
-            binding=BindingReport(self.allocator, families, self.offering, self.refusals),
+            binding=BindingReport(self.allocator, self.families, self.offering, self.refusals),
             cluster=ClusterReport(self.cluster),
+            containers=self.containers,
         )
         self.report.starting = ""
         self.watch.status.state = NvmlState.ANSWERING
@@ -153,3 +166,103 @@ async def test_a_stuck_loop_is_named_with_the_time_it_has_been_silent(tmp_path: 
         assert node.not_alive == {}
         node.supervisor._beats["watch"] -= 9
         assert node.not_alive == {"task watch": "no sign of life for 20 s; it will not come back by itself"}
+
+
+def a_resource(name: str, family: str, ids: Sequence[DeviceId], **changes: Any) -> Resource:
+    """One offer."""
+    return Resource(name, family, ids, **changes)
+
+
+async def test_a_device_may_have_as_many_holders_as_one_family_allows(tmp_path: Path) -> None:
+    """It serves one family at a time, and ids that are only counted are nobody's places."""
+    gpu = golden_inventory().gpus[0].uuid
+    async with parts(tmp_path) as node:
+        node.ledger.offer(
+            (
+                a_resource("nvidia.com/gpu", "nvidia", (DeviceId("n-0", gpu), DeviceId("n-1", gpu)), holders_per_device=2),
+                a_resource(VGPU, "volcano-vgpu", NumberedIds((IdBlock("v-", 10, gpu),)), holders_per_device=10, decided_by=Decider.POD),
+                a_resource("volcano.sh/vgpu-memory", "volcano-vgpu", NumberedIds((IdBlock("m-", 81920, gpu),)), decided_by=Decider.NOBODY),
+            )
+        )
+        ledger = node.report.status().ledger
+    assert ledger.capacity == {gpu: 10}
+    assert ledger.decided_by_pod == {VGPU}
+    assert sorted(ledger.rooms) == ["nvidia.com/gpu", VGPU]
+    assert ledger.rooms[VGPU][0].holders_free == 10
+
+
+async def test_what_the_ledger_offers_is_counted_once_for_each_change(tmp_path: Path) -> None:
+    """A scrape or a probe must not count tens of thousands of ids."""
+    gpu = golden_inventory().gpus[0].uuid
+    async with parts(tmp_path) as node:
+        first = node.report.status().ledger
+        assert node.report.status().ledger.rooms is first.rooms
+        node.ledger.reserve("nvidia.com/gpu", [next(entry.id for entry in node.ledger.resource("nvidia.com/gpu").ids)], (Share(gpu),))
+        assert node.report.status().ledger.free["nvidia.com/gpu"] == first.free["nvidia.com/gpu"] - 1
+
+
+async def test_refusals_and_the_binding_mode_are_reported(tmp_path: Path) -> None:
+    """With the counters of the binder, which is not there where ids name GPUs."""
+    async with parts(tmp_path) as node:
+        node.refusals.refuse(Pod("uid-1", "default", "train"), "main", VGPU, "no GPU has 8000 MiB left")
+        node.allocator.mode = BindingMode(late=False, by_annotation=False, reason="binding.mode is early")
+        binding = node.report.status().binding
+    assert [refusal.reason for refusal in binding.refusals] == ["no GPU has 8000 MiB left"]
+    assert binding.mode == node.allocator.mode
+    assert (binding.ambiguities, binding.wrong_guesses, binding.exchanges) == (0, 0, 0)
+
+
+async def test_families_are_reported_with_what_keeps_them_from_being_offered(tmp_path: Path) -> None:
+    """A family whose plugin server runs is offered; of the other one the reason is known."""
+    async with parts(tmp_path) as node:
+        node.families._families = Families((NvidiaFamily(NvidiaOptions()),))
+        assert node.report.status().binding.families == (FamilyStatus("nvidia"),)
+        await node.offering.stop()
+        node.offering.blocked = {"nvidia": "it is switched off"}
+        assert node.report.status().binding.families == (FamilyStatus("nvidia", offered=False, trouble="it is switched off"),)
+
+
+async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> None:
+    """And has neither watches nor writers."""
+    async with parts(tmp_path) as node:
+        await node.cluster.connect()
+        cluster = node.report.status().cluster
+    assert (cluster.connected, cluster.without, cluster.waits_for) == (False, "no family that needs the API server is on", "")
+    assert (cluster.watches, cluster.writers, cluster.requests) == ((), (), {})
+
+
+class Source:
+    """An API server that is asked for nothing here."""
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        """Never answered."""
+        raise AssertionError(path)
+
+    def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """Never answered."""
+        raise AssertionError(path)
+
+
+async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
+    """How long a watch fails, and that what an earlier agent had read stands in for the Node."""
+    async with parts(tmp_path) as node:
+        cluster, journal, settings = node.cluster, Journal(), Cluster()
+        cluster.pods = PodWatch(Source(), "node-a", cluster.book, settings=settings, journal=journal)
+        cluster.nodes = NodeWatch(Source(), "node-a", settings=settings, journal=journal)
+        cluster.config_map = ConfigMapWatch(Source(), settings=settings, journal=journal)
+        cluster.config_map.statuses["kube-system"].lists = 1
+        cluster.remembered = Remembered("node-a", "v1.30.0", "containerd://2.0.1", "version: v1")
+        cluster.pods.status.failing, cluster.pods.status.failing_since = True, 17.0
+        cluster.nodes.status.failing_since = 3.0  # it is over
+        found = node.report.status().cluster
+    assert [(watch.what, watch.failing_since, watch.essential) for watch in found.watches] == [
+        ("pods of this node", 17.0, True),
+        ("this node", 0.0, True),
+        ("ConfigMap kube-system/volcano-vgpu-device-config", 0.0, False),
+    ]
+    assert found.remembered == {
+        "kubelet_version": "v1.30.0",
+        "runtime_version": "containerd://2.0.1",
+        "device_config": True,
+        "in_use": True,
+    }
