@@ -37,6 +37,9 @@ class ListedDevice:
     healthy: bool
 
 
+_MOST_DIGITS = 18  # more than any count has; a hostile id cannot make us read a number of a million digits
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class IdBlock:
     """``count`` ids of one device: ``prefix`` followed by 0, 1, …"""
@@ -46,11 +49,19 @@ class IdBlock:
     device: str
     numa_node: int | None = None
 
+    def number(self, id_: str) -> int | None:
+        """The number behind the prefix; None when this block does not contain the id."""
+        if not id_.startswith(self.prefix):
+            return None
+        digits = id_[len(self.prefix) :]
+        if not digits.isdecimal() or not digits.isascii() or (digits[0] == "0" and digits != "0") or len(digits) > _MOST_DIGITS:
+            return None
+        number = int(digits)
+        return number if number < self.count else None
+
     def find(self, id_: str) -> DeviceId | None:
         """The id of that text, None when this block does not contain it."""
-        number = id_.removeprefix(self.prefix)
-        canonical = len(number) < len(id_) and number.isdecimal() and number.isascii() and str(int(number)) == number
-        return DeviceId(id_, self.device, self.numa_node) if canonical and int(number) < self.count else None
+        return DeviceId(id_, self.device, self.numa_node) if self.number(id_) is not None else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,3 +100,53 @@ class NumberedIds(Sequence[DeviceId]):
     def find(self, id_: str) -> DeviceId | None:
         """The id of that text, None when it is not among them."""
         return next((found for block in self.blocks if (found := block.find(id_))), None)
+
+    def device(self, id_: str) -> str | None:
+        """The device behind the id of that text, None when it is not among them."""
+        for block in self.blocks:
+            if block.number(id_) is not None:
+                return block.device
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NumberedList(Sequence[ListedDevice]):
+    """The list that kubelet is to see of `NumberedIds`: all ids of a block are healthy or none. Equal when both parts are.
+
+    Attributes:
+        blocks: each with whether its ids may be given to somebody.
+        others: ids that are not offered any more and still held, of devices that are ill.
+    """
+
+    blocks: tuple[tuple[IdBlock, bool], ...]
+    others: tuple[ListedDevice, ...] = ()
+
+    @property
+    def healthy_count(self) -> int:
+        """How many of the ids may be given to somebody."""
+        return sum(block.count for block, healthy in self.blocks if healthy) + sum(entry.healthy for entry in self.others)
+
+    def __len__(self) -> int:
+        return sum(block.count for block, _ in self.blocks) + len(self.others)
+
+    def __iter__(self) -> Iterator[ListedDevice]:
+        for block, healthy in self.blocks:
+            for entry in NumberedIds((block,)):
+                yield ListedDevice(entry, healthy)
+        yield from self.others
+
+    @overload
+    def __getitem__(self, index: int) -> ListedDevice: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ListedDevice]: ...
+    def __getitem__(self, index: int | slice) -> ListedDevice | Sequence[ListedDevice]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        place = index + len(self) if index < 0 else index
+        for block, healthy in self.blocks:
+            if 0 <= place < block.count:
+                return ListedDevice(NumberedIds((block,))[place], healthy)
+            place -= block.count
+        if place < 0:
+            raise IndexError(index)
+        return self.others[place]

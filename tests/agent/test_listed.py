@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.agent.fake_server import GPU, FakeServer
 from vgpu_agent.agent.listed import ListedIds
 from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.plugin import Told
@@ -37,9 +39,10 @@ class Compared:
             journal=self.journal,
         )
 
-    async def allocatable(self) -> dict[str, frozenset[str]]:
+    async def allocatable(self, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str]]:
         """Stands in for kubelet."""
         self.calls += 1
+        assert offered
         if self.error is not None:
             raise self.error
         return self.listed

@@ -202,7 +202,7 @@ def allocatable(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When kubelet was asked what can be allocated; it answers that nothing can."""
     asked_at: list[float] = []
 
-    async def nothing(_: object) -> dict[str, frozenset[str]]:
+    async def nothing(*_: object) -> dict[str, frozenset[str]]:
         asked_at.append(round(asyncio.get_running_loop().time(), 3))
         return {}
 

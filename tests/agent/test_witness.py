@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,9 +30,9 @@ class Lister(PodResources):
         self.let = asyncio.Event()
         self.error = ""
 
-    async def list(self) -> tuple[Holding, ...]:
+    async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
         self.readings += 1
-        seen = tuple(self.holdings)
+        seen = tuple(holding for holding in self.holdings if wanted(holding.resource))
         await self.let.wait()
         if self.error:
             raise KubeletError(self.error)

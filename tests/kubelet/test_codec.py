@@ -13,6 +13,7 @@ from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.errors import ConfigError, KubeletError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet import codec
+from vgpu_agent.kubelet.held_ids import decode_allocatable, decode_pod_resources
 from vgpu_agent.model import Holding, Owner, Resource
 from vgpu_agent.protocol import v1beta1
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as google
@@ -267,7 +268,7 @@ def test_one_container_in_two_entries_is_united() -> None:
     container.devices.add(resource_name="other", device_ids=["x"])
     response.pod_resources.add(name="idle", namespace="ns").containers.add(name="c")
 
-    assert codec.decode_pod_resources(response.SerializeToString()) == (
+    assert decode_pod_resources(response.SerializeToString()) == (
         Holding("r", ("a", "b", "c"), Owner("c", namespace="ns", pod="p")),
         Holding("other", ("x",), Owner("c", namespace="ns", pod="p")),
     )
@@ -280,14 +281,17 @@ def test_what_can_be_allocated_is_united_by_resource() -> None:
     response.devices.add(resource_name="r", device_ids=["b", "a"])
     response.devices.add(resource_name="other", device_ids=["x"])
 
-    assert codec.decode_allocatable(response.SerializeToString()) == {"r": frozenset({"a", "b"}), "other": frozenset({"x"})}
+    assert decode_allocatable(response.SerializeToString(), {"r": (), "other": (), "none": ()}) == {
+        "r": frozenset({"a", "b"}),
+        "other": frozenset({"x"}),
+    }
 
 
 @given(st.binary(max_size=120))
 def test_a_junk_answer_about_what_can_be_allocated_is_an_error_or_a_picture(answer: bytes) -> None:
     """Nothing that comes back from the socket leads to another exception."""
     try:
-        listed = codec.decode_allocatable(answer)
+        listed = decode_allocatable(answer, {})
     except KubeletError:
         return
     assert all(isinstance(ids, frozenset) for ids in listed.values())
@@ -297,7 +301,7 @@ def test_a_junk_answer_about_what_can_be_allocated_is_an_error_or_a_picture(answ
 def test_a_junk_answer_of_pod_resources_is_an_error_or_a_picture(answer: bytes) -> None:
     """Nothing that comes back from the socket leads to another exception."""
     try:
-        holdings = codec.decode_pod_resources(answer)
+        holdings = decode_pod_resources(answer)
     except KubeletError:
         return
     assert all(holding.ids for holding in holdings)

@@ -189,10 +189,11 @@ async def test_what_can_be_allocated_is_every_healthy_id(kubelet: SimulatedKubel
     await kubelet.until(lambda: kubelet.resource(R).allocatable == 8)
     await kubelet.admit("p", [Container("c", {R: 2})])
 
-    assert await pod_resources.allocatable() == {R: {device.id for device in shared_resource().ids}}
+    assert await pod_resources.allocatable({R: shared_resource().ids}) == {R: {device.id for device in shared_resource().ids}}
     backend.lose(U0)
     await kubelet.until(lambda: kubelet.resource(R).allocatable == 4)
-    assert await pod_resources.allocatable() == {R: {device.id for device in shared_resource().ids if device.device == U1}}
+    left = {device.id for device in shared_resource().ids if device.device == U1}
+    assert await pod_resources.allocatable({R: shared_resource().ids}) == {R: left}
 
 
 async def test_a_kubelet_that_does_not_tell_what_can_be_allocated(kubelet: SimulatedKubelet, pod_resources: PodResources) -> None:
@@ -200,7 +201,7 @@ async def test_a_kubelet_that_does_not_tell_what_can_be_allocated(kubelet: Simul
     kubelet.faults.no_allocatable = True
 
     with pytest.raises(AllocatableUnsupportedError, match=r"^pod-resources: .*has no GetAllocatableResources"):
-        await pod_resources.allocatable()
+        await pod_resources.allocatable({R: shared_resource().ids})
 
     assert await pod_resources.list() == ()
 
@@ -212,7 +213,7 @@ async def test_what_can_be_allocated_is_not_asked_of_a_busy_kubelet(kubelet: Sim
         await pod_resources.list()
 
     with pytest.raises(KubeletBusyError, match=r"^pod-resources: kubelet was asked too often"):
-        await pod_resources.allocatable()
+        await pod_resources.allocatable({R: shared_resource().ids})
 
     assert kubelet.called("GetAllocatableResources") == []
 

@@ -98,8 +98,8 @@ async def test_what_kubelet_was_told_is_known_while_a_stream_is_open(kubelet: Si
     await _all_offered(kubelet, number=4)
 
     assert plugin.told is not None
-    assert plugin.told.healthy == set(kubelet.resource(RESOURCE).healthy)
-    assert plugin.told.ids == {device.id for device in shared_resource().ids}
+    assert {entry.id.id for entry in plugin.told.devices if entry.healthy} == set(kubelet.resource(RESOURCE).healthy)
+    assert {device.id for device in plugin.told.offered} == {device.id for device in shared_resource().ids}
     assert plugin.told.seconds_ago < 5
 
 

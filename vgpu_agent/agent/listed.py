@@ -21,10 +21,11 @@ from vgpu_agent.kubelet.pod_resources import AllocatableUnsupportedError
 from vgpu_agent.kubelet.registration import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
+    from vgpu_agent.kubelet.held_ids import SeenNumbers
     from vgpu_agent.kubelet.plugin import Told
     from vgpu_agent.kubelet.pod_resources import PodResources
     from vgpu_agent.status import KubeletStatus, PluginStatus
@@ -94,10 +95,11 @@ class ListedIds:
     async def compare(self) -> bool:
         """Compare once, with at most one call to pod-resources; whether a second look should follow soon."""
         servers = [server for server in self._servers() if server.told is not None]
+        offered = {server.status.resource: told.offered for server in servers if (told := server.told)}
         if not servers or self._silent_kubelet == self._kubelet.restarts_seen:
             return False
         try:
-            listed = await self._pod_resources.allocatable()
+            listed = await self._pod_resources.allocatable(offered)
         except AllocatableUnsupportedError as err:
             self._silent_kubelet = self._kubelet.restarts_seen
             _logger.debug("kubelet.allocatable_unsupported", reason=str(err))
@@ -110,14 +112,14 @@ class ListedIds:
         # Each is looked at, so no short cut with any().
         return True in [self._look(server, listed.get(server.status.resource, frozenset())) for server in servers]
 
-    def _look(self, server: Server, listed: frozenset[str]) -> bool:
+    def _look(self, server: Server, listed: frozenset[str] | SeenNumbers) -> bool:
         """Whether to look again soon."""
         status, told = server.status, server.told
         course = self._courses.setdefault(status.resource, _Course(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds)))
         if told is None or told.seconds_ago < _SETTLING_SECONDS:
             course.doubted = False
             return False
-        missing, strangers = told.healthy - listed, listed - told.ids
+        missing, strangers = told.differences(listed)
         if not missing and not strangers:
             self._note_fine(status, course)
             return False
@@ -125,7 +127,7 @@ class ListedIds:
         if not course.doubted:
             course.doubted = True
             return True
-        self._note_difference(status, len(missing), strangers)
+        self._note_difference(status, missing, strangers)
         if missing:
             self._register_again(server, course)
         return False
@@ -138,7 +140,7 @@ class ListedIds:
         course.registered_again_at, course.pause_seconds, course.doubted = now, course.backoff.pause(), False
         server.register_again(server.status.complaint)
 
-    def _note_difference(self, status: PluginStatus, missing: int, strangers: frozenset[str]) -> None:
+    def _note_difference(self, status: PluginStatus, missing: int, strangers: Collection[str]) -> None:
         before, was_listed = status.complaint, not status.not_listed
         status.not_listed = _NOT_LISTED if missing else ""
         if missing and was_listed:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.agent.listed import ListedIds
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.kubelet.waiting import first_of
+from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -102,7 +103,8 @@ class Verification:
     async def _verify(self, *, initial: bool = False) -> bool:
         """Compare once with the ledger; whether pod-resources answered."""
         newest = self._ledger.newest
-        records = await read_records(self._pod_resources, self._settings.checkpoint_path)
+        counted = frozenset(offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY)
+        records = await read_records(self._pod_resources, self._settings.checkpoint_path, lambda name: name not in counted)
         now = self._clock()
         if records.trouble and records.trouble != self._kubelet.records_trouble:
             self._journal.record("kubelet.records_incomplete", level="warning", reason=records.trouble)

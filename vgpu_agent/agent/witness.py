@@ -70,34 +70,30 @@ class KubeletWitness:
         listed: tuple[Holding, ...] | None = None
         entries: tuple[CheckpointEntry, ...] | None = None
         try:
-            listed = await self._pod_resources.list()
+            listed = await self._pod_resources.list(names.__contains__)
         except KubeletError as err:
             trouble.append(str(err))
         try:
             # After List, which makes kubelet forget ended pods, so that fewer of them are still in the file.
-            entries = await read_checkpoint(self._checkpoint)
+            entries = await read_checkpoint(self._checkpoint, names.__contains__)
         except CheckpointError as err:
             trouble.append(str(err))
         return Testimony(
-            checkpoint=None if entries is None else _holdings(entries, names),
-            pod_resources=None if listed is None else tuple(holding for holding in listed if holding.resource in names),
-            answers=_answers(entries or (), names, trouble) if self._with_answers() else {},
+            checkpoint=None if entries is None else _holdings(entries),
+            pod_resources=listed,
+            answers=_answers(entries or (), trouble) if self._with_answers() else {},
             trouble="; ".join(trouble),
         )
 
 
-def _holdings(entries: Iterable[CheckpointEntry], names: Collection[str]) -> tuple[Holding, ...]:
-    return tuple(
-        Holding(entry.resource_name, entry.ids, Owner(entry.container_name, entry.pod_uid))
-        for entry in entries
-        if entry.resource_name in names
-    )
+def _holdings(entries: Iterable[CheckpointEntry]) -> tuple[Holding, ...]:
+    return tuple(Holding(entry.resource_name, entry.ids, Owner(entry.container_name, entry.pod_uid)) for entry in entries)
 
 
-def _answers(entries: Iterable[CheckpointEntry], names: Collection[str], trouble: list[str]) -> dict[tuple[str, str, str], Edits]:
+def _answers(entries: Iterable[CheckpointEntry], trouble: list[str]) -> dict[tuple[str, str, str], Edits]:
     answers = {}
     for entry in entries:
-        if entry.resource_name not in names or not entry.alloc_resp:
+        if not entry.alloc_resp:
             continue
         try:
             answers[entry.pod_uid, entry.container_name, entry.resource_name] = codec.decode_answer(entry.answer)

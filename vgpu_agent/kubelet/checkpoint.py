@@ -17,20 +17,21 @@ import msgspec
 from vgpu_agent.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
-class CheckpointEntry(msgspec.Struct, frozen=True, rename="pascal"):
+class CheckpointEntry(msgspec.Struct, frozen=True):
     """Ids of one resource in the hands of one container.
 
     An init container and the container that takes over its ids both have an entry. Entries of ended pods stay until kubelet writes the file
     for another reason.
     """
 
-    pod_uid: str = msgspec.field(name="PodUID")
+    pod_uid: str
     container_name: str
     resource_name: str
-    device_ids: dict[str, list[str] | None] | list[str] | None = msgspec.field(name="DeviceIDs")
+    device_ids: dict[str, list[str] | None] | list[str] | None
     alloc_resp: str | None = None
 
     @property
@@ -55,9 +56,18 @@ class CheckpointEntry(msgspec.Struct, frozen=True, rename="pascal"):
             ) from err
 
 
+class _Line(msgspec.Struct, frozen=True, rename="pascal"):
+    """An entry as it stands in the file. Its ids are read only when its resource is of interest: there may be fifty thousand of others."""
+
+    pod_uid: str = msgspec.field(name="PodUID")
+    container_name: str
+    resource_name: str
+    device_ids: msgspec.Raw = msgspec.field(name="DeviceIDs")
+    alloc_resp: str | None = None
+
+
 class _Content(msgspec.Struct, frozen=True, rename="pascal"):
-    pod_device_entries: list[CheckpointEntry] | None
-    registered_devices: dict[str, list[str] | None] | None = None
+    pod_device_entries: list[_Line] | None
 
 
 class _File(msgspec.Struct, frozen=True, rename="pascal"):
@@ -65,28 +75,44 @@ class _File(msgspec.Struct, frozen=True, rename="pascal"):
 
 
 _decoder = msgspec.json.Decoder(_File)
+_ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | None] = msgspec.json.Decoder(
+    dict[str, list[str] | None] | list[str] | None
+)
 
 
-async def read_checkpoint(path: Path) -> tuple[CheckpointEntry, ...]:
-    """Every entry of the checkpoint; none when the file does not exist, because then kubelet has given nothing to anybody.
+def _everything(_: str) -> bool:
+    return True
+
+
+async def read_checkpoint(path: Path, wanted: Callable[[str], bool] = _everything) -> tuple[CheckpointEntry, ...]:
+    """The entries of the checkpoint; none when the file does not exist, because then kubelet has given nothing to anybody.
 
     In a thread: the file can have megabytes when resources have tens of thousands of ids.
+
+    Args:
+        path: of the file.
+        wanted: whether the resource of that name is of interest; entries of others are left out.
 
     Raises:
         CheckpointError: the file cannot be read or understood. kubelet itself would begin without any knowledge in that case, so ids that
             running containers use may be handed out again; the message says so.
     """
-    return await asyncio.to_thread(_read, path)
+    return await asyncio.to_thread(_read, path, wanted)
 
 
-def parse_checkpoint(content: bytes, *, name: str) -> tuple[CheckpointEntry, ...]:
-    """The entries in ``content``; ``name`` is the file's name for the error.
+def parse_checkpoint(content: bytes, *, name: str, wanted: Callable[[str], bool] = _everything) -> tuple[CheckpointEntry, ...]:
+    """The ``wanted`` entries in ``content``; ``name`` is the file's name for the error.
 
     Raises:
         CheckpointError: see `read_checkpoint`.
     """
     try:
-        return tuple(_decoder.decode(content).data.pod_device_entries or ())
+        lines = _decoder.decode(content).data.pod_device_entries or ()
+        return tuple(
+            CheckpointEntry(line.pod_uid, line.container_name, line.resource_name, _ids_decoder.decode(line.device_ids), line.alloc_resp)
+            for line in lines
+            if wanted(line.resource_name)
+        )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
         what = "is empty" if not content.strip() else f"cannot be understood: {err}"
         raise CheckpointError(
@@ -95,11 +121,11 @@ def parse_checkpoint(content: bytes, *, name: str) -> tuple[CheckpointEntry, ...
         ) from err
 
 
-def _read(path: Path) -> tuple[CheckpointEntry, ...]:
+def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, ...]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return ()
     except OSError as err:
         raise CheckpointError(f"kubelet's checkpoint {path} cannot be read: {err.strerror or err}; the agent has to run as root") from err
-    return parse_checkpoint(content, name=str(path))
+    return parse_checkpoint(content, name=str(path), wanted=wanted)

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.device_ids import NumberedIds, NumberedList
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.kubelet import codec
+from vgpu_agent.kubelet.held_ids import SeenNumbers
 from vgpu_agent.kubelet.waiting import first_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from vgpu_agent.device_ids import ListedDevice
+    from vgpu_agent.device_ids import DeviceId, ListedDevice
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.kubelet.codec import PreferenceRequest
     from vgpu_agent.kubelet.grpc import Send, StreamMethod, UnaryMethod
@@ -61,21 +63,27 @@ class Told:
     seconds_ago: float
 
     @property
-    def ids(self) -> frozenset[str]:
-        """All of them."""
-        return frozenset(device.id.id for device in self.devices)
+    def offered(self) -> Sequence[DeviceId]:
+        """The ids that are offered, as `NumberedIds` where they are."""
+        if isinstance(self.devices, NumberedList):
+            return NumberedIds(tuple(block for block, _ in self.devices.blocks))
+        return [device.id for device in self.devices]
 
-    @property
-    def healthy(self) -> frozenset[str]:
-        """What kubelet may give to a pod."""
-        return frozenset(device.id.id for device in self.devices if device.healthy)
+    def differences(self, listed: frozenset[str] | SeenNumbers) -> tuple[int, Collection[str]]:
+        """How many of the healthy ids kubelet does not list, and what it lists that it was not told of."""
+        if isinstance(listed, SeenNumbers) and isinstance(self.devices, NumberedList):
+            missing = sum(listed.missing(block) for block, healthy in self.devices.blocks if healthy)
+            return missing, listed.strangers - {device.id.id for device in self.devices.others}
+        ids = listed if isinstance(listed, frozenset) else frozenset[str]()
+        healthy = {device.id.id for device in self.devices if device.healthy}
+        return len(healthy - ids), ids - {device.id.id for device in self.devices}
 
 
 class PluginService:
     """Answers kubelet for one resource on one server instance.
 
     State: the open streams, and `PluginStatus`, which outlives the instance. Streams share nothing but the cache of encoded devices: each
-    remembers itself what it sent, because two may be open at once (V5).
+    remembers itself what it sent, because two may be open at once (V5). What was sent is remembered as devices, not as bytes.
     """
 
     def __init__(
@@ -147,23 +155,36 @@ class PluginService:
 
     async def _send_lists(self, send: Send) -> None:
         revision = self._backend.revision
-        sent: bytes | None = None
+        sent: Sequence[ListedDevice] | None = None
         while not self._ending.is_set():
             version = revision.version
             devices = self._backend.listing(self._resource.name)
-            message = self._encoder.encode(devices)
-            if message != sent:
-                await send(message)
-                sent = message
-                self._count_list(devices, message)
+            if devices != sent:
+                size = await self._send_list(devices, send)
+                sent = devices
+                self._count_list(devices, size)
             await first_of(revision.newer_than(version), self._ending.wait())
             # A burst of changes becomes one message: kubelet rewrites its checkpoint for each.
             await first_of(self._ending.wait(), timeout_seconds=self._coalesce_seconds)
 
-    def _count_list(self, devices: Sequence[ListedDevice], message: bytes) -> None:
+    async def _send_list(self, devices: Sequence[ListedDevice], send: Send) -> int:
+        """Send the complete list, letting other calls in while it is encoded; its size in bytes."""
+        parts = []
+        for part in self._encoder.parts(devices):
+            parts.append(part)
+            await asyncio.sleep(0)
+        message = b"".join(parts)
+        del parts
+        await send(message)
+        return len(message)
+
+    def _count_list(self, devices: Sequence[ListedDevice], size: int) -> None:
         self._status.ids_sent = len(devices)
-        self._status.healthy_sent = sum(device.healthy for device in devices)
-        self._status.bytes_sent = len(message)
+        if isinstance(devices, NumberedList):
+            self._status.healthy_sent = devices.healthy_count
+        else:
+            self._status.healthy_sent = sum(device.healthy for device in devices)
+        self._status.bytes_sent = size
         self._status.messages_sent += 1
         self.lists_sent += 1
         self._sent = devices, time.monotonic()

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet import codec, grpc
+from vgpu_agent.kubelet.held_ids import decode_allocatable, decode_pod_resources
 from vgpu_agent.kubelet.registration import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from vgpu_agent.device_ids import DeviceId
+    from vgpu_agent.kubelet.held_ids import SeenNumbers
     from vgpu_agent.model import Holding
 
 _LIST = "/v1.PodResourcesLister/List"
@@ -58,24 +61,24 @@ class PodResources:
         self._not_before = 0.0
         self._refusal = ""
 
-    async def list(self) -> tuple[Holding, ...]:
-        """What every live container of the node holds; the owners have no UID. Answers of any size are accepted.
+    async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
+        """What every live container of the node holds of ``wanted`` resources; the owners have no UID. Answers of any size are accepted.
 
         Raises:
             KubeletBusyError: kubelet wants to be left alone (V12).
             KubeletError: no socket, no such API, no answer in time, or an answer that makes no sense.
         """
         # In a thread, because a node with thousands of ids takes a tenth of a second to decode.
-        return await asyncio.to_thread(codec.decode_pod_resources, await self._call(_LIST))
+        return await asyncio.to_thread(decode_pod_resources, await self._call(_LIST), wanted)
 
-    async def allocatable(self) -> dict[str, frozenset[str]]:
-        """The healthy ids of each resource as kubelet has them, held by somebody or not: what our lists have come to.
+    async def allocatable(self, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str] | SeenNumbers]:
+        """The healthy ids of each ``offered`` resource as kubelet has them, held by somebody or not: what our lists have come to.
 
         Raises:
             AllocatableUnsupportedError: this kubelet does not tell.
             KubeletError: as for `list`, with which it shares the pauses.
         """
-        return await asyncio.to_thread(codec.decode_allocatable, await self._call(_ALLOCATABLE))
+        return await asyncio.to_thread(decode_allocatable, await self._call(_ALLOCATABLE), offered)
 
     async def _call(self, method: str) -> bytes:
         if (left := self._not_before - self._clock()) > 0:

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from vgpu_agent.kubelet.pod_resources import PodResources
 
 
-async def read_records(
-    pod_resources: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True
-) -> KubeletRecords:
+async def read_records(pod_resources: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True) -> KubeletRecords:
     """The picture of the ``wanted`` resources now; never an error, because the agent goes on with the ledger it has."""
     trouble = []
     listed: tuple[Holding, ...] | None = None

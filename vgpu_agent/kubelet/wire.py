@@ -30,26 +30,50 @@ def fields(encoded: bytes) -> Iterator[tuple[int, int, int | bytes]]:
     """
     position, end = 0, len(encoded)
     while position < end:
-        tag = encoded[position]
-        if tag < 0x80:  # one-byte tags are nearly all there is
-            position += 1
-        else:
-            tag, position = _varint(encoded, position)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type == VARINT:
-            value, position = _varint(encoded, position)
-            yield number, wire_type, value
-            continue
-        if wire_type == LENGTH_DELIMITED:
-            length, position = _varint(encoded, position)
-        elif wire_type in {FIXED32, FIXED64}:
-            length = 4 if wire_type == FIXED32 else 8
-        else:
-            raise MalformedError(f"unknown wire type {wire_type} at byte {position}")
-        if number == 0 or position + length > end:
-            raise MalformedError(f"field {number} at byte {position} is longer than the message")
-        yield number, wire_type, encoded[position : position + length]
-        position += length
+        number, wire_type, value, position = field(encoded, position)
+        yield number, wire_type, value
+
+
+def field(encoded: bytes, position: int) -> tuple[int, int, int | bytes, int]:
+    """Field number, wire type and value of the field at ``position``, and the position after it.
+
+    Raises:
+        MalformedError: there is no field.
+    """
+    tag = encoded[position]
+    if tag < 0x80:  # one-byte tags are nearly all there is
+        position += 1
+    else:
+        tag, position = _varint(encoded, position)
+    number, wire_type = tag >> 3, tag & 7
+    if wire_type == VARINT:
+        value, position = _varint(encoded, position)
+        return number, wire_type, value, position
+    if wire_type == LENGTH_DELIMITED:
+        length, position = _varint(encoded, position)
+    elif wire_type in {FIXED32, FIXED64}:
+        length = 4 if wire_type == FIXED32 else 8
+    else:
+        raise MalformedError(f"unknown wire type {wire_type} at byte {position}")
+    following = position + length
+    if number == 0 or following > len(encoded):
+        raise MalformedError(f"field {number} at byte {position} is longer than the message")
+    return number, wire_type, encoded[position:following], following
+
+
+def messages(encoded: bytes, number: int) -> Iterator[bytes]:
+    """The encoded messages of a repeated message field."""
+    return (nested(value) for found, _, value in fields(encoded) if found == number)
+
+
+def string(encoded: bytes, number: int) -> str:
+    """A string field that should be there once, of which the last one counts; empty when it is missing."""
+    return next(iter(strings(encoded, number)[-1:]), "")
+
+
+def strings(encoded: bytes, number: int) -> tuple[str, ...]:
+    """The values of a repeated string field."""
+    return tuple(text(value) for found, _, value in fields(encoded) if found == number)
 
 
 def text(value: int | bytes) -> str:

@@ -1,0 +1,189 @@
+"""Reads the answers of kubelet's pod-resources API, in which each id may have an entry of its own.
+
+A node that counts memory in ids has fifty thousand entries, 4 MB, in each answer, and nearly all of them are of resources that are only
+there to be counted. Those are passed over without making an object of any; what is passed over is still checked to be an entry of just that
+resource with just that length. Called by `pod_resources`, in a thread. Message layout: kubelet contract §13.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import NumberedIds
+from vgpu_agent.errors import KubeletError
+from vgpu_agent.kubelet import wire
+from vgpu_agent.model import Holding, Owner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from vgpu_agent.device_ids import DeviceId, IdBlock
+
+# Ids of one resource differ in length by their digits; more kinds of entries than this are walked one by one.
+_MOST_KINDS = 64
+_MOST_STRANGERS = 1000
+
+
+class SeenNumbers:
+    """Which of a resource's `NumberedIds` kubelet has, one byte for each, and which ids besides.
+
+    Attributes:
+        strangers: ids that are not among ours, at most a thousand of them.
+    """
+
+    def __init__(self, resource: str, ids: NumberedIds) -> None:
+        self.strangers: set[str] = set()
+        self._seen = [(block, bytearray(block.count)) for block in ids.blocks]
+        kinds = [(seen, kind) for block, seen in self._seen for kind in _kinds_of_numbers(resource, block)]
+        self._places = [seen for seen, _ in kinds]
+        pattern = b"|".join(kind for _, kind in kinds) or rb"(?!)"
+        self._one = re.compile(pattern)
+        self._run = re.compile(b"(?:" + pattern + b")*+")
+
+    def note_run(self, message: bytes, position: int) -> int:
+        """Note the entries with one id of ours each that stand at ``position`` one after the other; the position after them."""
+        run = self._run.match(message, position)
+        end = run.end() if run is not None else position
+        for entry in self._one.finditer(message, position, end):
+            kind = entry.lastindex or 1
+            seen, number = self._places[kind - 1], int(entry[kind])
+            if number < len(seen):
+                seen[number] = 1
+            else:
+                self._note_stranger(wire.string(wire.nested(wire.field(entry[0], 0)[2]), 2))
+        return end
+
+    def note(self, id_: str) -> None:
+        """kubelet has this id."""
+        for block, seen in self._seen:
+            if (number := block.number(id_)) is not None:
+                seen[number] = 1
+                return
+        self._note_stranger(id_)
+
+    def missing(self, block: IdBlock) -> int:
+        """How many ids of ``block`` kubelet does not have."""
+        return block.count - next((seen.count(1) for known, seen in self._seen if known == block), 0)
+
+    def _note_stranger(self, id_: str) -> None:
+        if len(self.strangers) < _MOST_STRANGERS:
+            self.strangers.add(id_)
+
+
+def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
+    """Who holds what, from ListPodResourcesResponse; several entries of one container and resource are united (V11).
+
+    Args:
+        response: the encoded message.
+        wanted: whether the ids of the resource of that name are of interest; the others are left out.
+
+    Raises:
+        KubeletError: the bytes are no such message.
+    """
+    united: dict[tuple[Owner, str], dict[str, None]] = {}
+    entries = _Entries(2, wanted)
+    try:
+        for pod in wire.messages(response, 1):
+            name, namespace = wire.string(pod, 1), wire.string(pod, 2)
+            for container in wire.messages(pod, 3):
+                owner = Owner(wire.string(container, 1), namespace=namespace, pod=name)
+                for resource, entry in entries.of(container):
+                    united.setdefault((owner, resource), {}).update(dict.fromkeys(wire.strings(entry, 2)))
+    except wire.MalformedError as err:
+        raise KubeletError(f"pod-resources: the answer to List cannot be understood: {err}") from err
+    return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
+
+
+def decode_allocatable(response: bytes, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str] | SeenNumbers]:
+    """The healthy ids of each resource in ``offered``, from AllocatableResourcesResponse (kubelet contract §13).
+
+    Raises:
+        KubeletError: the bytes are no such message.
+    """
+    united: dict[str, set[str]] = {}
+    numbered = {name: SeenNumbers(name, ids) for name, ids in offered.items() if isinstance(ids, NumberedIds)}
+    entries = _Entries(1, offered.__contains__, [seen.note_run for seen in numbered.values()])
+    try:
+        for resource, entry in entries.of(response):
+            ids = wire.strings(entry, 2)
+            if seen := numbered.get(resource):
+                for id_ in ids:
+                    seen.note(id_)
+            else:
+                united.setdefault(resource, set()).update(ids)
+    except wire.MalformedError as err:
+        raise KubeletError(f"pod-resources: the answer to GetAllocatableResources cannot be understood: {err}") from err
+    return {resource: frozenset(ids) for resource, ids in united.items()} | numbered
+
+
+class _Entries:
+    """Walks the ContainerDevices in field ``field`` of messages, and passes over those whose resource is not wanted.
+
+    State: the kinds of entries to pass over, a kind being tag, length and resource; runs of them are matched at once.
+    """
+
+    def __init__(self, field: int, wanted: Callable[[str], bool], readers: Sequence[Callable[[bytes, int], int]] = ()) -> None:
+        """Walk; ``readers`` are offered each position first, and return the position after what they have read."""
+        self._field = field
+        self._is_wanted = wanted
+        self._readers = readers
+        self._names: dict[bytes, str] = {}  # what names are encoded as → those that are wanted, "" for others
+        self._kinds: set[tuple[bytes, int]] = set()
+        self._run: re.Pattern[bytes] | None = None
+
+    def of(self, message: bytes) -> Iterator[tuple[str, bytes]]:
+        """Name of the resource and encoded ContainerDevices of each wanted entry that no reader has read.
+
+        Raises:
+            MalformedError: the bytes are no protobuf message.
+        """
+        position, end = 0, len(message)
+        while (position := self._passed(message, position)) < end:
+            number, _, value, following = wire.field(message, position)
+            if number == self._field:
+                entry = wire.nested(value)
+                if resource := self._wanted(entry):
+                    yield resource, entry
+                else:
+                    self._learn(message[position:following], entry)
+            position = following
+
+    def _passed(self, message: bytes, position: int) -> int:
+        for read in self._readers:
+            position = read(message, position)
+        passed = self._run.match(message, position) if self._run is not None else None
+        return position if passed is None else passed.end()
+
+    def _wanted(self, entry: bytes) -> str:
+        """The name in ``entry``; empty when it is not wanted."""
+        encoded = b"".join(value for number, _, value in wire.fields(entry) if number == 1 and isinstance(value, bytes))
+        if encoded not in self._names:
+            name = wire.string(entry, 1)
+            self._names[encoded] = name if self._is_wanted(name) else ""
+        return self._names[encoded]
+
+    def _learn(self, element: bytes, entry: bytes) -> None:
+        """Pass over the next ones that begin like ``element``, and are as long."""
+        number, _, name, following = wire.field(entry, 0) if entry else (0, 0, 0, 0)
+        if number != 1 or isinstance(name, int) or len(self._kinds) >= _MOST_KINDS:
+            return
+        head = element[: len(element) - len(entry) + following]
+        self._kinds.add((head, len(element) - len(head)))
+        kinds = b"|".join(re.escape(head) + b".{%d}" % rest for head, rest in sorted(self._kinds))
+        self._run = re.compile(b"(?:" + kinds + b")*+", re.DOTALL)
+
+
+def _kinds_of_numbers(resource: str, block: IdBlock) -> Iterator[bytes]:
+    """The entry with one id of ``block``, as a pattern for each number of digits; the digits are its group."""
+    for digits in range(1, len(str(max(0, block.count - 1))) + 1):
+        number = b"([0-9])" if digits == 1 else b"([1-9][0-9]{%d})" % (digits - 1)
+        prefix = block.prefix.encode()
+        name = _delimited(1, resource.encode())
+        id_head = b"\x12" + wire.varint(len(prefix) + digits) + prefix
+        length = len(name) + len(id_head) + digits
+        yield re.escape(b"\x0a" + wire.varint(length) + name + id_head) + number
+
+
+def _delimited(number: int, encoded: bytes) -> bytes:
+    return bytes([number << 3 | wire.LENGTH_DELIMITED]) + wire.varint(len(encoded)) + encoded
