@@ -25,7 +25,7 @@ from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
-from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
@@ -37,7 +37,7 @@ from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Resource, Share
 from vgpu_agent.pods import Pod
-from vgpu_agent.status import FamilyStatus, KubeletStatus, NvmlState, PluginState
+from vgpu_agent.status import ContainerUsage, FamilyStatus, KubeletStatus, NvmlState, PluginState
 
 VGPU = "volcano.sh/vgpu-number"
 

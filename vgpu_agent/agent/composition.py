@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from vgpu_agent.agent.binding_report import BindingReport
 from vgpu_agent.agent.cluster_report import ClusterReport
 from vgpu_agent.agent.cluster_side import ClusterSide
 from vgpu_agent.agent.families_in_force import FamiliesInForce
+from vgpu_agent.agent.footprint import keep_small
 from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.offering import Offering
@@ -41,6 +43,7 @@ from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.waiting import unless
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider
+from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.status import KubeletStatus
 from vgpu_agent.web.server import WebServer
@@ -57,14 +60,20 @@ _logger = log.get(__name__)
 async def run(loaded: Loaded) -> None:
     """Run the agent until SIGTERM or SIGINT.
 
+    SIGHUP makes a service register anew, as the plugins do that it replaces (volcano-vgpu contract §1.3).
+
     Raises:
         AgentError: it cannot start: no driver, an address in use, a list that kubelet would not take.
     """
+    keep_small()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await Agent(loaded).run(stop)
+    agent = Agent(loaded)
+    # To a process with a terminal it says that the terminal is closed.
+    loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again)
+    await agent.run(stop)
 
 
 class Agent:
@@ -132,12 +141,13 @@ class Agent:
             inventory=lambda: self._watch.inventory.value,
             journal=self._journal,
         )
+        containers_directory = f"{settings.hami_core.host_directory}/vgpu/containers"
         self._grants = GrantKeeping(
             directory=directory,
             allocator=self._allocator,
             ledger=self._ledger,
             book=self._cluster.book,
-            containers_directory=f"{settings.hami_core.host_directory}/vgpu/containers",
+            containers_directory=containers_directory,
             pause_seconds=settings.kubelet.verify_seconds,
             refresh=self._look_again,
         )
@@ -149,6 +159,13 @@ class Agent:
             pod_resources=self._pod_resources,
             journal=self._journal,
             servers=lambda: self._offering.plugins,
+        )
+        self._usages = ContainerUsages(
+            self._cluster.book,
+            (containers_directory, DIRECTORY_BEFORE_1_12),
+            self._journal,
+            pause_seconds=settings.gpu.usage_seconds,
+            proc_root=settings.gpu.proc_root,
         )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal)
         self._lag = LoopLag()
@@ -164,6 +181,7 @@ class Agent:
             lag=self._lag,
             binding=BindingReport(self._allocator, self._families, self._offering, self._refusals),
             cluster=ClusterReport(self._cluster),
+            containers=self._usages.usage,
         )
         self.web = WebServer(
             self._report,
@@ -198,6 +216,12 @@ class Agent:
                 await self._stop()
         _logger.info("agent.stopped")
 
+    def register_again(self) -> None:
+        """Let every plugin server begin anew with kubelet; all else goes on."""
+        _logger.info("agent.registering_again", resources=[plugin.resource.name for plugin in self._offering.plugins])
+        for plugin in self._offering.plugins:
+            plugin.register_again("somebody sent SIGHUP")
+
     async def _start(self) -> None:
         settings = self._loaded.settings
         if settings.simulate:
@@ -230,6 +254,9 @@ class Agent:
                 functools.partial(self._grants.run, self._beat("grants")),
                 stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds,
             )
+            if settings.families.volcano_vgpu:
+                # It promises no sign of life: a disk that hangs is not mended by a restart of the agent.
+                self._supervisor.start("container usage", self._usages.run)
         self._report.starting = ""
         inventory = self._watch.inventory.value
         _logger.info(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from vgpu_agent import __version__
 from vgpu_agent.config import schema
 from vgpu_agent.device_ids import NumberedIds
-from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.model import Decider
 from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, PluginState, ReadyProblem
 
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.offering import Offering
     from vgpu_agent.agent.reload import Reload
     from vgpu_agent.agent.verification import Verification
-    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.concurrency import Latest, Supervisor
     from vgpu_agent.gpu.watch import GpuWatch
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Resource
-    from vgpu_agent.status import KubeletStatus, PluginStatus
+    from vgpu_agent.status import ContainerUsage, KubeletStatus, PluginStatus
 
 _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
 
@@ -55,6 +54,7 @@ class Report:
         lag: LoopLag,
         binding: BindingReport,
         cluster: ClusterReport,
+        containers: Latest[tuple[ContainerUsage, ...]],
     ) -> None:
         self._ledger = ledger
         self._watch = watch
@@ -67,6 +67,7 @@ class Report:
         self._lag = lag
         self._binding = binding
         self._cluster = cluster
+        self._containers = containers
         self._offered = LedgerStatus()
         self._offered_at = -1
         self._started_at = time.time()
@@ -85,6 +86,7 @@ class Report:
             inventory_at=self._watch.read_at,
             usage=self._watch.usage.value,
             usage_at=self._watch.measured_at,
+            containers=self._containers.value,
             nvml=self._watch.status,
             kubelet=self._kubelet,
             plugins=self._offering.statuses,
