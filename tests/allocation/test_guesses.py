@@ -98,6 +98,17 @@ def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:
     assert guesses.refuted("t1", B) is None
 
 
+def test_a_container_that_has_a_wrong_answer_waits_for_no_other() -> None:
+    """kubelet asks once for each container, so a third pod's call is not taken for one that has its answer, however wrong."""
+    guesses = Guesses()
+    guesses.made("t1", Given(A, SHARES, provision(A)))
+    guesses.made("t2", Given(B, SHARES, provision(B)))
+    guesses.refuted("t2", A)  # A was told what was meant for B
+    assert guesses.answered == {A}
+    guesses.refuted("t1", B)  # and B what was meant for A, which has its ids already
+    assert guesses.answered == {A, B}
+
+
 def test_kubelets_records_correct_who_was_answered() -> None:
     """Verification names the holder before it starts: the one that it was taken for has nothing."""
     guesses = Guesses()

@@ -416,6 +416,14 @@ async def test_node_and_pods_are_wished_what_was_done() -> None:
     assert place.allocator.pod_wishes() == {}
 
 
+async def test_a_lock_from_before_the_start_is_given_back() -> None:
+    """volcano-vgpu:D19: an agent that was killed between an Allocate and the Node's write takes back what the next one finds."""
+    place = Place()
+    assert place.allocator.allocated_at == {}
+    place.allocator.confirm(KubeletRecords(()), reservation_seconds=60, initial=True)
+    assert place.allocator.allocated_at.keys() >= {NUMBER}
+
+
 async def test_a_node_that_has_not_been_read_serves_nobody_yet() -> None:
     """Which way grants reach containers is not known, so nothing is answered that might not."""
     place = Place()

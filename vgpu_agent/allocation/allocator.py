@@ -200,6 +200,10 @@ class Allocator:
         Returns:
             The corrections that were drift: the ledger had been wrong.
         """
+        if initial:
+            # Nobody knows any more for which Allocate a scheduler's lock was taken, so one from before our start has done its duty.
+            for offer in self._ledger.resources:
+                self._allocated(offer.name)
         if self._around is not None:
             names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
             records = told_apart(records, names, self._around.book)

@@ -61,13 +61,14 @@ class Evidence:
 class Guesses:
     """The answers of this process.
 
-    State: `given`, by token, and `answered`, the containers that an answer was meant for; a restart derives the second from kubelet's
-    records and does without the first.
+    State: `given`, by token, and `answered`, the containers that an answer was meant for or that have one, right or wrong; a restart
+    derives the second from kubelet's records and does without the first.
     """
 
     def __init__(self) -> None:
         self.given: dict[str, Given] = {}
         self.answered: set[Key] = set()
+        self._holders: set[Key] = set()  # those of `answered` that have ids in kubelet's records, and so are not asked about again
 
     def made(self, token: str, given: Given) -> None:
         """An answer was given."""
@@ -97,14 +98,15 @@ class Guesses:
             if each.decided_for == key:
                 self.given[other] = dataclasses.replace(each, decided_for=given.decided_for)
         self.given[token] = dataclasses.replace(given, decided_for=key)
-        self.answered.add(key)
+        self._has_ids(key)
         return given.decided_for
 
     def refuted(self, token: str, key: Key) -> Given | None:
         """The answer of ``token`` is not the one of ``key``, who has it; whom it was meant for may still be waiting for one."""
         given = self.given.pop(token, None)
-        self.answered.add(key)
-        if given is not None and not any(each.decided_for == given.decided_for for each in self.given.values()):
+        self._has_ids(key)
+        waiting = given is not None and given.decided_for not in self._holders
+        if given is not None and waiting and not any(each.decided_for == given.decided_for for each in self.given.values()):
             self.answered.discard(given.decided_for)
         return given
 
@@ -114,12 +116,18 @@ class Guesses:
         for grant in grants:
             if grant.owner is not None and grant.decided_for and not grant.proven and grant.decided_for not in holding:
                 self.answered.discard(grant.decided_for)
+        self._holders = holding
         self.answered |= holding
 
     def keep_only(self, uids: Collection[str]) -> None:
         """Forget containers of pods that are gone; an answer that somebody else may have is kept as long as its ids are."""
         self.answered = {key for key in self.answered if key[0] in uids}
+        self._holders &= self.answered
 
     def keep_tokens(self, tokens: Collection[str]) -> None:
         """Forget answers whose ids nobody holds any more."""
         self.given = {token: given for token, given in self.given.items() if token in tokens}
+
+    def _has_ids(self, key: Key) -> None:
+        self._holders.add(key)
+        self.answered.add(key)
