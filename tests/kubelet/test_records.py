@@ -189,10 +189,10 @@ async def test_what_can_be_allocated_is_every_healthy_id(kubelet: SimulatedKubel
     await kubelet.until(lambda: kubelet.resource(R).allocatable == 8)
     await kubelet.admit("p", [Container("c", {R: 2})])
 
-    assert await pod_resources.allocatable({R: shared_resource().ids}) == {R: {device.id for device in shared_resource().ids}}
+    assert await pod_resources.allocatable({R: shared_resource().ids}) == {R: frozenset(device.id for device in shared_resource().ids)}
     backend.lose(U0)
     await kubelet.until(lambda: kubelet.resource(R).allocatable == 4)
-    left = {device.id for device in shared_resource().ids if device.device == U1}
+    left = frozenset(device.id for device in shared_resource().ids if device.device == U1)
     assert await pod_resources.allocatable({R: shared_resource().ids}) == {R: left}
 
 

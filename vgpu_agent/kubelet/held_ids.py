@@ -87,8 +87,9 @@ def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda
         for pod in wire.messages(response, 1):
             name, namespace = wire.string(pod, 1), wire.string(pod, 2)
             for container in wire.messages(pod, 3):
-                owner = Owner(wire.string(container, 1), namespace=namespace, pod=name)
-                for resource, entry in entries.of(container):
+                found, rest = entries.walk(container)
+                owner = Owner(wire.text(rest.get(1, b"")), namespace=namespace, pod=name)
+                for resource, entry in found:
                     united.setdefault((owner, resource), {}).update(dict.fromkeys(wire.strings(entry, 2)))
     except wire.MalformedError as err:
         raise KubeletError(f"pod-resources: the answer to List cannot be understood: {err}") from err
@@ -105,7 +106,7 @@ def decode_allocatable(response: bytes, offered: Mapping[str, Sequence[DeviceId]
     numbered = {name: SeenNumbers(name, ids) for name, ids in offered.items() if isinstance(ids, NumberedIds)}
     entries = _Entries(1, offered.__contains__, [seen.note_run for seen in numbered.values()])
     try:
-        for resource, entry in entries.of(response):
+        for resource, entry in entries.walk(response)[0]:
             ids = wire.strings(entry, 2)
             if seen := numbered.get(resource):
                 for id_ in ids:
@@ -132,22 +133,25 @@ class _Entries:
         self._kinds: set[tuple[bytes, int]] = set()
         self._run: re.Pattern[bytes] | None = None
 
-    def of(self, message: bytes) -> Iterator[tuple[str, bytes]]:
-        """Name of the resource and encoded ContainerDevices of each wanted entry that no reader has read.
+    def walk(self, message: bytes) -> tuple[list[tuple[str, bytes]], dict[int, int | bytes]]:
+        """Name of the resource and encoded ContainerDevices of each wanted entry that no reader has read, and the last of each other field.
 
         Raises:
             MalformedError: the bytes are no protobuf message.
         """
+        found: list[tuple[str, bytes]] = []
+        rest: dict[int, int | bytes] = {}
         position, end = 0, len(message)
         while (position := self._passed(message, position)) < end:
             number, _, value, following = wire.field(message, position)
-            if number == self._field:
-                entry = wire.nested(value)
-                if resource := self._wanted(entry):
-                    yield resource, entry
-                else:
-                    self._learn(message[position:following], entry)
+            if number != self._field:
+                rest[number] = value
+            elif resource := self._wanted(entry := wire.nested(value)):
+                found.append((resource, entry))
+            else:
+                self._learn(message[position:following], entry)
             position = following
+        return found, rest
 
     def _passed(self, message: bytes, position: int) -> int:
         for read in self._readers:
