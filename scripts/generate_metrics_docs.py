@@ -33,6 +33,10 @@ so it is safe at any interval and during any failure.
   the pod.
 * What the driver does not say is absent, not 0. Values that are read periodically keep their last reading; the two `…_age_seconds` metrics
   say how old it is.
+* `HostGPUMemoryUsage` and the other names without a prefix are those of volcano-vgpu-device-plugin's monitor, there with
+  `families.volcanoVgpu`. What they say of a container is what its libvgpu.so counts, read every `gpu.usageSeconds`. The memory of a process
+  that was killed is counted until the next one starts in its container, unless the agent's pod has `hostPID: true` and so can see that it
+  is gone.
 * `namespace`, `pod` and `container` are those of the pod that *holds* a share. Prometheus' Kubernetes service discovery sets labels of the
   same names for the scraped pod (the agent's own), so set `honor_labels: true` (`honorLabels` in a PodMonitor) to keep ours.
 """
