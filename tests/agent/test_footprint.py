@@ -13,3 +13,24 @@ def test_the_agent_loads_nothing_heavy_and_no_simulator() -> None:
     program = f"import sys, vgpu_agent.agent; print([name for name in {_HEAVY!r} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_big_blocks_go_back_to_the_system() -> None:
+    """After 40 MB of messages that are gone, no more is held than before, but for a little; in a process of its own."""
+    program = """
+import threading
+from vgpu_agent.agent.footprint import keep_small
+def kib(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+def work():
+    for size in (8_000_000, 4_000_000, 100_000) * 5:
+        held = [bytes(size) for _ in range(5)]
+        pinned.append(bytes(600))
+pinned = []
+keep_small()
+before = kib()
+for _ in range(3):
+    thread = threading.Thread(target=work); thread.start(); thread.join()
+print(kib() - before)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert int(ran.stdout) < 2048

@@ -1,7 +1,7 @@
 """Keeps the process small: memory of big messages goes back to the system when they are gone.
 
 Lists, kubelet's records and its checkpoint have up to 5 MB each on a node that counts memory in ids. glibc remembers the largest block that
-was ever freed and from then on keeps blocks of that size, one heap a thread, for a next time; that made 25 MiB in a measurement. Called once
+was ever freed and keeps blocks of that size, one heap a thread, for a next time; that made 25 MiB in a measurement. Called once
 by `composition`, before the first thread starts.
 """
 

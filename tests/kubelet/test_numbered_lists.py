@@ -1,0 +1,149 @@
+"""Fifty thousand ids at the price of few: what is sent, compared and passed over by blocks says what single ids would say."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kubelet.backend import U0, U1, FakeBackend
+from vgpu_agent.device_ids import DeviceId, IdBlock, ListedDevice, NumberedIds, NumberedList
+from vgpu_agent.errors import ConfigError, KubeletError
+from vgpu_agent.kubelet import codec, wire
+from vgpu_agent.kubelet.held_ids import SeenNumbers, decode_allocatable, decode_pod_resources
+from vgpu_agent.kubelet.plugin import PluginService, Told
+from vgpu_agent.model import Decider, Holding, Owner, Resource
+from vgpu_agent.sim.protocol import podresources_pb2 as google_resources
+from vgpu_agent.status import PluginStatus
+
+MEMORY = "volcano.sh/vgpu-memory"
+IDS = NumberedIds((IdBlock(f"{U0}-memory-", 1200, U0), IdBlock(f"{U1}-memory-", 15, U1, 1)))
+BLOCKS = st.lists(
+    st.builds(IdBlock, st.text(min_size=1, max_size=140), st.integers(0, 1100), st.just("d"), st.none() | st.integers(0, 300)), max_size=3
+)
+
+
+def _allocatable(*ids: str, resource: str = MEMORY, topology: bool = False) -> bytes:
+    response = google_resources.AllocatableResourcesResponse()
+    for id_ in ids:
+        entry = response.devices.add(resource_name=resource, device_ids=[id_])
+        if topology:
+            entry.topology.nodes.add(id=1)
+    return response.SerializeToString()
+
+
+def _seen(response: bytes) -> SeenNumbers:
+    seen = decode_allocatable(response, {MEMORY: IDS})[MEMORY]
+    assert isinstance(seen, SeenNumbers)
+    return seen
+
+
+@settings(max_examples=30, deadline=None)
+@given(BLOCKS, st.booleans())
+def test_a_block_is_encoded_as_its_ids_would_be(blocks: list[IdBlock], healthy: bool) -> None:
+    """Byte for byte, with every length of number, any text before it, and its size known beforehand."""
+    listed = NumberedList(tuple((block, healthy) for block in blocks), (ListedDevice(DeviceId("gone", "x"), healthy=False),))
+
+    assert codec.DeviceListEncoder().encode(listed) == codec.DeviceListEncoder().encode(list(listed))
+    assert codec.list_size_bytes(NumberedIds(tuple(blocks))) == codec.list_size_bytes(list(NumberedIds(tuple(blocks))))
+
+
+def test_a_long_list_is_encoded_in_parts_without_keeping_any() -> None:
+    """At most 4096 ids at a time, so that an Allocate of another resource is answered in between; nothing is kept for the next time."""
+    encoder = codec.DeviceListEncoder()
+    listed = NumberedList(((IdBlock(f"{U0}-memory-", 50_000, U0), True),))
+    sizes = [len(part) for part in encoder.parts(listed)]
+
+    assert len(sizes) >= 50_000 / codec.IDS_IN_A_PART
+    assert max(sizes) <= codec.IDS_IN_A_PART * 80
+    assert encoder._kept == {}
+
+
+async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
+    """Whoever wants the event loop gets it once for each part."""
+    resource = Resource(MEMORY, "volcano-vgpu", NumberedIds((IdBlock("m-", 50_000, U0),)), decided_by=Decider.NOBODY)
+    backend = FakeBackend(resource)
+    turns, sent, done = 0, [], asyncio.Event()
+
+    async def others() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def send(message: bytes) -> None:
+        sent.append(len(message))
+        done.set()
+        service.end_streams()
+
+    listed = NumberedList(tuple((block, True) for block in resource.ids.blocks))  # type: ignore[attr-defined]  # they are numbered
+    backend.listing = lambda _: listed  # type: ignore[method-assign,assignment,return-value]  # as the ledger answers
+    service = PluginService(resource, backend, PluginStatus(MEMORY, "volcano-vgpu"), coalesce_seconds=0)
+    task = asyncio.create_task(others())
+    await service.stream_methods["/v1beta1.DevicePlugin/ListAndWatch"](b"", send)
+    await task
+    assert (len(sent), turns > 50_000 // codec.IDS_IN_A_PART) == (1, True)
+
+
+def test_too_many_numbered_ids_name_the_setting() -> None:
+    """Kubelet contract V13 in the words of whoever set the unit, instead of replicas."""
+    resource = Resource(MEMORY, "volcano-vgpu", NumberedIds((IdBlock("m-", 50_000, U0),)), unit="volcanoVgpu.gpuMemoryFactor")
+
+    with pytest.raises(ConfigError) as refusal:
+        codec.check_budget(resource, 600_000)
+    assert "50000 ids make a device list of" in str(refusal.value)
+    assert str(refusal.value).endswith("volcanoVgpu.gpuMemoryFactor: change it so that there are 2 times fewer ids")
+
+
+@pytest.mark.parametrize("topology", [False, True])
+@settings(max_examples=30, deadline=None)
+@given(st.sets(st.sampled_from([entry.id for entry in IDS]), max_size=40), st.sets(st.sampled_from(["x", f"{U0}-memory-1200", "-"])))
+def test_what_kubelet_lists_is_compared_by_number(topology: bool, ours: set[str], strangers: set[str]) -> None:
+    """Exactly our ids are seen, in any order and form; every other id is a stranger."""
+    seen = _seen(_allocatable(*sorted(ours | strangers, key=hash), topology=topology))
+
+    assert sum(seen.missing(block) for block in IDS.blocks) == len(IDS) - len(ours)
+    assert seen.strangers == strangers
+
+
+def test_ids_of_ill_devices_need_not_be_listed() -> None:
+    """Healthy blocks count; an id that is kept for its holder only is neither missing nor strange."""
+    listed = NumberedList(((IDS.blocks[0], False), (IDS.blocks[1], True)), (ListedDevice(DeviceId("gone", U0), healthy=False),))
+    told = Told(listed, seconds_ago=60)
+
+    assert told.offered == IDS
+    assert told.differences(_seen(_allocatable("gone", f"{U1}-memory-3"))) == (14, set())
+    assert told.differences(frozenset()) == (15, frozenset())
+
+
+def test_what_is_only_counted_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length of an entry is looked at once, however many there are; wanted entries between them are found."""
+    response = google_resources.ListPodResourcesResponse()
+    for pod in range(3):
+        container = response.pod_resources.add(name=f"p{pod}", namespace="ns").containers.add(name="main")
+        for number in range(400):
+            container.devices.add(resource_name=MEMORY, device_ids=[f"{U0}-memory-{pod * 400 + number}"])
+            if number == 200:
+                container.devices.add(resource_name="volcano.sh/vgpu-number", device_ids=[f"{U0}-{pod}"])
+    looked: list[Any] = []
+    field = wire.field
+    monkeypatch.setattr(wire, "field", lambda *arguments: looked.append(arguments[1]) or field(*arguments))  # type: ignore[func-returns-value]
+
+    assert decode_pod_resources(response.SerializeToString(), {"volcano.sh/vgpu-number"}.__contains__) == tuple(
+        Holding("volcano.sh/vgpu-number", (f"{U0}-{pod}",), Owner("main", namespace="ns", pod=f"p{pod}")) for pod in range(3)
+    )
+    assert len(looked) < 200
+
+
+@given(st.binary(max_size=120), st.integers(0, 5))
+def test_junk_between_entries_is_an_error_or_a_picture(junk: bytes, place: int) -> None:
+    """Passing over entries makes nothing of nonsense."""
+    entry = _allocatable(f"{U0}-memory-1")
+    for decode in (lambda b: decode_allocatable(b, {MEMORY: IDS}), lambda b: decode_pod_resources(b, lambda _: False)):
+        try:
+            decode(entry * place + junk)
+        except KubeletError:
+            continue
