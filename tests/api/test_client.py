@@ -21,6 +21,7 @@ _WATCH = {"watch": "true", "resourceVersion": "1", "timeoutSeconds": "1"}
 
 async def _lines(client: ApiClient, path: str = "/api/v1/nodes", **more: str) -> list[bytes]:
     async with contextlib.aclosing(client.lines(path, _WATCH | more)) as lines:
+        assert await anext(lines) == b""  # accepted
         return [line async for line in lines]
 
 
@@ -208,6 +209,7 @@ async def test_other_tls_files_lead_to_new_connections_and_leave_running_watches
     credentials = Credentials(lambda: Access(server.url, tls_fingerprint=next(reads)), "test")
     client = ApiClient(credentials, QUICK)
     async with contextlib.aclosing(client.lines("/api/v1/nodes", _WATCH)) as lines:
+        assert await anext(lines) == b""
         await anext(lines)
         old = client._connections
         await credentials.access(fresh=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -155,6 +156,16 @@ async def test_a_failure_keeps_the_version_and_says_so_once(node: Node1, status:
     assert node.reflector.status.last_error == "it is broken"
     assert not node.reflector.status.failing
     assert node.said() == ["cluster.watch_failed", "cluster.watch_recovered"]
+
+
+async def test_an_outage_is_over_when_a_quiet_watch_is_accepted(node: Node1) -> None:
+    """Where nothing changes, the next word may be a minute away; an outage that is over must not be shown for so long."""
+    node.script.watches = [[ClusterError("connection refused")], [b"", None]]
+    began = time.time()
+    await node.run_for(20)
+    assert not node.reflector.status.failing
+    assert node.reflector.status.last_event_at >= began
+    assert node.reflector.status.failing_since >= began
 
 
 async def test_retry_after_is_kept_to(node: Node1) -> None:

@@ -80,6 +80,8 @@ class ApiClient:
     async def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """The lines of a watch, until the API server ends it; close the iterator (``contextlib.aclosing``) to end it earlier.
 
+        The first line is empty and ours: the API server has accepted the watch, though it may have nothing to say for a minute.
+
         Args:
             path: of the collection.
             params: of the query; ``timeoutSeconds`` among them says when silence means that the connection is dead.
@@ -90,6 +92,7 @@ class ApiClient:
         silence = float(params.get("timeoutSeconds") or _WATCH_SECONDS) + self._settings.watch_silence_seconds
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_seconds, sock_read=silence)
         async with self._answered("GET", path, timeout, params=params) as response:
+            yield b""
             with answers.failures("GET", path, silence):
                 async with contextlib.aclosing(_split(response.content, path)) as lines:
                     async for line in lines:

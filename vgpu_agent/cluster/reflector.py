@@ -50,7 +50,7 @@ class Source(Protocol):
         ...
 
     def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """The lines of a watch."""
+        """The lines of a watch; an empty one says that the API server has accepted it."""
         ...
 
 
@@ -245,6 +245,10 @@ class Reflector(Generic[T]):
 
     def _take(self, line: bytes) -> None:
         """Take over one line of a watch."""
+        if not line:
+            self._heard()
+            self.status.failing = False  # whether it lasts is known, and said in the log, with the first word
+            return
         try:
             event = decode.event(line)
             if event.type == "ERROR":
