@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import TaskReport, TaskState
-from vgpu_agent.status import NvmlState, NvmlStatus, PluginState, ReadyProblem
+from vgpu_agent.status import NvmlState, NvmlStatus, PluginState, ReadyProblem, WatchStatus
 from vgpu_agent.web import probes
 
 if TYPE_CHECKING:
@@ -71,3 +71,17 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
         "[~] task watch: backing off (OSError: gone)",
         "ready",
     ]
+
+
+def test_an_outage_of_the_api_server_is_listed_and_fails_no_probe(volcano_node: AgentStatus) -> None:
+    """Pods that were seen are served; a ConfigMap that may not be read is not even that."""
+    quiet, *_ = volcano_node.cluster.watches
+    volcano_node.cluster.watches = (
+        quiet,
+        WatchStatus("this node", synced=True, failing_since=NOW - 80, last_error="no answer within 15 s"),
+        WatchStatus("ConfigMap volcano-system/x", failing_since=NOW - 80, essential=False),
+    )
+    verdict = probes.ready(volcano_node, NOW, verbose=True)
+    assert verdict.ok
+    assert "[+] watch of pods of this node: complete\n[~] watch of this node: failing for 80 s: no answer within 15 s\n" in verdict.text
+    assert "ConfigMap" not in verdict.text

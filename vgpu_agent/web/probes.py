@@ -40,7 +40,8 @@ def live(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
 
 def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
     """``/readyz``: fails while a resource is not registered or the GPUs cannot be asked."""
-    return _verdict("ready", status.not_ready, (*_node_checks(status), *_loop_checks(status, now)), verbose=verbose)
+    checks = (*_node_checks(status), *_api_checks(status, now), *_loop_checks(status, now))
+    return _verdict("ready", status.not_ready, checks, verbose=verbose)
 
 
 def _verdict(word: str, problems: tuple[ReadyProblem, ...], checks: tuple[Check, ...], *, verbose: bool) -> Verdict:
@@ -72,6 +73,16 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
         *plugins,
         Check("config", not status.config_problem, config),
     )
+
+
+def _api_checks(status: AgentStatus, now: float) -> Iterator[Check]:
+    """The watches that binding waits for; an outage is no reason to be unready, because what was seen is served."""
+    for watch in status.cluster.watches:
+        if watch.essential:
+            state = "complete" if watch.synced else "no answer yet"
+            if watch.failing_since:
+                state = f"failing for {now - watch.failing_since:.0f} s: {watch.last_error}"
+            yield Check(f"watch of {watch.what}", watch.synced and not watch.failing_since, state)
 
 
 def _loop_checks(status: AgentStatus, now: float) -> tuple[Check, ...]:
