@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import os
+import pty
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -105,3 +108,33 @@ async def test_what_changes_afterwards_is_written_once(stage: VolcanoStage) -> N
     await asyncio.sleep(IDLE_SECONDS)
     assert shown() == after
     assert writes(stage) == [f"patch /api/v1/nodes/{NODE}"]
+
+
+async def test_an_agent_in_a_terminal_ends_with_it(stage: VolcanoStage) -> None:
+    """There, SIGHUP says that the terminal was closed; nobody is left who could end the agent."""
+    stage.configure()
+    stage.deliver_library()
+    ours, its = pty.openpty()
+    flags = ["--kubelet-dir", str(stage.cluster.kubelet_directory), "--simulate", str(stage.gpus.directory), "--config", str(stage.config)]
+    listen = ["--listen", "127.0.0.1:0", "--debug-listen", "127.0.0.1:0"]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "vgpu_agent", "run", *flags, *listen, stderr=its)
+    os.close(its)
+    try:
+        shown = b""
+        while b"agent.started" not in shown:
+            shown += await asyncio.to_thread(os.read, ours, 65536)
+        process.send_signal(signal.SIGHUP)
+        reading = asyncio.ensure_future(asyncio.to_thread(read_to_the_end, ours))
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+        await reading
+    finally:
+        if process.returncode is None:
+            process.kill()
+        os.close(ours)
+
+
+def read_to_the_end(terminal: int) -> None:
+    """A terminal that nobody reads holds up who writes to it; its end is an error (EIO)."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 65536):
+            pass

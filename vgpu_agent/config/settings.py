@@ -127,7 +127,10 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
     ] = ""
     sysfs_root: Annotated[Directory, Meta(description="Where sysfs is mounted; NUMA nodes and PCI paths are read from it.")] = "/sys"
     proc_root: Annotated[
-        Directory, Meta(description="Where the host's procfs is mounted; for MIG capability files, which this version does not read yet.")
+        Directory,
+        Meta(
+            description="Where procfs is mounted: which folders of grants are in use, and, where it shows the host, which processes live."
+        ),
     ] = "/proc"
     fail_on_init_error: Annotated[
         bool, Meta(description="Without a usable driver: true ends the agent with an error, false waits and tries again.")
