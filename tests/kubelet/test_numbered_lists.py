@@ -147,3 +147,28 @@ def test_junk_between_entries_is_an_error_or_a_picture(junk: bytes, place: int) 
             decode(entry * place + junk)
         except KubeletError:
             continue
+
+
+_ENTRIES = st.lists(
+    st.tuples(st.sampled_from(["r", "other", "not-wanted"]), st.lists(st.text(max_size=3), min_size=1, max_size=2), st.booleans()),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_ENTRIES)
+def test_ids_that_are_read_in_runs_are_those_that_stand_there(entries: list[tuple[str, list[str], bool]]) -> None:
+    """Whatever their lengths, resources, number and topology, and in the order of each resource."""
+    response = google_resources.ListPodResourcesResponse()
+    container = response.pod_resources.add(name="p", namespace="ns").containers.add(name="c")
+    expected: dict[str, list[str]] = {}
+    for resource, ids, topology in entries:
+        entry = container.devices.add(resource_name=resource, device_ids=ids)
+        if topology:
+            entry.topology.nodes.add(id=1)
+        if resource != "not-wanted":
+            expected.setdefault(resource, []).extend(ids)
+    holdings = decode_pod_resources(response.SerializeToString(), lambda name: name != "not-wanted")
+
+    assert {holding.resource: holding.ids for holding in holdings} == {name: tuple(dict.fromkeys(ids)) for name, ids in expected.items()}
+    assert {holding.owner for holding in holdings} <= {Owner("c", namespace="ns", pod="p")}

@@ -89,8 +89,8 @@ def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda
             for container in wire.messages(pod, 3):
                 found, rest = entries.walk(container)
                 owner = Owner(wire.text(rest.get(1, b"")), namespace=namespace, pod=name)
-                for resource, entry in found:
-                    united.setdefault((owner, resource), {}).update(dict.fromkeys(wire.strings(entry, 2)))
+                for resource, ids in found:
+                    united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
     except wire.MalformedError as err:
         raise KubeletError(f"pod-resources: the answer to List cannot be understood: {err}") from err
     return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
@@ -106,8 +106,7 @@ def decode_allocatable(response: bytes, offered: Mapping[str, Sequence[DeviceId]
     numbered = {name: SeenNumbers(name, ids) for name, ids in offered.items() if isinstance(ids, NumberedIds)}
     entries = _Entries(1, offered.__contains__, [seen.note_run for seen in numbered.values()])
     try:
-        for resource, entry in entries.walk(response)[0]:
-            ids = wire.strings(entry, 2)
+        for resource, ids in entries.walk(response)[0]:
             if seen := numbered.get(resource):
                 for id_ in ids:
                     seen.note(id_)
@@ -132,30 +131,43 @@ class _Entries:
         self._names: dict[bytes, str] = {}  # what names are encoded as → those that are wanted, "" for others
         self._kinds: set[tuple[bytes, int]] = set()
         self._run: re.Pattern[bytes] | None = None
+        self._singles: dict[bytes, str] = {}  # pattern of a wanted entry with one id → its resource
+        self._single: re.Pattern[bytes] | None = None
+        self._single_run: re.Pattern[bytes] | None = None
 
-    def walk(self, message: bytes) -> tuple[list[tuple[str, bytes]], dict[int, int | bytes]]:
-        """Name of the resource and encoded ContainerDevices of each wanted entry that no reader has read, and the last of each other field.
+    def walk(self, message: bytes) -> tuple[list[tuple[str, Sequence[str]]], dict[int, int | bytes]]:
+        """Resource and ids of the wanted entries that no reader has read, and the last of each other field.
 
         Raises:
             MalformedError: the bytes are no protobuf message.
         """
-        found: list[tuple[str, bytes]] = []
+        found: list[tuple[str, Sequence[str]]] = []
         rest: dict[int, int | bytes] = {}
         position, end = 0, len(message)
-        while (position := self._passed(message, position)) < end:
+        while (position := self._passed(message, position, found)) < end:
             number, _, value, following = wire.field(message, position)
             if number != self._field:
                 rest[number] = value
             elif resource := self._wanted(entry := wire.nested(value)):
-                found.append((resource, entry))
+                ids = wire.strings(entry, 2)
+                found.append((resource, ids))
+                self._learn_single(message[position:following], resource, ids)
             else:
                 self._learn(message[position:following], entry)
             position = following
         return found, rest
 
-    def _passed(self, message: bytes, position: int) -> int:
+    def _passed(self, message: bytes, position: int, found: list[tuple[str, Sequence[str]]]) -> int:
         for read in self._readers:
             position = read(message, position)
+        if self._single is not None and self._single_run is not None and (run := self._single_run.match(message, position)):
+            resources = list(self._singles.values())
+            ids: dict[str, list[str]] = {}
+            for entry in self._single.finditer(message, position, run.end()):
+                kind = entry.lastindex or 1
+                ids.setdefault(resources[kind - 1], []).append(wire.text(entry[kind]))
+            found.extend(ids.items())
+            position = run.end()
         passed = self._run.match(message, position) if self._run is not None else None
         return position if passed is None else passed.end()
 
@@ -176,6 +188,20 @@ class _Entries:
         self._kinds.add((head, len(element) - len(head)))
         kinds = b"|".join(re.escape(head) + b".{%d}" % rest for head, rest in sorted(self._kinds))
         self._run = re.compile(b"(?:" + kinds + b")*+", re.DOTALL)
+
+    def _learn_single(self, element: bytes, resource: str, ids: Sequence[str]) -> None:
+        """Read the next ones at once that have one id of the same length, and nothing else."""
+        if len(ids) != 1 or len(self._singles) >= _MOST_KINDS:
+            return
+        id_ = ids[0].encode()
+        content = _delimited(1, resource.encode()) + b"\x12" + wire.varint(len(id_))
+        head = bytes([self._field << 3 | wire.LENGTH_DELIMITED]) + wire.varint(len(content) + len(id_)) + content
+        if head + id_ != element:
+            return
+        self._singles[re.escape(head) + b"(.{%d})" % len(id_)] = resource
+        pattern = b"|".join(self._singles)
+        self._single = re.compile(pattern, re.DOTALL)
+        self._single_run = re.compile(b"(?:" + pattern + b")*+", re.DOTALL)
 
 
 def _kinds_of_numbers(resource: str, block: IdBlock) -> Iterator[bytes]:
