@@ -23,7 +23,7 @@ import grpc
 
 from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint
 from vgpu_agent.sim.kubelet_faults import AdmissionError, Call, ContainerStartError, Faults
-from vgpu_agent.sim.kubelet_records import Records, ResourceDevices
+from vgpu_agent.sim.kubelet_records import Allocation, Records, ResourceDevices
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 from vgpu_agent.sim.protocol import podresources_pb2 as pod_resources
 
@@ -79,6 +79,7 @@ class SimulatedKubelet:
         self._endpoints: dict[str, Endpoint] = {}
         self._retired: list[Endpoint] = []
         self._servers: list[Any] = []
+        self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}  # by UID: what a pod holds, and how it is told
         self._changed = asyncio.Condition()
         self._admission = asyncio.Lock()
         self._random = random.Random(seed)  # noqa: S311 - the order of a Go map, not a secret
@@ -286,6 +287,8 @@ class SimulatedKubelet:
         if endpoint.options is not None and endpoint.options.get_preferred_allocation_available:
             preferred = await endpoint.prefer([*reused, *free], reused, number)
             await self._note("GetPreferredAllocation", endpoint.resource, ids=preferred)
+        if not preferred:
+            return [*reused, *free][:number]
         usable = {*reused, *free}
         # The answer is a hint: what is not usable is dropped, what is missing is filled up.
         return list(dict.fromkeys([*reused, *(device for device in preferred if device in usable), *free]))[:number]
@@ -312,31 +315,35 @@ class SimulatedKubelet:
 
     # Pod resources
 
-    async def _list(self, _: pod_resources.ListPodResourcesRequest, context: Any) -> pod_resources.ListPodResourcesResponse:
+    async def _list(self, _: pod_resources.ListPodResourcesRequest, context: Any) -> bytes:
         await self._note("List", "")
         await asyncio.sleep(self.faults.list_delay_seconds)
         if self.faults.exhausted_lists:
             self.faults.exhausted_lists -= 1
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
         self._records.clean_up(self._live())
-        response = pod_resources.ListPodResourcesResponse()
-        for pod in [pod for pod in self.pods.values() if not pod.ended]:
-            entry = response.pod_resources.add(name=pod.name, namespace=pod.namespace)
-            for container in [each for each in pod.containers if not each.init]:  # plain init containers are not listed
-                described = entry.containers.add(name=container.name)
-                for allocation in self._records.of_container(pod.uid, container.name):
-                    described.MergeFromString(allocation.described)
-        return response
+        return b"".join(self._listed_pod(pod) for pod in self.pods.values() if not pod.ended)
 
-    async def _allocatable(self, _: pod_resources.AllocatableResourcesRequest, context: Any) -> pod_resources.AllocatableResourcesResponse:
+    def _listed_pod(self, pod: Pod) -> bytes:
+        """A ListPodResourcesResponse with this pod alone; several of them, one behind the other, are one."""
+        held = [self._records.of_container(pod.uid, each.name) for each in pod.containers]
+        key = tuple(allocation for allocations in held for allocation in allocations)
+        if pod.uid not in self._listed_pods or self._listed_pods[pod.uid][0] != key:
+            response = pod_resources.ListPodResourcesResponse()
+            entry = response.pod_resources.add(name=pod.name, namespace=pod.namespace)
+            for container, allocations in zip(pod.containers, held, strict=True):
+                if not container.init:  # plain init containers are not listed
+                    described = entry.containers.add(name=container.name)
+                    for allocation in allocations:
+                        described.MergeFromString(allocation.described)
+            self._listed_pods[pod.uid] = (key, bytes(response.SerializeToString()))
+        return self._listed_pods[pod.uid][1]
+
+    async def _allocatable(self, _: pod_resources.AllocatableResourcesRequest, context: Any) -> bytes:
         await self._note("GetAllocatableResources", "")
         if self.faults.no_allocatable:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method GetAllocatableResources")
-        response = pod_resources.AllocatableResourcesResponse()
-        for resource in self._records.devices:
-            for device in self.resource(resource).healthy:
-                response.devices.add(resource_name=resource, device_ids=[device])
-        return response
+        return b"".join(self.resource(resource).allocatable_as(resource) for resource in self._records.devices)
 
     # Inner matters
 
@@ -351,9 +358,7 @@ class SimulatedKubelet:
     async def _listen(self, path: Path, service: str, methods: Mapping[str, tuple[Any, Any]]) -> None:
         server = grpc.aio.server()
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                method, request_deserializer=request.FromString, response_serializer=lambda message: message.SerializeToString()
-            )
+            name: grpc.unary_unary_rpc_method_handler(method, request_deserializer=request.FromString, response_serializer=_encoded)
             for name, (method, request) in methods.items()
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
@@ -368,6 +373,11 @@ class SimulatedKubelet:
             with contextlib.suppress(FileNotFoundError):  # a plugin may remove its own at the same time
                 if stat.S_ISSOCK(path.lstat().st_mode):
                     path.unlink()
+
+
+def _encoded(message: Any) -> bytes:
+    """An answer for the wire; long ones are encoded already."""
+    return message if isinstance(message, bytes) else bytes(message.SerializeToString())
 
 
 def _rejected(text: str) -> str:

@@ -33,6 +33,7 @@ class ResourceDevices:
 
     healthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
     unhealthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    _described: dict[str, bytes] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def capacity(self) -> int:
@@ -51,18 +52,31 @@ class ResourceDevices:
             nodes = device.topology.nodes
             node = nodes[0].id if nodes else None
             (self.healthy if device.health == "Healthy" else self.unhealthy)[device.id] = node
-        self.__dict__.pop("encoded", None)
+        self._changed()
 
     def mark_all_unhealthy(self) -> None:
         """The stream has ended: capacity stays, allocatable is 0."""
         self.unhealthy.update(self.healthy)
         self.healthy = {}
-        self.__dict__.pop("encoded", None)
+        self._changed()
 
     @functools.cached_property
     def encoded(self) -> str:
         """The healthy ids as the checkpoint's JSON."""
         return json.dumps(sorted(self.healthy))
+
+    def allocatable_as(self, resource: str) -> bytes:
+        """The healthy ids as an AllocatableResourcesResponse; several of them, one behind the other, are one."""
+        if resource not in self._described:
+            response = pod_resources.AllocatableResourcesResponse()
+            for device in self.healthy:
+                response.devices.add(resource_name=resource, device_ids=[device])
+            self._described[resource] = bytes(response.SerializeToString())
+        return self._described[resource]
+
+    def _changed(self) -> None:
+        self.__dict__.pop("encoded", None)
+        self._described.clear()
 
 
 @dataclasses.dataclass
