@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,9 @@ import pytest
 from tests.component.volcano import NODE, NUMBER, REGISTER, VolcanoStage, asks, volcano_stage
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.api_faults import Fault, FaultKind, Request
+from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
+
+LOCK = "hamivgpu"
 
 
 @pytest.fixture
@@ -25,8 +28,8 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 
 def _by_agent(request: Request) -> bool:
-    """The agent's writes, and not the scheduler's: this one binds and writes the status of what it cannot bind."""
-    return request.is_write and request.resource in {"nodes", "pods", "nodes/status"}
+    """The agent's writes, and not the scheduler's."""
+    return request.is_write and request.user_agent.startswith("vgpu-agent")
 
 
 class Killer:
@@ -34,6 +37,7 @@ class Killer:
 
     def __init__(self, stage: VolcanoStage) -> None:
         self._stage = stage
+        self.counts: Callable[[Request], bool] = _by_agent
         self.at = -1  # kill when so many writes have come; -1 never
         self.seen = 0
         self.killed = False
@@ -46,7 +50,7 @@ class Killer:
         self._before = before
 
     def _hook(self, request: Request) -> None:
-        if self.killed or not _by_agent(request):
+        if self.killed or not self.counts(request):
             return
         self.killed = self.seen == self.at
         self.seen += 1
@@ -97,6 +101,27 @@ async def test_killed_at_every_write(stage: VolcanoStage, before: bool) -> None:
     await stage.settled(*served)
     stage.check()
     assert len((await stage.agent.get("/debug/ledger"))["grants"]) == 2 * len(served)
+
+
+async def test_killed_while_an_old_scheduler_waits(stage: VolcanoStage) -> None:
+    """kill -9 at the first writes of a pod whose scheduler holds the node's lock: the next agent gives it back, and the next pod comes."""
+    await stage.cluster.start_volcano(VolcanoSettings(old=True, node_lock=True, retry_seconds=0.2))
+    await stage.start_agent()
+    killer = Killer(stage)
+    # An answer to the handshake may be under way during Allocate, and whoever is killed then costs a pod its life.
+    killer.counts = lambda request: _by_agent(request) and (request.resource == "pods" or LOCK in str(request.body))
+    for at in range(2):
+        await asyncio.sleep(2.5)  # a lock as young as the agent itself would be given back before the Allocate, and the kill cost the pod
+        killer.arm(at, before=True)
+        stage.cluster.create_pod(f"old-{at}", asks(1))  # one resource, so that the lock is never given back between two Allocates
+        await stage.cluster.until(lambda: killer.killed, "the kill")
+        await _restart_after_death(stage)
+        await stage.cluster.running(f"old-{at}")
+        await stage.settled(f"old-{at}")
+        await stage.cluster.until(lambda: LOCK not in stage.cluster.node_object()["metadata"]["annotations"], "the lock to be given back")
+    killer.arm(-1, before=True)
+    stage.cluster.delete_pod("old-0")
+    await stage.serve("next", asks(1))
 
 
 async def test_killed_when_a_spec_appears(stage: VolcanoStage) -> None:

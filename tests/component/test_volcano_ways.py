@@ -72,7 +72,8 @@ async def test_early_the_same_pods(early: VolcanoStage) -> None:
     cluster.create_pod("one", asks(1, 10, 20))
     cluster.create_pod("two", [asks(1, 30), asks(1, 40)])
     cluster.create_pod("sidecar-first", [{}, asks(1, 50)])
-    names = ("one", "two", "sidecar-first")
+    cluster.create_pod("init-same", asks(1, 60), init=[(asks(1, 60), False)])
+    names = ("one", "two", "sidecar-first", "init-same")
     await cluster.running(*names)
     await early.settled(*names)
     early.check()
@@ -101,4 +102,19 @@ async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
         await cluster.until(lambda name=name: not cluster.exists(name), f"{name} to be gone")  # type: ignore[misc]
         await early.serve(name, asks(1, 30))
     await cluster.running(*names)
+    early.check()
+
+
+async def test_early_a_restart_under_running_pods(early: VolcanoStage) -> None:
+    """kubelet keeps the answers: after a kill -9 a crashed container comes with what it had, and the next pod with its own."""
+    await early.start_agent()
+    await early.serve("p", asks(1, 30, 20))
+    await early.settled("p")
+    await early.agent.kill()
+    await early.agent.start()
+    await early.offered()
+    await early.cluster.crash("p")
+    first, second = early.cluster.starts("p")
+    assert first == second
+    await early.serve("q", asks(1, 50))
     early.check()
