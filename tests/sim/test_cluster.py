@@ -12,6 +12,9 @@ import pytest
 
 from vgpu_agent.sim.cluster import SimulatedCluster
 
+# grpcio takes locks when a server goes, which the watch for blocking calls would make an error of.
+pytestmark = pytest.mark.component
+
 DEFAULT = "default-scheduler"
 
 
