@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 PERMISSION = "patch pods"
 _SHORTEST_WAIT_SECONDS = 0.01
+_GATHERING_SECONDS = 0.05
+"""Nobody waits for these writes; kubelet waits for the calls that would meanwhile be answered. So changes are looked at together."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,6 +110,7 @@ class PodPublisher:
                 versions = Versions(self._book.revision, self._wake, self._done)
                 pause = self._begin(requests)
                 await versions.passed(timeout_seconds=pause)
+                await asyncio.sleep(_GATHERING_SECONDS)
 
     def _begin(self, requests: asyncio.TaskGroup) -> float:
         """Begin the writes that are due; seconds after which to look again, if nothing happens before."""
