@@ -1,4 +1,4 @@
-"""What the agent costs and how quick it is: 8 simulated GPUs × 10 replicas, the agent's own process, an independent gRPC client.
+"""What the agent costs and how quick it is, on simulated GPUs: its own process, an independent kubelet stand-in, limits that must be met.
 
 Run by ``scripts/bench``. Each figure has a limit; the exit status is 1 when one is missed. How each is measured stands beside it. The
 machine matters: read figures of one run beside each other, and compare runs on one machine only.
@@ -10,228 +10,43 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
 import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import grpc
+from tests.bench import nvidia, volcano
 
-from vgpu_agent.sim.agent_process import AgentProcess
-from vgpu_agent.sim.kubelet import SimulatedKubelet
-from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
-from vgpu_agent.sim.state import SimulatedNode
-
-GPU = "nvidia.com/gpu"
-GPUS, REPLICAS = 8, 10
-CONFIG = f"version: v1\nsharing: {{timeSlicing: {{resources: [{{name: {GPU}, replicas: {REPLICAS}}}]}}}}\n"
-_SERVICE = "/v1beta1.DevicePlugin"
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """One measured figure and its limit, in the same unit."""
-
-    name: str
-    value: float
-    limit: float
-    unit: str
-    how: str
-
-    @property
-    def met(self) -> bool:
-        """Whether the figure is within its limit."""
-        return self.value <= self.limit
-
-
-class Node:
-    """One simulated node for one measurement or several."""
-
-    def __init__(self, folder: Path) -> None:
-        self.simulated = SimulatedNode.create(folder / "gpus", model="A100-SXM4-80GB", gpus=GPUS, numa=[0] * 4 + [1] * 4)
-        self.kubelet = SimulatedKubelet(folder / "kubelet")
-        self.config = folder / "config.yaml"
-        self.config.write_text(CONFIG)
-        self.agent = AgentProcess(folder / "agent.log", kubelet=folder / "kubelet", simulate=self.simulated.directory, config=self.config)
-
-    def plugin_socket(self) -> Path:
-        """The agent's own socket."""
-        (path,) = [path for path in self.kubelet.plugins.iterdir() if path.name.startswith("vgpu-agent")]
-        return path
-
-
-async def start_to_registered(node: Node) -> list[Figure]:
-    """From the start of the process to the last Register."""
-    times = []
-    for _ in range(5):
-        began = time.monotonic()
-        await node.agent.spawn()
-        seen = len(node.kubelet.called("Register"))
-        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]  # bound early
-        times.append(node.kubelet.called("Register")[-1].at - began)
-        await node.agent.terminate()
-    how = "process start (python -m vgpu_agent run) to Register received by the kubelet stand-in, median of 5"
-    return [Figure("start to all resources registered", statistics.median(times), 0.8, "s", how)]
-
-
-async def socket_to_register(node: Node) -> list[Figure]:
-    """From the creation of kubelet.sock to Register."""
-    times = []
-    for _ in range(5):
-        seen = len(node.kubelet.called("Register"))
-        await node.kubelet.restart(away_seconds=0.3)
-        created = (node.kubelet.plugins / "kubelet.sock").stat().st_ctime
-        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]  # bound early
-        wall_offset = time.time() - time.monotonic()
-        times.append(max(0.0, node.kubelet.called("Register")[seen].at + wall_offset - created))
-        await node.agent.until_ready()
-    return [
-        Figure("kubelet.sock created to Register", max(times), 0.3, "s", "inode change time of the socket to Register received, worst of 5")
-    ]
-
-
-async def allocate(node: Node) -> list[Figure]:
-    """Allocate through the unix socket from grpcio."""
-    ids = sorted(node.kubelet.resource(GPU).healthy)
-    calls = 2000
-    program = [sys.executable, "-m", "tests.bench.allocate", str(node.plugin_socket()), str(calls), *ids]
-    answer = await asyncio.to_thread(subprocess.run, program, check=True, capture_output=True, text=True)
-    times = sorted(json.loads(answer.stdout))
-    how = f"{calls} calls, one in flight, blocking grpcio client in a process of its own, 80 ids in turn"
-    return [
-        Figure("Allocate p50", times[len(times) // 2] * 1000, 1.5, "ms", how),
-        Figure("Allocate p99", times[len(times) * 99 // 100] * 1000, 5, "ms", how),
-    ]
-
-
-async def preference(node: Node) -> list[Figure]:
-    """GetPreferredAllocation with 100,000 ids."""
-    ids = sorted(node.kubelet.resource(GPU).healthy)
-    available = ids + [f"{ids[0].partition('::')[0]}::{number}" for number in range(1000, 1000 + 100_000 - len(ids))]
-    request = messages.PreferredAllocationRequest(
-        container_requests=[messages.ContainerPreferredAllocationRequest(available_device_ids=available, allocation_size=2)]
-    )
-    async with grpc.aio.insecure_channel(f"unix:{node.plugin_socket()}", options=[("grpc.max_send_message_length", -1)]) as channel:
-        call = channel.unary_unary(
-            f"{_SERVICE}/GetPreferredAllocation",
-            request_serializer=messages.PreferredAllocationRequest.SerializeToString,
-            response_deserializer=messages.PreferredAllocationResponse.FromString,
-        )
-        times = []
-        for _ in range(3):
-            began = time.monotonic()
-            answer = await call(request)
-            times.append(time.monotonic() - began)
-    if len(answer.container_responses[0].device_ids) != 2:
-        raise RuntimeError(f"the preference is wrong: {answer}")
-    return [Figure("GetPreferredAllocation, 100,000 ids", max(times), 1.0, "s", "round trip of a grpcio client, worst of 3")]
-
-
-async def xid_to_stream(node: Node) -> list[Figure]:
-    """From an XID to Unhealthy at kubelet."""
-    times = []
-    for number in range(4):
-        healthy = node.kubelet.resource(GPU).allocatable
-        began = time.monotonic()
-        node.simulated.xid(number, 79)
-        await node.kubelet.until(lambda healthy=healthy: node.kubelet.resource(GPU).allocatable == healthy - REPLICAS)  # type: ignore[misc]  # bound early
-        times.append(node.kubelet.called("list")[-1].at - began)
-    return [
-        Figure("XID to Unhealthy on the stream", max(times), 1.0, "s", "event posted to list received by the kubelet stand-in, worst of 4")
-    ]
-
-
-async def metrics(node: Node) -> list[Figure]:
-    """One scrape."""
-    times = []
-    for _ in range(20):
-        began = time.monotonic()
-        await node.agent.get_text("/metrics")
-        times.append(time.monotonic() - began)
-    return [Figure("/metrics", statistics.median(times) * 1000, 20, "ms", "HTTP round trip with a new connection, median of 20")]
-
-
-async def resident(node: Node) -> list[Figure]:
-    """Memory after all of the above."""
-    status = await asyncio.to_thread(Path(f"/proc/{node.agent.pid}/status").read_text)
-    rss_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    return [Figure("RSS", rss_kib / 1024, 60, "MiB", "VmRSS of the process after the measurements above")]
-
-
-async def idle_cpu(node: Node) -> list[Figure]:
-    """Processor time while nothing happens."""
-
-    def used() -> float:
-        fields = Path(f"/proc/{node.agent.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    seconds = 20
-    await asyncio.sleep(3)  # let what was just done settle
-    before = used()
-    await asyncio.sleep(seconds)
-    return [Figure("idle CPU", (used() - before) / seconds * 100, 1, "% of a core", f"user and system time over {seconds} s")]
-
-
-async def lag_while_hung(node: Node) -> list[Figure]:
-    """The event loop while NVML does not return."""
-    node.simulated.fault("nvmlDeviceGetTemperature", times=1, delay_ms=5000)
-    await asyncio.sleep(6)
-    tasks = await node.agent.get("/debug/tasks")
-    how = "lateness of a 0.1 s timer in the agent, 99th percentile of the samples of a fresh process in which NVML hung for 5 s"
-    return [Figure("event loop lag p99, NVML hung for 5 s", tasks["loop_lag_seconds"] * 1000, 10, "ms", how)]
-
-
-async def measure(folder: Path) -> list[Figure]:
-    """All figures, in an order in which none disturbs the next."""
-    node = Node(folder)
-    await node.kubelet.start()
-    try:
-        return await _measure(node)
-    finally:
-        await node.agent.kill()
-        await node.kubelet.stop()
-
-
-async def _measure(node: Node) -> list[Figure]:
-    figures = await start_to_registered(node)
-    steps: list[Callable[[Node], Awaitable[list[Figure]]]] = [socket_to_register, allocate, preference, metrics, xid_to_stream, resident]
-    for step in steps:
-        if step is socket_to_register:
-            await node.agent.start()
-            await node.agent.until_ready()
-        figures += await step(node)
-    await node.agent.terminate()
-    for step in (lag_while_hung, idle_cpu):
-        await node.agent.start()
-        await node.agent.until_ready()
-        figures += await step(node)
-        await node.agent.terminate()
-    return figures
+PARTS = {
+    "nvidia": ("nvidia.com/gpu, 8 GPUs × 10 replicas", nvidia.measure),
+    "volcano": ("volcano.sh/vgpu-*, 110 pods on 2 GPUs of 24 GiB, API server 20 ms away", volcano.measure),
+}
 
 
 def main() -> int:
     """Measure, print, judge."""
-    parser = argparse.ArgumentParser(prog="scripts/bench", description="measures the agent on 8 simulated GPUs × 10 replicas")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description="measures the agent on simulated GPUs; status 1 when a limit is missed"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a part")
+    parser.add_argument("--only", choices=PARTS, help="measure one part")
     arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="vgb", dir="/tmp"))  # a short path, for sockets
-    try:
-        figures = asyncio.run(measure(folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    met, found = True, {}
+    for part in [arguments.only] if arguments.only else PARTS:
+        title, measure = PARTS[part]
+        folder = Path(tempfile.mkdtemp(prefix="vgb", dir="/tmp"))  # a short path, for sockets
+        try:
+            figures = asyncio.run(measure(folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        met = met and all(figure.met for figure in figures)
+        found[part] = [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]
+        if not arguments.json:
+            width = max(len(figure.name) for figure in figures)
+            print(title, *(f"{figure.name:{width}}  {figure.line}" for figure in figures), "", sep="\n", flush=True)  # noqa: T201 - what it is for
     if arguments.json:
-        print(json.dumps([{**dataclasses.asdict(figure), "met": figure.met} for figure in figures], indent=2))  # noqa: T201 - what it is for
-    else:
-        width = max(len(figure.name) for figure in figures)
-        for figure in figures:
-            verdict = "ok" if figure.met else "MISSED"
-            print(f"{figure.name:{width}}  {figure.value:8.3f}  ≤ {figure.limit:<5g} {figure.unit:12} {verdict:7} {figure.how}")  # noqa: T201 - what it is for
-    return 0 if all(figure.met for figure in figures) else 1
+        print(json.dumps(found, indent=2))  # noqa: T201 - what it is for
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""How quick the agent is with Volcano's pods: 110 of them on the node, 49,152 ids of memory, an API server that is 20 ms away.
+
+The second part of the benchmark, called by `__main__`. Calls are timed by the kubelet stand-in, from the request to the answer. Beside
+them stands what the reference plugin does in one Allocate (`reference`), against the same API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.bench.figures import Figure, percentile
+from tests.bench.volcano_node import MEMORY, NODE, NUMBER, RESOURCES, VolcanoNode
+from vgpu_agent.sim.kubelet_endpoint import Timing
+
+PODS, BURST, ROUNDS = 110, 40, 60
+QUIET_SECONDS = 35.0
+"""Longer than the pause between two verifications."""
+_SETTLE_SECONDS = 0.1
+_ONE_BY_ONE = f"{ROUNDS} pods one after the other beside {PODS - 1} that run"
+_AT_ONCE = f"{BURST} pods bound in one moment, {PODS} in the end; kubelet admits one by one and starts at once"
+
+
+def _milliseconds(timings: list[Timing], percent: int) -> float:
+    return percentile((timing.seconds for timing in timings), percent) * 1000
+
+
+async def one_by_one(node: VolcanoNode) -> float:
+    """Let pods come and go, one at a time; the time when it began."""
+    began = time.monotonic()
+    for _ in range(ROUNDS):
+        names = await node.serve(1)
+        await node.served(names)
+        await node.remove(names)
+        await asyncio.sleep(_SETTLE_SECONDS)
+    return began
+
+
+async def at_once(node: VolcanoNode) -> float:
+    """Let a burst of pods come; the time when it began."""
+    await node.remove(list(node.pods)[: len(node.pods) + BURST - PODS])
+    await asyncio.sleep(1)
+    began = time.monotonic()
+    await node.served(await node.serve(BURST))
+    return began
+
+
+async def late(node: VolcanoNode) -> list[Figure]:
+    """Late binding: Allocate answers a name, PreStartContainer decides."""
+    began = await one_by_one(node)
+    allocated = {resource: node.timings("Allocate", resource, since=began) for resource in RESOURCES}
+    started = node.timings("PreStartContainer", NUMBER, since=began)
+    inside = [request for timings in allocated.values() for each in timings for request in node.requests_between(each.began, each.seconds)]
+    began = await at_once(node)
+    burst = node.timings("PreStartContainer", NUMBER, since=began)
+    whole = max(each.began + each.seconds for each in burst) - began
+    calls = [each for method in ("Allocate", "PreStartContainer") for name in RESOURCES for each in node.timings(method, name, since=began)]
+    ours = "the same: the first bind to the last PreStartContainer answered, the work of the kubelet stand-in included"
+    return [
+        Figure("late Allocate p50, vgpu-number", _milliseconds(allocated[NUMBER], 50), 1.5, "ms", _ONE_BY_ONE),
+        Figure("late Allocate p50, vgpu-memory", _milliseconds(allocated[MEMORY], 50), 1.5, "ms", "the same pods; 200 to 440 ids a call"),
+        Figure("API requests inside Allocate", len(inside), 0, "requests", "seen by the API server between call and answer, all resources"),
+        Figure("PreStartContainer p50", _milliseconds(started, 50), 10, "ms", _ONE_BY_ONE),
+        Figure("PreStartContainer p50, burst", _milliseconds(burst, 50), 10, "ms", _AT_ONCE),
+        Figure("PreStartContainer p99, burst", _milliseconds(burst, 99), 50, "ms", f"the same: the slowest of {BURST}"),
+        Figure("bind to granted, burst", whole, 5, "s", ours),
+        Figure("of that, time in our calls", sum(each.seconds for each in calls), None, "s", "sum over all calls, though starts overlap"),
+    ]
+
+
+async def idle(node: VolcanoNode) -> list[Figure]:
+    """Requests while nothing happens."""
+    await asyncio.sleep(3)  # let what was just done settle
+    began = time.monotonic()
+    await asyncio.sleep(QUIET_SECONDS)
+    made = node.requests_between(began, QUIET_SECONDS)
+    return [Figure("API requests while nothing happens", len(made), 0, "requests", f"in {QUIET_SECONDS:g} s, {PODS} pods; watches apart")]
+
+
+async def resident(node: VolcanoNode) -> list[Figure]:
+    """Memory after all of the above."""
+    return [Figure("RSS", await node.resident_mib(), 60, "MiB", f"VmRSS after the measurements above, {PODS} pods")]
+
+
+async def start(node: VolcanoNode) -> list[Figure]:
+    """From the start of the process to the last Register."""
+    times = []
+    kubelet = node.cluster.kubelet
+    for _ in range(5):
+        await node.agent.terminate()
+        began = time.monotonic()
+        seen = len(kubelet.called("Register"))
+        await node.agent.spawn()
+        await kubelet.until(lambda seen=seen: len(kubelet.called("Register")) >= seen + len(RESOURCES))  # type: ignore[misc]  # bound early
+        times.append(kubelet.called("Register")[-1].at - began)
+        await node.agent.until_ready()
+    how = f"process start with {PODS} pods on the node to the last of three Registers, median of 5"
+    return [Figure("start to all resources registered", statistics.median(times), 1.5, "s", how)]
+
+
+async def early(node: VolcanoNode) -> list[Figure]:
+    """Early binding: Allocate decides."""
+    await node.agent.terminate()
+    node.configure("early")
+    await node.start()
+    await node.remove(list(node.pods)[:1])
+    began = await one_by_one(node)
+    timings = node.timings("Allocate", NUMBER, since=began)
+    began = await at_once(node)
+    burst = node.timings("Allocate", NUMBER, since=began)
+    return [
+        Figure("early Allocate p50", _milliseconds(timings, 50), 5, "ms", _ONE_BY_ONE),
+        Figure("early Allocate p50, burst", _milliseconds(burst, 50), 5, "ms", _AT_ONCE),
+        Figure("early Allocate p99", _milliseconds([*timings, *burst], 99), 15, "ms", f"both together, {ROUNDS + BURST} calls"),
+    ]
+
+
+async def reference(node: VolcanoNode) -> list[Figure]:
+    """What the reference plugin's way of doing it takes."""
+    calls = 20
+    await node.agent.terminate()
+    await node.remove(list(node.pods)[:calls])
+    node.cluster.hold_admission = True
+    for _ in range(calls):
+        node.bind()
+    program = [sys.executable, "-m", "tests.bench.reference", node.cluster.api.url, NODE, str(calls)]
+    answer = await asyncio.to_thread(subprocess.run, program, check=True, capture_output=True, text=True)
+    how = f"lists all pods, patch, get, patch, get node: {calls} pods, no gRPC around it, no limit on requests"
+    return [Figure("the reference's Allocate p50", percentile(json.loads(answer.stdout), 50) * 1000, None, "ms", how)]
+
+
+async def measure(folder: Path) -> list[Figure]:
+    """All figures, in an order in which none disturbs the next."""
+    node = await asyncio.to_thread(VolcanoNode, folder)
+    async with node.cluster:
+        try:
+            await asyncio.to_thread(node.configure, "late")
+            await node.start()
+            await node.served(await node.serve(PODS - 1))
+            figures: list[Figure] = []
+            for step in (late, idle, resident, start, early, reference):
+                figures += await step(node)
+            return figures
+        finally:
+            await node.agent.kill()

@@ -1,0 +1,138 @@
+"""The node on which the benchmark's second part measures: two simulated GPUs, up to 110 pods of Volcano, an API server 20 ms away.
+
+Used by `volcano`. The scheduler's part is done here, by writing pods as it would leave them: bound, with its annotations, in one change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from vgpu_agent.sim.agent_process import AgentProcess
+from vgpu_agent.sim.cluster import SimulatedCluster
+from vgpu_agent.sim.kubelet_endpoint import Timing
+from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
+from vgpu_agent.sim.state import SimulatedNode
+
+NODE = "node-a"
+NUMBER, MEMORY, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/vgpu-cores"
+RESOURCES = (NUMBER, MEMORY, CORES)
+UUIDS = ("GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002")
+GPU_BYTES = 24 * 1024**3
+LATENCY_SECONDS = 0.020
+SEATS = 60  # of each GPU: 110 pods share the two
+
+# As it is deployed, but for paths, seats, and memory counted in MiB, which makes 49,152 ids.
+CONFIG = """\
+version: v1
+nodeName: {node}
+kubeconfig: {folder}/cluster/kubeconfig
+stateDirectory: {folder}/state
+families: {{nvidia: false, volcanoVgpu: true}}
+binding: {{mode: {mode}, cdiDirectory: {folder}/cluster/cdi}}
+volcanoVgpu: {{deviceSplitCount: {seats}, gpuMemoryFactor: 1, nodeConfigFile: ''}}
+hamiCore: {{hostDirectory: {folder}/vgpu, lockDirectory: {folder}/vgpulock}}
+"""
+
+
+class VolcanoNode:
+    """Simulated cluster, GPUs and the agent's process.
+
+    State: which pods there are and what each holds of which GPU, so that no GPU is given out beyond its size.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.gpus = SimulatedNode.create(folder / "gpus", model="A10", gpus=2, numa=[0, 1], uuids=UUIDS)
+        for gpu in self.gpus.state.gpus[: len(UUIDS)]:
+            gpu.memory_total = GPU_BYTES
+        self.cluster = SimulatedCluster(folder / "cluster", node=NODE)
+        self.cluster.api.latency_seconds = LATENCY_SECONDS
+        self.agent = AgentProcess(
+            folder / "agent.log", kubelet=self.cluster.kubelet_directory, simulate=self.gpus.directory, config=folder / "config.yaml"
+        )
+        self.pods: dict[str, tuple[str, int]] = {}
+        self._numbers = itertools.count()
+        deliver_stand_in_library(folder / "vgpu")
+
+    def configure(self, mode: str) -> None:
+        """Write the agent's configuration; it takes effect at the next start."""
+        text = CONFIG.format(node=NODE, folder=self._folder, mode=mode, seats=SEATS)
+        (self._folder / "config.yaml").write_text(text)
+
+    async def start(self) -> None:
+        """Start the agent, and wait until kubelet offers what it lists."""
+        await self.agent.start()
+        await self.agent.until_ready()
+        kubelet = self.cluster.kubelet
+        await self.cluster.until(lambda: all(kubelet.resource(name).allocatable for name in RESOURCES), "kubelet to offer vGPUs")
+
+    # Pods
+
+    def bind(self) -> str:
+        """A pod as the scheduler leaves it; its name. Memory is 200 to 440 MiB, never the same twice in a row."""
+        number = next(self._numbers)
+        name, memory = f"p{number:04}", 200 + number * 53 % 241
+        used = collections.Counter(card for card, _ in self.pods.values())
+        card = min(UUIDS, key=lambda uuid: used[uuid])
+        self.pods[name] = (card, memory)
+        claim, now = f"{card},NVIDIA,{memory},1:", str(int(time.time()))
+        annotations = {
+            "volcano.sh/vgpu-node": NODE,
+            "volcano.sh/vgpu-time": now,
+            "volcano.sh/bind-time": now,
+            "volcano.sh/bind-phase": "allocating",
+            "volcano.sh/vgpu-ids-new": claim,
+            "volcano.sh/devices-to-allocate": claim,
+        }
+        self.cluster.create_pod(name, {NUMBER: 1, MEMORY: memory, CORES: 1}, annotations=annotations, node=NODE)
+        return name
+
+    async def serve(self, count: int) -> list[str]:
+        """Bind that many pods at once, and wait until they run."""
+        names = [self.bind() for _ in range(count)]
+        await self.cluster.running(*names, timeout_seconds=120)
+        return names
+
+    async def served(self, names: Iterable[str]) -> None:
+        """Wait until the agent has written about all of them that they are served."""
+        left = set(names)
+
+        def written() -> bool:
+            left.difference_update([name for name in left if self.cluster.annotations(name).get("volcano.sh/bind-phase") == "success"])
+            return not left
+
+        await self.cluster.until(written, "the pods' annotations", timeout_seconds=120)
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Delete pods, and wait until they are gone and the agent has nothing more to do about it."""
+        for name in names:
+            self.cluster.delete_pod(name)
+            del self.pods[name]
+        gone = set(names)
+        await self.cluster.until(lambda: not gone & {pod["metadata"]["name"] for pod in self.cluster.objects.list("pods")}, "pods to go")
+
+    # What was measured
+
+    def timings(self, method: str, resource: str, *, since: float) -> list[Timing]:
+        """Calls to the plugin that began after `time.monotonic` was ``since``."""
+        endpoint = self.cluster.kubelet._endpoints[resource]
+        return [timing for timing in endpoint.timings if timing.method == method and timing.began >= since]
+
+    def requests_between(self, began: float, seconds: float) -> list[str]:
+        """Requests to the API server in that time (`time.monotonic`), the beginning of watches apart."""
+        offset = time.time() - time.monotonic()
+        return [
+            f"{request.verb} {request.path}"
+            for request in self.cluster.api.requests
+            if request.verb != "watch" and began <= request.at - offset <= began + seconds
+        ]
+
+    async def resident_mib(self) -> float:
+        """VmRSS of the agent."""
+        status = await asyncio.to_thread(Path(f"/proc/{self.agent.pid}/status").read_text)
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
