@@ -65,7 +65,7 @@ def test_kubelet_restarts_under_running_pods(volcano_rig: Rig, agent: NodeAgent)
     with VolcanoScheduler(rig, policy="binpack"):
         for name, memory in before.items():
             rig.create_pod(_asking(name, memory))
-        wait_running(rig, list(before))
+        wait_running(rig, before)
         started = {name: _started_at(rig, name) for name in before}
         registrations = agent.events().count("plugin.registered")
         rig.restart_kubelet()
@@ -73,7 +73,7 @@ def test_kubelet_restarts_under_running_pods(volcano_rig: Rig, agent: NodeAgent)
         wait_allocatable(rig, 20, resource="volcano.sh/vgpu-number")
         for name, memory in after.items():
             rig.create_pod(_asking(name, memory))
-        wait_running(rig, list(after))
+        wait_running(rig, after)
         assert _limits(rig, before | after) == _as_asked(before | after)
     assert {name: _started_at(rig, name) for name in before} == started
 
@@ -139,7 +139,7 @@ def test_the_api_server_goes_away_in_the_middle_of_a_burst(volcano_rig: Rig, age
         time.sleep(2)
         rig.start_component("apiserver")
         rig.wait_for(rig.api.is_ready, 60, what="the API server")
-        wait_running(rig, list(pods), 90)
+        wait_running(rig, pods, 90)
         assert _limits(rig, pods) == _as_asked(pods)
         for name in pods:
             wait_served(rig, name, 40)

@@ -88,6 +88,11 @@ class Api:
         """Whether there is such an object."""
         return self.find(path) is not None
 
+    def names(self, path: str) -> list[str]:
+        """The names of the objects behind a path of a collection; the API server sends their metadata only."""
+        body = self._request("GET", path, None, "application/json", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1")
+        return [item["metadata"]["name"] for item in json.loads(body)["items"] or ()]
+
     def post(self, path: str, body: Json) -> Json:
         return self._json("POST", path, body)
 
@@ -115,10 +120,10 @@ class Api:
         answer: Json = json.loads(self._request(method, path, body, content_type))
         return answer
 
-    def _request(self, method: str, path: str, body: Json | None, content_type: str) -> bytes:
+    def _request(self, method: str, path: str, body: Json | None, content_type: str, accept: str = "application/json, */*") -> bytes:
         connection = _Connection(self._context, self._network_namespace)
         try:
-            headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content_type, "Accept": "application/json, */*"}
+            headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content_type, "Accept": accept}
             connection.request(method, path, body=None if body is None else json.dumps(body), headers=headers)
             response = connection.getresponse()
             content = response.read()
