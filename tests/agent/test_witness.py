@@ -71,7 +71,7 @@ async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
     ]
     lister.let.set()
     checkpoint = write(tmp_path / "checkpoint", entry("uid", "main", "a"), entry("uid", "other", "z", resource="nvidia.com/gpu"))
-    testimony = await make(lister, checkpoint)()
+    testimony = await make(lister, checkpoint)(RESOURCE, ["a"])
     assert testimony.pod_resources == (lister.holdings[0],)
     assert testimony.checkpoint == (Holding(RESOURCE, ("a",), Owner("main", "uid")),)
     assert testimony.answers == {}
@@ -82,9 +82,9 @@ async def test_a_burst_of_questions_costs_two_readings(tmp_path: Path) -> None:
     """Whoever asks during a reading gets the next one, which all of them share; nobody gets one that began before he asked."""
     lister = Lister()
     witness = make(lister, write(tmp_path / "checkpoint"))
-    first = asyncio.ensure_future(witness())
+    first = asyncio.ensure_future(witness(RESOURCE, ["a"]))
     await asyncio.sleep(0)
-    later = [asyncio.ensure_future(witness()) for _ in range(10)]
+    later = [asyncio.ensure_future(witness(RESOURCE, ["a"])) for _ in range(10)]
     await asyncio.sleep(0)
     lister.holdings = [Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p"))]
     lister.let.set()
@@ -98,11 +98,11 @@ async def test_a_reading_that_was_broken_off_counts_for_nobody(tmp_path: Path) -
     lister = Lister()
     witness = make(lister, write(tmp_path / "checkpoint"))
     lister.let.set()
-    await witness()
+    await witness(RESOURCE, ["a"])
     lister.let.clear()
-    broken = asyncio.ensure_future(witness())
+    broken = asyncio.ensure_future(witness(RESOURCE, ["a"]))
     await asyncio.sleep(0)
-    waiting = asyncio.ensure_future(witness())
+    waiting = asyncio.ensure_future(witness(RESOURCE, ["a"]))
     await asyncio.sleep(0)
     lister.holdings = [Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p"))]
     broken.cancel()
@@ -119,7 +119,7 @@ async def test_a_silent_witness_is_named(tmp_path: Path) -> None:
     lister.let.set()
     checkpoint = tmp_path / "checkpoint"
     checkpoint.write_text("junk")
-    testimony = await make(lister, checkpoint)()
+    testimony = await make(lister, checkpoint)(RESOURCE, ["a"])
     assert (testimony.checkpoint, testimony.pod_resources) == (None, None)
     assert "pod-resources: no answer" in testimony.trouble
     assert "cannot be understood" in testimony.trouble
@@ -131,5 +131,5 @@ async def test_stored_answers_are_read_where_they_are_needed(tmp_path: Path) -> 
     lister.let.set()
     answer = Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-a"})
     checkpoint = write(tmp_path / "checkpoint", entry("uid", "main", "a", answer=answer))
-    testimony = await make(lister, checkpoint, answers=True)()
+    testimony = await make(lister, checkpoint, answers=True)(RESOURCE, ["a"])
     assert testimony.answers == {("uid", "main", RESOURCE): answer}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -92,7 +92,7 @@ class Wired:
         )
 
     @staticmethod
-    async def _nothing() -> Testimony:
+    async def _nothing(resource: str, ids: Sequence[str]) -> Testimony:
         return Testimony((), ())
 
     @property

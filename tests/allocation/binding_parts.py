@@ -144,7 +144,7 @@ class Place:
         self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
         self.allocator.refresh_offer()
 
-    async def testify(self) -> Testimony:
+    async def testify(self, resource: str = NUMBER, ids: Sequence[str] = ()) -> Testimony:
         self.readings += 1
         return Testimony(
             None if self.checkpoint is None else tuple(self.checkpoint),

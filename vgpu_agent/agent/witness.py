@@ -16,7 +16,7 @@ from vgpu_agent.kubelet.checkpoint import read_checkpoint
 from vgpu_agent.model import Holding, Owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
     from vgpu_agent.isolation.edits import Edits
@@ -54,8 +54,9 @@ class KubeletWitness:
         self._begun = self._finished = 0
         self._last = Testimony(None, None)
 
-    async def __call__(self) -> Testimony:
-        """What they say, read after this call began."""
+    async def __call__(self, resource: str, ids: Sequence[str]) -> Testimony:
+        """What they say, read after this call began; of all resources of interest, because a reading is shared."""
+        del resource, ids
         wanted = self._begun + 1
         async with self._reading:
             if self._finished < wanted:

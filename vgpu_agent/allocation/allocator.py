@@ -15,18 +15,15 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.allocation import early
-from vgpu_agent.allocation.binder import Binder, question
+from vgpu_agent.allocation import early, wishes
+from vgpu_agent.allocation.binder import Binder
 from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
 from vgpu_agent.allocation.guesses import Given
-from vgpu_agent.allocation.holdings import is_over, told_apart
+from vgpu_agent.allocation.interpretation import Interpretation
+from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.families.family import NodeView
 from vgpu_agent.isolation.edits import Edits
-from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Decider, GrantState
-from vgpu_agent.nodes import NodeWishes
-from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +37,8 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Correction, Grant, Holding, Inventory, KubeletRecords, Resource
-    from vgpu_agent.nodes import Node
+    from vgpu_agent.model import Correction, Grant, Inventory, KubeletRecords, Resource
+    from vgpu_agent.nodes import Node, NodeWishes
     from vgpu_agent.pods import Pod
 
 
@@ -90,6 +87,9 @@ class Allocator:
         self._around = surroundings
         self._clock = clock
         self._siblings = early.Siblings()
+        self._interpretation = Interpretation(
+            ledger=ledger, families=lambda: self._families, inventory=inventory, surroundings=surroundings
+        )
         self.mode: BindingMode | None = None
         self.allocated_at: dict[str, float] = {}
         self.binder = (
@@ -143,7 +143,8 @@ class Allocator:
         try:
             offered = self._ledger.resource(resource)
             if offered.decided_by is Decider.NOBODY:
-                self._siblings.heard(resource, len(ids))
+                if self.mode is not None and not self.mode.late:
+                    self._siblings.heard(resource, len(ids))
                 return Edits()
             self._family(offered).check(offered, ids)
             if offered.decided_by is Decider.IDS:
@@ -204,17 +205,15 @@ class Allocator:
             # Nobody knows any more for which Allocate a scheduler's lock was taken, so one from before our start has done its duty.
             for offer in self._ledger.resources:
                 self._allocated(offer.name)
-        if self._around is not None:
-            names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
-            records = told_apart(records, names, self._around.book)
+        records = self._interpretation.sorted_out(records)
         corrections = self._ledger.reconcile(
             records,
-            self._interpret,
+            self._interpretation,
             reservation_seconds=reservation_seconds,
             newest=newest,
             initial=initial,
             may_release=may_release,
-            still_runs=self._may_be_hidden,
+            still_runs=self._interpretation.may_be_hidden,
         )
         for correction in corrections:
             grant = correction.grant
@@ -247,42 +246,18 @@ class Allocator:
 
     def node_wishes(self, node: Node, now: float) -> NodeWishes:
         """What should stand on our Node, for all families together."""
-        wishes = NodeWishes()
-        unserved = {family.name for family in self._families.unserved}
-        families = {family.name: family for family in (*self._families.unserved, *self._families.by_pod)}
-        for name, family in families.items():
-            offers = [offer.name for offer in self._ledger.resources if offer.family == name and name not in unserved]
-            rooms = {offer: self._ledger.rooms(offer) for offer in offers}
-            wishes = wishes.joined(family.node_wishes(NodeView(node, self._inventory(), rooms, self.allocated_at, now)))
-        return wishes
+        return wishes.node_wishes(self._families, self._ledger, node, self._inventory(), self.allocated_at, now)
 
     def farewell(self, now: float) -> NodeWishes:
         """What should stand on our Node when the agent leaves it for good."""
-        wishes = NodeWishes()
-        for family in (*self._families.unserved, *self._families.by_pod):
-            wishes = wishes.joined(family.farewell(now))
-        return wishes
+        return wishes.farewell(self._families, now)
 
     def pod_wishes(self) -> dict[str, Mapping[str, str | None]]:
         """What should stand on our pods, by kubelet's UID; only pods with something to be said about."""
         if self._around is None or self.binder is None:
             return {}
-        served: dict[str, dict[str, Grant]] = {}
-        for grant in self._ledger.grants:
-            if grant.decided_for and grant.proven and grant.shares:
-                served.setdefault(grant.decided_for[0], {})[grant.decided_for[1]] = grant
-        for (uid, container), grant in self.binder.served.items():
-            served.setdefault(uid, {}).setdefault(container, grant)  # of pods that ended before it was written
         failed = {refusal.pod.kubelet_uid for refusal in self._around.refusals.current if refusal.final}
-        wishes: dict[str, Mapping[str, str | None]] = {}
-        for uid in served.keys() | failed:
-            if (pod := self._around.book.get(uid)) is None:
-                continue
-            for family in self._families.by_pod:
-                grants = {name: grant for name, grant in served.get(uid, {}).items() if grant.family == family.name}
-                if grants or uid in failed:
-                    wishes[uid] = {**wishes.get(uid, {}), **family.pod_wishes(pod, grants, failed=uid in failed)}
-        return wishes
+        return wishes.pod_wishes(self._families, self._ledger, self._around.book, self.binder.served.values(), failed)
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
         """See `Binder.deliveries`; none in early mode, where kubelet keeps the answers itself."""
@@ -365,58 +340,9 @@ class Allocator:
     def _pod_family(self, offered: Resource) -> PodFamily:
         return next(family for family in self._families.by_pod if family.name == offered.family)
 
-    def _interpret(self, holding: Holding) -> Meaning | None:
-        for by_ids in self._families.by_ids:
-            if by_ids.claims(holding.resource):
-                return Meaning(by_ids.name, by_ids.shares(holding.resource, holding.ids, self._inventory()))
-        for by_pod in self._families.by_pod:
-            if by_pod.claims(holding.resource):
-                return self._interpret_by_pod(by_pod, holding)
-        return None
-
-    def _interpret_by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
-        offered = next((offer for offer in self._ledger.resources if offer.name == holding.resource), None)
-        if offered is None or offered.decided_by is not Decider.POD or self._around is None:
-            return None
-        owner, token = holding.owner, grant_token(holding.resource, holding.ids)
-        undecided = Meaning(family.name, (), by_pod=True)
-        pod = self._pod_of(holding)
-        for record in self._around.carrier.records:
-            # A container has one grant of a resource, whose ids it may share with another; without a UID only the ids tell.
-            same = (
-                (record.resource, record.owner.pod_uid, record.owner.container) == (holding.resource, owner.pod_uid, owner.container)
-                if owner.pod_uid
-                else record.token == token and record.owner.may_be(owner)
-            )
-            if same and not (pod and is_over(pod, record.owner.container)):
-                return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
-        container = pod.container(owner.container) if pod else None
-        if pod is None or container is None or not container.started or is_over(pod, owner.container):
-            return undecided  # it has not started, so PreStartContainer will decide; or it has ended, and its share went on
-        decision = family.recall(self._question(offered, pod, owner.container, holding.ids))
-        if decision is None:
-            return undecided
-        return Meaning(family.name, decision.shares, by_pod=True, decided_for=(pod.kubelet_uid, owner.container))
-
     def _question(self, offered: Resource, pod: Pod, container: str, ids: Sequence[str]) -> Question:
         node = self._around.node if self._around else ""
         return question(self._ledger, offered, pod, container, ids, node=node, inventory=self._inventory())
-
-    def _may_be_hidden(self, grant: Grant) -> bool:
-        """Whether the grant's container may run although kubelet's records do not show it: pod-resources hides plain init containers."""
-        if self._around is None or grant.owner is None or not grant.shares:
-            return False
-        pod = self._around.book.get(grant.owner.pod_uid)
-        container = pod.container(grant.owner.container) if pod else None
-        if pod is None or container is None or pod.ended:
-            return False
-        return container.kind is ContainerKind.INIT and not is_over(pod, container.name)
-
-    def _pod_of(self, holding: Holding) -> Pod | None:
-        if self._around is None:
-            return None
-        owner = holding.owner
-        return self._around.book.get(owner.pod_uid) if owner.pod_uid else self._around.book.named(owner.namespace, owner.pod)
 
 
 def _devices(grant: Grant) -> list[str]:

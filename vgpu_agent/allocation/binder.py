@@ -8,25 +8,29 @@ refusal, whose text the user sees in the pod's status.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from vgpu_agent.allocation.carrier import GrantRecord, grant_token
+from vgpu_agent import log
+from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
 from vgpu_agent.allocation.guesses import Evidence, Guesses, Verdict
-from vgpu_agent.allocation.proof import NotProvenError, claim, holder
-from vgpu_agent.errors import CapacityError, CarrierError, ClusterError, LedgerError, RequestRefusedError
-from vgpu_agent.families.family import Question
+from vgpu_agent.allocation.holdings import ended_before
+from vgpu_agent.allocation.proof import NotProvenError, claim, holder, suspects
+from vgpu_agent.allocation.questions import question
+from vgpu_agent.errors import AgentError, CapacityError, CarrierError, ClusterError, LedgerError, RequestRefusedError
+from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import Carrier
     from vgpu_agent.allocation.proof import Claim, Testimony
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.config.binding import Binding
-    from vgpu_agent.families.family import PodFamily
+    from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Edits, Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
 _REREAD_SECONDS = 0.05  # kubelet writes its records before it calls us; once in a while a reader is quicker than the disk
 
 
+_logger = log.get(__name__)
+
+
 class WrongPodError(RequestRefusedError):
     """The answer that kubelet keeps for this container is another pod's; the pod must be created anew."""
 
@@ -43,8 +50,8 @@ class WrongPodError(RequestRefusedError):
 class Witness(Protocol):
     """Reads kubelet's records; `agent.witness` is it."""
 
-    async def __call__(self) -> Testimony:
-        """What they say, read after this call began."""
+    async def __call__(self, resource: str, ids: Sequence[str]) -> Testimony:
+        """What they say about these ids, read after this call began; it may say more."""
         ...
 
 
@@ -112,9 +119,10 @@ class Binder:
         self._journal = journal
         self._around = surroundings
         self._clock = clock
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
+        self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
         self.guesses = Guesses()
-        self.served: dict[tuple[str, str], Grant] = {}
+        self.served: dict[tuple[str, str, str], Grant] = {}  # by UID, container and resource
         self.ambiguities = 0
         self.wrong_guesses = 0
         self.exchanges = 0
@@ -129,24 +137,19 @@ class Binder:
             CarrierError: a file could not be put into place.
         """
         token = grant_token(offered.name, ids)
-        turn = self._turns.setdefault(token, asyncio.Lock())
-        async with turn:
+        async with self._turn(token):
             began = time.perf_counter()
-            try:
-                pod, owner, found, testimony = await self._identify(offered.name, ids)
-            except NotProvenError as err:
-                self.ambiguities += err.ambiguous
-                self._journal.record("start.not_proven", level="warning", resource=offered.name, token=token, reason=str(err))
-                raise
+            pod, owner, found, testimony = await self._identify_in_time(offered.name, ids, token)
             start = _Start(offered, tuple(ids), token, family, pod, owner, found, testimony)
             try:
-                grant = await (self._bind_late(start) if late else self._prove_early(start))
-            except (RequestRefusedError, LedgerError, CarrierError) as err:
+                grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
+            except (RequestRefusedError, LedgerError, CarrierError, NotProvenError) as err:
                 self._refuse(start, err)
                 text = str(err)
                 raise type(err)(text if pod.full_name in text else f"{pod.full_name}, container {owner.container}: {text}") from err
             self._around.refusals.clear(owner.pod_uid, owner.container)
-            self.served[start.key] = grant
+            self._told.pop(token, None)
+            self.served[*start.key, offered.name] = grant
             self._journal.record(
                 "start.bound",
                 grant=grant.number,
@@ -159,6 +162,19 @@ class Binder:
                 milliseconds=round((time.perf_counter() - began) * 1000, 1),
             )
 
+    @contextlib.asynccontextmanager
+    async def _turn(self, token: str) -> AsyncIterator[None]:
+        """One start at a time for the same ids."""
+        lock, users = self._turns.get(token, (asyncio.Lock(), 0))
+        self._turns[token] = (lock, users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            _, users = self._turns.pop(token)
+            if users > 1:
+                self._turns[token] = (lock, users - 1)
+
     def forget_absent(self) -> None:
         """Drop what is remembered about pods that are gone, once the watch has told of them all."""
         if not self._around.book.synced.is_set():
@@ -166,8 +182,9 @@ class Binder:
         uids = {pod.kubelet_uid for pod in self._around.book.pods}
         self.served = {key: grant for key, grant in self.served.items() if key[0] in uids}
         self.guesses.keep_only(uids)
-        self.guesses.keep_tokens({grant_token(grant.resource, grant.ids) for grant in self._ledger.grants} if self.guesses.given else ())
-        self._turns = {token: turn for token, turn in self._turns.items() if turn.locked()}
+        tokens = {grant_token(grant.resource, grant.ids) for grant in self._ledger.grants} if self.guesses.given or self._told else set()
+        self.guesses.keep_tokens(tokens)
+        self._told = {token: told for token, told in self._told.items() if token in tokens}
 
     def deliveries(self, families: Mapping[str, PodFamily]) -> list[tuple[GrantRecord, Provision]]:
         """What the carrier should hold for late grants whose pods are known, and does not: the node was rebooted."""
@@ -183,7 +200,11 @@ class Binder:
             if token in known or pod is None or offered is None or pod.ended:
                 continue
             asked = question(self._ledger, offered, pod, owner.container, grant.ids, node=self._around.node, inventory=self._inventory())
-            provision = family.provision(asked, grant.shares)
+            try:
+                provision = family.provision(asked, grant.shares)
+            except AgentError as err:  # one that cannot be made keeps nobody else's from being made
+                _logger.warning("grants.not_restored", pod=pod.full_name, container=owner.container, error=str(err))
+                continue
             by = grant.evidence[-1] if grant.evidence else "decided before"
             record = GrantRecord(
                 token, grant.family, grant.resource, len(grant.ids), owner, grant.shares, by, self._clock(), provision.collected
@@ -193,26 +214,44 @@ class Binder:
 
     # -- who ------------------------------------------------------------------------------------------------------------------------
 
+    async def _identify_in_time(self, resource: str, ids: Sequence[str], token: str) -> tuple[Pod, Owner, Claim, Testimony]:
+        seconds = self._around.settings.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._identify(resource, ids)
+        except TimeoutError:
+            err = NotProvenError(f"kubelet's records and the API server have not answered within {seconds:g} s; kubelet will ask again")
+        except NotProvenError as raised:
+            err = raised
+        self.ambiguities += err.ambiguous
+        for suspect, container in err.suspects:
+            self._around.refusals.refuse(suspect, container, resource, str(err))
+        self._tell("start.not_proven", token, str(err), resource=resource)
+        raise err
+
     async def _identify(self, resource: str, ids: Sequence[str]) -> tuple[Pod, Owner, Claim, Testimony]:
         loop, book = asyncio.get_running_loop(), self._around.book
         until = loop.time() + self._around.settings.pod_wait_seconds
         fetched: Pod | None = None
         while True:
             version = book.revision.version
-            testimony = await self._around.witness()
+            testimony = await self._around.witness(resource, ids)
             try:
                 found = claim(resource, ids, testimony)
             except NotProvenError as err:
                 if err.ambiguous or loop.time() + _REREAD_SECONDS >= until:
+                    err.suspects = suspects(resource, ids, testimony, book)
                     raise
                 await asyncio.sleep(_REREAD_SECONDS)
                 continue
-            if named := holder(found, book, fetched):
-                return *named, found, testimony
-            if fetched is not None:
-                raise NotProvenError(f"pod {fetched.full_name} is not the one that kubelet starts; kubelet will ask again")
-            if not await _newer(book, version, until - loop.time()):
-                fetched = await self._ask_for(found)
+            try:
+                if named := holder(found, book, fetched):
+                    return *named, found, testimony
+                if fetched is None and not await _newer(book, version, until - loop.time()):
+                    fetched = await self._ask_for(found)
+            except NotProvenError as err:
+                err.suspects = suspects(resource, ids, testimony, book)
+                raise
 
     async def _ask_for(self, found: Claim) -> Pod:
         """The pod from the API server itself, because our watch does not know it."""
@@ -233,10 +272,22 @@ class Binder:
 
     # -- what -----------------------------------------------------------------------------------------------------------------------
 
+    def _is_late(self, start: _Start, *, late: bool) -> bool:
+        """Whether the answer that kubelet keeps is our CDI name.
+
+        Node or settings may have changed since it was given, so they only decide where the answer cannot be read.
+        """
+        name, key = cdi_name(start.token), start.owner.pod_uid
+        stored = [start.testimony.answers.get((key, container, start.offered.name)) for container in start.found.containers.get(key, ())]
+        answers = [answer for answer in stored if answer is not None]
+        if not answers:
+            return late and start.token not in self.guesses.given
+        return all(name in answer.cdi_names or name in answer.annotations.values() for answer in answers)
+
     async def _bind_late(self, start: _Start) -> Grant:
         shares, by = self._decide(start)
-        grant = self._book(start, shares, by)
         provision = start.family.provision(self._question(start), shares)
+        grant = self._book(start, shares, by)
         await self._around.carrier.deliver(self._record(start, grant, by, provision), provision)
         return grant
 
@@ -308,18 +359,31 @@ class Binder:
             same = record.token == start.token and (record.owner.pod_uid, record.owner.container) == start.key
             if same and record.shares:
                 return record.shares, record.by
+        self._refuse_two_families(start)
         decision = start.family.decide(self._question(start))
         return decision.shares, f"decided by {decision.by}"
 
+    def _refuse_two_families(self, start: _Start) -> None:
+        container = start.pod.container(start.owner.container)
+        limits = container.limits if container else {}
+        foreign = [
+            offer for offer in self._ledger.resources if offer.decided_by is not Decider.NOBODY and offer.family != start.offered.family
+        ]
+        if others := [offer.name for offer in foreign if limits.get(offer.name)]:
+            raise RequestRefusedError(
+                f"the container asks for {start.offered.name} and for {', '.join(others)}, which would tell it of different GPUs; "
+                "ask for one of them"
+            )
+
     def _book(self, start: _Start, shares: tuple[Share, ...], by: str) -> Grant:
-        evidence = (*start.found.evidence, by)
+        evidence, ended = (*start.found.evidence, by), ended_before(self._ledger.grants, start.pod, start.owner)
         try:
-            return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence)
+            return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
         except CapacityError:
             # Ended pods leave the book when kubelet's records have been read twice; here is one that needs their place now.
             if not self._release_ended(start.testimony):
                 raise
-            return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence)
+            return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
 
     def _release_ended(self, testimony: Testimony) -> bool:
         """Release grants of pods that kubelet does not list and the API server has ended or deleted; whether there were any."""
@@ -361,34 +425,23 @@ class Binder:
         return pod.full_name if pod else f"pod {uid}"
 
     def _refuse(self, start: _Start, err: Exception) -> None:
-        final = isinstance(err, WrongPodError)
-        self._around.refusals.refuse(start.pod, start.owner.container, start.offered.name, str(err), final=final)
-        self._journal.record(
+        reason = str(err)
+        self._around.refusals.refuse(start.pod, start.owner.container, start.offered.name, reason, final=isinstance(err, WrongPodError))
+        self._tell(
             "start.refused",
-            level="warning",
+            start.token,
+            reason,
             pod=start.pod.full_name,
             container=start.owner.container,
             resource=start.offered.name,
-            token=start.token,
             evidence=list(start.found.evidence),
-            reason=str(err),
         )
 
-
-def question(
-    ledger: Ledger, offered: Resource, pod: Pod, container: str, ids: Sequence[str], *, node: str, inventory: Inventory
-) -> Question:
-    """What to ask a family about one container; what it or its ids hold now is not counted against it."""
-    uid, wanted = pod.kubelet_uid, set(ids)
-    mine = [grant for grant in ledger.grants if grant.resource == offered.name]
-    besides = [grant.number for grant in mine if grant.decided_for == (uid, container) or not wanted.isdisjoint(grant.ids)]
-    siblings = {
-        grant.decided_for[1]: grant.shares
-        for grant in mine
-        if grant.decided_for and grant.decided_for[0] == uid and grant.decided_for[1] != container and grant.shares
-    }
-    rooms = ledger.rooms(offered.name, besides=besides)
-    return Question(offered, pod, container, tuple(ids), node, inventory, rooms, siblings)
+    def _tell(self, event: str, token: str, reason: str, **facts: Any) -> None:
+        """Journal why a start is refused; kubelet asks again every quarter of a minute, and once is enough while the reason stays."""
+        if self._told.get(token) != reason:
+            self._told[token] = reason
+            self._journal.record(event, level="warning", token=token, reason=reason, **facts)
 
 
 async def _newer(book: PodBook, version: int, seconds: float) -> bool:

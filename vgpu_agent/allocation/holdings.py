@@ -15,9 +15,9 @@ from vgpu_agent.model import Holding, Owner
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
-    from vgpu_agent.model import KubeletRecords
+    from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import Pod, PodBook
 
 
@@ -32,7 +32,8 @@ def told_apart(records: KubeletRecords, resources: Collection[str], book: PodBoo
     found = [holding for holding in listed if not holding.owner.pod_uid]
     taken = {(holding.resource, id_) for holding in found for id_ in holding.ids}
     entries = [entry for entry in records.entries if entry.resource in resources and _lives(entry.owner.pod_uid, alive, records, book)]
-    for entry in sorted(entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid))):
+    shown = {(holding.resource, holding.owner.pod_uid, holding.owner.container) for holding in listed if records.complete}
+    for entry in sorted(entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid), shown)):
         left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
         taken.update((entry.resource, id_) for id_ in left)
         if left:
@@ -49,6 +50,26 @@ def is_over(pod: Pod, name: str) -> bool:
     return any(later.started for later in pod.containers[names.index(name) + 1 :])
 
 
+def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
+    """Numbers of the grants of containers of ``pod`` that cannot run when ``starting`` starts.
+
+    Init containers that come before it have ended. Before an init container nothing else runs but sidecars: when the sandbox is made anew
+    all start again, each is decided for again, and gets the same.
+    """
+    kinds = {container.name: (place, container.kind) for place, container in enumerate(pod.containers)}
+    place, kind = kinds[starting.container]
+    ended = []
+    for grant in grants:
+        if not grant.decided_for or grant.decided_for[0] != starting.pod_uid or grant.decided_for[1] == starting.container:
+            continue
+        other_place, other = kinds.get(grant.decided_for[1], (place, ContainerKind.SIDECAR))
+        before = other is ContainerKind.INIT and other_place < place
+        after = kind is ContainerKind.INIT and other is not ContainerKind.SIDECAR
+        if before or after:
+            ended.append(grant.number)
+    return ended
+
+
 def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodBook) -> bool:
     if uid in alive:
         return True
@@ -59,11 +80,12 @@ def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodB
     return not records.complete and not book.synced.is_set()
 
 
-def _rank(entry: Holding, pod: Pod | None) -> tuple[int, int, str]:
-    """Ids are for the containers that come last; of an unknown pod the smaller entry, because an init container may ask for more."""
+def _rank(entry: Holding, pod: Pod | None, shown: Collection[tuple[str, str, str]]) -> tuple[int, int, str]:
+    """Ids are for the containers that come last, which pod-resources shows; of a pod that nobody knows for the smaller entry."""
     container = pod.container(entry.owner.container) if pod else None
     if container is None:
-        return 1, len(entry.ids), entry.owner.container
+        known = (entry.resource, entry.owner.pod_uid, entry.owner.container) in shown
+        return (0 if known else 1), len(entry.ids), entry.owner.container
     return (2 if container.kind is ContainerKind.INIT else 0), len(entry.ids), entry.owner.container
 
 

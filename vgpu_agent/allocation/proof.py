@@ -27,10 +27,12 @@ class NotProvenError(AgentError):
 
     Attributes:
         ambiguous: the records name two holders, which must not be; anything else is a matter of time.
+        suspects: (pod, container) that may be the one, for an event when it stays so.
     """
 
     def __init__(self, text: str, *, ambiguous: bool = False) -> None:
         self.ambiguous = ambiguous
+        self.suspects: tuple[tuple[Pod, str], ...] = ()
         super().__init__(text)
 
 
@@ -148,6 +150,18 @@ def holder(found: Claim, book: PodBook, fetched: Pod | None = None) -> tuple[Pod
         return None
     uid, pod = next(iter(candidates.items()))
     return pod, _owner(pod, found.containers[uid], uid)
+
+
+def suspects(resource: str, ids: Sequence[str], testimony: Testimony, book: PodBook) -> tuple[tuple[Pod, str], ...]:
+    """The pods and containers that the records name for any of ``ids``, as far as they are known and have not ended."""
+    wanted, found = set(ids), {}
+    for entry in (*(testimony.checkpoint or ()), *(testimony.pod_resources or ())):
+        if entry.resource == resource and not wanted.isdisjoint(entry.ids):
+            owner = entry.owner
+            pod = book.get(owner.pod_uid) if owner.pod_uid else book.named(owner.namespace, owner.pod)
+            if pod is not None and not pod.ended:
+                found[pod.kubelet_uid, owner.container] = (pod, owner.container)
+    return tuple(found.values())
 
 
 def _known(uid: str, book: PodBook, fetched: Pod | None) -> Pod | None:

@@ -50,6 +50,10 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     allocate_wait_seconds: Annotated[
         Seconds, Meta(description="How long an early Allocate waits for an unseen pod; the kubelet admits nothing else meanwhile.")
     ] = 0.8
+    start_seconds: Annotated[
+        float,
+        Meta(ge=1, le=29, description="How long the proof of one start may take in all; the kubelet itself waits for 30 seconds."),
+    ] = 20.0
     refused_event_seconds: Annotated[
         Seconds, Meta(description="How long a start must have been refused before the pod gets an event that says why.")
     ] = 30.0
@@ -89,8 +93,8 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     withdraw_at_stop: Annotated[
         bool,
         Meta(
-            description="Take back, at an orderly stop, what tells schedulers that this node shares GPUs. For the removal of the agent, not "
-            "for an update."
+            description="Take back, at an orderly stop, what tells schedulers that this node shares GPUs. For the removal of the agent, "
+            "not for an update."
         ),
     ] = False
     handshake_min_seconds: Annotated[

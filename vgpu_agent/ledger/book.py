@@ -222,11 +222,21 @@ class Ledger:
         self._changed()
         return grant
 
-    def decide(self, name: str, ids: Sequence[str], shares: Sequence[Share], owner: Owner, *, evidence: tuple[str, ...] = ()) -> Grant:
+    def decide(
+        self,
+        name: str,
+        ids: Sequence[str],
+        shares: Sequence[Share],
+        owner: Owner,
+        *,
+        evidence: tuple[str, ...] = (),
+        ended: Iterable[int] = (),
+    ) -> Grant:
         """Book ``shares`` for the container that is proven to hold ``ids``; again with the same shares it changes nothing.
 
         kubelet's word is final about the ids, so whoever else had some of them loses those: an init container that has ended, or a
-        pod that has. Device and room are checked unless the container has these very shares already.
+        pod that has. Device and room are checked unless the container has these very shares already. Grants in ``ended`` keep their ids
+        and lose their shares: of containers that must have ended before this one starts.
 
         Raises:
             UnknownDeviceError: the resource, or a share's device, is not offered; nothing is booked.
@@ -248,7 +258,7 @@ class Ledger:
             decided_for,
             evidence,
         )
-        if same and same.shares == decided.shares and same.decided_for == decided_for:
+        if same and same.shares == decided.shares and same.decided_for == decided_for and not set(ended) - {same.number}:
             if dataclasses.replace(same, evidence=evidence) != decided:
                 self._changed()
             self._grants.by_number[same.number] = decided
@@ -260,6 +270,8 @@ class Ledger:
         self._refuse_troubled(resource, wanted)
 
         before = self._grants.saved()
+        for number in ended:
+            self._grants.hand_on(number)
         for number in self._grants.holders(name, ids):
             self._grants.take_from(self._grants.by_number[number], set(ids))
         self._grants.last_number = max(self._grants.last_number, decided.number)

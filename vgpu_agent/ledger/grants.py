@@ -96,6 +96,11 @@ class Grants:
         for id_ in grant.ids:
             index.pop(id_, None)
 
+    def hand_on(self, number: int) -> None:
+        """Take the shares of grant ``number``, whose container has ended; its ids stay its pod's. Unknown ones are fine."""
+        if grant := self.by_number.get(number):
+            self.by_number[number] = dataclasses.replace(grant, shares=(), decided_for=None, state=GrantState.RESERVED, evidence=HANDED_ON)
+
     def take_from(self, grant: Grant, ids: set[str]) -> None:
         """Take ``ids`` out of ``grant``; it leaves when nothing remains."""
         self.leave(grant)

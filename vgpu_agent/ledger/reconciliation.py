@@ -26,12 +26,14 @@ class Meaning(NamedTuple):
         shares: what the holder has; empty where the pod decides and nobody has decided yet.
         by_pod: the pod decides (`Decider.POD`).
         decided_for: see `Grant.decided_for`.
+        over: the container has ended; what it had went on to the containers that came after it.
     """
 
     family: str
     shares: tuple[Share, ...]
     by_pod: bool = False
     decided_for: tuple[str, str] | None = None
+    over: bool = False
 
 
 class Reconciliation:
@@ -104,12 +106,15 @@ class Reconciliation:
     def _name(self, grant: Grant, owner: Owner, meaning: Meaning) -> Correction | None:
         known = grant.owner
         same_container = known is None or known.may_be(owner)
-        if meaning.by_pod and known is not None and not same_container and known.may_be_in(owner):
-            return None  # handed on inside its pod, see `_confirm`
+        inside = meaning.by_pod and known is not None and not same_container and known.may_be_in(owner)
+        if inside and (grant.decided_for is not None or meaning.decided_for is None):
+            return None  # handed on inside its pod, see `_confirm`; only what was decided for its holder is certain
         # A source that was silent this time takes no knowledge away.
         merged = owner if known is None or not same_container else owner.filled_from(known)
         shares, decided_for = grant.shares, grant.decided_for
-        if not same_container and meaning.by_pod:
+        if meaning.over and same_container:
+            shares, decided_for = (), None
+        elif not same_container and meaning.by_pod:
             shares, decided_for = meaning.shares, meaning.decided_for  # what was decided, was for another pod
         elif not any(share.memory_mib for share in shares) and meaning.shares and grant.evidence != HANDED_ON:
             # A GPU that did not answer when its grant was made may be known by now, or a pod that had not been seen.
@@ -118,7 +123,7 @@ class Reconciliation:
         named = self._grants.by_number[grant.number] = dataclasses.replace(named, state=self._state(merged, meaning, named))
         if known == merged and named == grant:
             return None
-        if same_container:
+        if same_container or inside:
             return Correction("ledger.named", drift=False, grant=named, reason="kubelet's records name the container")
         reason = f"the ids belong to {owner.pod_name}, the ledger had {known.pod_name if known else 'nobody'}"
         return Correction("ledger.renamed", drift=True, grant=named, reason=reason)

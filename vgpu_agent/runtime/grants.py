@@ -117,6 +117,14 @@ class GrantDirectory:
                 self._journal.record("grants.not_collected", level="warning", pod=record.owner.pod_name, error=str(err))
         return tuple(removed)
 
+    async def withdraw(self, record: GrantRecord) -> None:
+        """Remove the spec of a grant whose ids somebody else has got; its own directory is left to `sweep`.
+
+        Raises:
+            CarrierError: the spec cannot be removed.
+        """
+        await asyncio.to_thread(self._withdraw, record)
+
     async def sweep(self, parent: str, keep: Callable[[str], bool]) -> tuple[str, ...]:
         """Remove the directories in ``parent`` that no grant owns and whose name ``keep`` does not want: what was left behind by a
         reboot, by an agent that was killed, or by another plugin. What is mounted stays.
@@ -203,19 +211,27 @@ class GrantDirectory:
             if record.collected and not shared and not self._remove_if_free(record.collected):
                 return False
             if specced:
-                path = self._path(record.token)
-                try:
-                    os.unlink(path)
-                except FileNotFoundError:
-                    pass
-                except OSError as err:
-                    raise host_files.trouble("remove", path, err) from err
+                self._unlink(record)
             with self._changing:
-                if specced:
-                    self._records = {token: kept for token, kept in self._records.items() if kept is not record}
                 if prepared:
                     self._prepared = {token: kept for token, kept in self._prepared.items() if kept is not record}
             return True
+
+    def _withdraw(self, record: GrantRecord) -> None:
+        with self._lock(record.token):
+            if self._records.get(record.token) is record:
+                self._unlink(record)
+
+    def _unlink(self, record: GrantRecord) -> None:
+        path = self._path(record.token)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as err:
+            raise host_files.trouble("remove", path, err) from err
+        with self._changing:
+            self._records = {token: kept for token, kept in self._records.items() if kept is not record}
 
     def _remove_if_free(self, path: str) -> bool:
         """Whether the directory is gone now. Where other mount tables cannot be seen, kubelet's word that the pod is gone must do."""

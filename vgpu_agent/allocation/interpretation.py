@@ -1,0 +1,127 @@
+"""What a line of kubelet's records means: whose ids, which family, and what was decided for the container that has them.
+
+`allocator` hands this to the ledger whenever that follows the records. Where ids name devices they say it all. Where the pod decides, it is
+known from the record beside the container's CDI spec, or from the pod itself for a container that has started; what has not started is
+decided at PreStartContainer, and what kubelet lists is never dropped because today's settings do not know it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.allocation.carrier import grant_token
+from vgpu_agent.allocation.holdings import is_over, told_apart
+from vgpu_agent.allocation.questions import question
+from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.model import Decider
+from vgpu_agent.pods import ContainerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.allocation.allocator import Families
+    from vgpu_agent.allocation.binder import Surroundings
+    from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.families.family import PodFamily
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Grant, Holding, Inventory, KubeletRecords, Resource
+    from vgpu_agent.pods import Pod
+
+
+class Interpretation:
+    """Reads holdings with what families, pods and grant records know. No state of its own."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        families: Callable[[], Families],
+        inventory: Callable[[], Inventory],
+        surroundings: Surroundings | None,
+    ) -> None:
+        self._ledger = ledger
+        self._families = families
+        self._inventory = inventory
+        self._around = surroundings
+
+    def sorted_out(self, records: KubeletRecords) -> KubeletRecords:
+        """``records`` with one holder for each id, see `holdings.told_apart`."""
+        if self._around is None:
+            return records
+        names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
+        names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
+            record.resource for record in self._around.carrier.records
+        }
+        return told_apart(records, names, self._around.book)
+
+    def __call__(self, holding: Holding) -> Meaning | None:
+        """See `Ledger.reconcile`; None when the resource is not ours, or is only there to be counted."""
+        families = self._families()
+        for by_ids in families.by_ids:
+            if by_ids.claims(holding.resource):
+                return Meaning(by_ids.name, by_ids.shares(holding.resource, holding.ids, self._inventory()))
+        for by_pod in (*families.by_pod, *families.unserved):
+            if by_pod.claims(holding.resource):
+                return self._by_pod(by_pod, holding)
+        return None
+
+    def may_be_hidden(self, grant: Grant) -> bool:
+        """Whether the grant's container may run although kubelet's records do not show it: pod-resources hides plain init containers."""
+        if self._around is None or grant.owner is None or not grant.shares:
+            return False
+        pod = self._around.book.get(grant.owner.pod_uid)
+        container = pod.container(grant.owner.container) if pod else None
+        if pod is None or container is None or pod.ended:
+            return False
+        return container.kind is ContainerKind.INIT and not is_over(pod, container.name)
+
+    def _by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
+        offered = next((offer for offer in self._ledger.resources if offer.name == holding.resource), None)
+        if self._around is None or (offered is not None and offered.decided_by is not Decider.POD):
+            return None
+        owner, pod = holding.owner, self._pod_of(holding)
+        if pod is not None and is_over(pod, owner.container):
+            return Meaning(family.name, (), by_pod=True, over=True)
+        if record := self._record(holding):
+            return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
+        if offered is None:
+            # Renamed, hidden or refused since: what it has, it keeps; a name that never had a grant is only there to be counted.
+            held = self._ledger.find(holding.resource, holding.ids)
+            return Meaning(family.name, held.shares, by_pod=True, decided_for=held.decided_for) if held else None
+        return self._recalled(family, offered, pod, holding)
+
+    def _recalled(self, family: PodFamily, offered: Resource, pod: Pod | None, holding: Holding) -> Meaning:
+        """What a container that has started must have got; undecided for any other, which PreStartContainer will decide for."""
+        name = holding.owner.container
+        container = pod.container(name) if pod else None
+        if pod is None or container is None or not container.started or self._around is None:
+            return Meaning(family.name, (), by_pod=True)
+        asked = question(self._ledger, offered, pod, name, holding.ids, node=self._around.node, inventory=self._inventory())
+        decision = family.recall(asked)
+        if decision is None:
+            return Meaning(family.name, (), by_pod=True)
+        return Meaning(family.name, decision.shares, by_pod=True, decided_for=(pod.kubelet_uid, name))
+
+    def _record(self, holding: Holding) -> GrantRecord | None:
+        """The record of the container that holds ``holding``.
+
+        By the ids where it has all of them; a container that shares its ids with another is found by its name. The youngest counts: a
+        static pod keeps its UID when it is made anew.
+        """
+        if self._around is None:
+            return None
+        owner, token = holding.owner, grant_token(holding.resource, holding.ids)
+        fitting = [
+            record
+            for record in self._around.carrier.records
+            if record.resource == holding.resource
+            and record.owner.may_be(owner)
+            and (record.token == token or (owner.pod_uid and record.owner.pod_uid == owner.pod_uid and record.ids > len(holding.ids)))
+        ]
+        return max(fitting, key=lambda record: (record.token == token, record.decided_at), default=None)
+
+    def _pod_of(self, holding: Holding) -> Pod | None:
+        if self._around is None:
+            return None
+        owner = holding.owner
+        return self._around.book.get(owner.pod_uid) if owner.pod_uid else self._around.book.named(owner.namespace, owner.pod)
