@@ -102,6 +102,9 @@ class MemoryCarrier:
     def records(self) -> Sequence[GrantRecord]:
         return [record for record, _ in self.specs.values()]
 
+    async def stands(self, token: str) -> bool:
+        return token in self.specs
+
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         if self.trouble:
             raise CarrierError(self.trouble)

@@ -55,6 +55,10 @@ class LateBackend:
         """One CDI name for the set of ids; no spec of that name exists yet."""
         return Edits(cdi_names=(f"{KIND}={_name(ids)}",))
 
+    def may_start_unasked(self, resource: str) -> bool:
+        """A CDI name stands for its own container or for nothing."""
+        return True
+
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
         """Find out whose ids these are, and write the spec.
 

@@ -60,6 +60,10 @@ class FakeBackend:
             return self.edits
         return Edits(environment={"NVIDIA_VISIBLE_DEVICES": ",".join(sorted({device.partition("::")[0] for device in ids}))})
 
+    def may_start_unasked(self, resource: str) -> bool:
+        """Whatever was answered is right."""
+        return True
+
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
         self._fail()
         self.started.append((resource, tuple(ids)))

@@ -54,6 +54,10 @@ class NodeFiles:
         """A new agent: what had only been prepared was remembered by the one before."""
         self._prepared = {}
 
+    async def stands(self, token: str) -> bool:
+        """Whether the spec is there; a reboot has taken them all."""
+        return any(record.token == token for record in self.records)
+
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         """Host files, then the spec.
 

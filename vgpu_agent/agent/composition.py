@@ -36,6 +36,7 @@ from vgpu_agent.allocation.binder import Surroundings
 from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.errors import CarrierError
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
@@ -168,6 +169,7 @@ class Agent:
             proc_root=settings.gpu.proc_root,
         )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal)
+        self._understood: tuple[frozenset[str], bool] | None = None
         self._lag = LoopLag()
         self._report = Report(
             ledger=self._ledger,
@@ -232,8 +234,9 @@ class Agent:
         await self._cluster.connect()
         await self._grants.load()
         await self._families.apply(settings)
-        await self._verification.rebuild()
+        await self._know_holders()
         await self._grants.restore()
+        await self._grants.withdraw_strangers()
         self._cluster.write(self._allocator, self._refusals, self._ledger.revision, self._tokens)
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         await self._offering.sync()
@@ -274,7 +277,12 @@ class Agent:
         _logger.info("agent.stopping")
         try:
             async with asyncio.timeout(seconds):
+                # The last registration lets containers start without us: from specs, which must be their own.
+                await self._grants.withdraw_strangers()
                 await self._offering.stop()
+        except CarrierError as err:
+            _logger.error("agent.stale_spec", error=str(err))
+            await self._offering.stop()
         except TimeoutError:
             _logger.warning("agent.drain_incomplete", after_seconds=seconds)
         await self._cluster.withdraw(seconds)
@@ -296,6 +304,7 @@ class Agent:
         """
         await self._families.apply(settings)
         self._watch.apply(settings.gpu)
+        await self._know_holders()
         await self._offering.sync()
 
     def _tokens(self, pod_uid: str) -> tuple[str, ...]:
@@ -306,11 +315,20 @@ class Agent:
     async def _look_again(self) -> None:
         """Something outside the configuration may have changed: the Node, a ConfigMap, a library."""
         await self._families.again()
+        await self._know_holders()
         await self._offering.sync()
+
+    async def _know_holders(self) -> None:
+        """Read kubelet's records again before something is offered whose holders could not be understood before."""
+        known = frozenset(offer.name for offer in self._ledger.resources), self._cluster.book.synced.is_set()
+        if known != self._understood:
+            self._understood = known
+            await self._verification.rebuild()
 
     async def _follow_inventory(self) -> None:
         async for _ in self._watch.inventory.changes():
             self._families.refresh()
+            await self._know_holders()
             await self._offering.sync()
 
     def _loop(self, name: str, loop: Callable[[Callable[[], None]], Awaitable[None]]) -> None:

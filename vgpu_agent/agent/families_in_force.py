@@ -96,7 +96,11 @@ class FamiliesInForce:
 
     async def again(self) -> None:
         """The same settings, other surroundings: the Node, the ConfigMap or the library may have changed."""
-        await self.apply(self._settings)
+        try:
+            await self.apply(self._settings)
+        except ConfigError as err:  # GPUs that came later made a list too long; said in the readiness, as in `refresh`
+            for problem in err.problems:
+                self._offering.refuse(problem.partition(":")[0], problem)
 
     def refresh(self) -> None:
         """The same families, other GPUs; what is wrong with an offer is said in the readiness instead of raised."""

@@ -64,19 +64,40 @@ class GrantKeeping:
         await self._directory.load()
 
     async def restore(self) -> None:
-        """Write what is missing, as after a reboot."""
-        await self._directory.restore(self._allocator.deliveries())
+        """Write what is missing, as after a reboot; each only while the grant is still the one that it was decided for."""
+        for record, provision in self._allocator.deliveries():
+            if self._allocator.is_current(record):
+                await self._directory.restore([(record, provision)])
+
+    async def withdraw_strangers(self) -> None:
+        """Remove specs under a name that kubelet has given to somebody else by now.
+
+        The next holder's PreStartContainer would replace such a spec, but that call is not certain: kubelet leaves it out before we have
+        registered again after its restart, and after the last registration of an orderly stop.
+        """
+        for record in self._directory.records:
+            if self._allocator.is_foreign(record):
+                await self._directory.withdraw(record)
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Look for ever: soon after a change of the pods, and regularly."""
         while True:
             beat()
-            version = self._book.revision.version
             await self._refresh()
             await self.restore()
             await self.collect()
-            await first_of(self._book.revision.newer_than(version), timeout_seconds=self._pause_seconds)
-            await asyncio.sleep(min(_SETTLING_SECONDS, self._pause_seconds))
+            await self._watch_for_strangers(self._pause_seconds, beat)
+
+    async def _watch_for_strangers(self, seconds: float, beat: Callable[[], None]) -> None:
+        """Look after each Allocate whether its name stands for something already; return when the pods have changed, or after a while."""
+        loop = asyncio.get_running_loop()
+        until, pods = loop.time() + seconds, self._book.revision.version
+        while (left := until - loop.time()) > 0 and self._book.revision.version == pods:
+            ledger = self._ledger.revision.version
+            beat()
+            await self.withdraw_strangers()
+            await first_of(self._ledger.revision.newer_than(ledger), self._book.revision.newer_than(pods), timeout_seconds=left)
+        await asyncio.sleep(min(_SETTLING_SECONDS, self._pause_seconds))
 
     async def collect(self) -> None:
         """Remove the files of pods that are gone; without a complete picture of the pods nobody is gone."""
@@ -89,6 +110,7 @@ class GrantKeeping:
         return self._lives(record.owner.pod_uid)
 
     def _lives(self, uid: str) -> bool:
-        if self._book.get(uid) is not None:
+        pod = self._book.get(uid)
+        if pod is not None and not pod.ended:
             return True
         return any(grant.owner is not None and grant.owner.pod_uid == uid for grant in self._ledger.grants)

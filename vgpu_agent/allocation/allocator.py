@@ -187,6 +187,14 @@ class Allocator:
             raise AgentError(f"{resource}: this node's Node object has not been read yet; kubelet will ask again")
         await self.binder.start(offered, ids, self._pod_family(offered), late=self.mode.late)
 
+    def may_start_unasked(self, resource: str) -> bool:
+        """Whether a container may start while nobody is asked: what it would start with must be its own, or nothing.
+
+        That holds for ids that name their device and for a CDI name, but not for an early answer that has not been proven.
+        """
+        offered = next((offer for offer in self._ledger.resources if offer.name == resource), None)
+        return offered is None or offered.decided_by is not Decider.POD or (self.mode is not None and self.mode.late)
+
     def confirm(
         self,
         records: KubeletRecords,
@@ -264,6 +272,20 @@ class Allocator:
         if self.binder is None or self.mode is None or not self.mode.late:
             return []
         return self.binder.deliveries({family.name: family for family in self._families.by_pod})
+
+    def is_current(self, record: GrantRecord) -> bool:
+        """Whether the ids of ``record`` are still in the hands of the container that it was made for."""
+        grant = next((grant for grant in self._ledger.grants if grant_token(grant.resource, grant.ids) == record.token), None)
+        return grant is not None and grant.decided_for == (record.owner.pod_uid, record.owner.container)
+
+    def is_foreign(self, record: GrantRecord) -> bool:
+        """Whether the ids of ``record`` were given to another pod, or to one that kubelet has not named yet."""
+        for grant in self._ledger.grants:
+            if grant.resource != record.resource or len(grant.ids) != record.ids or grant_token(grant.resource, grant.ids) != record.token:
+                continue
+            holder = grant.owner.pod_uid if grant.owner and grant.owner.pod_uid else grant.decided_for[0] if grant.decided_for else ""
+            return holder != record.owner.pod_uid
+        return False
 
     # -- how it is done -------------------------------------------------------------------------------------------------------------
 

@@ -139,7 +139,11 @@ class Binder:
         token = grant_token(offered.name, ids)
         async with self._turn(token):
             began = time.perf_counter()
-            pod, owner, found, testimony = await self._identify_in_time(offered.name, ids, token)
+            identified = await self._identify_in_time(offered.name, ids, token)
+            if isinstance(identified, GrantRecord):
+                self._start_as_before(offered, ids, identified)
+                return
+            pod, owner, found, testimony = identified
             start = _Start(offered, tuple(ids), token, family, pod, owner, found, testimony)
             try:
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
@@ -214,11 +218,24 @@ class Binder:
 
     # -- who ------------------------------------------------------------------------------------------------------------------------
 
-    async def _identify_in_time(self, resource: str, ids: Sequence[str], token: str) -> tuple[Pod, Owner, Claim, Testimony]:
+    def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:
+        """Let a container start again from the spec that is there; its pod cannot be asked about, and need not be."""
+        evidence = ("kubelet's records name the container that the spec was made for", record.by)
+        grant = self._ledger.decide(offered.name, ids, record.shares, record.owner, evidence=evidence)
+        self._journal.record(
+            "start.as_before",
+            grant=grant.number,
+            pod=record.owner.pod_name,
+            container=record.owner.container,
+            resource=offered.name,
+            token=record.token,
+        )
+
+    async def _identify_in_time(self, resource: str, ids: Sequence[str], token: str) -> tuple[Pod, Owner, Claim, Testimony] | GrantRecord:
         seconds = self._around.settings.start_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await self._identify(resource, ids)
+                return await self._identify(resource, ids, token)
         except TimeoutError:
             err = NotProvenError(f"kubelet's records and the API server have not answered within {seconds:g} s; kubelet will ask again")
         except NotProvenError as raised:
@@ -229,7 +246,7 @@ class Binder:
         self._tell("start.not_proven", token, str(err), resource=resource)
         raise err
 
-    async def _identify(self, resource: str, ids: Sequence[str]) -> tuple[Pod, Owner, Claim, Testimony]:
+    async def _identify(self, resource: str, ids: Sequence[str], token: str) -> tuple[Pod, Owner, Claim, Testimony] | GrantRecord:
         loop, book = asyncio.get_running_loop(), self._around.book
         until = loop.time() + self._around.settings.pod_wait_seconds
         fetched: Pod | None = None
@@ -248,10 +265,20 @@ class Binder:
                 if named := holder(found, book, fetched):
                     return *named, found, testimony
                 if fetched is None and not await _newer(book, version, until - loop.time()):
+                    if (record := self._before(found, token)) and await self._around.carrier.stands(token):
+                        return record
                     fetched = await self._ask_for(found)
             except NotProvenError as err:
                 err.suspects = suspects(resource, ids, testimony, book)
                 raise
+
+    def _before(self, found: Claim, token: str) -> GrantRecord | None:
+        """The record of the very container that kubelet's records name for these ids, from an earlier start of it."""
+        for record in self._around.carrier.records:
+            owner = record.owner
+            if record.token == token and found.uids == (owner.pod_uid,) and owner.container in found.containers[owner.pod_uid]:
+                return record if found.named in {None, (owner.namespace, owner.pod)} else None
+        return None
 
     async def _ask_for(self, found: Claim) -> Pod:
         """The pod from the API server itself, because our watch does not know it."""

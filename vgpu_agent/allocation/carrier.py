@@ -76,6 +76,10 @@ class Carrier(Protocol):
         """The grants whose specs are there now."""
         ...
 
+    async def stands(self, token: str) -> bool:
+        """Whether the spec of that name is where the runtime looks for it."""
+        ...
+
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         """Make the host's files, then the spec, each whole or not at all; again with the same content it changes nothing.
 

@@ -51,6 +51,9 @@ class Backend(Protocol):
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         """Book the ids and say what the container gets; the same ids twice get the same answer (V15)."""
 
+    def may_start_unasked(self, resource: str) -> bool:
+        """Whether containers may start without `pre_start`, while we are away."""
+
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
         """Return when the container may start; an error refuses the start for now, and kubelet asks again."""
 

@@ -157,6 +157,8 @@ class DevicePlugin:
         registered_before = self.status.registrations > 0
         if not (self.resource.pre_start_required and registered_before and self._directory.state.value.kubelet_socket):
             return
+        if not self._backend.may_start_unasked(self.resource.name):
+            return  # better no restart while we are away than one with a wrong share
         self.status.state = PluginState.DRAINING
         last = _Instance(self.resource, self._backend, self.status, self._settings, self._directory, pre_start_required=False)
         try:

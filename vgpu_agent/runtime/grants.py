@@ -80,6 +80,10 @@ class GrantDirectory:
         """
         await asyncio.to_thread(self._prepare, record, provision)
 
+    async def stands(self, token: str) -> bool:
+        """Whether the spec of that name is where the runtime looks for it."""
+        return not await self.missing([token])
+
     async def missing(self, tokens: Iterable[str]) -> tuple[str, ...]:
         """Those of ``tokens`` that have no spec file now, whatever was delivered before: somebody deleted it, or the node was rebooted."""
         return await asyncio.to_thread(lambda: tuple(token for token in tokens if not os.path.lexists(self._path(token))))
