@@ -14,9 +14,9 @@ from vgpu_agent.agent.cluster_side import ClusterSide
 from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.offering import Offering
 from vgpu_agent.allocation.allocator import Allocator, Families
-from vgpu_agent.allocation.binder import Surroundings
 from vgpu_agent.allocation.proof import Testimony
 from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Cluster

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.allocator import Allocator, Families
-from vgpu_agent.allocation.binder import Surroundings
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.proof import Testimony
 from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.errors import CarrierError, ClusterError, RequestRefusedError

@@ -12,10 +12,10 @@ from tests.torture.agents import Life, Offer, World, register
 from tests.torture.api_model import NODE
 from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, SPLIT
 from vgpu_agent.allocation.allocator import Allocator, Families
-from vgpu_agent.allocation.binder import Surroundings
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.hami_core import HamiCore

@@ -175,7 +175,7 @@ class ClusterSide:
                     await self.node_publisher.first.wait()
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
-        """See `allocation.binder.Fetch`."""
+        """See `allocation.surroundings.Fetch`."""
         if self.pods is None:
             raise ClusterError(self.without)
         return await self.pods.fetch(namespace, name)

@@ -28,9 +28,9 @@ from vgpu_agent.model import Decider, GrantState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vgpu_agent.allocation.binder import Surroundings
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.allocation.mode import BindingMode
+    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.device_ids import ListedDevice
     from vgpu_agent.families.family import Family, IdFamily, PodFamily, Question
@@ -87,6 +87,8 @@ class Allocator:
         self._around = surroundings
         self._clock = clock
         self._siblings = early.Siblings()
+        self._pod_wishes = wishes.PodWishes()
+        self._tokens: tuple[int, dict[str, Grant]] | None = None  # the ledger's version, and its grants by token
         self._interpretation = Interpretation(
             ledger=ledger, families=lambda: self._families, inventory=inventory, surroundings=surroundings
         )
@@ -265,7 +267,7 @@ class Allocator:
         if self._around is None or self.binder is None:
             return {}
         failed = {refusal.pod.kubelet_uid for refusal in self._around.refusals.current if refusal.final}
-        return wishes.pod_wishes(self._families, self._ledger, self._around.book, self.binder.served.values(), failed)
+        return self._pod_wishes(self._families, self._ledger, self._around.book, self.binder.served.values(), failed)
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
         """See `Binder.deliveries`; none in early mode, where kubelet keeps the answers itself."""
@@ -275,17 +277,28 @@ class Allocator:
 
     def is_current(self, record: GrantRecord) -> bool:
         """Whether the ids of ``record`` are still in the hands of the container that it was made for."""
-        grant = next((grant for grant in self._ledger.grants if grant_token(grant.resource, grant.ids) == record.token), None)
+        grant = self._by_token().get(record.token)
         return grant is not None and grant.decided_for == (record.owner.pod_uid, record.owner.container)
 
     def is_foreign(self, record: GrantRecord) -> bool:
         """Whether the ids of ``record`` were given to another pod, or to one that kubelet has not named yet."""
-        for grant in self._ledger.grants:
-            if grant.resource != record.resource or len(grant.ids) != record.ids or grant_token(grant.resource, grant.ids) != record.token:
-                continue
-            holder = grant.owner.pod_uid if grant.owner and grant.owner.pod_uid else grant.decided_for[0] if grant.decided_for else ""
-            return holder != record.owner.pod_uid
-        return False
+        grant = self._by_token().get(record.token)
+        if grant is None:
+            return False
+        holder = grant.owner.pod_uid if grant.owner and grant.owner.pod_uid else grant.decided_for[0] if grant.decided_for else ""
+        return holder != record.owner.pod_uid
+
+    def _by_token(self) -> dict[str, Grant]:
+        version = self._ledger.revision.version
+        if self._tokens is None or self._tokens[0] != version:
+            self._tokens = (
+                version,
+                {grant_token(grant.resource, grant.ids): grant for grant in self._ledger.grants if self._is_by_pod(grant)},
+            )
+        return self._tokens[1]
+
+    def _is_by_pod(self, grant: Grant) -> bool:
+        return any(grant.family == family.name for family in (*self._families.by_pod, *self._families.unserved))
 
     # -- how it is done -------------------------------------------------------------------------------------------------------------
 

@@ -11,33 +11,30 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vgpu_agent import log
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
 from vgpu_agent.allocation.guesses import Evidence, Guesses, Verdict
 from vgpu_agent.allocation.holdings import ended_before
-from vgpu_agent.allocation.proof import NotProvenError, claim, holder, suspects
+from vgpu_agent.allocation.identification import Identification
+from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.allocation.questions import question
-from vgpu_agent.errors import AgentError, CapacityError, CarrierError, ClusterError, LedgerError, RequestRefusedError
+from vgpu_agent.errors import AgentError, CapacityError, CarrierError, LedgerError, RequestRefusedError
 from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
-    from vgpu_agent.allocation.carrier import Carrier
     from vgpu_agent.allocation.proof import Claim, Testimony
-    from vgpu_agent.allocation.refusals import Refusals
-    from vgpu_agent.config.binding import Binding
+    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Edits, Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory, Owner, Resource, Share
-    from vgpu_agent.pods import Pod, PodBook
-
-_REREAD_SECONDS = 0.05  # kubelet writes its records before it calls us; once in a while a reader is quicker than the disk
+    from vgpu_agent.pods import Pod
 
 
 _logger = log.get(__name__)
@@ -45,39 +42,6 @@ _logger = log.get(__name__)
 
 class WrongPodError(RequestRefusedError):
     """The answer that kubelet keeps for this container is another pod's; the pod must be created anew."""
-
-
-class Witness(Protocol):
-    """Reads kubelet's records; `agent.witness` is it."""
-
-    async def __call__(self, resource: str, ids: Sequence[str]) -> Testimony:
-        """What they say about these ids, read after this call began; it may say more."""
-        ...
-
-
-class Fetch(Protocol):
-    """Asks the API server for one pod; `cluster` is it."""
-
-    async def __call__(self, namespace: str, name: str) -> Pod | None:
-        """The pod that has this name now; None when there is none.
-
-        Raises:
-            ClusterError: no answer.
-        """
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What binding needs besides the ledger; `agent` wires it, tests fill it with what they like."""
-
-    node: str
-    book: PodBook
-    witness: Witness
-    fetch: Fetch
-    carrier: Carrier
-    refusals: Refusals
-    settings: Binding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +82,7 @@ class Binder:
         self._inventory = inventory
         self._journal = journal
         self._around = surroundings
+        self._identification = Identification(surroundings)
         self._clock = clock
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
         self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
@@ -139,12 +104,19 @@ class Binder:
         token = grant_token(offered.name, ids)
         async with self._turn(token):
             began = time.perf_counter()
-            identified = await self._identify_in_time(offered.name, ids, token)
-            if isinstance(identified, GrantRecord):
-                self._start_as_before(offered, ids, identified)
+            try:
+                who = await self._identification.identify(offered.name, ids, token)
+            except NotProvenError as err:
+                self.ambiguities += err.ambiguous
+                for suspect, container in err.suspects:
+                    self._around.refusals.refuse(suspect, container, offered.name, str(err))
+                self._tell("start.not_proven", token, str(err), resource=offered.name)
+                raise
+            if isinstance(who, GrantRecord):
+                self._start_as_before(offered, ids, who)
                 return
-            pod, owner, found, testimony = identified
-            start = _Start(offered, tuple(ids), token, family, pod, owner, found, testimony)
+            pod, owner = who.pod, who.owner
+            start = _Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony)
             try:
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
             except (RequestRefusedError, LedgerError, CarrierError, NotProvenError) as err:
@@ -216,8 +188,6 @@ class Binder:
             wanted.append((record, provision))
         return wanted
 
-    # -- who ------------------------------------------------------------------------------------------------------------------------
-
     def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:
         """Let a container start again from the spec that is there; its pod cannot be asked about, and need not be."""
         evidence = ("kubelet's records name the container that the spec was made for", record.by)
@@ -230,72 +200,6 @@ class Binder:
             resource=offered.name,
             token=record.token,
         )
-
-    async def _identify_in_time(self, resource: str, ids: Sequence[str], token: str) -> tuple[Pod, Owner, Claim, Testimony] | GrantRecord:
-        seconds = self._around.settings.start_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._identify(resource, ids, token)
-        except TimeoutError:
-            err = NotProvenError(f"kubelet's records and the API server have not answered within {seconds:g} s; kubelet will ask again")
-        except NotProvenError as raised:
-            err = raised
-        self.ambiguities += err.ambiguous
-        for suspect, container in err.suspects:
-            self._around.refusals.refuse(suspect, container, resource, str(err))
-        self._tell("start.not_proven", token, str(err), resource=resource)
-        raise err
-
-    async def _identify(self, resource: str, ids: Sequence[str], token: str) -> tuple[Pod, Owner, Claim, Testimony] | GrantRecord:
-        loop, book = asyncio.get_running_loop(), self._around.book
-        until = loop.time() + self._around.settings.pod_wait_seconds
-        fetched: Pod | None = None
-        while True:
-            version = book.revision.version
-            testimony = await self._around.witness(resource, ids)
-            try:
-                found = claim(resource, ids, testimony)
-            except NotProvenError as err:
-                if err.ambiguous or loop.time() + _REREAD_SECONDS >= until:
-                    err.suspects = suspects(resource, ids, testimony, book)
-                    raise
-                await asyncio.sleep(_REREAD_SECONDS)
-                continue
-            try:
-                if named := holder(found, book, fetched):
-                    return *named, found, testimony
-                if fetched is None and not await _newer(book, version, until - loop.time()):
-                    if (record := self._before(found, token)) and await self._around.carrier.stands(token):
-                        return record
-                    fetched = await self._ask_for(found)
-            except NotProvenError as err:
-                err.suspects = suspects(resource, ids, testimony, book)
-                raise
-
-    def _before(self, found: Claim, token: str) -> GrantRecord | None:
-        """The record of the very container that kubelet's records name for these ids, from an earlier start of it."""
-        for record in self._around.carrier.records:
-            owner = record.owner
-            if record.token == token and found.uids == (owner.pod_uid,) and owner.container in found.containers[owner.pod_uid]:
-                return record if found.named in {None, (owner.namespace, owner.pod)} else None
-        return None
-
-    async def _ask_for(self, found: Claim) -> Pod:
-        """The pod from the API server itself, because our watch does not know it."""
-        seconds, book = self._around.settings.pod_wait_seconds, self._around.book
-        known = next((pod for uid in found.uids if (pod := book.get(uid))), None)
-        name = found.named or ((known.namespace, known.name) if known else None)
-        missing = f"pod {'/'.join(name)}" if name else f"the pod with UID {' or '.join(found.uids)}"
-        if name is None:
-            raise NotProvenError(f"{missing} did not appear in the watch within {seconds:g} s; kubelet will ask again")
-        try:
-            pod = await self._around.fetch(*name)
-        except ClusterError as err:
-            raise NotProvenError(f"{missing} did not appear in the watch within {seconds:g} s, and {err}; kubelet will ask again") from err
-        if pod is None or pod.node != self._around.node:
-            where = f"is bound to {pod.node or 'no node'}" if pod else "does not exist any more"
-            raise NotProvenError(f"{missing} {where}; kubelet will notice")
-        return pod
 
     # -- what -----------------------------------------------------------------------------------------------------------------------
 
@@ -469,15 +373,3 @@ class Binder:
         if self._told.get(token) != reason:
             self._told[token] = reason
             self._journal.record(event, level="warning", token=token, reason=reason, **facts)
-
-
-async def _newer(book: PodBook, version: int, seconds: float) -> bool:
-    """Wait for a change of the book; False when there is none in time."""
-    if seconds <= 0:
-        return False
-    try:
-        async with asyncio.timeout(seconds):
-            await book.revision.newer_than(version)
-    except TimeoutError:
-        return False
-    return True

@@ -17,19 +17,22 @@ from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vgpu_agent.allocation.allocator import Families
-    from vgpu_agent.allocation.binder import Surroundings
     from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Holding, Inventory, KubeletRecords, Resource
     from vgpu_agent.pods import Pod
 
 
+_Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
+
+
 class Interpretation:
-    """Reads holdings with what families, pods and grant records know. No state of its own."""
+    """Reads holdings with what families, pods and grant records know. Its only state is an index of the records."""
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Interpretation:
         self._families = families
         self._inventory = inventory
         self._around = surroundings
+        self._index: tuple[tuple[GrantRecord, ...], _Index] | None = None
 
     def sorted_out(self, records: KubeletRecords) -> KubeletRecords:
         """``records`` with one holder for each id, see `holdings.told_apart`."""
@@ -111,14 +115,31 @@ class Interpretation:
         if self._around is None:
             return None
         owner, token = holding.owner, grant_token(holding.resource, holding.ids)
+        by_token, by_uid = self._indexed(self._around.carrier.records)
         fitting = [
             record
-            for record in self._around.carrier.records
+            for record in (*by_token.get(token, ()), *by_uid.get(owner.pod_uid, ()))
             if record.resource == holding.resource
             and record.owner.may_be(owner)
             and (record.token == token or (owner.pod_uid and record.owner.pod_uid == owner.pod_uid and record.ids > len(holding.ids)))
         ]
         return max(fitting, key=lambda record: (record.token == token, record.decided_at), default=None)
+
+    def _indexed(self, records: Sequence[GrantRecord]) -> _Index:
+        """The records by token and by UID; a hundred holdings ask in a row."""
+        if (
+            self._index is None
+            or len(self._index[0]) != len(records)
+            or any(one is not other for one, other in zip(self._index[0], records, strict=True))
+        ):
+            by_token: dict[str, list[GrantRecord]] = {}
+            by_uid: dict[str, list[GrantRecord]] = {}
+            for record in records:
+                by_token.setdefault(record.token, []).append(record)
+                if record.owner.pod_uid:
+                    by_uid.setdefault(record.owner.pod_uid, []).append(record)
+            self._index = tuple(records), (by_token, by_uid)
+        return self._index[1]
 
     def _pod_of(self, holding: Holding) -> Pod | None:
         if self._around is None:

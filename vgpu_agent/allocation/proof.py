@@ -43,14 +43,17 @@ class Testimony:
     Attributes:
         checkpoint: who holds what, by UID and container; None when it could not be read or understood.
         pod_resources: who holds what, by namespace, pod and container; None when it did not answer.
-        answers: (UID, container, resource) → what our Allocate once answered, as far as the checkpoint kept it.
+        answers: (UID, container, resource) → what our Allocate once answered, as far as the checkpoint kept it; for the ids in question
+            always, for all others in early mode.
         trouble: why a witness was silent.
+        whole: whether ``pod_resources`` tells of every pod; otherwise only of those that the checkpoint names for the ids in question.
     """
 
     checkpoint: tuple[Holding, ...] | None
     pod_resources: tuple[Holding, ...] | None
     answers: Mapping[tuple[str, str, str], Edits] = dataclasses.field(default_factory=dict)
     trouble: str = ""
+    whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def claim(resource: str, ids: Sequence[str], testimony: Testimony) -> Claim:
     if testimony.checkpoint is None and testimony.pod_resources is None:
         raise NotProvenError(f"neither of kubelet's records can be read ({testimony.trouble}); kubelet will ask again")
     exact = [entry for entry in testimony.checkpoint or () if _has_exactly(entry, resource, wanted)]
-    listed = [entry for entry in testimony.pod_resources or () if entry.resource == resource and wanted & set(entry.ids)]
+    listed = [entry for entry in testimony.pod_resources or () if entry.resource == resource and not wanted.isdisjoint(entry.ids)]
     live = {(entry.owner.namespace, entry.owner.pod) for entry in listed}
     if len(live) > 1:
         pods = " and ".join(sorted("/".join(pod) for pod in live))
@@ -89,7 +92,7 @@ def claim(resource: str, ids: Sequence[str], testimony: Testimony) -> Claim:
     containers: dict[str, tuple[str, ...]] = {}
     for entry in exact:
         containers[entry.owner.pod_uid] = (*containers.get(entry.owner.pod_uid, ()), entry.owner.container)
-    whole = [entry.owner.container for entry in listed if set(entry.ids) == wanted]
+    whole = [entry.owner.container for entry in listed if _has_exactly(entry, resource, wanted)]
     evidence = []
     if containers:
         evidence.append("checkpoint: " + ", ".join(f"pod {uid} container {'/'.join(names)}" for uid, names in containers.items()))

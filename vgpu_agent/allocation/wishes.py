@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
     from vgpu_agent.nodes import Node
-    from vgpu_agent.pods import PodBook
+    from vgpu_agent.pods import Pod, PodBook
 
 
 def node_wishes(
@@ -41,29 +41,53 @@ def farewell(families: Families, now: float) -> NodeWishes:
     return wishes
 
 
-def pod_wishes(
-    families: Families, ledger: Ledger, book: PodBook, served_before: Collection[Grant], failed: Collection[str]
-) -> dict[str, Mapping[str, str | None]]:
-    """What should stand on our pods, by kubelet's UID; only pods with something to be said about.
+class PodWishes:
+    """What should stand on our pods. A change concerns one pod, so what was said about the others is remembered."""
 
-    Args:
-        families: whose vocabularies they are.
-        ledger: who has what.
-        book: the pods.
-        served_before: grants that were put in force since the start; some of their pods ended before it was written.
-        failed: UIDs of pods that will never start here.
-    """
-    served: dict[str, dict[str, dict[str, Grant]]] = {}
-    for grant in (*served_before, *(grant for grant in ledger.grants if grant.proven and grant.shares)):
-        if grant.decided_for:
-            uid, container = grant.decided_for
-            served.setdefault(uid, {}).setdefault(grant.family, {})[container] = grant
-    wishes: dict[str, Mapping[str, str | None]] = {}
-    for uid in served.keys() | set(failed):
-        if (pod := book.get(uid)) is None:
-            continue
-        for family in families.by_pod:
-            grants = served.get(uid, {}).get(family.name, {})
-            if grants or uid in failed:
-                wishes[uid] = {**wishes.get(uid, {}), **family.pod_wishes(pod, grants, failed=uid in failed)}
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[tuple[object, ...], Mapping[str, str | None]]] = {}
+
+    def __call__(
+        self, families: Families, ledger: Ledger, book: PodBook, served_before: Collection[Grant], failed: Collection[str]
+    ) -> dict[str, Mapping[str, str | None]]:
+        """The annotations by kubelet's UID; only pods with something to be said about.
+
+        Args:
+            families: whose vocabularies they are.
+            ledger: who has what.
+            book: the pods.
+            served_before: grants that were put in force since the start; some of their pods ended before it was written.
+            failed: UIDs of pods that will never start here.
+        """
+        served: dict[str, dict[tuple[str, str], Grant]] = {}
+        for grant in (*served_before, *(grant for grant in ledger.grants if grant.proven and grant.shares)):
+            if grant.decided_for:
+                uid, container = grant.decided_for
+                served.setdefault(uid, {})[grant.family, container] = grant
+        said: dict[str, tuple[tuple[object, ...], Mapping[str, str | None]]] = {}
+        for uid in served.keys() | set(failed):
+            if (pod := book.get(uid)) is None:
+                continue
+            grants = served.get(uid, {})
+            facts: tuple[object, ...] = (families, pod, uid in failed, *grants.values())
+            known = self._said.get(uid)
+            same = (
+                known is not None and len(known[0]) == len(facts) and all(one is other for one, other in zip(known[0], facts, strict=True))
+            )
+            said[uid] = known if known is not None and same else (facts, _said_of(families, pod, grants, failed=uid in failed))
+        self._said = said
+        return {uid: wishes for uid, (_, wishes) in said.items()}
+
+
+def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
+    """The very same facts: pods and grants are replaced when anything about them changes."""
+    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
+
+
+def _said_of(families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool) -> Mapping[str, str | None]:
+    wishes: dict[str, str | None] = {}
+    for family in families.by_pod:
+        grants = {container: grant for (name, container), grant in served.items() if name == family.name}
+        if grants or failed:
+            wishes.update(family.pod_wishes(pod, grants, failed=failed))
     return wishes

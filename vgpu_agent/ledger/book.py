@@ -72,7 +72,8 @@ class Ledger:
         Raises:
             ValueError: an id occurs in two resources (kubelet contract V17): kubelet would mix their health up.
         """
-        if self._offers.replace(resources):
+        held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
+        if self._offers.replace(resources, held):
             self._changed()
 
     def cordon(self, device: str, reason: str) -> None:
@@ -176,7 +177,7 @@ class Ledger:
         """Every invariant that does not hold, as sentences; empty when the book is sound."""
         problems = accounting.unsound(self._grants.by_number.values(), self._grants.holder)
         for resource in self._offers.by_name.values():
-            problems += [f"{device}: {text}" for device, text in self._overbooked(resource).items()]
+            problems += [f"{device}: {text}" for device, text in self._overbooked(self._offers.at_its_widest(resource)).items()]
         return problems
 
     # -- booking ----------------------------------------------------------------------------------------------------------------------

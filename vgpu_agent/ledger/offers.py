@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import NumberedIds
+from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from vgpu_agent.device_ids import DeviceId
     from vgpu_agent.model import Resource
@@ -18,11 +20,12 @@ class Offers:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Resource] = {}
+        self._wider: dict[str, Resource] = {}  # as they were when some of today's grants were made, where the pod decides
         self.version = 0  # moves on when what is offered has changed
         self._ids: dict[str, tuple[str, DeviceId]] = {}  # id → (resource, id)
 
-    def replace(self, resources: Iterable[Resource]) -> bool:
-        """Offer exactly ``resources`` from now on; whether that changed anything.
+    def replace(self, resources: Iterable[Resource], held: Collection[str] = ()) -> bool:
+        """Offer exactly ``resources`` from now on; whether that changed anything. Of those in ``held``, wider limits are remembered.
 
         Raises:
             ValueError: an id occurs in two resources (kubelet contract V17): kubelet would mix their health up.
@@ -41,6 +44,10 @@ class Offers:
                     raise ValueError(f"device id {device_id.id} is offered by {ids[device_id.id][0]} and by {resource.name}")
                 ids[device_id.id] = (resource.name, device_id)
         changed = offered != self.by_name
+        if changed:
+            known = (resource for name, resource in self.by_name.items() if name in held)
+            wider = {resource.name: self.at_its_widest(resource) for resource in known if resource.decided_by is Decider.POD}
+            self._wider = {name: resource for name, resource in {**self._wider, **wider}.items() if name in held}
         self.by_name, self._ids = offered, ids
         self.version += changed
         return changed
@@ -52,6 +59,18 @@ class Offers:
             return offered.ids.device(id_)
         name, device_id = self._ids.get(id_, ("", None))
         return device_id.device if device_id and name == resource else None
+
+    def at_its_widest(self, resource: Resource) -> Resource:
+        """``resource`` with the widest limits under which any of its grants may have been made; those grants are not unsound now."""
+        wider = self._wider.get(resource.name)
+        if wider is None:
+            return resource
+        return dataclasses.replace(
+            resource,
+            holders_per_device=max(resource.holders_per_device, wider.holders_per_device),
+            memory_scaling=max(resource.memory_scaling, wider.memory_scaling),
+            cores_scaling=max(resource.cores_scaling, wider.cores_scaling),
+        )
 
     @staticmethod
     def devices(resource: Resource) -> tuple[str, ...]:

@@ -1,0 +1,48 @@
+"""What binding needs besides the ledger: kubelet's records, the pods, the carrier. `agent` wires it, tests fill it with what they like."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.allocation.carrier import Carrier
+    from vgpu_agent.allocation.proof import Testimony
+    from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.config.binding import Binding
+    from vgpu_agent.pods import Pod, PodBook
+
+
+class Witness(Protocol):
+    """Reads kubelet's records; `agent.witness` is it."""
+
+    async def __call__(self, resource: str, ids: Sequence[str]) -> Testimony:
+        """What they say about these ids, read after this call began; it may say more."""
+        ...
+
+
+class Fetch(Protocol):
+    """Asks the API server for one pod; `cluster` is it."""
+
+    async def __call__(self, namespace: str, name: str) -> Pod | None:
+        """The pod that has this name now; None when there is none.
+
+        Raises:
+            ClusterError: no answer.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What binding needs besides the ledger; `agent` wires it, tests fill it with what they like."""
+
+    node: str
+    book: PodBook
+    witness: Witness
+    fetch: Fetch
+    carrier: Carrier
+    refusals: Refusals
+    settings: Binding
