@@ -112,7 +112,8 @@ class Reconciliation:
         # A source that was silent this time takes no knowledge away.
         merged = owner if known is None or not same_container else owner.filled_from(known)
         shares, decided_for = grant.shares, grant.decided_for
-        if meaning.over and same_container:
+        if meaning.over and same_container and not grant.evidence:
+            # One that was decided here hands its shares on when the next is decided; the pod's status may be of the life before.
             shares, decided_for = (), None
         elif not same_container and meaning.by_pod:
             shares, decided_for = meaning.shares, meaning.decided_for  # what was decided, was for another pod
