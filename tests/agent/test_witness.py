@@ -1,20 +1,24 @@
-"""kubelet's records at the moment of a start: read after the question, shared by those who asked meanwhile, and never stale."""
+"""kubelet's records at the moment of a start: read after the question, shared by those who asked meanwhile, and never stale.
+
+pod-resources is asked about the pods that the checkpoint names, and about all pods where that does not settle it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from vgpu_agent.agent.witness import KubeletWitness
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.kubelet import codec
-from vgpu_agent.kubelet.pod_resources import PodResources
+from vgpu_agent.kubelet.pod_resources import GetNotPossibleError, PodResources
 from vgpu_agent.model import Holding, Owner
 
 RESOURCE = "volcano.sh/vgpu-number"
@@ -26,6 +30,8 @@ class Lister(PodResources):
     def __init__(self) -> None:
         super().__init__(Path("/nowhere"), timeout_seconds=1)
         self.readings = 0
+        self.asked: list[set[tuple[str, str]]] = []
+        self.can_get = True
         self.holdings: list[Holding] = []
         self.let = asyncio.Event()
         self.error = ""
@@ -37,6 +43,12 @@ class Lister(PodResources):
         if self.error:
             raise KubeletError(self.error)
         return seen
+
+    async def get(self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
+        if not self.can_get:
+            raise GetNotPossibleError("no Get")
+        self.asked.append(set(pods))
+        return tuple(held for held in self.holdings if wanted(held.resource) and (held.owner.namespace, held.owner.pod) in pods)
 
 
 def entry(uid: str, container: str, *ids: str, resource: str = RESOURCE, answer: Edits | None = None) -> dict[str, object]:
@@ -57,9 +69,9 @@ def write(path: Path, *entries: dict[str, object]) -> Path:
     return path
 
 
-def make(lister: Lister, checkpoint: Path, *, answers: bool = False) -> KubeletWitness:
-    """A witness of one resource."""
-    return KubeletWitness(lister, checkpoint, resources=lambda: [RESOURCE], with_answers=lambda: answers)
+def make(lister: Lister, checkpoint: Path, *, answers: bool = False, names: Mapping[str, tuple[str, str]] | None = None) -> KubeletWitness:
+    """A witness of one resource, who knows these pods by their UIDs."""
+    return KubeletWitness(lister, checkpoint, resources=lambda: [RESOURCE], with_answers=lambda: answers, names=(names or {}).get)
 
 
 async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
@@ -76,15 +88,16 @@ async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
     assert testimony.checkpoint == (Holding(RESOURCE, ("a",), Owner("main", "uid")),)
     assert testimony.answers == {}
     assert testimony.trouble == ""
+    assert testimony.whole
 
 
 async def test_a_burst_of_questions_costs_two_readings(tmp_path: Path) -> None:
     """Whoever asks during a reading gets the next one, which all of them share; nobody gets one that began before he asked."""
     lister = Lister()
     witness = make(lister, write(tmp_path / "checkpoint"))
-    first = asyncio.ensure_future(witness(RESOURCE, ["a"]))
+    first = asyncio.ensure_future(witness(RESOURCE, ["a"], whole=True))
     await asyncio.sleep(0)
-    later = [asyncio.ensure_future(witness(RESOURCE, ["a"])) for _ in range(10)]
+    later = [asyncio.ensure_future(witness(RESOURCE, ["a"], whole=True)) for _ in range(10)]
     await asyncio.sleep(0)
     lister.holdings = [Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p"))]
     lister.let.set()
@@ -98,11 +111,11 @@ async def test_a_reading_that_was_broken_off_counts_for_nobody(tmp_path: Path) -
     lister = Lister()
     witness = make(lister, write(tmp_path / "checkpoint"))
     lister.let.set()
-    await witness(RESOURCE, ["a"])
+    await witness(RESOURCE, ["a"], whole=True)
     lister.let.clear()
-    broken = asyncio.ensure_future(witness(RESOURCE, ["a"]))
+    broken = asyncio.ensure_future(witness(RESOURCE, ["a"], whole=True))
     await asyncio.sleep(0)
-    waiting = asyncio.ensure_future(witness(RESOURCE, ["a"]))
+    waiting = asyncio.ensure_future(witness(RESOURCE, ["a"], whole=True))
     await asyncio.sleep(0)
     lister.holdings = [Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p"))]
     broken.cancel()
@@ -126,10 +139,66 @@ async def test_a_silent_witness_is_named(tmp_path: Path) -> None:
 
 
 async def test_stored_answers_are_read_where_they_are_needed(tmp_path: Path) -> None:
-    """Early binding compares what kubelet keeps with what the container should get."""
+    """Those for the ids in question always, everybody's in early binding, which compares what kubelet keeps with what should be."""
     lister = Lister()
     lister.let.set()
-    answer = Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-a"})
-    checkpoint = write(tmp_path / "checkpoint", entry("uid", "main", "a", answer=answer))
-    testimony = await make(lister, checkpoint, answers=True)(RESOURCE, ["a"])
-    assert testimony.answers == {("uid", "main", RESOURCE): answer}
+    answer, others = Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-a"}), Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-c"})
+    checkpoint = write(tmp_path / "checkpoint", entry("uid", "main", "a", "b", answer=answer), entry("other", "main", "c", answer=others))
+    own = {("uid", "main", RESOURCE): answer}
+    assert (await make(lister, checkpoint)(RESOURCE, ["b"])).answers == own
+    assert (await make(lister, checkpoint, answers=True)(RESOURCE, ["b"])).answers == own | {("other", "main", RESOURCE): others}
+
+
+A, B = Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p")), Holding(RESOURCE, ("b",), Owner("main", "", "ns", "q"))
+NAMES = {"uid-p": ("ns", "p"), "uid-q": ("ns", "q")}
+
+
+async def test_only_the_pod_that_the_checkpoint_names_is_asked_about(tmp_path: Path) -> None:
+    """The whole node would be megabytes; what is said then is not taken for the whole."""
+    lister = Lister()
+    lister.holdings = [A, B]
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
+    testimony = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"])
+    assert (testimony.pod_resources, testimony.whole) == ((A,), False)
+    assert len(testimony.checkpoint or ()) == 2
+    assert (lister.asked, lister.readings) == ([{("ns", "p")}], 0)
+
+
+async def test_an_ended_pod_that_the_checkpoint_still_names_is_asked_about_too(tmp_path: Path) -> None:
+    """Both may have the ids by the file; pod-resources knows which of the two."""
+    lister = Lister()
+    lister.holdings = [A]
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "a"))
+    testimony = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"])
+    assert (testimony.pod_resources, testimony.whole) == ((A,), False)
+    assert lister.asked == [{("ns", "p"), ("ns", "q")}]
+
+
+async def test_all_pods_are_told_of_on_request(tmp_path: Path) -> None:
+    """Who looks for pods that have ended must see every one that has not."""
+    lister = Lister()
+    lister.holdings = [A, B]
+    lister.let.set()
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
+    testimony = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"], whole=True)
+    assert (testimony.pod_resources, testimony.whole, lister.asked) == ((A, B), True, [])
+
+
+@pytest.mark.parametrize("why", ["no get", "unknown pod", "one of two unknown", "nobody has them", "two have them", "no entry", "no file"])
+async def test_all_pods_are_asked_about_where_one_does_not_settle_it(tmp_path: Path, why: str) -> None:
+    """Nothing is believed on less than what List would say."""
+    lister = Lister()
+    lister.can_get = why != "no get"
+    two = Holding(RESOURCE, ("a",), Owner("main", "", "ns", "q"))
+    lister.holdings = {"nobody has them": [B], "two have them": [A, two]}.get(why, [A])
+    lister.let.set()
+    names = {"unknown pod": {}, "one of two unknown": {"uid-p": ("ns", "p")}}.get(why, NAMES)
+    entries = [entry("uid-p", "main", "a")] if why != "no entry" else [entry("uid-p", "main", "z")]
+    if why in {"one of two unknown", "two have them"}:
+        entries.append(entry("uid-q", "main", "a"))
+    checkpoint = write(tmp_path / "checkpoint", *entries)
+    if why == "no file":
+        checkpoint.write_text("junk")
+    testimony = await make(lister, checkpoint, names=names)(RESOURCE, ["a"])
+    assert (testimony.pod_resources, testimony.whole) == (tuple(lister.holdings), True)
+    assert lister.readings == 1

@@ -92,7 +92,7 @@ class Wired:
         )
 
     @staticmethod
-    async def _nothing(resource: str, ids: Sequence[str]) -> Testimony:
+    async def _nothing(resource: str, ids: Sequence[str], *, whole: bool = False) -> Testimony:
         return Testimony((), ())
 
     @property

@@ -147,7 +147,7 @@ class Place:
         self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
         self.allocator.refresh_offer()
 
-    async def testify(self, resource: str = NUMBER, ids: Sequence[str] = ()) -> Testimony:
+    async def testify(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
         self.readings += 1
         return Testimony(
             None if self.checkpoint is None else tuple(self.checkpoint),

@@ -39,7 +39,7 @@ class World:
     pod_resources_silent: bool = False
     checkpoint_unreadable: bool = False
 
-    async def witness(self, resource: str = NUMBER, ids: Sequence[str] = ()) -> Testimony:
+    async def witness(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
         """Kubelet's records of the resource that pods decide: pod-resources first, since a List makes kubelet forget ended pods."""
         devices, rng, trouble = self.kubelet.devices, self.rng, []
         await asyncio.sleep(rng.random() * rng.choice((0.002, 0.04)))

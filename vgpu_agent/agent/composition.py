@@ -118,6 +118,7 @@ class Agent:
                     settings.kubelet.checkpoint_path,
                     resources=lambda: [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD],
                     with_answers=lambda: self._allocator.mode is not None and not self._allocator.mode.late,
+                    names=self._name_of,
                 ),
                 fetch=self._cluster.fetch,
                 carrier=directory,
@@ -306,6 +307,10 @@ class Agent:
         self._watch.apply(settings.gpu)
         await self._know_holders()
         await self._offering.sync()
+
+    def _name_of(self, pod_uid: str) -> tuple[str, str] | None:
+        pod = self._cluster.book.get(pod_uid)
+        return (pod.namespace, pod.name) if pod else None
 
     def _tokens(self, pod_uid: str) -> tuple[str, ...]:
         """The tokens of a pod's grants, also of those that ended before its annotations were written."""

@@ -218,7 +218,7 @@ class Binder:
     async def _bind_late(self, start: _Start) -> Grant:
         shares, by = self._decide(start)
         provision = start.family.provision(self._question(start), shares)
-        grant = self._book(start, shares, by)
+        grant = await self._book(start, shares, by)
         await self._around.carrier.deliver(self._record(start, grant, by, provision), provision)
         return grant
 
@@ -253,7 +253,7 @@ class Binder:
                 by = f"{by}; exchanged with {self._called(meant_for[0])}, whose share is equal"
         if given is not None and given.provision.edits in answers.values() and given.provision not in provisions:
             provisions = [given.provision]  # exchanged, now or before: what the answer names is what must be there
-        grant = self._book(start, shares, by)
+        grant = await self._book(start, shares, by)
         for provision in provisions:
             await self._around.carrier.prepare(self._record(start, grant, by, provision), provision)
         return grant
@@ -306,14 +306,18 @@ class Binder:
                 "ask for one of them"
             )
 
-    def _book(self, start: _Start, shares: tuple[Share, ...], by: str) -> Grant:
+    async def _book(self, start: _Start, shares: tuple[Share, ...], by: str) -> Grant:
         evidence, ended = (*start.found.evidence, by), ended_before(self._ledger.grants, start.pod, start.owner)
         try:
             return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
         except CapacityError:
             # Ended pods leave the book when kubelet's records have been read twice; here is one that needs their place now.
-            if not self._release_ended(start.testimony):
+            testimony = start.testimony
+            if not testimony.whole:  # it speaks of this pod only
+                testimony = await self._around.witness(start.offered.name, start.ids, whole=True)
+            if not self._release_ended(testimony):
                 raise
+            ended = ended_before(self._ledger.grants, start.pod, start.owner)
             return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
 
     def _release_ended(self, testimony: Testimony) -> bool:

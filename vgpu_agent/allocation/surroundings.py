@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Witness(Protocol):
     """Reads kubelet's records; `agent.witness` is it."""
 
-    async def __call__(self, resource: str, ids: Sequence[str]) -> Testimony:
-        """What they say about these ids, read after this call began; it may say more."""
+    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> Testimony:
+        """What they say about these ids, read after this call began; it may say more, and with ``whole`` it tells of every pod."""
         ...
 
 

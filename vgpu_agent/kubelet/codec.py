@@ -152,6 +152,14 @@ def encode_register(*, endpoint: str, resource: str, pre_start_required: bool, p
     )
 
 
+def encode_get(namespace: str, name: str) -> bytes:
+    """GetPodResourcesRequest (kubelet contract §13); an empty name is not possible in Kubernetes."""
+    return b"".join(
+        bytes([number << 3 | wire.LENGTH_DELIMITED]) + wire.varint(len(encoded)) + encoded
+        for number, encoded in ((1, name.encode()), (2, namespace.encode()))
+    )
+
+
 def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
     """The ids that each container of an AllocateRequest shall get.
 

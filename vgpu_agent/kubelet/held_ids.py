@@ -74,6 +74,8 @@ class SeenNumbers:
 def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
     """Who holds what, from ListPodResourcesResponse; several entries of one container and resource are united (V11).
 
+    GetPodResourcesResponse is read alike: it has its one pod in the same field.
+
     Args:
         response: the encoded message.
         wanted: whether the ids of the resource of that name are of interest; the others are left out.
@@ -92,7 +94,7 @@ def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda
                 for resource, ids in found:
                     united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
     except wire.MalformedError as err:
-        raise KubeletError(f"pod-resources: the answer to List cannot be understood: {err}") from err
+        raise KubeletError(f"pod-resources: the answer cannot be understood: {err}") from err
     return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
 
 

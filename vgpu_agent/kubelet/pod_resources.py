@@ -3,6 +3,10 @@
 Called by `records` and by the agent's verification. Its List is the freshest truth there is, because kubelet forgets ended pods before it
 answers; but it knows no UIDs and no plain init containers, and it limits how often it may be asked (kubelet contract §13). Never called
 inside Allocate: the pod in question is recorded only after our answer.
+
+List tells of all pods, which is megabytes where memory is counted in ids. Get tells of one, in a hundredth of the time; but older kubelets
+do not have it, a start of many pods would use up what kubelet allows, and other programs on the node ask too. So Get is a favour that may
+be refused at any time, and whoever is refused takes List.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet import codec, grpc
+from vgpu_agent.kubelet.allowance import Allowance
 from vgpu_agent.kubelet.held_ids import decode_allocatable, decode_pod_resources
 from vgpu_agent.kubelet.registration import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from vgpu_agent.device_ids import DeviceId
@@ -25,13 +30,22 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Holding
 
 _LIST = "/v1.PodResourcesLister/List"
+_GET = "/v1.PodResourcesLister/Get"
 _ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"
 
 # How a kubelet from before 1.28 words that its feature gate KubeletPodResourcesGetAllocatable is off; it has no status code for that.
 _SWITCHED_OFF = "getallocatableresources disabled"
+# And that KubeletPodResourcesGet is off (alpha in 1.27, on by default from 1.34), and that there is no such pod; neither has a status code.
+_GET_SWITCHED_OFF = "get method disabled"
+_NO_SUCH_POD = " not found"
 
 # kubelet refills its allowance within a second (100 calls a second, 10 at once), so short pauses are enough.
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+
+# Of kubelet's 10 calls at once and 100 a second, Get leaves some to List and to other programs.
+_GETS_AT_ONCE, _GETS_A_SECOND = 8, 80.0
+# kubelet allows another call 10 ms after a refusal.
+_AFTER_A_REFUSED_GET_SECONDS = 0.02
 
 
 class KubeletBusyError(KubeletError):
@@ -50,16 +64,42 @@ class AllocatableUnsupportedError(KubeletError):
     """This kubelet does not tell what can be allocated: it is older than 1.21, or the feature is switched off."""
 
 
+class GetNotPossibleError(KubeletError):
+    """Get cannot be asked now, but List may be.
+
+    Attributes:
+        for_good: this kubelet does not have it; otherwise it was asked as often as it allows.
+    """
+
+    def __init__(self, message: str, *, for_good: bool = False) -> None:
+        super().__init__(message)
+        self.for_good = for_good
+
+
+class PodUnknownError(KubeletError):
+    """kubelet has no pod of that name."""
+
+
 class PodResources:
-    """The client of ``socket_path``; a connection for each call, since the socket is made anew when kubelet restarts."""
+    """The client of ``socket_path``; a connection for each call, since the socket is made anew when kubelet restarts.
+
+    State: when kubelet may be asked again; which socket file has no Get behind it (its device, number and time of change).
+
+    Attributes:
+        lists: how often List was answered since the start.
+        gets: how often Get was.
+    """
 
     def __init__(self, socket_path: Path, *, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._socket_path = socket_path
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._backoff = Backoff(_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
-        self._not_before = 0.0
+        self._not_before = self._calm_at = 0.0
         self._refusal = ""
+        self._gets = Allowance(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
+        self._without_get: tuple[int, int, int] | None = None
+        self.lists = self.gets = 0
 
     async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
         """What every live container of the node holds of ``wanted`` resources; the owners have no UID. Answers of any size are accepted.
@@ -68,8 +108,44 @@ class PodResources:
             KubeletBusyError: kubelet wants to be left alone (V12).
             KubeletError: no socket, no such API, no answer in time, or an answer that makes no sense.
         """
+        self._gets.take(1)
+        if (left := self._calm_at - self._clock()) > 0:
+            await asyncio.sleep(left)
+        answer = await self._call(_LIST)
+        self.lists += 1
         # In a thread, because a node with thousands of ids takes a tenth of a second to decode.
-        return await asyncio.to_thread(decode_pod_resources, await self._call(_LIST), wanted)
+        return await asyncio.to_thread(decode_pod_resources, answer, wanted)
+
+    async def get(self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
+        """What the containers of these pods, (namespace, name), hold of ``wanted`` resources; a pod that kubelet does not know, nothing.
+
+        Unlike List it may still show what a pod holds that has ended, until the ids go to another one.
+
+        Raises:
+            GetNotPossibleError: List has to be asked instead.
+            KubeletBusyError: kubelet wants to be left alone (V12).
+            KubeletError: no socket, no answer in time, or an answer that makes no sense.
+        """
+        if self._without_get is not None and self._without_get == await asyncio.to_thread(_identity, self._socket_path):
+            raise GetNotPossibleError(f"pod-resources: the kubelet behind {self._socket_path} has no Get")
+        self._without_get = None
+        if self._clock() < self._calm_at or not self._gets.take_all(len(pods)):
+            raise GetNotPossibleError("pod-resources: kubelet has been asked as often as it allows")
+        answers = [await self._get(*pod) for pod in pods]  # hardly ever more than one
+        self.gets += len(answers)
+        return tuple(holding for answer in answers for holding in decode_pod_resources(answer, wanted))
+
+    async def _get(self, namespace: str, name: str) -> bytes:
+        """GetPodResourcesResponse, which reads like a list of one pod; empty when there is no such pod."""
+        try:
+            return await self._call(_GET, codec.encode_get(namespace, name))
+        except PodUnknownError:
+            return b""
+        except GetNotPossibleError as err:
+            if err.for_good:
+                # kubelet makes its socket anew when it starts, so another one there may have it.
+                self._without_get = await asyncio.to_thread(_identity, self._socket_path)
+            raise
 
     async def allocatable(self, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str] | SeenNumbers]:
         """The healthy ids of each ``offered`` resource as kubelet has them, held by somebody or not: what our lists have come to.
@@ -80,18 +156,20 @@ class PodResources:
         """
         return await asyncio.to_thread(decode_allocatable, await self._call(_ALLOCATABLE), offered)
 
-    async def _call(self, method: str) -> bytes:
+    async def _call(self, method: str, request: bytes = codec.EMPTY) -> bytes:
         if (left := self._not_before - self._clock()) > 0:
             # kubelet's refusal once more, word for word: trouble that reads the same is logged once.
             raise KubeletBusyError(self._refusal, left)
         try:
-            answer = await grpc.call(self._socket_path, method, codec.EMPTY, timeout_seconds=self._timeout_seconds)
+            answer = await grpc.call(self._socket_path, method, request, timeout_seconds=self._timeout_seconds)
         except grpc.CallError as err:
             raise self._explained(err, method) from err
         self._backoff.reset()
         return answer
 
     def _explained(self, err: grpc.CallError, method: str) -> KubeletError:
+        if method == _GET and (special := self._explained_get(err)):
+            return special
         if err.status == "RESOURCE_EXHAUSTED":
             pause = self._backoff.pause()
             self._not_before = self._clock() + pause
@@ -106,3 +184,22 @@ class PodResources:
         if err.status == "UNAVAILABLE":
             return KubeletError(f"pod-resources: {err}; is kubelet running, and is its pod-resources directory mounted?")
         return KubeletError(f"pod-resources: {err}")
+
+    def _explained_get(self, err: grpc.CallError) -> KubeletError | None:
+        if err.status == "UNIMPLEMENTED" or _GET_SWITCHED_OFF in err.text.lower():
+            return GetNotPossibleError(f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True)
+        if err.status == "RESOURCE_EXHAUSTED":
+            # Others ask too. List is the better use of what is left.
+            self._calm_at = self._clock() + _AFTER_A_REFUSED_GET_SECONDS
+            self._gets.spend()
+            return GetNotPossibleError(f"pod-resources: kubelet was asked too often ({err.text})")
+        return PodUnknownError(f"pod-resources: {err}") if err.text.endswith(_NO_SUCH_POD) else None
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """What tells this file from one that takes its place; None when there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns

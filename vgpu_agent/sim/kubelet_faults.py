@@ -16,8 +16,8 @@ class Call:
 
     Attributes:
         what: ``Register``, ``GetDevicePluginOptions``, ``stream opened``, ``list``, ``stream ended``, ``GetPreferredAllocation``,
-            ``Allocate``, ``PreStartContainer``, ``List``, ``GetAllocatableResources``.
-        resource: the resource it was about; empty for the last two.
+            ``Allocate``, ``PreStartContainer``, ``List``, ``Get``, ``GetAllocatableResources``.
+        resource: the resource it was about; empty for the last three.
         at: `time.monotonic` seconds.
         facts: e.g. ``endpoint``, ``ids``, ``error``, ``healthy``, ``seconds``.
     """
@@ -40,6 +40,10 @@ class Faults:
         exhausted_lists: so many pod-resources List calls are answered with RESOURCE_EXHAUSTED.
         list_delay_seconds: pod-resources List is answered this much later.
         no_allocatable: pod-resources has no GetAllocatableResources, like a kubelet before 1.21.
+        no_get: pod-resources has no Get, like a kubelet before 1.27.
+        get_disabled: it has Get, but the feature KubeletPodResourcesGet is off, as it is by default before 1.34.
+        exhausted_gets: so many pod-resources Get calls are answered with RESOURCE_EXHAUSTED.
+        limit_calls: all of pod-resources together answers 100 calls a second, 10 at once, and refuses the others.
     """
 
     refuse_version: bool = False
@@ -49,6 +53,10 @@ class Faults:
     exhausted_lists: int = 0
     list_delay_seconds: float = 0.0
     no_allocatable: bool = False
+    no_get: bool = False
+    get_disabled: bool = False
+    exhausted_gets: int = 0
+    limit_calls: bool = True
 
 
 class AdmissionError(Exception):

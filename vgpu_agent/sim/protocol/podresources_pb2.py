@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12podresources.proto\x12\x02v1\"\x19\n\x17ListPodResourcesRequest\"C\n\x18ListPodResourcesResponse\x12\'\n\rpod_resources\x18\x01 \x03(\x0b\x32\x10.v1.PodResources\"\x1d\n\x1b\x41llocatableResourcesRequest\"E\n\x1c\x41llocatableResourcesResponse\x12%\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x14.v1.ContainerDevices\"[\n\x0cPodResources\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12*\n\ncontainers\x18\x03 \x03(\x0b\x32\x16.v1.ContainerResources\"I\n\x12\x43ontainerResources\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x14.v1.ContainerDevices\"a\n\x10\x43ontainerDevices\x12\x15\n\rresource_name\x18\x01 \x01(\t\x12\x12\n\ndevice_ids\x18\x02 \x03(\t\x12\"\n\x08topology\x18\x03 \x01(\x0b\x32\x10.v1.NumaTopology\"+\n\x0cNumaTopology\x12\x1b\n\x05nodes\x18\x01 \x03(\x0b\x32\x0c.v1.NumaNode\"\x16\n\x08NumaNode\x12\n\n\x02id\x18\x01 \x01(\x03\x32\xb5\x01\n\x12PodResourcesLister\x12\x41\n\x04List\x12\x1b.v1.ListPodResourcesRequest\x1a\x1c.v1.ListPodResourcesResponse\x12\\\n\x17GetAllocatableResources\x12\x1f.v1.AllocatableResourcesRequest\x1a .v1.AllocatableResourcesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12podresources.proto\x12\x02v1\"\x19\n\x17ListPodResourcesRequest\"C\n\x18ListPodResourcesResponse\x12\'\n\rpod_resources\x18\x01 \x03(\x0b\x32\x10.v1.PodResources\"\x1d\n\x1b\x41llocatableResourcesRequest\"A\n\x16GetPodResourcesRequest\x12\x10\n\x08pod_name\x18\x01 \x01(\t\x12\x15\n\rpod_namespace\x18\x02 \x01(\t\"B\n\x17GetPodResourcesResponse\x12\'\n\rpod_resources\x18\x01 \x01(\x0b\x32\x10.v1.PodResources\"E\n\x1c\x41llocatableResourcesResponse\x12%\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x14.v1.ContainerDevices\"[\n\x0cPodResources\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12*\n\ncontainers\x18\x03 \x03(\x0b\x32\x16.v1.ContainerResources\"I\n\x12\x43ontainerResources\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x14.v1.ContainerDevices\"a\n\x10\x43ontainerDevices\x12\x15\n\rresource_name\x18\x01 \x01(\t\x12\x12\n\ndevice_ids\x18\x02 \x03(\t\x12\"\n\x08topology\x18\x03 \x01(\x0b\x32\x10.v1.NumaTopology\"+\n\x0cNumaTopology\x12\x1b\n\x05nodes\x18\x01 \x03(\x0b\x32\x0c.v1.NumaNode\"\x16\n\x08NumaNode\x12\n\n\x02id\x18\x01 \x01(\x03\x32\xf5\x01\n\x12PodResourcesLister\x12\x41\n\x04List\x12\x1b.v1.ListPodResourcesRequest\x1a\x1c.v1.ListPodResourcesResponse\x12\\\n\x17GetAllocatableResources\x12\x1f.v1.AllocatableResourcesRequest\x1a .v1.AllocatableResourcesResponse\x12>\n\x03Get\x12\x1a.v1.GetPodResourcesRequest\x1a\x1b.v1.GetPodResourcesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,18 +37,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTPODRESOURCESRESPONSE']._serialized_end=120
   _globals['_ALLOCATABLERESOURCESREQUEST']._serialized_start=122
   _globals['_ALLOCATABLERESOURCESREQUEST']._serialized_end=151
-  _globals['_ALLOCATABLERESOURCESRESPONSE']._serialized_start=153
-  _globals['_ALLOCATABLERESOURCESRESPONSE']._serialized_end=222
-  _globals['_PODRESOURCES']._serialized_start=224
-  _globals['_PODRESOURCES']._serialized_end=315
-  _globals['_CONTAINERRESOURCES']._serialized_start=317
-  _globals['_CONTAINERRESOURCES']._serialized_end=390
-  _globals['_CONTAINERDEVICES']._serialized_start=392
-  _globals['_CONTAINERDEVICES']._serialized_end=489
-  _globals['_NUMATOPOLOGY']._serialized_start=491
-  _globals['_NUMATOPOLOGY']._serialized_end=534
-  _globals['_NUMANODE']._serialized_start=536
-  _globals['_NUMANODE']._serialized_end=558
-  _globals['_PODRESOURCESLISTER']._serialized_start=561
-  _globals['_PODRESOURCESLISTER']._serialized_end=742
+  _globals['_GETPODRESOURCESREQUEST']._serialized_start=153
+  _globals['_GETPODRESOURCESREQUEST']._serialized_end=218
+  _globals['_GETPODRESOURCESRESPONSE']._serialized_start=220
+  _globals['_GETPODRESOURCESRESPONSE']._serialized_end=286
+  _globals['_ALLOCATABLERESOURCESRESPONSE']._serialized_start=288
+  _globals['_ALLOCATABLERESOURCESRESPONSE']._serialized_end=357
+  _globals['_PODRESOURCES']._serialized_start=359
+  _globals['_PODRESOURCES']._serialized_end=450
+  _globals['_CONTAINERRESOURCES']._serialized_start=452
+  _globals['_CONTAINERRESOURCES']._serialized_end=525
+  _globals['_CONTAINERDEVICES']._serialized_start=527
+  _globals['_CONTAINERDEVICES']._serialized_end=624
+  _globals['_NUMATOPOLOGY']._serialized_start=626
+  _globals['_NUMATOPOLOGY']._serialized_end=669
+  _globals['_NUMANODE']._serialized_start=671
+  _globals['_NUMANODE']._serialized_end=693
+  _globals['_PODRESOURCESLISTER']._serialized_start=696
+  _globals['_PODRESOURCESLISTER']._serialized_end=941
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,20 @@ class AllocatableResourcesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class GetPodResourcesRequest(_message.Message):
+    __slots__ = ("pod_name", "pod_namespace")
+    POD_NAME_FIELD_NUMBER: _ClassVar[int]
+    POD_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    pod_name: str
+    pod_namespace: str
+    def __init__(self, pod_name: _Optional[str] = ..., pod_namespace: _Optional[str] = ...) -> None: ...
+
+class GetPodResourcesResponse(_message.Message):
+    __slots__ = ("pod_resources",)
+    POD_RESOURCES_FIELD_NUMBER: _ClassVar[int]
+    pod_resources: PodResources
+    def __init__(self, pod_resources: _Optional[_Union[PodResources, _Mapping]] = ...) -> None: ...
+
 class AllocatableResourcesResponse(_message.Message):
     __slots__ = ("devices",)
     DEVICES_FIELD_NUMBER: _ClassVar[int]
