@@ -1,0 +1,274 @@
+"""What becomes of grants over restarts of the agent, outages of the API server and changes of settings, runtime and GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from tests.allocation import binding_parts
+from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, MemoryCarrier, NumberFamily, Place, a_pod, init, wants
+from tests.allocation.later_parts import booked, confirm, restarted, running
+from tests.golden import U0, U1, golden_inventory
+from vgpu_agent.allocation.allocator import Families
+from vgpu_agent.allocation.binder import WrongPodError
+from vgpu_agent.allocation.carrier import GrantRecord, grant_token
+from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.errors import CapacityError, RequestRefusedError
+from vgpu_agent.families.family import Question
+from vgpu_agent.isolation.edits import Provision
+from vgpu_agent.model import Inventory, Resource, Share
+from vgpu_agent.pods import Pod, PodContainer
+
+EARLY = BindingMode(late=False, by_annotation=False, reason="binding.mode is early")
+LATE = BindingMode(late=True, by_annotation=False, reason="containerd was upgraded to 2.0")
+
+
+class RenamedFamily(NumberFamily):
+    """The number's resource has another name by now; the old name is still its own."""
+
+    def claims(self, resource: str) -> bool:
+        return super().claims(resource) or resource == "example.com/new"
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        return tuple(_changed(each, name="example.com/new") for each in super().resources(inventory))
+
+
+class NarrowFamily(NumberFamily):
+    """A GPU is for one container by now."""
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        return tuple(_changed(each, holders_per_device=1) for each in super().resources(inventory))
+
+
+class PickyFamily(NumberFamily):
+    """What was decided for the pod ``unlucky`` cannot be provided."""
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        if question.pod.name == "unlucky":
+            raise RequestRefusedError("17 GPUs, and hami-core limits at most 16")
+        return super().provision(question, shares)
+
+
+def _changed(resource: Resource, **changes: object) -> Resource:
+    return dataclasses.replace(resource, **changes) if resource.name == NUMBER else resource  # type: ignore[arg-type]  # its fields
+
+
+async def started(place: Place, pod: Pod, ids: Sequence[str]) -> None:
+    """Admit and start the pod's only container."""
+    place.book.put(pod)
+    await place.admit(pod, "main", ids)
+    await place.start(ids)
+
+
+async def with_init_container(place: Place, **gpus: str) -> Pod:
+    """A pod whose init container has two ids and has started; the main container waits for the first of them."""
+    pod = a_pod("train", init("prepare", 2), "main", annotations=wants(**gpus))
+    place.book.replace([pod])
+    await place.admit(pod, "prepare", IDS[:2], listed=False)
+    await place.admit(pod, "main", IDS[:1])
+    await place.start(IDS[:2])
+    return pod
+
+
+# -- the way of binding changes ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_refuted_early_answer_stays_refused_when_the_node_binds_late() -> None:
+    """An upgraded runtime does not change what kubelet keeps: the answer of another pod, in full."""
+    place = Place(late=False)
+    first, second = a_pod("first", annotations=wants(main=f"{U0} 100")), a_pod("second", annotations=wants(main=f"{U1} 200"))
+    place.book.replace([first, second])
+    answer = await place.admit(second, "main", IDS[:1])
+    assert answer.environment["GPU"] == U0  # the guess took the first
+    with pytest.raises(WrongPodError):
+        await place.start(IDS[:1])
+    place.allocator.mode = LATE
+    with pytest.raises(WrongPodError):
+        await place.start(IDS[:1])
+    assert place.carrier.specs == {}
+
+
+async def test_a_late_answer_stays_good_when_the_node_binds_early() -> None:
+    """The container crashes after somebody has set ``early``: kubelet keeps our CDI name, and the spec behind it is the container's own."""
+    place = Place()
+    await started(place, a_pod("train", annotations=wants(main=f"{U0} 100")), IDS[:1])
+    place.allocator.mode = EARLY
+    await place.start(IDS[:1])
+    assert booked(place) == {U0: 100}
+    assert place.carrier.prepared == {}  # bound late again, not proven as a guess
+
+
+async def test_what_kubelet_counted_while_binding_was_late_says_nothing_about_early_guesses() -> None:
+    """A node that binds late for months keeps no list of calls, and none of them speaks for a pod when it binds early."""
+    place = Place()
+    await place.allocator.allocate(MEMORY, [f"{U0}-memory-{number}" for number in range(2)])
+    small = a_pod("a-small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1}), annotations=wants(main=f"{U0} 1"))
+    large = a_pod("b-large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2}), annotations=wants(main=f"{U1} 2"))
+    place.book.replace([small, large])
+    place.allocator.mode = EARLY
+    answer = await place.allocator.allocate(NUMBER, IDS[:1])
+    assert answer.environment["GPU"] == U0
+
+
+# -- settings change under running containers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "families", [Families(by_pod=(RenamedFamily(),)), Families(unserved=(NumberFamily(),))], ids=["renamed", "not served now"]
+)
+async def test_a_running_container_keeps_its_share_whatever_is_offered_now(families: Families) -> None:
+    """kubelet lists it under a name that today's settings do not offer; even without its spec it is not free, however often we look."""
+    place = Place()
+    pod = a_pod("train", annotations=wants(main=f"{U0} 40000"))
+    await started(place, pod, IDS[:1])
+    place.book.put(running(pod))
+    place.carrier.specs.clear()
+    place.allocator.use_families(families)
+    place.allocator.refresh_offer()
+    assert confirm(place, times=3) == []
+    assert booked(place) == {U0: 40000}
+
+
+async def test_narrower_settings_do_not_make_what_was_granted_unsound() -> None:
+    """Three share a GPU that is for one by now: the book is right about them, and nobody else gets in."""
+    place = Place()
+    for number in range(3):
+        await started(place, a_pod(f"pod-{number}", annotations=wants(main=f"{U0} 100")), [IDS[number]])
+    place.allocator.use_families(Families(by_pod=(NarrowFamily(),)))
+    place.allocator.refresh_offer()
+    assert place.ledger.audit() == []
+    with pytest.raises(CapacityError):
+        await started(place, a_pod("late", annotations=wants(main=f"{U0} 100")), [IDS[3]])
+
+
+async def test_one_spec_that_cannot_be_made_keeps_nobody_elses_from_being_made() -> None:
+    """After a reboot all are made anew; a setting that has changed since makes one of them impossible."""
+    place = Place()
+    for name, ids in (("unlucky", IDS[:1]), ("lucky", IDS[1:2])):
+        await started(place, a_pod(name, annotations=wants(main=f"{U0} 100")), ids)
+    place.carrier.specs.clear()
+    place.allocator.use_families(Families(by_pod=(PickyFamily(),)))
+    assert [record.owner.pod for record, _ in place.allocator.deliveries()] == ["lucky"]
+
+
+# -- the agent restarts --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_restart_while_an_init_container_runs_keeps_its_share_for_the_next() -> None:
+    """Its ids are the main container's as well, which starts under the new agent and takes over what was booked."""
+    before = Place()
+    pod = await with_init_container(before, prepare=f"{U0} 30000,{U1} 30000", main=f"{U0} 30000")
+    after = restarted(before, dataclasses.replace(pod, containers=(running(pod).containers[0], pod.containers[1])))
+    confirm(after, initial=True)
+    assert booked(after) == {U0: 30000, U1: 30000}
+    await after.start(IDS[:1])
+    assert booked(after) == {U0: 30000}
+
+
+async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_back() -> None:
+    """Passes over the records do not bring back what it had: the entry in the checkpoint stays for as long as the pod."""
+    before = Place()
+    pod = await with_init_container(before, prepare=f"{U0} 10000,{U1} 10000", main=f"{U0} 10000")
+    after = restarted(before, dataclasses.replace(pod, containers=(running(pod).containers[0], pod.containers[1])))
+    confirm(after, initial=True)
+    await after.start(IDS[:1])
+    after.book.put(running(pod))
+    confirm(after, times=5)
+    assert booked(after) == {U0: 10000}
+
+
+async def test_an_init_container_that_ended_in_an_outage_holds_nothing_back() -> None:
+    """While no pod is known, what it had stays booked; it is free once the API server says that the next one has started."""
+    before = Place()
+    pod = await with_init_container(before, prepare=f"{U0} 10000,{U1} 10000", main=f"{U0} 10000")
+    await before.start(IDS[:1])
+    after = restarted(before)
+    confirm(after, initial=True)
+    assert booked(after)[U1] == 10000
+    after.book.replace([running(pod)])
+    confirm(after, times=5)
+    assert booked(after) == {U0: 10000}
+
+
+async def test_a_container_with_the_ids_of_its_init_container_keeps_its_share_over_an_outage() -> None:
+    """Nobody knows at first which of the two the spec is for, and nobody else gets the GPU in the meantime or later."""
+    before = Place()
+    pod = a_pod("train", init("fetch"), "main", annotations=wants(main=f"{U0} 40000"))
+    before.book.replace([pod])
+    await before.admit(pod, "fetch", IDS[:1], listed=False)
+    await before.admit(pod, "main", IDS[:1])
+    await before.start(IDS[:1])
+    after = restarted(before)
+    confirm(after, initial=True)
+    assert booked(after) == {U0: 40000}
+    after.book.replace([running(pod)])
+    confirm(after, times=5)
+    with pytest.raises(CapacityError):
+        await started(after, a_pod("next", annotations=wants(main=f"{U0} 40000")), IDS[1:2])
+    assert booked(after) == {U0: 40000}
+
+
+async def test_of_two_records_of_one_container_the_youngest_counts() -> None:
+    """A static pod that is made anew keeps its UID and may get other ids and another share; the first spec still lies there."""
+    before = Place()
+    pod = a_pod("static", annotations=wants(main=f"{U0} 10000"))
+    await started(before, pod, IDS[:1])
+    before.forget(pod)
+    anew = dataclasses.replace(pod, annotations=wants(main=f"{U1} 20000"))
+    await started(before, anew, IDS[1:2])
+    after = restarted(before, running(anew))
+    confirm(after, initial=True)
+    assert booked(after) == {U1: 20000}
+
+
+async def test_grants_are_known_before_the_gpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver answers after the start: what the records beside the specs say is booked the moment the resource is offered."""
+    before = Place()
+    train = a_pod("train", annotations=wants(main=f"{U0} 40000"))
+    await started(before, train, IDS[:1])
+    found = Inventory()
+    monkeypatch.setattr(binding_parts, "golden_inventory", lambda: found)
+    after = restarted(before, train)
+    confirm(after, initial=True)
+    found = golden_inventory()
+    after.allocator.refresh_offer()
+    with pytest.raises(CapacityError):
+        await started(after, a_pod("next", annotations=wants(main=f"{U0} 40000")), IDS[1:2])
+
+
+# -- several starts at once ----------------------------------------------------------------------------------------------------------
+
+
+class SlowCarrier(MemoryCarrier):
+    """Takes some turns of the loop for a delivery, and counts how many are made at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    async def deliver(self, record: GrantRecord, provision: Provision) -> None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await super().deliver(record, provision)
+        self.now -= 1
+
+
+async def test_starts_of_the_same_ids_come_one_after_the_other() -> None:
+    """A call that kubelet gave up and its next one meet; also a third, and while pods that are gone are forgotten."""
+    place = Place(carrier=SlowCarrier())
+    pod = a_pod("train", annotations=wants(main=f"{U0} 100"))
+    place.book.replace([pod])
+    await place.admit(pod, "main", IDS[:1])
+    starts = [asyncio.ensure_future(place.start(IDS[:1])) for _ in range(2)]
+    await starts[0]
+    confirm(place)
+    starts.append(asyncio.ensure_future(place.start(IDS[:1])))
+    await asyncio.gather(*starts)
+    assert isinstance(place.carrier, SlowCarrier)
+    assert place.carrier.most == 1
+    assert list(place.carrier.specs) == [grant_token(NUMBER, IDS[:1])]
