@@ -127,6 +127,7 @@ class Place:
         self.answers: dict[tuple[str, str, str], Edits] = {}
         self.on_server: dict[tuple[str, str], Pod] = {}
         self.outage = False
+        self.can_get = False  # whether pod-resources is asked about single pods
         self.fetches = 0
         self.readings = 0
         self.allocator = Allocator(
@@ -149,11 +150,15 @@ class Place:
 
     async def testify(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
         self.readings += 1
+        listed = self.pod_resources
+        if listed is not None and self.can_get and not whole:
+            listed = [entry for entry in listed if entry.resource == resource and not set(ids).isdisjoint(entry.ids)]
         return Testimony(
             None if self.checkpoint is None else tuple(self.checkpoint),
-            None if self.pod_resources is None else tuple(self.pod_resources),
+            None if listed is None else tuple(listed),
             dict(self.answers),
             trouble="a witness is silent" if None in (self.checkpoint, self.pod_resources) else "",
+            whole=whole or not self.can_get,
         )
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:

@@ -344,9 +344,14 @@ async def test_a_claim_to_more_than_there_is_gets_nothing() -> None:
     assert [grant.shares for grant in place.ledger.grants] == [(), ()]
 
 
-async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it() -> None:
-    """Its grant goes as soon as kubelet does not list it and the API server has ended it, without waiting for two verifications."""
+@pytest.mark.parametrize("can_get", [False, True])
+async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: bool) -> None:
+    """Its grant goes as soon as kubelet does not list it and the API server has ended it, without waiting for two verifications.
+
+    Not to be told of it, because only the starting pod was asked about, is not enough.
+    """
     place = Place()
+    place.can_get = can_get
     ended, new = a_pod("ended", annotations=wants(main=f"{U0} 40000")), a_pod("new", annotations=wants(main=f"{U0} 40000"))
     place.book.replace([ended, new])
     await place.admit(ended, "main", IDS[:1])
@@ -354,6 +359,10 @@ async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it() -> None:
     await place.admit(new, "main", IDS[1:2])
     with pytest.raises(CapacityError):
         await place.start(IDS[1:2])
+    place.book.put(dataclasses.replace(ended, phase="Succeeded"))
+    with pytest.raises(CapacityError):
+        await place.start(IDS[1:2])  # kubelet lists it
+    place.book.put(ended)
     place.forget(ended)
     with pytest.raises(CapacityError):
         await place.start(IDS[1:2])  # kubelet has forgotten it, but the API server says that it is still there
