@@ -1,7 +1,8 @@
 """The three parts of kubernetes_asyncio that this agent uses, imported without the other 1,200 modules.
 
 Importing any module of that package runs its ``__init__`` files, which load every model of the API: 60 MB that nobody here reads. So the
-packages are registered bare, without running them, and only configuration is loaded below them. Used by `credentials` and nobody else;
+packages are registered bare, without running them, and only configuration is loaded below them; urllib3, which it imports for basic
+authentication that no API server takes any more, is left out. Used by `credentials` and nobody else;
 tests/api/test_kubernetes_parts.py notices when a new minor version (pinned in pyproject.toml) has another layout.
 
 Transport is aiohttp, used directly: what the package makes of it has no time limits, obeys proxies of the environment and reads a CA once.
@@ -9,13 +10,17 @@ Transport is aiohttp, used directly: what the package makes of it has no time li
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 import types
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PACKAGE = "kubernetes_asyncio"
 
@@ -42,11 +47,25 @@ def load() -> Parts:
     """
     if _PACKAGE not in sys.modules:
         client = _bare(f"{_PACKAGE}.client", parent=_bare(_PACKAGE))
-        client.Configuration = importlib.import_module(f"{_PACKAGE}.client.configuration").Configuration  # type: ignore[attr-defined]  # what its __init__ would have done
+        with _without("urllib3"):
+            client.Configuration = importlib.import_module(f"{_PACKAGE}.client.configuration").Configuration  # type: ignore[attr-defined]  # what its __init__ would have done
         client.ApiClient = None  # type: ignore[attr-defined]  # imported by name in config/, used only by functions that we do not call
     kube_config = importlib.import_module(f"{_PACKAGE}.config.kube_config")
     incluster = importlib.import_module(f"{_PACKAGE}.config.incluster_config")
     return Parts(kube_config.Configuration, incluster.load_incluster_config, kube_config.load_kube_config)
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    """Let what is imported meanwhile find an empty module of that name, which costs nothing."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = types.ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _bare(name: str, parent: types.ModuleType | None = None) -> types.ModuleType:
