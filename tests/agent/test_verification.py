@@ -61,6 +61,12 @@ class Parts:
             clock=self._clock,
         )
 
+    async def another(self) -> None:
+        """Book an id for one more pod; the one that had it is gone."""
+        for grant in self.ledger.grants:
+            self.ledger.release(grant.number)
+        await self.allocator.allocate(GPU, [U0])
+
     @staticmethod
     def _clock() -> float:
         return 1000.0 + asyncio.get_running_loop().time()
@@ -104,6 +110,26 @@ async def test_an_allocate_is_followed_by_a_reading_a_second_later(records: Reco
         await asyncio.sleep(20)
         assert records.read_at == [1, 6]
         assert parts.ledger.grants[0].owner == HELD.holdings[0].owner
+
+
+@pytest.mark.looptime
+async def test_a_burst_of_pods_is_verified_when_it_is_over(records: Records) -> None:
+    """A reading slows down starts that are under way, so it waits until bookings pause for a second; but for ten seconds at most."""
+    async with verifying(records) as parts:
+        await asyncio.sleep(5)
+        for _ in range(5):
+            await parts.another()
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(1)
+        assert records.read_at == [1, 8]
+        await asyncio.sleep(100)  # until nobody is waited for any more
+        del records.read_at[:]
+        began = asyncio.get_running_loop().time()
+        for _ in range(30):
+            await parts.another()
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(2)
+        assert [round(at - began) for at in records.read_at] == [10, 16]
 
 
 @pytest.mark.looptime
