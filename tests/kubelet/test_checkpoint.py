@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,18 @@ async def test_a_big_file_is_read_without_blocking_the_loop(directory: Path) -> 
     (read,) = await read_checkpoint(directory / "checkpoint")
 
     assert (len(content) > 7_000_000, len(read.ids)) == (True, 150_000)
+
+
+async def test_files_of_any_size_are_read_one_after_the_other_and_at_once(tmp_path: Path) -> None:
+    """They share one piece of memory; nothing of a longer file is left over in the reading of a shorter one."""
+    files = {}
+    for number in (1, 3000, 2, 40_000, 3):
+        ids = [f"GPU-{number}-{each}" for each in range(number)]
+        path = tmp_path / str(number)
+        path.write_text(json.dumps(_entry(DeviceIDs={"-1": ids})))
+        files[path] = ids
+    for path, ids in files.items():
+        (entry,) = await read_checkpoint(path)
+        assert entry.ids == tuple(ids)
+    read = await asyncio.gather(*(read_checkpoint(path) for path in (*files, *files)))
+    assert [entry.ids for (entry,) in read] == [tuple(ids) for ids in (*files.values(), *files.values())]
