@@ -1,0 +1,122 @@
+"""What a start is refused for besides its proof, and how often the journal tells of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.allocation.binding_parts import IDS, NUMBER, NumberFamily, Place, a_pod, wants
+from tests.golden import U0
+from vgpu_agent.allocation.allocator import Families
+from vgpu_agent.allocation.proof import NotProvenError
+from vgpu_agent.device_ids import DeviceId
+from vgpu_agent.errors import AgentError, CarrierError, RequestRefusedError
+from vgpu_agent.model import Decider, Inventory, Resource
+from vgpu_agent.pods import PodContainer
+
+LETTER, COUNTED = "example.com/letter", "example.com/letters-counted"
+
+
+class LetterFamily(NumberFamily):
+    """A second family whose pods decide, with ids of its own."""
+
+    name = "letter"
+
+    def claims(self, resource: str) -> bool:
+        return resource in {LETTER, COUNTED}
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        letter = Resource(LETTER, self.name, (DeviceId("a", U0),), decided_by=Decider.POD)
+        return letter, Resource(COUNTED, self.name, (DeviceId("counted-a", U0),), decided_by=Decider.NOBODY)
+
+
+async def asking_for(**limits: int) -> Place:
+    """A node with both families, and a container with these limits that has one number."""
+    place = Place()
+    place.allocator.use_families(Families(by_pod=(NumberFamily(), LetterFamily())))
+    place.allocator.refresh_offer()
+    named = {f"example.com/{name.replace('_', '-')}": count for name, count in limits.items()}
+    pod = a_pod("train", PodContainer("main", limits=named), annotations=wants(main=f"{U0} 100"))
+    place.book.replace([pod])
+    await place.admit(pod, "main", IDS[:1])
+    return place
+
+
+async def test_a_container_that_asks_two_families_is_refused() -> None:
+    """Each would tell it of other GPUs, and one would win by chance; the text names both resources and the remedy."""
+    place = await asking_for(number=1, letter=1)
+    with pytest.raises(RequestRefusedError, match=f"default/train, container main: .* {NUMBER} and for {LETTER}, .* ask for one of them"):
+        await place.start(IDS[:1])
+    assert place.carrier.specs == {}
+
+
+@pytest.mark.parametrize("limits", [{"number": 1, "memory": 5}, {"number": 1, "letters_counted": 1}, {"number": 1, "letter": 0}])
+async def test_what_is_only_counted_or_not_asked_for_is_no_second_family(limits: dict[str, int]) -> None:
+    """Its own memory, another family's counted ids, and a limit of zero tell a container of no GPU."""
+    place = await asking_for(**limits)
+    await place.start(IDS[:1])
+    assert len(place.carrier.specs) == 1
+
+
+async def refused(place: Place, times: int = 1) -> None:
+    """kubelet asks again and again."""
+    for _ in range(times):
+        with pytest.raises(AgentError):
+            await place.start(IDS[:1])
+
+
+async def test_the_journal_tells_once_why_a_start_is_refused() -> None:
+    """kubelet asks every quarter of a minute; a new reason is a new line, and each refusal still counts."""
+    place = Place()
+    pod = a_pod("train")
+    place.book.replace([pod])
+    await place.admit(pod, "main", IDS[:1])
+    await refused(place, times=3)
+    place.book.put(dataclasses.replace(pod, annotations=wants(main=f"{U0} 50000")))
+    await refused(place, times=2)
+    first, second = (str(fact["reason"]) for fact in place.events("start.refused"))
+    assert "no annotation" in first
+    assert "50000 MiB booked of 40960" in second
+    assert [refusal.count for refusal in place.refusals.current] == [5]
+
+
+async def test_a_start_in_between_makes_the_same_reason_news() -> None:
+    """The disk is full again a week later."""
+    place = Place()
+    pod = a_pod("train", annotations=wants(main=f"{U0} 100"))
+    place.book.replace([pod])
+    await place.admit(pod, "main", IDS[:1])
+    place.carrier.trouble = "the disk is full"
+    await refused(place, times=2)
+    place.carrier.trouble = ""
+    await place.start(IDS[:1])
+    place.carrier.trouble = "the disk is full"
+    await refused(place, times=2)
+    assert [fact["reason"] for fact in place.events("start.refused")] == ["the disk is full"] * 2
+
+
+async def test_the_journal_tells_once_what_cannot_be_proven() -> None:
+    """Nobody is known whose start it is, so the line has the token alone; each call counts as an ambiguity."""
+    place = Place()
+    pods = [a_pod(name, annotations=wants(main=f"{U0} 100")) for name in ("train", "serve")]
+    place.book.replace(pods)
+    for pod in pods:
+        await place.admit(pod, "main", IDS[:1])
+    for _ in range(3):
+        with pytest.raises(NotProvenError):
+            await place.start(IDS[:1])
+    assert len(place.events("start.not_proven")) == 1
+    assert place.allocator.binder is not None
+    assert place.allocator.binder.ambiguities == 3
+
+
+async def test_a_full_disk_is_refused_in_the_carriers_words() -> None:
+    """The path and the remedy reach the pod's status, under the name of the pod."""
+    place = Place()
+    pod = a_pod("train", annotations=wants(main=f"{U0} 100"))
+    place.book.replace([pod])
+    await place.admit(pod, "main", IDS[:1])
+    place.carrier.trouble = "cannot write /var/run/cdi/x.json: No space left on device; free some"
+    with pytest.raises(CarrierError, match=r"^default/train, container main: cannot write /var/run/cdi/x\.json: No space left"):
+        await place.start(IDS[:1])

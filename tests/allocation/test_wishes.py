@@ -1,0 +1,95 @@
+"""What should stand on pods is asked of a family once, and again when something about that pod has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tests.allocation.binding_parts import IDS, NumberFamily, Place, a_pod, wants
+from tests.golden import U0, U1
+from vgpu_agent.allocation.allocator import Families
+from vgpu_agent.model import Grant
+from vgpu_agent.pods import Pod
+
+TRAIN, SERVE = (a_pod(name, annotations=wants(main=f"{gpu} 100")) for name, gpu in (("train", U0), ("serve", U1)))
+
+
+class AskedFamily(NumberFamily):
+    """Remembers which pods it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+        self.asked.append(pod.name)
+        return super().pod_wishes(pod, grants, failed=failed)
+
+    @property
+    def news(self) -> list[str]:
+        """Whom it was asked about since the last time."""
+        asked, self.asked = sorted(self.asked), []
+        return asked
+
+
+async def two_started() -> tuple[Place, AskedFamily]:
+    """Two pods that run, whose wishes were looked at once."""
+    place, family = Place(), AskedFamily()
+    place.allocator.use_families(Families(by_pod=(family,)))
+    place.book.replace([TRAIN, SERVE])
+    for pod, ids in ((TRAIN, IDS[:1]), (SERVE, IDS[1:2])):
+        await place.admit(pod, "main", ids)
+        await place.start(ids)
+    assert place.allocator.pod_wishes().keys() == {"uid-train", "uid-serve"}
+    assert family.news == ["serve", "train"]
+    return place, family
+
+
+async def test_wishes_are_remembered_while_nothing_changes() -> None:
+    """A hundred pods, and a publisher that looks after each change of one of them."""
+    place, family = await two_started()
+    first = place.allocator.pod_wishes()
+    assert place.allocator.pod_wishes() == first == {uid: {"example.com/done": "main"} for uid in ("uid-train", "uid-serve")}
+    assert family.news == []
+
+
+async def test_only_the_pod_that_changed_is_asked_about() -> None:
+    """The watch shows its next state; the other's wishes stand."""
+    place, family = await two_started()
+    place.book.put(dataclasses.replace(TRAIN, phase="Running"))
+    assert place.allocator.pod_wishes().keys() == {"uid-train", "uid-serve"}
+    assert family.news == ["train"]
+
+
+async def test_a_refusal_for_good_is_a_change() -> None:
+    """A scheduler has to hear that the pod will never start, although pod and grant are what they were."""
+    place, family = await two_started()
+    place.refusals.refuse(SERVE, "main", "example.com/number", "the answer is another pod's", final=True)
+    place.allocator.pod_wishes()
+    assert family.news == ["serve"]
+
+
+async def test_a_new_grant_is_a_change() -> None:
+    """What is booked for the pod says what should stand there."""
+    place, family = await two_started()
+    (number,) = (grant.number for grant in place.ledger.grants if grant.decided_for == ("uid-train", "main"))
+    place.ledger.release(number)
+    await place.start(IDS[:1])
+    assert place.allocator.pod_wishes()["uid-train"] == {"example.com/done": "main"}
+    assert family.news == ["train"]
+
+
+async def test_other_families_are_asked_anew_about_everybody() -> None:
+    """Changed settings may word the same grant in another way."""
+    place, family = await two_started()
+    other = AskedFamily()
+    place.allocator.use_families(Families(by_pod=(other,)))
+    place.allocator.pod_wishes()
+    assert (family.news, other.news) == ([], ["serve", "train"])
+
+
+async def test_a_pod_that_is_gone_is_wished_nothing() -> None:
+    """Its grant stays until kubelet has forgotten it; the other pod is not asked about again for that."""
+    place, family = await two_started()
+    place.book.remove(TRAIN)
+    assert place.allocator.pod_wishes().keys() == {"uid-serve"}
+    assert family.news == []

@@ -1,0 +1,59 @@
+"""The limits of an offer over changes of settings: what was granted under wider ones is still sound."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vgpu_agent.device_ids import DeviceId
+from vgpu_agent.ledger.offers import Offers
+from vgpu_agent.model import Decider, Resource
+
+NAME = "example.com/number"
+WIDE = Resource(
+    NAME, "number", (DeviceId("a", "GPU-1"),), holders_per_device=10, memory_scaling=2.0, cores_scaling=1.0, decided_by=Decider.POD
+)
+NARROW = dataclasses.replace(WIDE, holders_per_device=1, memory_scaling=1.0, cores_scaling=1.5)
+
+
+def after(*changes: Resource, held: tuple[str, ...] = (NAME,)) -> Offers:
+    """Offers that changed in this order while somebody held the resources ``held``."""
+    offers = Offers()
+    for resource in changes:
+        offers.replace([resource], held)
+    return offers
+
+
+def test_each_limit_is_the_widest_that_somebodys_grant_may_come_from() -> None:
+    """Fewer places and less memory, but more compute: none of the three takes a grant's soundness away."""
+    widest = after(WIDE, NARROW).at_its_widest(NARROW)
+    assert (widest.holders_per_device, widest.memory_scaling, widest.cores_scaling) == (10, 2.0, 1.5)
+
+
+def test_what_is_offered_is_not_widened() -> None:
+    """New grants go by today's settings."""
+    assert after(WIDE, NARROW).by_name == {NAME: NARROW}
+
+
+def test_the_widest_of_several_changes_counts_also_after_the_same_offer_again() -> None:
+    """A node that is set to 10, 1 and 5 places: those who came first still have them."""
+    between = dataclasses.replace(WIDE, holders_per_device=5)
+    assert after(WIDE, NARROW, between, between).at_its_widest(between).holders_per_device == 10
+
+
+def test_once_nobody_holds_anything_the_next_change_forgets() -> None:
+    """No grant of before is left that the wider limits could excuse."""
+    offers = after(WIDE, NARROW)
+    between = dataclasses.replace(NARROW, holders_per_device=2)
+    offers.replace([between])
+    assert offers.at_its_widest(between) == between
+
+
+def test_nothing_is_remembered_of_what_nobody_held() -> None:
+    """The change came before the first grant."""
+    assert after(WIDE, NARROW, held=()).at_its_widest(NARROW) == NARROW
+
+
+def test_ids_that_name_their_device_have_no_wider_limits() -> None:
+    """Their number is the limit, and an id that is not offered any more is reported as foreign."""
+    wide, narrow = (dataclasses.replace(each, decided_by=Decider.IDS) for each in (WIDE, NARROW))
+    assert after(wide, narrow).at_its_widest(narrow) == narrow
