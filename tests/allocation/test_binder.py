@@ -1,4 +1,4 @@
-"""What a start is refused for besides its proof, and how often the journal tells of it."""
+"""What a start is refused for besides its proof, how often the journal tells of it, and who may start unasked."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import dataclasses
 
 import pytest
 
-from tests.allocation.binding_parts import IDS, NUMBER, NumberFamily, Place, a_pod, wants
+from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, NumberFamily, Place, a_pod, wants
 from tests.golden import U0
 from vgpu_agent.allocation.allocator import Families
+from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import AgentError, CarrierError, RequestRefusedError
 from vgpu_agent.model import Decider, Inventory, Resource
 from vgpu_agent.pods import PodContainer
 
+EARLY, LATE = (BindingMode(late=late, by_annotation=False, reason="a test") for late in (False, True))
 LETTER, COUNTED = "example.com/letter", "example.com/letters-counted"
 
 
@@ -120,3 +122,13 @@ async def test_a_full_disk_is_refused_in_the_carriers_words() -> None:
     place.carrier.trouble = "cannot write /var/run/cdi/x.json: No space left on device; free some"
     with pytest.raises(CarrierError, match=r"^default/train, container main: cannot write /var/run/cdi/x\.json: No space left"):
         await place.start(IDS[:1])
+
+
+@pytest.mark.parametrize(("mode", "number"), [(LATE, True), (EARLY, False), (None, False)], ids=["late", "early", "not chosen yet"])
+async def test_only_a_cdi_name_lets_a_container_start_unasked(mode: BindingMode | None, *, number: bool) -> None:
+    """A name stands for its own container or for nothing; an early answer may be another pod's, and counted ids say nothing at all."""
+    place = Place()
+    place.allocator.mode = mode
+    assert place.allocator.may_start_unasked(NUMBER) is number
+    assert place.allocator.may_start_unasked(MEMORY)
+    assert place.allocator.may_start_unasked("example.com/not-offered-any-more")

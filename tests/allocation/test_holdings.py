@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from tests.allocation.binding_parts import NUMBER, a_pod, init
-from vgpu_agent.allocation.holdings import is_over, told_apart
-from vgpu_agent.model import Holding, KubeletRecords, Owner
-from vgpu_agent.pods import Pod, PodBook, PodContainer
+from vgpu_agent.allocation.holdings import ended_before, is_over, told_apart
+from vgpu_agent.model import Grant, Holding, KubeletRecords, Owner
+from vgpu_agent.pods import ContainerKind, Pod, PodBook, PodContainer
 
 OTHER = Holding("nvidia.com/gpu", ("g",), Owner("main", "uid-other", "default", "other"))
 
@@ -88,3 +88,39 @@ def test_an_init_container_is_over_once_a_later_one_has_started() -> None:
     containers = (*pod.containers[:2], dataclasses.replace(pod.containers[2], started=True))
     started = dataclasses.replace(pod, containers=containers)
     assert [is_over(started, name) for name in ("first", "second", "main")] == [True, True, False]
+
+
+ALL_KINDS = a_pod("train", init("first"), PodContainer("side", ContainerKind.SIDECAR, {NUMBER: 1}), init("second"), "main", "other")
+
+
+def ended_when(starting: str, *, uid: str = "uid-train", unknown: str = "") -> list[str]:
+    """Of whom the shares are free when this container of `ALL_KINDS` starts and everybody of the pod ``uid`` has some."""
+    names = [*(container.name for container in ALL_KINDS.containers), *([unknown] if unknown else [])]
+    grants = [Grant(number, "number", NUMBER, (name,), (), decided_for=(uid, name)) for number, name in enumerate(names)]
+    undecided = Grant(len(names), "number", NUMBER, ("undecided",), ())
+    return [names[number] for number in ended_before((*grants, undecided), ALL_KINDS, Owner(starting, ALL_KINDS.uid))]
+
+
+@pytest.mark.parametrize(
+    ("starting", "ended"),
+    [
+        ("main", ["first", "second"]),
+        ("other", ["first", "second"]),
+        ("side", ["first"]),
+        ("second", ["first", "main", "other"]),
+        ("first", ["second", "main", "other"]),
+    ],
+)
+def test_what_cannot_run_beside_a_starting_container_has_ended(starting: str, ended: list[str]) -> None:
+    """Init containers before it; and all but sidecars when it is an init container, for then the sandbox was made anew."""
+    assert ended_when(starting) == ended
+
+
+def test_other_pods_are_not_ended_by_a_start() -> None:
+    """Their containers may have the same names."""
+    assert ended_when("main", uid="uid-serve") == []
+
+
+def test_a_container_that_the_pod_does_not_name_is_taken_for_one_that_stays() -> None:
+    """An ephemeral container, or one that a later version of Kubernetes allows to be added: nothing says that it has ended."""
+    assert ended_when("first", unknown="added") == ["second", "main", "other"]

@@ -31,6 +31,7 @@ class FakeBackend:
         self.failure: Exception | None = None
         self.choice: list[str] | None = None
         self.edits: Edits | None = None
+        self.right_by_itself = True
 
     def lose(self, uuid: str) -> None:
         """Make a GPU unhealthy, with all its ids, and tell whoever waits."""
@@ -61,8 +62,8 @@ class FakeBackend:
         return Edits(environment={"NVIDIA_VISIBLE_DEVICES": ",".join(sorted({device.partition("::")[0] for device in ids}))})
 
     def may_start_unasked(self, resource: str) -> bool:
-        """Whatever was answered is right."""
-        return True
+        """Whatever was answered is right, unless the test says otherwise."""
+        return self.right_by_itself
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
         self._fail()

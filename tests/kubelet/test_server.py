@@ -258,32 +258,6 @@ async def test_stopping_ends_the_stream_cleanly_and_removes_the_socket(kubelet: 
     assert (plugin.status.state, plugin.status.ready) == (PluginState.STOPPED, False)
 
 
-async def test_the_last_act_of_a_pre_start_resource_is_a_registration_without(kubelet: SimulatedKubelet, node: Node) -> None:
-    """A container that crashes while we are away must be able to start again without being asked for."""
-    resource = shared_resource(pre_start_required=True)
-    backend = FakeBackend(resource)
-    plugin = node.offer(resource, backend)
-    await _all_offered(kubelet)
-    pod = await kubelet.admit("train", [Container("c", {RESOURCE: 1})])
-
-    await plugin.stop()
-    await kubelet.until(lambda: kubelet.resource(RESOURCE).allocatable == 0)
-
-    assert len(kubelet.called("Register")) == 2
-    assert (await kubelet.start_container(pod, "c")).envs != {}
-    assert backend.started == []
-
-
-async def test_a_resource_without_pre_start_just_goes(kubelet: SimulatedKubelet, node: Node) -> None:
-    """No farewell registration where it would change nothing."""
-    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
-    await _all_offered(kubelet)
-
-    await plugin.stop()
-
-    assert len(kubelet.called("Register")) == 1
-
-
 async def test_stopping_does_not_wait_for_a_register_that_hangs(kubelet: SimulatedKubelet, node: Node) -> None:
     """kubelet may take 15 seconds for a Register; an agent that stops does not."""
     kubelet.faults.register_delay_seconds = 10.0
@@ -358,18 +332,6 @@ async def test_a_directory_that_is_removed_and_made_again_is_survived(kubelet: S
     await kubelet.start()
 
     await _all_offered(kubelet)
-
-
-async def test_a_farewell_that_fails_costs_nothing(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet may be stopping at the same time; the agent ends all the same, without a socket left."""
-    resource = shared_resource(pre_start_required=True)
-    plugin = node.offer(resource, FakeBackend(resource))
-    await _all_offered(kubelet)
-    kubelet.faults.failing_registrations = 1
-
-    await plugin.stop()
-
-    assert (plugin.status.state, _sockets(kubelet)) == (PluginState.STOPPED, [])
 
 
 async def test_a_plugin_that_is_cancelled_while_it_starts_leaves_nothing(
