@@ -56,7 +56,9 @@ class Wired:
         self.settings, self.journal, self.ledger, self.refusals = settings, Journal(), Ledger(), Refusals()
         self.inventory = inventory or golden_inventory()
         self.cluster = ClusterSide(settings, self.journal, supervisor)
-        self.directory = GrantDirectory(str(Path(settings.state_directory).parent / "cdi"), self.journal)
+        self.directory = GrantDirectory(
+            str(Path(settings.state_directory).parent / "cdi"), self.journal, kept_directory=f"{settings.state_directory}/grants"
+        )
         self.allocator = Allocator(
             ledger=self.ledger,
             families=Families(),

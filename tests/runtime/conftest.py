@@ -63,7 +63,7 @@ def cdi_directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def grants(cdi_directory: Path, journal: Journal, proc: HostProc) -> GrantDirectory:
     """The carrier under test."""
-    return GrantDirectory(str(cdi_directory), journal, proc_root=str(proc.root))
+    return GrantDirectory(str(cdi_directory), journal, proc_root=str(proc.root), kept_directory=str(cdi_directory.parent / "kept"))
 
 
 @pytest.fixture

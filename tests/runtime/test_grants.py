@@ -104,11 +104,16 @@ async def test_after_a_reboot_all_specs_are_restored(
     assert await grants.restore([good]) == 0
 
 
-async def test_an_early_answer_needs_only_the_host_files(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
-    """A runtime without CDI gets no spec, and the directory is collected all the same."""
+async def test_an_early_answer_needs_host_files_and_is_remembered(
+    grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path, journal: Journal
+) -> None:
+    """A runtime without CDI gets no spec; the next agent knows it, and all of it is collected in the end."""
     record, provision = grant()
     await grants.prepare(record, provision)
-    assert (len(read(provision.files[0].path)), names(cdi_directory), grants.records) == (8192, [], ())
+    assert (len(read(provision.files[0].path)), names(cdi_directory), grants.records) == (8192, [], (record,))
+    again = GrantDirectory(str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept"))
+    await again.load()
+    assert again.records == (record,)
     assert await grants.collect(lambda _: False) == (record,)
     assert not names(Path(record.collected).parent)
 
@@ -119,7 +124,7 @@ async def test_a_new_agent_finds_what_the_old_one_wrote(
     """The files alone say what was decided."""
     await grants.deliver(*grant(1))
     await grants.deliver(*grant(2))
-    again = GrantDirectory(str(cdi_directory), journal)
+    again = GrantDirectory(str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept"))
     await again.load()
     assert {record.token for record in again.records} == {grant(1)[0].token, grant(2)[0].token}
     assert set(again.records) == set(grants.records)
@@ -161,7 +166,7 @@ async def test_a_directory_that_cannot_be_read_is_an_error(tmp_path: Path, journ
     """Nothing may be taken for missing that only could not be seen."""
     (tmp_path / "cdi").write_text("a file")
     with pytest.raises(CarrierError, match=f"cannot read {tmp_path}/cdi: Not a directory; move away"):
-        await GrantDirectory(str(tmp_path / "cdi"), journal).load()
+        await GrantDirectory(str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept")).load()
 
 
 async def test_a_grant_that_is_gone_is_collected_whole(
@@ -286,7 +291,7 @@ async def test_a_kill_at_any_step_leaves_a_whole_grant_or_none(
             await grants.deliver(record, provision)
         except KilledError:
             assert not (cdi_directory / spec_name(record.token)).exists()
-    again = GrantDirectory(str(cdi_directory), journal)
+    again = GrantDirectory(str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept"))
     await again.load()
     for found in again.records:
         assert found == record

@@ -36,7 +36,6 @@ class NodeFiles:
     def reboot(self) -> None:
         """``/run`` is empty; host directories stay."""
         self._specs = {}
-        self._prepared = {}
 
     @property
     def left_over(self) -> list[str]:
@@ -47,16 +46,12 @@ class NodeFiles:
 
     @property
     def records(self) -> tuple[GrantRecord, ...]:
-        """The grants whose specs are there now."""
-        return tuple(record for record, _ in self._specs.values())
-
-    def forget(self) -> None:
-        """A new agent: what had only been prepared was remembered by the one before."""
-        self._prepared = {}
+        """The grants whose specs are there now, and those that were answered in Allocate."""
+        return (*(record for record, _ in self._specs.values()), *self._prepared.values())
 
     async def stands(self, token: str) -> bool:
         """Whether the spec is there; a reboot has taken them all."""
-        return any(record.token == token for record in self.records)
+        return cdi_name(token) in self._specs
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         """Host files, then the spec.

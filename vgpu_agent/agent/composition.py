@@ -104,7 +104,12 @@ class Agent:
         self._pod_resources = PodResources(
             settings.kubelet.pod_resources_socket, timeout_seconds=settings.kubelet.pod_resources_timeout_seconds
         )
-        directory = GrantDirectory(settings.binding.cdi_directory, self._journal, proc_root=settings.gpu.proc_root)
+        directory = GrantDirectory(
+            settings.binding.cdi_directory,
+            self._journal,
+            proc_root=settings.gpu.proc_root,
+            kept_directory=f"{settings.state_directory}/grants",
+        )
         self._allocator = Allocator(
             ledger=self._ledger,
             families=Families(),

@@ -15,6 +15,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CarrierError
+from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.runtime import cdi, host_files
 from vgpu_agent.runtime.mounts import MountTables, Use
 
@@ -40,8 +41,17 @@ class GrantDirectory:
     one thread at a time.
     """
 
-    def __init__(self, cdi_directory: str, journal: Journal, *, proc_root: str = "/proc") -> None:
+    def __init__(self, cdi_directory: str, journal: Journal, *, kept_directory: str, proc_root: str = "/proc") -> None:
+        """Use these directories.
+
+        Args:
+            cdi_directory: where the runtime looks for specs.
+            journal: where damaged files are told of.
+            kept_directory: where the records of grants without a spec are kept, those that were answered in full in Allocate.
+            proc_root: where procfs is mounted, for what is mounted by whom.
+        """
         self._directory = cdi_directory
+        self._kept = kept_directory
         self._journal = journal
         self._mounts = MountTables(proc_root)
         # Replaced as a whole by the thread that has changed a file, so that the event loop reads it without a lock.
@@ -52,8 +62,8 @@ class GrantDirectory:
 
     @property
     def records(self) -> Sequence[GrantRecord]:
-        """The grants whose specs are there now."""
-        return tuple(self._records.values())
+        """The grants whose specs are there now, and those that were answered in full in Allocate."""
+        return self._all()
 
     async def load(self) -> None:
         """Read what an earlier agent has written. Files of others are left alone; a damaged one of ours is moved out of the runtime's way.
@@ -148,8 +158,8 @@ class GrantDirectory:
                 self._journal.record("grants.not_swept", level="warning", path=path, error=str(err))
         return tuple(removed)
 
-    def _path(self, token: str) -> str:
-        return os.path.join(self._directory, f"vgpu-agent-{token}.json")
+    def _path(self, token: str, directory: str = "") -> str:
+        return os.path.join(directory or self._directory, f"vgpu-agent-{token}.json")
 
     def _lock(self, token: str) -> threading.Lock:
         return self._locks[hash(token) % _LOCKS]
@@ -162,15 +172,21 @@ class GrantDirectory:
 
     def _load(self) -> list[tuple[str, dict[str, str]]]:
         notes: list[tuple[str, dict[str, str]]] = []
+        records, kept = self._load_from(self._directory, notes), self._load_from(self._kept, notes)
+        with self._changing:
+            self._records, self._prepared = records, kept
+        return notes
+
+    def _load_from(self, directory: str, notes: list[tuple[str, dict[str, str]]]) -> dict[str, GrantRecord]:
         records: dict[str, GrantRecord] = {}
         try:
-            names = sorted(os.listdir(self._directory))
+            names = sorted(os.listdir(directory))
         except FileNotFoundError:
             names = []
         except OSError as err:
-            raise host_files.trouble("read", self._directory, err) from err
+            raise host_files.trouble("read", directory, err) from err
         for name in names:
-            path = os.path.join(self._directory, name)
+            path = os.path.join(directory, name)
             if host_files.is_temporary(name):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -179,9 +195,7 @@ class GrantDirectory:
                     records[matched[1]] = cdi.read_record(_read(path), matched[1])
                 except CarrierError as err:
                     notes.append(("grants.unreadable", {"path": path, "error": str(err), "moved": _moved_away(path)}))
-        with self._changing:
-            self._records = records
-        return notes
+        return records
 
     def _deliver(self, record: GrantRecord, provision: Provision) -> None:
         content = cdi.spec_text(record, provision.edits)
@@ -205,6 +219,9 @@ class GrantDirectory:
             host_files.make(provision, self._mounts)
             with self._changing:
                 self._prepared = {**self._prepared, record.token: record}
+            if not os.path.isdir(self._kept):
+                host_files.make_directory(self._kept)
+            host_files.replace_file(self._path(record.token, self._kept), cdi.spec_text(record, Edits()))
 
     def _collect(self, record: GrantRecord) -> bool:
         with self._lock(record.token):
@@ -219,6 +236,9 @@ class GrantDirectory:
             with self._changing:
                 if prepared:
                     self._prepared = {token: kept for token, kept in self._prepared.items() if kept is not record}
+            if prepared:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path(record.token, self._kept))
             return True
 
     def _withdraw(self, record: GrantRecord) -> None:
