@@ -135,6 +135,7 @@ class Binder:
                 token=token,
                 devices=[f"{share.device} {share.memory_mib} MiB {share.cores_percent} %" for share in grant.shares],
                 evidence=list(grant.evidence),
+                all_pods_listed=who.testimony.whole,
                 milliseconds=round((time.perf_counter() - began) * 1000, 1),
             )
 
