@@ -6,18 +6,16 @@ The first part of the benchmark, called by `__main__`. How each figure is measur
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
 
-from tests.bench.figures import Figure
+from tests.bench.allocate import timed_calls
+from tests.bench.figures import Figure, percentile
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.kubelet import SimulatedKubelet
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
@@ -78,14 +76,13 @@ async def socket_to_register(node: Node) -> list[Figure]:
 async def allocate(node: Node) -> list[Figure]:
     """Allocate through the unix socket from grpcio."""
     ids = sorted(node.kubelet.resource(GPU).healthy)
-    calls = 2000
-    program = [sys.executable, "-m", "tests.bench.allocate", str(node.plugin_socket()), str(calls), *ids]
-    answer = await asyncio.to_thread(subprocess.run, program, check=True, capture_output=True, text=True)
-    times = sorted(json.loads(answer.stdout))
+    calls, warm = 2000, 100
+    asked = [[ids[number % len(ids)]] for number in range(warm + calls)]
+    times = [call.seconds for call in await timed_calls(node.plugin_socket(), asked, warm=warm)]
     how = f"{calls} calls, one in flight, blocking grpcio client in a process of its own, 80 ids in turn"
     return [
-        Figure("Allocate p50", times[len(times) // 2] * 1000, 1.5, "ms", how),
-        Figure("Allocate p99", times[len(times) * 99 // 100] * 1000, 5, "ms", how),
+        Figure("Allocate p50", percentile(times, 50) * 1000, 1.5, "ms", how),
+        Figure("Allocate p99", percentile(times, 99) * 1000, 5, "ms", how),
     ]
 
 

@@ -1,6 +1,7 @@
 """How quick the agent is with Volcano's pods: 110 of them on the node, 49,152 ids of memory, an API server that is 20 ms away.
 
-The second part of the benchmark, called by `__main__`. Calls are timed by the kubelet stand-in, from the request to the answer. Beside
+The second part of the benchmark, called by `__main__`. Allocate is timed by a client that does nothing else (`allocate`), and besides by
+the kubelet stand-in, which shares its process with the API server's and with its own work; PreStartContainer by the stand-in only. Beside
 them stands what the reference plugin does in one Allocate (`reference`), against the same API server.
 """
 
@@ -14,14 +15,18 @@ import sys
 import time
 from pathlib import Path
 
+from tests.bench.allocate import timed_calls
 from tests.bench.figures import Figure, percentile
 from tests.bench.volcano_node import MEMORY, NODE, NUMBER, RESOURCES, VolcanoNode
 from vgpu_agent.sim.kubelet_endpoint import Timing
 
-PODS, BURST, ROUNDS = 110, 40, 60
+PODS, BURST, ROUNDS, EARLY_ROUNDS = 110, 40, 60, 5
 QUIET_SECONDS = 35.0
 """Longer than the pause between two verifications."""
 _SETTLE_SECONDS = 0.1
+CALLS = 300
+"""Of a client other than kubelet."""
+_ALONE = "blocking client in a process of its own, one call in flight"
 _ONE_BY_ONE = f"{ROUNDS} pods one after the other beside {PODS - 1} that run"
 _AT_ONCE = f"{BURST} pods bound in one moment, {PODS} in the end; kubelet admits one by one and starts at once"
 
@@ -62,8 +67,8 @@ async def late(node: VolcanoNode) -> list[Figure]:
     calls = [each for method in ("Allocate", "PreStartContainer") for name in RESOURCES for each in node.timings(method, name, since=began)]
     ours = "the same: the first bind to the last PreStartContainer answered, the work of the kubelet stand-in included"
     return [
-        Figure("late Allocate p50, vgpu-number", _milliseconds(allocated[NUMBER], 50), 1.5, "ms", _ONE_BY_ONE),
-        Figure("late Allocate p50, vgpu-memory", _milliseconds(allocated[MEMORY], 50), 1.5, "ms", "the same pods; 200 to 440 ids a call"),
+        Figure("late Allocate p50, as kubelet waits, number", _milliseconds(allocated[NUMBER], 50), None, "ms", _ONE_BY_ONE),
+        Figure("late Allocate p50, as kubelet waits, memory", _milliseconds(allocated[MEMORY], 50), None, "ms", "the same pods"),
         Figure("API requests inside Allocate", len(inside), 0, "requests", "seen by the API server between call and answer, all resources"),
         Figure("PreStartContainer p50", _milliseconds(started, 50), 10, "ms", _ONE_BY_ONE),
         Figure("PreStartContainer p50, burst", _milliseconds(burst, 50), 10, "ms", _AT_ONCE),
@@ -87,6 +92,23 @@ async def resident(node: VolcanoNode) -> list[Figure]:
     return [Figure("RSS", await node.resident_mib(), 60, "MiB", f"VmRSS after the measurements above, {PODS} pods")]
 
 
+async def late_alone(node: VolcanoNode) -> list[Figure]:
+    """Allocate without kubelet's own work around it."""
+    number, memory = node.free(NUMBER), node.free(MEMORY)
+    each = [[number[call % len(number)]] for call in range(CALLS)]
+    sizes = [200 + call * 53 % 241 for call in range(CALLS)]
+    starts = [call * 31 % (len(memory) - 441) for call in range(CALLS)]
+    many = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    figures = []
+    for name, resource, asked, what in (
+        ("late Allocate p50, vgpu-number", NUMBER, each, f"{len(number)} free ids in turn"),
+        ("late Allocate p50, vgpu-memory", MEMORY, many, "200 to 440 free ids a call"),
+    ):
+        times = [call.seconds for call in await timed_calls(node.socket(resource), asked)]
+        figures.append(Figure(name, percentile(times, 50) * 1000, 1.5, "ms", f"{CALLS} calls, {what}; {_ALONE}"))
+    return figures
+
+
 async def start(node: VolcanoNode) -> list[Figure]:
     """From the start of the process to the last Register."""
     times = []
@@ -108,15 +130,33 @@ async def early(node: VolcanoNode) -> list[Figure]:
     await node.agent.terminate()
     node.configure("early")
     await node.start()
-    await node.remove(list(node.pods)[:1])
+    alone = await early_alone(node)
+    await node.served(await node.serve(PODS - 1 - len(node.pods)))
     began = await one_by_one(node)
     timings = node.timings("Allocate", NUMBER, since=began)
     began = await at_once(node)
     burst = node.timings("Allocate", NUMBER, since=began)
     return [
-        Figure("early Allocate p50", _milliseconds(timings, 50), 5, "ms", _ONE_BY_ONE),
-        Figure("early Allocate p50, burst", _milliseconds(burst, 50), 5, "ms", _AT_ONCE),
-        Figure("early Allocate p99", _milliseconds([*timings, *burst], 99), 15, "ms", f"both together, {ROUNDS + BURST} calls"),
+        *alone,
+        Figure("early Allocate p50, as kubelet waits", _milliseconds(timings, 50), None, "ms", _ONE_BY_ONE),
+        Figure("early Allocate p50, burst", _milliseconds(burst, 50), None, "ms", _AT_ONCE),
+        Figure("early Allocate p99, as kubelet waits", _milliseconds([*timings, *burst], 99), None, "ms", f"both, {ROUNDS + BURST} calls"),
+    ]
+
+
+async def early_alone(node: VolcanoNode) -> list[Figure]:
+    """Allocate in early mode without kubelet's own work around it: pods are bound, and kubelet admits none of them."""
+    times: list[float] = []
+    await node.remove(list(node.pods)[: len(node.pods) + BURST - PODS])
+    for _ in range(EARLY_ROUNDS):
+        async with node.waiting(BURST):
+            asked = [[id_] for id_ in node.free(NUMBER)[:BURST]]
+            times += [call.seconds for call in await timed_calls(node.socket(NUMBER), asked)]
+        await asyncio.sleep(_SETTLE_SECONDS)
+    how = f"{EARLY_ROUNDS} times {BURST} pods, bound and not admitted, beside {PODS - BURST} that run; {_ALONE}"
+    return [
+        Figure("early Allocate p50", percentile(times, 50) * 1000, 5, "ms", how),
+        Figure("early Allocate p99", percentile(times, 99) * 1000, 15, "ms", f"the same, {len(times)} calls"),
     ]
 
 
@@ -143,7 +183,7 @@ async def measure(folder: Path) -> list[Figure]:
             await node.start()
             await node.served(await node.serve(PODS - 1))
             figures: list[Figure] = []
-            for step in (late, idle, resident, start, early, reference):
+            for step in (late, idle, late_alone, resident, start, early, reference):
                 figures += await step(node)
             return figures
         finally:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 from vgpu_agent.sim.agent_process import AgentProcess
@@ -115,6 +116,32 @@ class VolcanoNode:
             del self.pods[name]
         gone = set(names)
         await self.cluster.until(lambda: not gone & {pod["metadata"]["name"] for pod in self.cluster.objects.list("pods")}, "pods to go")
+
+    # Calls of others than kubelet
+
+    def socket(self, resource: str) -> Path:
+        """The socket of the agent's plugin for ``resource``, as kubelet was told of it."""
+        return self.cluster.kubelet._endpoints[resource].socket_path
+
+    def free(self, resource: str) -> list[str]:
+        """The ids that no container holds; kubelet itself forgets those of ended pods at the next allocation."""
+        kubelet = self.cluster.kubelet
+        kubelet._records.clean_up(kubelet._live())
+        taken = kubelet._records.in_use(resource)
+        return [id_ for id_ in kubelet._records.devices[resource].healthy if id_ not in taken]
+
+    @contextlib.asynccontextmanager
+    async def waiting(self, count: int) -> AsyncIterator[list[str]]:
+        """That many pods that are bound and that kubelet does not admit; they are deleted in the end."""
+        self.cluster.hold_admission = True
+        names = [self.bind() for _ in range(count)]
+        bound = {f"default/{name}" for name in names}
+        await self.agent.until("/debug/pods", lambda answer: bound <= {pod["pod"] for pod in answer["book"]})
+        try:
+            yield names
+        finally:
+            await self.remove(names)
+            self.cluster.hold_admission = False
 
     # What was measured
 
