@@ -51,6 +51,7 @@ def test_without_the_checkpoint_memory_speaks_but_not_for_init_containers() -> N
     assert guesses.judge("t", evidence(A, None), alive) is Verdict.RIGHT
     assert guesses.judge("t", evidence(A, None, handed_on=True), alive) is Verdict.LATER
     assert Guesses().judge("t", evidence(A, None), alive) is Verdict.WRONG
+    assert guesses.judge("t", evidence(B, None), lambda _: True) is Verdict.LATER  # somebody else may have this answer, too
 
 
 def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> None:

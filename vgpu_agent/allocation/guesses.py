@@ -86,6 +86,8 @@ class Guesses:
             return Verdict.WRONG
         if given.decided_for == evidence.key:
             return Verdict.RIGHT
+        if not answers:
+            return Verdict.LATER  # whether somebody else has this answer as well is not known either
         if given.provision.edits in evidence.elsewhere:
             return Verdict.WRONG  # two containers would share what is one container's own
         swapped = any(other != token and each.decided_for == evidence.key for other, each in self.given.items())
