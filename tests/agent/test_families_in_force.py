@@ -1,7 +1,8 @@
-"""A list that has become too long while the agent runs: it is withheld with its remedy, and no loop ends for it."""
+"""Changes of the surroundings while the agent runs: what they make impossible is withheld, and nothing else is held up or undone."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import msgspec
 import pytest
 from blockbuster import BlockBuster
 
-from tests.agent.volcano_parts import Wired, volcano_settings, wired
+from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.golden import golden_inventory
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.model import Inventory
+from vgpu_agent.sim.api_server import ApiServer
 
 GPU, REPLICAS = "nvidia.com/gpu", 40
 
@@ -26,11 +28,16 @@ def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
     _no_blocked_loop.deactivate()
 
 
+def shared(replicas: int) -> schema.Sharing:
+    """Each GPU for so many containers of the `nvidia` family."""
+    return schema.Sharing(schema.TimeSlicing(resources=(schema.SharedResource(name=GPU, replicas=replicas),)))
+
+
 async def one_gpu_fits(folder: Path) -> schema.Settings:
     """A budget for the list of one shared GPU, but not of two."""
     settings = await volcano_settings(folder, None, families=Families())
-    sharing = schema.Sharing(schema.TimeSlicing(resources=(schema.SharedResource(name=GPU, replicas=REPLICAS),)))
-    return msgspec.structs.replace(settings, sharing=sharing, kubelet=msgspec.structs.replace(settings.kubelet, message_budget_bytes=4096))
+    kubelet = msgspec.structs.replace(settings.kubelet, message_budget_bytes=4096)
+    return msgspec.structs.replace(settings, sharing=shared(REPLICAS), kubelet=kubelet)
 
 
 def first_gpu() -> Inventory:
@@ -77,3 +84,31 @@ async def test_whoever_asks_for_it_by_a_configuration_hears_at_once(tmp_path: Pa
         with pytest.raises(ConfigError, match="replicas: at most"):
             await parts.families.apply(settings)
         assert parts.offering.withheld == {}
+
+
+async def test_one_familys_list_that_is_too_long_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    """The node's own file says something new about Volcano's shares while `nvidia` waits for fewer replicas."""
+    async with ApiServer() as server:
+        status = {"nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": "containerd://2.1.0"}}
+        server.objects.create("nodes", {"metadata": {"name": NODE}, "status": status})
+        settings = await volcano_settings(tmp_path, server, families=Families(volcano_vgpu=True), sharing=shared(30_000))
+        async with wired(settings, first_gpu()) as parts:
+            await parts.families.apply(settings)
+            assert parts.offered["volcano.sh/vgpu-number"] == 10
+            parts.inventory = golden_inventory()
+            (tmp_path / "config.json").write_text('{"nodeconfig":[{"name":"node-a","devicesplitcount":3}]}')
+            await look_again(parts)
+            assert list(parts.offering.withheld) == [GPU]
+            assert parts.offered["volcano.sh/vgpu-number"] == 6
+
+
+async def test_a_look_during_a_reload_does_not_put_the_old_settings_back(tmp_path: Path) -> None:
+    """Both come from loops of their own; the look waits for the reload and then goes by what that has put in force."""
+    settings = await one_gpu_fits(tmp_path)
+    async with wired(settings, first_gpu()) as parts:
+        await parts.families.apply(settings)
+        reloading = asyncio.ensure_future(parts.families.apply(msgspec.structs.replace(settings, sharing=shared(2))))
+        await asyncio.sleep(0)
+        await look_again(parts)
+        await reloading
+        assert parts.offered == {GPU: 2}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vgpu_agent.agent.cluster_side import ClusterSide
+    from vgpu_agent.agent.offered_families import Built
     from vgpu_agent.agent.offering import Offering
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.config.settings import Settings
@@ -76,31 +77,19 @@ class FamiliesInForce:
             ConfigError: the `nvidia` family would offer more than kubelet takes; nothing has changed.
         """
         async with self._changing:
-            library, missing = await self._install(settings)
-            found = await look(settings, device_config=self._cluster.device_config, library_path=library, origins=self._origins)
-            built = build(settings, found)
+            built, missing = await self._build(settings)
             self._check(built.families.by_ids)  # before anything changes
             self._settings = settings
-            self._families = built.families
-            if built.problems != self.problems:
-                for problem in built.problems:
-                    self._journal.record("config.foreign_problem", level="warning", problem=problem)
-            self.problems = built.problems
-            hami = built.in_force.get("isolation") == "hami-core"
-            if built.in_force != self.in_force:
-                self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
-            self.in_force = built.in_force
-            self._choose_mode()
-            self._offering.blocked = self._blocked(missing if hami else "")
+            self._take_over(built, missing)
             self._offer()
 
     async def again(self) -> None:
         """The same settings, other surroundings: the Node, the ConfigMap or the library may have changed."""
-        try:
-            await self.apply(self._settings)
-        except ConfigError as err:  # GPUs that came later made a list too long; said in the readiness, as in `refresh`
-            for problem in err.problems:
-                self._offering.refuse(problem.partition(":")[0], problem)
+        async with self._changing:
+            # Not `apply`: a list that GPUs of later have made too long is withheld by itself, and stops no other family.
+            built, missing = await self._build(self._settings)
+            self._take_over(built, missing)
+            self.refresh()
 
     def refresh(self) -> None:
         """The same families, other GPUs; what is wrong with an offer is said in the readiness instead of raised."""
@@ -109,6 +98,25 @@ class FamiliesInForce:
         except ConfigError as err:  # each problem begins with its resource's name
             for problem in err.problems:
                 self._offering.refuse(problem.partition(":")[0], problem)
+
+    async def _build(self, settings: Settings) -> tuple[Built, str]:
+        """The families of ``settings``, and what is wrong with the library; nothing changes yet."""
+        library, missing = await self._install(settings)
+        found = await look(settings, device_config=self._cluster.device_config, library_path=library, origins=self._origins)
+        return build(settings, found), missing
+
+    def _take_over(self, built: Built, missing: str) -> None:
+        self._families = built.families
+        if built.problems != self.problems:
+            for problem in built.problems:
+                self._journal.record("config.foreign_problem", level="warning", problem=problem)
+        self.problems = built.problems
+        hami = built.in_force.get("isolation") == "hami-core"
+        if built.in_force != self.in_force:
+            self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
+        self.in_force = built.in_force
+        self._choose_mode()
+        self._offering.blocked = self._blocked(missing if hami else "")
 
     def _offer(self) -> None:
         inventory = self._inventory()
