@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # Conflicts in a row after which trying at once gives way to pauses.
 _CONFLICTS = 3
 _SHORTEST_WAIT_SECONDS = 0.01
+_GATHERING_SECONDS = 0.05
+"""Each call of kubelet changes what may be said, and saying it takes as long as answering the call; so changes are looked at together."""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -112,6 +114,7 @@ class NodePublisher:
             versions = Versions(self._node, self._wake)
             pause = await self.publish_once()
             await versions.passed(timeout_seconds=pause)
+            await asyncio.sleep(_GATHERING_SECONDS)
 
     async def publish_once(self) -> float:
         """Write what differs and may be written now.
