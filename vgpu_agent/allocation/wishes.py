@@ -71,10 +71,7 @@ class PodWishes:
             grants = served.get(uid, {})
             facts: tuple[object, ...] = (families, pod, uid in failed, *grants.values())
             known = self._said.get(uid)
-            same = (
-                known is not None and len(known[0]) == len(facts) and all(one is other for one, other in zip(known[0], facts, strict=True))
-            )
-            said[uid] = known if known is not None and same else (facts, _said_of(families, pod, grants, failed=uid in failed))
+            said[uid] = known if known and _same(known[0], facts) else (facts, _said_of(families, pod, grants, failed=uid in failed))
         self._said = said
         return {uid: wishes for uid, (_, wishes) in said.items()}
 
