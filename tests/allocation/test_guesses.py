@@ -66,11 +66,11 @@ def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> Non
     assert guesses.judge("t2", evidence(A, provision(B).edits), alive) is Verdict.RIGHT
 
 
-def test_what_was_meant_for_a_pod_that_is_gone_may_be_kept() -> None:
-    """Nobody else will ever have it."""
+def test_what_was_meant_for_a_pod_that_is_gone_is_not_kept() -> None:
+    """Deleted by force, its container may still run in the folder that the answer names."""
     guesses = Guesses()
     guesses.made("t1", Given(A, SHARES, provision(A)))
-    assert guesses.judge("t1", evidence(B, provision(A).edits), lambda uid: uid == "uid-a") is Verdict.EXCHANGE
+    assert guesses.judge("t1", evidence(B, provision(A).edits), lambda uid: uid == "uid-a") is Verdict.WRONG
 
 
 def test_an_answer_that_somebody_else_has_is_not_shared() -> None:

@@ -32,7 +32,7 @@ class Verdict(enum.StrEnum):
     """What an answer is to the container that has it."""
 
     RIGHT = "right"
-    EXCHANGE = "exchange"  # another container's, with an equal share, and that one has this one's or is gone
+    EXCHANGE = "exchange"  # another container's, with an equal share, and that one has this one's
     LATER = "later"  # it may still become one of the two above
     WRONG = "wrong"
 
@@ -91,7 +91,10 @@ class Guesses:
         if given.provision.edits in evidence.elsewhere:
             return Verdict.WRONG  # two containers would share what is one container's own
         swapped = any(other != token and each.decided_for == evidence.key for other, each in self.given.items())
-        return Verdict.EXCHANGE if swapped or gone(given.decided_for[0]) else Verdict.LATER
+        if swapped:
+            return Verdict.EXCHANGE
+        # A pod that is gone for kubelet and the API server may leave a container that has not ended yet, in the very directory.
+        return Verdict.WRONG if gone(given.decided_for[0]) else Verdict.LATER
 
     def exchange(self, token: str, key: Key) -> Key:
         """Let the container ``key`` keep the answer of ``token``, and whoever has its answer that one; returns whom this was meant for."""
