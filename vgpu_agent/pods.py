@@ -8,6 +8,7 @@ remains of each.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import enum
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 # kubelet keeps a static pod under the hash of its file; the API server's mirror of it has a UID of its own and names the hash here.
 STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
+
+_MOST_NAMES = 10_000  # that a book remembers; a node has some hundred pods at a time
 
 _ENDED = ("Succeeded", "Failed")
 
@@ -112,6 +115,7 @@ class PodBook:
         self._pods: dict[str, Pod] = {}  # by kubelet's UID
         self._bound: dict[str, int] = {}
         self._last_bound = 0
+        self._uids: collections.OrderedDict[tuple[str, str], set[str]] = collections.OrderedDict()  # by name, the last used at the end
 
     @property
     def pods(self) -> tuple[Pod, ...]:
@@ -126,6 +130,10 @@ class PodBook:
         """The pod of that name; when one was replaced by another, the one that was bound last."""
         found = [pod for pod in self._pods.values() if (pod.namespace, pod.name) == (namespace, name)]
         return max(found, key=lambda pod: pod.bound, default=None)
+
+    def one_of_its_name(self, pod: Pod) -> bool:
+        """Whether no other pod has been seen under this one's name; kubelet may still have a predecessor that was deleted by force."""
+        return self._uids.get((pod.namespace, pod.name), set()) <= {pod.kubelet_uid}
 
     def replace(self, pods: Iterable[Pod]) -> None:
         """Take over a complete list: whoever is not in it is gone.
@@ -156,6 +164,11 @@ class PodBook:
             self._changed()
 
     def _placed(self, pod: Pod) -> Pod:
+        name = (pod.namespace, pod.name)
+        self._uids.setdefault(name, set()).add(pod.kubelet_uid)
+        self._uids.move_to_end(name)
+        if len(self._uids) > _MOST_NAMES:
+            self._uids.popitem(last=False)
         if pod.kubelet_uid not in self._bound:
             self._last_bound += 1
             self._bound[pod.kubelet_uid] = self._last_bound

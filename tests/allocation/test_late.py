@@ -11,7 +11,6 @@ from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, MemoryCarr
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import cdi_name, grant_token
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.errors import CapacityError, CarrierError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import GrantState, Holding, KubeletRecords, Owner, Share
@@ -189,130 +188,6 @@ async def test_verification_between_init_and_main_disturbs_nothing() -> None:
     await place.start(IDS[:1])
     assert place.allocator.confirm(KubeletRecords(holdings), reservation_seconds=60) == []
     assert [grant.shares for grant in place.ledger.grants if grant.decided_for] == [(Share(U0, 1000),)]
-
-
-@pytest.mark.looptime
-async def test_a_pod_that_the_watch_shows_a_little_later_is_waited_for() -> None:
-    """The watch may be slower than kubelet; the start waits for it and asks nobody."""
-    place = Place()
-    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
-    place.book.replace([])
-    await place.admit(pod, "main", IDS[:1])
-    asyncio.get_running_loop().call_later(1.5, place.book.put, pod)
-    await place.start(IDS[:1])
-    assert place.fetches == 0
-    assert given(place, IDS[:1])["GPU"] == U0
-
-
-@pytest.mark.looptime
-async def test_a_pod_that_the_watch_does_not_show_is_asked_for_once() -> None:
-    """After the bounded wait one request settles it."""
-    place = Place()
-    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
-    place.on_server["default", "train"] = pod
-    await place.admit(pod, "main", IDS[:1])
-    began = asyncio.get_running_loop().time()
-    await place.start(IDS[:1])
-    assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, abs=0.1)
-    assert place.fetches == 1
-    assert given(place, IDS[:1])["GPU"] == U0
-
-
-@pytest.mark.looptime
-async def test_an_outage_refuses_unseen_pods_only_and_says_so() -> None:
-    """Pods that were seen start without the API server; for one that was not, the text names the outage."""
-    place = Place()
-    place.outage = True
-    seen, unseen = a_pod("seen", annotations=wants(main=f"{U0} 1")), a_pod("unseen", annotations=wants(main=f"{U0} 1"))
-    place.book.replace([seen])
-    await place.admit(seen, "main", IDS[:1])
-    await place.admit(unseen, "main", IDS[1:2])
-    await place.start(IDS[:1])
-    with pytest.raises(NotProvenError, match="default/unseen did not appear in the watch within 2 s, and the API server does not answer"):
-        await place.start(IDS[1:2])
-    assert list(place.carrier.specs) == [grant_token(NUMBER, IDS[:1])]
-
-
-@pytest.mark.looptime
-async def test_a_pod_that_changed_its_uid_under_its_name_is_refused() -> None:
-    """kubelet starts the one that was, the API server has the one that is: nobody's share is given to the other."""
-    place = Place()
-    old, new = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1")), a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2"))
-    await place.admit(old, "main", IDS[:1])
-    place.book.replace([new])
-    place.on_server["default", "web-0"] = new
-    with pytest.raises(NotProvenError, match="UID old, but the API server has UID new"):
-        await place.start(IDS[:1])
-    assert place.carrier.specs == {}
-
-
-@pytest.mark.looptime
-async def test_a_predecessor_that_the_watch_still_shows_is_not_the_one() -> None:
-    """A StatefulSet's next pod has the name and by chance the ids of the last one, whose entry lingers; the unseen pod is asked for."""
-    place = Place()
-    old = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1"), phase="Running")
-    new = a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2"))
-    place.book.replace([old])
-    place.checkpoint = [Holding(NUMBER, IDS[:1], Owner("main", "old"))]
-    await place.admit(new, "main", IDS[:1])
-    place.on_server["default", "web-0"] = new
-    await place.start(IDS[:1])
-    assert given(place, IDS[:1]) == {"GPU": U1, "MIB": "2"}
-
-
-async def test_ids_in_two_live_pods_are_refused_and_counted() -> None:
-    """An ambiguity is a bug of somebody: counted, named, and never guessed."""
-    place = Place()
-    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1")), a_pod("serve", annotations=wants(main=f"{U1} 2"))
-    place.book.replace([train, serve])
-    await place.admit(train, "main", IDS[:1])
-    await place.admit(serve, "main", IDS[:1])
-    with pytest.raises(NotProvenError, match="in two pods at once, default/serve and default/train"):
-        await place.start(IDS[:1])
-    place.pod_resources = None
-    with pytest.raises(NotProvenError, match="names several pods for the same ids"):
-        await place.start(IDS[:1])
-    assert place.allocator.binder is not None
-    assert place.allocator.binder.ambiguities == 2
-    assert place.carrier.specs == {}
-
-
-@pytest.mark.looptime
-async def test_an_unreadable_checkpoint_leaves_pod_resources_and_the_api_server() -> None:
-    """Without UIDs only the pod that the API server has under the listed name right now is certain."""
-    place = Place()
-    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
-    place.book.replace([pod])
-    await place.admit(pod, "main", IDS[:1])
-    place.checkpoint = None
-    with pytest.raises(NotProvenError, match="does not exist any more"):
-        await place.start(IDS[:1])
-    place.on_server["default", "train"] = pod
-    await place.start(IDS[:1])
-    assert given(place, IDS[:1])["GPU"] == U0
-
-
-async def test_silent_pod_resources_leave_the_checkpoint() -> None:
-    """One UID for exactly these ids is proof enough."""
-    place = Place()
-    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
-    place.book.replace([pod])
-    await place.admit(pod, "main", IDS[:1])
-    place.pod_resources = None
-    await place.start(IDS[:1])
-    assert given(place, IDS[:1])["GPU"] == U0
-
-
-@pytest.mark.looptime
-async def test_without_any_witness_nothing_starts() -> None:
-    """Both silent: refused, for as long as that lasts."""
-    place = Place()
-    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
-    place.book.replace([pod])
-    await place.admit(pod, "main", IDS[:1])
-    place.checkpoint = place.pod_resources = None
-    with pytest.raises(NotProvenError, match="neither of kubelet's records can be read"):
-        await place.start(IDS[:1])
 
 
 async def test_what_cannot_be_granted_is_refused_with_pod_and_reason_and_asked_again() -> None:

@@ -282,6 +282,8 @@ class Allocator:
 
     def is_foreign(self, record: GrantRecord) -> bool:
         """Whether the ids of ``record`` were given to another pod, or to one that kubelet has not named yet."""
+        if self.binder is not None and record.token in self.binder.handed_out:
+            return True  # also when the ids are part of what was booked for an init container before it
         grant = self._by_token().get(record.token)
         if grant is None:
             return False
@@ -317,6 +319,8 @@ class Allocator:
     def _allocate_late(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
         grant = self._ledger.reserve(offered.name, ids, ())
         token = grant_token(offered.name, ids)
+        if self.binder is not None:
+            self.binder.handed_out.add(token)
         if self.mode is not None and self.mode.by_annotation:
             return grant, Edits(annotations={f"cdi.k8s.io/vgpu-agent_{token}": f"{CDI_KIND}={token}"})
         return grant, Edits(cdi_names=(cdi_name(token),))

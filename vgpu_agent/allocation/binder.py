@@ -87,6 +87,7 @@ class Binder:
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
         self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
         self.guesses = Guesses()
+        self.handed_out: set[str] = set()  # names that Allocate has given since they were last put in force
         self.served: dict[tuple[str, str, str], Grant] = {}  # by UID, container and resource
         self.ambiguities = 0
         self.wrong_guesses = 0
@@ -113,7 +114,10 @@ class Binder:
                 self._tell("start.not_proven", token, str(err), resource=offered.name)
                 raise
             if isinstance(who, GrantRecord):
-                self._start_as_before(offered, ids, who)
+                try:
+                    self._start_as_before(offered, ids, who)
+                except LedgerError as err:
+                    raise type(err)(f"{who.owner.pod_name}, container {who.owner.container}: {err}") from err
                 return
             pod, owner = who.pod, who.owner
             start = _Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony)
@@ -159,9 +163,14 @@ class Binder:
         uids = {pod.kubelet_uid for pod in self._around.book.pods}
         self.served = {key: grant for key, grant in self.served.items() if key[0] in uids}
         self.guesses.keep_only(uids)
-        tokens = {grant_token(grant.resource, grant.ids) for grant in self._ledger.grants} if self.guesses.given or self._told else set()
+        tokens = (
+            {grant_token(grant.resource, grant.ids) for grant in self._ledger.grants}
+            if self.guesses.given or self._told or self.handed_out
+            else set()
+        )
         self.guesses.keep_tokens(tokens)
         self._told = {token: told for token, told in self._told.items() if token in tokens}
+        self.handed_out &= tokens
 
     def deliveries(self, families: Mapping[str, PodFamily]) -> list[tuple[GrantRecord, Provision]]:
         """What the carrier should hold for late grants whose pods are known, and does not: the node was rebooted."""
@@ -220,6 +229,7 @@ class Binder:
         shares, by = self._decide(start)
         provision = start.family.provision(self._question(start), shares)
         grant = await self._book(start, shares, by)
+        self.handed_out.discard(start.token)
         await self._around.carrier.deliver(self._record(start, grant, by, provision), provision)
         return grant
 

@@ -86,15 +86,18 @@ class Guesses:
             return Verdict.WRONG
         if given.decided_for == evidence.key:
             return Verdict.RIGHT
-        if not answers:
-            return Verdict.LATER  # whether somebody else has this answer as well is not known either
+        return self._anothers(token, given, evidence, gone(given.decided_for[0]))
+
+    def _anothers(self, token: str, given: Given, evidence: Evidence, gone: bool) -> Verdict:
+        """What another container's answer is to one with an equal share."""
+        if not evidence.answers:
+            return Verdict.LATER  # whether somebody else has this answer as well is not known
         if given.provision.edits in evidence.elsewhere:
             return Verdict.WRONG  # two containers would share what is one container's own
-        swapped = any(other != token and each.decided_for == evidence.key for other, each in self.given.items())
-        if swapped:
+        if any(other != token and each.decided_for == evidence.key for other, each in self.given.items()):
             return Verdict.EXCHANGE
         # A pod that is gone for kubelet and the API server may leave a container that has not ended yet, in the very directory.
-        return Verdict.WRONG if gone(given.decided_for[0]) else Verdict.LATER
+        return Verdict.WRONG if gone else Verdict.LATER
 
     def exchange(self, token: str, key: Key) -> Key:
         """Let the container ``key`` keep the answer of ``token``, and whoever has its answer that one; returns whom this was meant for."""

@@ -110,6 +110,7 @@ def claim(resource: str, ids: Sequence[str], testimony: Testimony) -> Claim:
                 + (f" ({testimony.trouble})" if testimony.trouble else "")
                 + "; kubelet will ask again"
             )
+        _refuse_namesakes(resource, wanted, named, testimony)
         containers = {"": tuple(whole)}
     return Claim(tuple(uid for uid in containers if uid), named, containers, tuple(evidence))
 
@@ -129,6 +130,11 @@ def holder(found: Claim, book: PodBook, fetched: Pod | None = None) -> tuple[Pod
         # The checkpoint cannot be read: only a pod that the API server has just named is certain to be the one of that name.
         if fetched is None:
             return None
+        if not book.one_of_its_name(fetched):
+            raise NotProvenError(
+                f"there has been another pod named {fetched.full_name}, and without kubelet's checkpoint it is not certain which of them "
+                "starts; kubelet will ask again"
+            )
         return fetched, _owner(fetched, found.containers[""])
     known = {uid: pod for uid in found.uids if (pod := _known(uid, book, fetched)) is not None}
     strangers = [uid for uid in found.uids if uid not in known]
@@ -165,6 +171,19 @@ def suspects(resource: str, ids: Sequence[str], testimony: Testimony, book: PodB
             if pod is not None and not pod.ended:
                 found[pod.kubelet_uid, owner.container] = (pod, owner.container)
     return tuple(found.values())
+
+
+def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | None, testimony: Testimony) -> None:
+    """Without UIDs two pods of one name, the older of them deleted by force, cannot be told apart."""
+    mine = [entry for entry in testimony.pod_resources or () if entry.resource == resource and set(entry.ids) == wanted]
+    same = {(entry.owner.namespace, entry.owner.pod, entry.owner.container) for entry in mine}
+    for entry in testimony.pod_resources or ():
+        owner = entry.owner
+        if entry.resource == resource and (owner.namespace, owner.pod, owner.container) in same and set(entry.ids) != wanted:
+            raise NotProvenError(
+                f"kubelet lists two pods named {'/'.join(named or ())}, and without its checkpoint it is not certain which of them starts",
+                ambiguous=True,
+            )
 
 
 def _known(uid: str, book: PodBook, fetched: Pod | None) -> Pod | None:

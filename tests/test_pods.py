@@ -1,0 +1,68 @@
+"""The book of this node's pods."""
+
+from __future__ import annotations
+
+import pytest
+
+from vgpu_agent import pods
+from vgpu_agent.pods import Pod, PodBook
+
+
+def pod(name: str, uid: str = "", created_at: float = 0.0) -> Pod:
+    """A pod of that name."""
+    return Pod(uid or f"uid-{name}", "default", name, created_at=created_at)
+
+
+def test_pods_are_kept_in_the_order_in_which_they_were_seen_bound() -> None:
+    """The first list by creation, later ones as they come; a change moves nobody."""
+    book = PodBook()
+    book.replace([pod("b", created_at=2), pod("a", created_at=1)])
+    book.put(pod("0"))
+    book.put(Pod("uid-a", "default", "a", phase="Running", created_at=1))
+    assert [each.name for each in book.pods] == ["a", "b", "0"]
+
+
+def test_readers_are_woken_by_changes_only() -> None:
+    """What is written again as it was wakes nobody."""
+    book = PodBook()
+    book.replace([pod("a")])
+    version = book.revision.version
+    book.put(pod("a"))
+    book.replace([pod("a")])
+    book.remove(pod("b"))
+    assert book.revision.version == version
+    book.remove(pod("a"))
+    assert book.revision.version == version + 1
+    assert book.synced.is_set()
+
+
+def test_a_late_word_about_a_predecessor_removes_nobody() -> None:
+    """The API server's UID decides, also where a static pod's successor has its hash."""
+    mirror = {pods.MIRROR_POD: "x", pods.STATIC_POD_HASH: "hash"}
+    book = PodBook()
+    book.put(Pod("second", "default", "static", annotations=mirror))
+    book.remove(Pod("first", "default", "static", annotations=mirror))
+    assert book.get("hash") is not None
+
+
+def test_a_name_that_was_used_again_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kubelet may still have the predecessor; only so many names are kept."""
+    book = PodBook()
+    book.replace([pod("web", "old")])
+    assert book.one_of_its_name(pod("web", "old"))
+    book.replace([pod("web", "new")])
+    assert not book.one_of_its_name(pod("web", "new"))
+    monkeypatch.setattr(pods, "_MOST_NAMES", 1)
+    book.put(pod("other"))
+    assert book.one_of_its_name(pod("web", "new"))
+
+
+def test_of_two_pods_of_one_name_the_later_one_is_found_by_it() -> None:
+    """Both may be in the book for a moment."""
+    book = PodBook()
+    book.put(pod("web", "old"))
+    book.put(pod("web", "new"))
+    found = book.named("default", "web")
+    assert found is not None
+    assert found.uid == "new"
+    assert book.named("default", "none") is None
