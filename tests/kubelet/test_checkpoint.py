@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.kubelet.backend import U0, U1
 from vgpu_agent.errors import CheckpointError
-from vgpu_agent.kubelet.checkpoint import CheckpointEntry, parse_checkpoint, read_checkpoint
+from vgpu_agent.kubelet.checkpoint import CheckpointEntry, let_go_of_memory, parse_checkpoint, read_checkpoint
 
 SAMPLE = {
     "Data": {
@@ -180,3 +181,21 @@ async def test_files_of_any_size_are_read_one_after_the_other_and_at_once(tmp_pa
         assert entry.ids == tuple(ids)
     read = await asyncio.gather(*(read_checkpoint(path) for path in (*files, *files)))
     assert [entry.ids for (entry,) in read] == [tuple(ids) for ids in (*files.values(), *files.values())]
+
+
+async def test_the_memory_of_a_long_reading_is_let_go(tmp_path: Path) -> None:
+    """A reading keeps memory of the file's size for the next, `let_go_of_memory` gives it back, and reading goes on."""
+    path = tmp_path / "checkpoint"
+    path.write_text(json.dumps(_entry(DeviceIDs={"-1": [f"GPU-{each}" for each in range(100_000)]})))
+    let_go_of_memory()
+    tracemalloc.start()
+    try:
+        await read_checkpoint(path)
+        kept, _ = tracemalloc.get_traced_memory()
+        let_go_of_memory()
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept - left > path.stat().st_size
+    (entry,) = await read_checkpoint(path)
+    assert len(entry.ids) == 100_000

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.agent import footprint
 from vgpu_agent.agent.listed import ListedIds
+from vgpu_agent.kubelet.checkpoint import let_go_of_memory
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.model import Decider
@@ -81,7 +82,7 @@ class Verification:
                 pause = _SHORTEST_PAUSE_SECONDS
             pod_resources_answer = await self._verify()
             differs = pod_resources_answer and await self._listed.compare()
-            await asyncio.to_thread(footprint.give_back)
+            await asyncio.to_thread(_give_back)
             if differs or self._ledger.in_doubt:
                 pause = 2 * _SHORTEST_PAUSE_SECONDS  # the second look decides, so there is no third
             elif self._allocator.unconfirmed():
@@ -133,3 +134,9 @@ class Verification:
         if records.complete:
             self.verified_at = now
         return records.complete
+
+
+def _give_back() -> None:
+    """A burst of pods is over: its memory goes back to the system, up to 8 MB on a node that counts memory in ids."""
+    let_go_of_memory()
+    footprint.give_back()

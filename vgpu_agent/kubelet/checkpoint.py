@@ -86,7 +86,7 @@ _ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | Non
 class _Memory:
     """Reads files into the same memory each time: the file has megabytes, and fresh memory for them takes ten times as long as reading.
 
-    State: the memory, as large as the largest file so far; one thread at a time uses it.
+    State: the memory, as large as the largest file since it was last let go; one thread at a time uses it.
     """
 
     def __init__(self) -> None:
@@ -110,6 +110,11 @@ class _Memory:
                     self._memory = self._memory + bytearray(filled)
             yield memoryview(self._memory)[:filled]
 
+    def let_go(self) -> None:
+        """Give the memory back; the next reading takes fresh one."""
+        with self._lock:
+            self._memory = bytearray(4096)
+
 
 _memory = _Memory()
 
@@ -132,6 +137,11 @@ async def read_checkpoint(path: Path, wanted: Callable[[str], bool] = _everythin
             running containers use may be handed out again; the message says so.
     """
     return await asyncio.to_thread(_read, path, wanted)
+
+
+def let_go_of_memory() -> None:
+    """Give back the memory that readings in quick succession share; waits for one that is under way, so not for the event loop's thread."""
+    _memory.let_go()
 
 
 def parse_checkpoint(content: bytes | memoryview, *, name: str, wanted: Callable[[str], bool] = _everything) -> tuple[CheckpointEntry, ...]:
