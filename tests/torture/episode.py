@@ -386,7 +386,7 @@ class _Episode:
     async def _drain(self) -> list[str]:
         """Wait until all pods have come and gone; whoever cannot start although nothing hinders him is reported."""
         loop, stuck = asyncio.get_running_loop(), []
-        progress, since, registered_again = -1, loop.time(), False
+        progress, since, tried_again = -1, loop.time(), False
         while self._live or self._pending:
             await asyncio.sleep(30.0)
             now = self._story.counts["started"] + self._story.counts["ended"] + self._story.counts["bound"]
@@ -397,15 +397,16 @@ class _Episode:
                 continue
             since = loop.time()
             if not self._live:
-                if not self._world.kubelet.devices.healthy.get(NUMBER) and not registered_again:
-                    # The model offers once, when agent or kubelet begin; the real one sees that nothing is listed (agent.listed).
-                    registered_again = True
-                    self._register_again(self._agent)
+                if not tried_again:
+                    # Placing waits for a change, and on an empty node nothing changes: perhaps nobody had offered anything the last time.
+                    tried_again = self._changed = True
+                    if not self._world.kubelet.devices.healthy.get(NUMBER):
+                        self._register_again(self._agent)
                     continue
-                # A name that the model of the API server still shows as taken is the model's own loss, and nobody's fault.
-                stuck += [f"{plan.name} is never placed: {plan}" for plan in self._pending if not self._world.api.has(plan.name)]
+                stuck += [f"{plan.name} is never placed: {plan}" for plan in self._pending]
                 self._pending = []
                 continue
+            tried_again = False
             youngest = max(self._live.values(), key=lambda pod: pod.created_at)
             if len(self._live) == 1 and not (self._world.early or hopeless(youngest)):
                 self._story.accuse(f"{youngest.name} ({youngest.uid}) never starts: {youngest.refusal}", youngest.uid)

@@ -7,6 +7,7 @@ decided at PreStartContainer, and what kubelet lists is never dropped because to
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation.carrier import grant_token
@@ -56,7 +57,20 @@ class Interpretation:
         names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
             record.resource for record in self._around.carrier.records
         }
-        return told_apart(records, names, self._around.book)
+        found = told_apart(records, names, self._around.book)
+        return dataclasses.replace(
+            found, holdings=tuple(self._named(holding) if holding.resource in names else holding for holding in found.holdings)
+        )
+
+    def _named(self, holding: Holding) -> Holding:
+        """``holding`` in the hands of the container that the spec of its ids was made for, where a pod's containers share them."""
+        if self._around is None or not holding.owner.pod_uid:
+            return holding
+        by_token, _ = self._indexed(self._around.carrier.records)
+        for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
+            if record.owner.pod_uid == holding.owner.pod_uid:
+                return dataclasses.replace(holding, owner=dataclasses.replace(holding.owner, container=record.owner.container))
+        return holding
 
     def __call__(self, holding: Holding) -> Meaning | None:
         """See `Ledger.reconcile`; None when the resource is not ours, or is only there to be counted."""
@@ -77,14 +91,14 @@ class Interpretation:
         container = pod.container(grant.owner.container) if pod else None
         if pod is None or container is None or pod.ended:
             return False
-        return container.kind is ContainerKind.INIT and not is_over(pod, container.name)
+        return container.kind is ContainerKind.INIT and not self._is_over(pod, container.name)
 
     def _by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
         offered = next((offer for offer in self._ledger.resources if offer.name == holding.resource), None)
         if self._around is None or (offered is not None and offered.decided_by is not Decider.POD):
             return None
         owner, pod = holding.owner, self._pod_of(holding)
-        if pod is not None and is_over(pod, owner.container):
+        if pod is not None and self._is_over(pod, owner.container):
             return Meaning(family.name, (), by_pod=True, over=True)
         if record := self._record(holding):
             return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
@@ -124,6 +138,22 @@ class Interpretation:
             and (record.token == token or (owner.pod_uid and record.owner.pod_uid == owner.pod_uid and record.ids > len(holding.ids)))
         ]
         return max(fitting, key=lambda record: (record.token == token, record.decided_at), default=None)
+
+    def _is_over(self, pod: Pod, name: str) -> bool:
+        """Whether an init container has ended: one that comes after it was started after it.
+
+        By the records of their starts. The pod's status says the same later, and after a reboot for a while the opposite; it only counts
+        for a container that has no record.
+        """
+        container = pod.container(name)
+        if self._around is None or container is None or container.kind is not ContainerKind.INIT:
+            return False
+        _, by_uid = self._indexed(self._around.carrier.records)
+        started = {record.owner.container: record.decided_at for record in by_uid.get(pod.kubelet_uid, ())}
+        if name not in started:
+            return is_over(pod, name)
+        names = [each.name for each in pod.containers]
+        return any(started.get(later, 0.0) > started[name] for later in names[names.index(name) + 1 :])
 
     def _indexed(self, records: Sequence[GrantRecord]) -> _Index:
         """The records by token and by UID; a hundred holdings ask in a row."""
