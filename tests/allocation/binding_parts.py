@@ -31,6 +31,7 @@ class NumberFamily:
     """``example.com/<container>: <GPU> <MiB>`` in a pod's annotations is what that container gets; the answer names GPU, MiB and pod."""
 
     name = "number"
+    by = "the test"
 
     def claims(self, resource: str) -> bool:
         return resource in {NUMBER, MEMORY}
@@ -73,7 +74,7 @@ class NumberFamily:
         if text is None:
             return None
         shares = tuple(Share(part.split()[0], int(part.split()[1])) for part in text.split(","))
-        return Decision(shares, "the test")
+        return Decision(shares, self.by)
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
         own = f"/own/{question.pod.kubelet_uid}_{question.container}"
@@ -130,9 +131,10 @@ class Place:
         self.can_get = False  # whether pod-resources is asked about single pods
         self.fetches = 0
         self.readings = 0
+        self.family = NumberFamily()
         self.allocator = Allocator(
             ledger=self.ledger,
-            families=Families(by_pod=(NumberFamily(),)),
+            families=Families(by_pod=(self.family,)),
             inventory=golden_inventory,
             journal=self.journal,
             surroundings=Surroundings(

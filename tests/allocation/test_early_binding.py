@@ -200,3 +200,14 @@ async def test_records_that_name_the_pod_first_do_not_hide_a_wrong_guess() -> No
     place.allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60)
     with pytest.raises(WrongPodError):
         await place.start(IDS[:1])
+
+
+async def test_an_init_container_that_no_scheduler_decided_for_is_refused() -> None:
+    """It and the container behind it would be told different shares for the same ids; the text names the two remedies."""
+    place = Place(late=False)
+    place.family.by = "the agent, binpack"
+    pod = a_pod("train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000"))
+    place.book.replace([pod])
+    with pytest.raises(RequestRefusedError, match=r"needs a scheduler that decides for the pod, or binding\.mode late"):
+        await place.allocator.allocate(NUMBER, IDS[:1])
+    assert place.ledger.grants == ()

@@ -24,6 +24,7 @@ from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import Decider, GrantState
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -341,6 +342,12 @@ class Allocator:
             decision = family.decide(asked)
         except (RequestRefusedError, LedgerError) as err:
             raise type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}") from err
+        if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
+            # It and the container behind it would each be told a share of its own for the same ids, of which only one can be booked.
+            raise RequestRefusedError(
+                f"pod {pod.full_name}: an init container that asks for {offered.name} needs a scheduler that decides for the pod, or "
+                "binding.mode late"
+            )
         try:
             grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key)
         except (CapacityError, UnhealthyDeviceError):

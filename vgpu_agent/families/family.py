@@ -103,6 +103,11 @@ class Decision:
     shares: tuple[Share, ...]
     by: str
 
+    @property
+    def by_agent(self) -> bool:
+        """Whether no scheduler decided."""
+        return self.by.startswith("the agent")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeView:
