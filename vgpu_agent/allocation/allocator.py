@@ -160,7 +160,7 @@ class Allocator:
             self._journal.record("allocate.refused", level="warning", resource=resource, ids=_shown(ids), reason=str(err))
             raise type(err)(f'invalid allocation request for "{resource}": {err}') from err
         finally:
-            self._allocated(resource)
+            self.allocated_at[resource] = self._clock()
         self._journal.record(
             "allocate.reserved",
             grant=grant.number,
@@ -373,9 +373,6 @@ class Allocator:
                     await book.revision.newer_than(version)
             except TimeoutError:
                 return None
-
-    def _allocated(self, resource: str) -> None:
-        self.allocated_at[resource] = self._clock()
 
     def _counted(self) -> list[str]:
         return [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY]
