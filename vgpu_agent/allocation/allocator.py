@@ -215,7 +215,7 @@ class Allocator:
         if initial:
             # Nobody knows any more for which Allocate a scheduler's lock was taken, so one from before our start has done its duty.
             for offer in self._ledger.resources:
-                self._allocated(offer.name)
+                self.allocated_at[offer.name] = self._clock()
         records = self._interpretation.sorted_out(records)
         corrections = self._ledger.reconcile(
             records,
