@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Grant, Holding, Inventory, KubeletRecords, Resource
+    from vgpu_agent.model import Grant, Holding, Inventory, KubeletRecords, Owner, Resource
     from vgpu_agent.pods import Pod
 
 
@@ -97,10 +97,11 @@ class Interpretation:
         offered = next((offer for offer in self._ledger.resources if offer.name == holding.resource), None)
         if self._around is None or (offered is not None and offered.decided_by is not Decider.POD):
             return None
-        owner, pod = holding.owner, self._pod_of(holding)
-        if pod is not None and self._is_over(pod, owner.container):
+        pod = self._pod_of(holding)
+        record = self._record(holding, pod)
+        if pod is not None and self._is_over(pod, record.owner.container if record else holding.owner.container):
             return Meaning(family.name, (), by_pod=True, over=True)
-        if record := self._record(holding):
+        if record is not None:
             return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
         if offered is None:
             # Renamed, hidden or refused since: what it has, it keeps; a name that never had a grant is only there to be counted.
@@ -120,7 +121,7 @@ class Interpretation:
             return Meaning(family.name, (), by_pod=True)
         return Meaning(family.name, decision.shares, by_pod=True, decided_for=(pod.kubelet_uid, name))
 
-    def _record(self, holding: Holding) -> GrantRecord | None:
+    def _record(self, holding: Holding, pod: Pod | None) -> GrantRecord | None:
         """The record of the container that holds ``holding``.
 
         By the ids where it has all of them; a container that shares its ids with another is found by its name. The youngest counts: a
@@ -130,13 +131,9 @@ class Interpretation:
             return None
         owner, token = holding.owner, grant_token(holding.resource, holding.ids)
         by_token, by_uid = self._indexed(self._around.carrier.records)
-        fitting = [
-            record
-            for record in (*by_token.get(token, ()), *by_uid.get(owner.pod_uid, ()))
-            if record.resource == holding.resource
-            and record.owner.may_be(owner)
-            and (record.token == token or (owner.pod_uid and record.owner.pod_uid == owner.pod_uid and record.ids > len(holding.ids)))
-        ]
+        whole = [record for record in by_token.get(token, ()) if record.owner.may_be(owner)]
+        parts = [record for record in by_uid.get(owner.pod_uid, ()) if record.ids > len(holding.ids) and _alike(pod, record.owner, owner)]
+        fitting = [record for record in (*whole, *parts) if record.resource == holding.resource]
         return max(fitting, key=lambda record: (record.token == token, record.decided_at), default=None)
 
     def _is_over(self, pod: Pod, name: str) -> bool:
@@ -176,3 +173,11 @@ class Interpretation:
             return None
         owner = holding.owner
         return self._around.book.get(owner.pod_uid) if owner.pod_uid else self._around.book.named(owner.namespace, owner.pod)
+
+
+def _alike(pod: Pod | None, recorded: Owner, holder: Owner) -> bool:
+    """Whether a part of the ids of ``recorded`` may stand under ``holder``: one container, or two init containers that share them."""
+    if recorded.container == holder.container:
+        return True
+    kinds = {container.name: container.kind for container in pod.containers} if pod else {}
+    return kinds.get(recorded.container) is ContainerKind.INIT and kinds.get(holder.container) is ContainerKind.INIT

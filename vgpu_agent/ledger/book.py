@@ -236,8 +236,8 @@ class Ledger:
         """Book ``shares`` for the container that is proven to hold ``ids``; again with the same shares it changes nothing.
 
         kubelet's word is final about the ids, so whoever else had some of them loses those: an init container that has ended, or a
-        pod that has. Device and room are checked unless the container has these very shares already. Grants in ``ended`` keep their ids
-        and lose their shares: of containers that must have ended before this one starts.
+        pod that has. Device and room are checked unless these very shares were decided for the container before, and not only found in
+        records. Grants in ``ended`` keep their ids and lose their shares: of containers that must have ended before this one starts.
 
         Raises:
             UnknownDeviceError: the resource, or a share's device, is not offered; nothing is booked.
@@ -259,7 +259,7 @@ class Ledger:
             decided_for,
             evidence,
         )
-        if same and same.shares == decided.shares and same.decided_for == decided_for and not set(ended) - {same.number}:
+        if same and same.shares == decided.shares and same.decided_for == decided_for and same.evidence and not set(ended) - {same.number}:
             if dataclasses.replace(same, evidence=evidence) != decided:
                 self._changed()
             self._grants.by_number[same.number] = decided

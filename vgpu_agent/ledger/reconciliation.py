@@ -107,7 +107,7 @@ class Reconciliation:
         known = grant.owner
         same_container = known is None or known.may_be(owner)
         inside = meaning.by_pod and known is not None and not same_container and known.may_be_in(owner)
-        if inside and (grant.decided_for is not None or meaning.decided_for is None):
+        if inside and (grant.decided_for is not None or meaning.decided_for is None or grant.evidence == HANDED_ON):
             return None  # handed on inside its pod, see `_confirm`; only what was decided for its holder is certain
         # A source that was silent this time takes no knowledge away.
         merged = owner if known is None or not same_container else owner.filled_from(known)
