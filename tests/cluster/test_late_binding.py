@@ -92,7 +92,8 @@ def test_after_a_graceful_stop_a_crashed_container_restarts_without_the_plugin(r
     plugin.terminate()
     assert plugin.wait(timeout=20) == 0
     wait_allocatable(rig, 0, resource=RESOURCE)
-    rig.exec("alone", "sh", "-c", "kill 1")
+    # A moment later, so that the exec itself does not die with the container.
+    rig.exec("alone", "sh", "-c", "(sleep 0.5; kill 1) </dev/null >/dev/null 2>&1 &")
 
     def restarted() -> bool | None:
         status = (rig.pod("alone") or {})["status"]["containerStatuses"][0]

@@ -118,7 +118,8 @@ def test_a_crashed_container_restarts_while_the_agent_is_away(volcano_rig: Rig, 
         wait_served(rig, "alone")
     assert agent.run(agent.process.terminate()) == 0
     wait_allocatable(rig, 0, resource="volcano.sh/vgpu-number")
-    rig.exec("alone", "sh", "-c", "kill 1")
+    # A moment later, so that the exec itself does not die with the container.
+    rig.exec("alone", "sh", "-c", "(sleep 0.5; kill 1) </dev/null >/dev/null 2>&1 &")
     restarted(rig, "alone")
     again = seen(rig, "alone")
     assert (again.limit, again.gpus, again.region) == (first.limit, first.gpus, first.region) == ("2560m", first.gpus, first.region)
