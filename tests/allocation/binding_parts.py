@@ -61,9 +61,6 @@ class NumberFamily:
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Everything goes."""
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
-        return list(available)[:size]
-
     def decide(self, question: Question) -> Decision:
         if (found := self.recall(question)) is None:
             raise RequestRefusedError(f"pod {question.pod.full_name} has no annotation example.com/{question.container}")

@@ -49,6 +49,15 @@ async def test_a_counted_resource_answers_nothing_and_books_nothing() -> None:
     await place.allocator.pre_start(MEMORY, [f"{U0}-memory-0"])
 
 
+def test_ids_that_decide_nothing_are_recommended_as_they_come() -> None:
+    """volcano-vgpu:D10 kubelet is told not to ask; whoever asks gets what is required and then the first, and no warning is written."""
+    place = Place()
+    available = [*IDS[:3], f"{U1}-0"]
+    assert place.allocator.preferred(NUMBER, available, [IDS[1]], 2) == [IDS[1], IDS[0]]
+    assert place.allocator.preferred(MEMORY, [f"{U0}-memory-0"], [], 1) == [f"{U0}-memory-0"]
+    assert place.events("preferred.simple") == []
+
+
 async def test_equal_pods_admitted_in_any_order_get_their_own_shares() -> None:
     """volcano-vgpu:D2 two pods of one size in one second: the records say who is who, whatever the order of admission and start."""
     place = Place()

@@ -489,13 +489,6 @@ def test_both_names_are_claimed() -> None:
     assert [_family().claims(name) for name in (MEMORY, NUMBER, "volcano.sh/vgpu-number")] == [True, True, False]
 
 
-def test_any_ids_will_do_when_somebody_asks() -> None:
-    """The ids mean nothing, so the required and the first available are taken; too few is an error."""
-    assert _family().prefer(_offer(), ["0-0", "0-1", "1-0"], ["1-0"], 2) == ["1-0", "0-0"]
-    with pytest.raises(CapacityError, match="3 ids are wanted, 1 can be had"):
-        _family().prefer(_offer(), ["0-0"], [], 3)
-
-
 # -- bad input ------------------------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from tests.families.volcano_vgpu_golden import CORES, INVENTORY, MEMORY, NUMBER,
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.volcano_files import Overlay
 from vgpu_agent.device_ids import NumberedIds
-from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
+from vgpu_agent.errors import ConfigError, RequestRefusedError
 from vgpu_agent.families.memory_units import list_bytes
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu_asks import Names
@@ -157,14 +157,6 @@ def test_more_gpus_than_there_are_is_refused_at_once() -> None:
         of.check(offered[NUMBER], [f"{U0}-{number}" for number in range(3)])
     of.check(offered[NUMBER], [f"{U0}-0", f"{U0}-1"])
     of.check(offered[MEMORY], [f"{U0}-memory-{number}" for number in range(3000)])
-
-
-def test_whoever_asks_gets_the_first_ids() -> None:
-    """Kubelet is told not to ask; the answer is simple and never a surprise."""
-    of, number = family(), _offered()[NUMBER]
-    assert of.prefer(number, [f"{U0}-1", f"{U0}-2", f"{U1}-0"], [f"{U0}-2"], 2) == [f"{U0}-2", f"{U0}-1"]
-    with pytest.raises(CapacityError, match="2 ids are wanted, 1 can be had"):
-        of.prefer(number, [f"{U0}-1"], [], 2)
 
 
 def test_records_of_todays_and_of_default_names_are_ours() -> None:

@@ -123,14 +123,16 @@ class Allocator:
 
     def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
         """The ids that suit best; never an error, for which kubelet would fail the pod (kubelet contract §6), but then a simple pick."""
+        simple = list(dict.fromkeys([*must_include, *available]))[:size]
         try:
             offered = self._ledger.resource(resource)
+            if offered.decided_by is not Decider.IDS:
+                return simple  # which ids these are decides nothing; kubelet is told not to ask at all (volcano-vgpu:D10)
             # kubelet's view of health can be a moment older than ours; what Allocate would refuse is not recommended.
             usable = {entry.id.id for entry in self._ledger.listing(resource) if entry.healthy}
             healthy = [id_ for id_ in available if id_ in usable]
-            return self._family(offered).prefer(offered, healthy, must_include, size)
+            return self._id_family(offered).prefer(offered, healthy, must_include, size)
         except (CapacityError, UnknownDeviceError) as err:
-            simple = list(dict.fromkeys([*must_include, *available]))[:size]
             self._journal.record("preferred.simple", level="warning", resource=resource, size=size, reason=str(err))
             return simple
 
@@ -313,7 +315,7 @@ class Allocator:
 
     def _allocate_by_ids(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
         inventory = self._inventory()
-        family = next(family for family in self._families.by_ids if family.name == offered.family)
+        family = self._id_family(offered)
         grant = self._ledger.reserve(offered.name, ids, family.shares(offered.name, ids, inventory))
         return grant, family.edits(offered, ids, inventory)
 
@@ -379,6 +381,9 @@ class Allocator:
 
     def _family(self, offered: Resource) -> Family:
         return next(family for family in self._families.all if family.name == offered.family)
+
+    def _id_family(self, offered: Resource) -> IdFamily:
+        return next(family for family in self._families.by_ids if family.name == offered.family)
 
     def _pod_family(self, offered: Resource) -> PodFamily:
         return next(family for family in self._families.by_pod if family.name == offered.family)

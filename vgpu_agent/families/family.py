@@ -49,14 +49,6 @@ class Family(Protocol):
         """
         ...
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
-        """The ids that suit best; only called for resources that say ``prefers``.
-
-        Raises:
-            CapacityError: there are not enough; the caller answers with a simple pick.
-        """
-        ...
-
 
 class IdFamily(Family, Protocol):
     """A family whose ids name the device."""
@@ -67,6 +59,14 @@ class IdFamily(Family, Protocol):
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """What the container gets for these ids."""
+        ...
+
+    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
+        """The ids that suit best; only called for resources that say ``prefers``.
+
+        Raises:
+            CapacityError: there are not enough; the caller answers with a simple pick.
+        """
         ...
 
 

@@ -125,18 +125,6 @@ class VolcanoGpushareFamily:
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Nothing to refuse: any number of units makes sense until the pod is known."""
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
-        """Kubelet is not asked to ask, because the ids do not decide; whoever asks gets the first ones.
-
-        Raises:
-            CapacityError: there are not enough.
-        """
-        del resource
-        chosen = list(dict.fromkeys((*required, *available)))[:size]
-        if len(chosen) < size:
-            raise CapacityError(f"{size} ids are wanted, {len(chosen)} can be had")
-        return chosen
-
     # -- what a container gets --------------------------------------------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:

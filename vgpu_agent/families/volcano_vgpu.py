@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CapacityError, RequestRefusedError, UnhealthyDeviceError
+from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.family import Decision
 from vgpu_agent.families.volcano_vgpu_asks import Names, read_ask
 from vgpu_agent.families.volcano_vgpu_decisions import IDS, asking_container, decided_shares, refused
@@ -97,18 +97,6 @@ class VolcanoVgpuFamily:
             raise RequestRefusedError(
                 f"{resource.name}: {len(ids)} are asked for, and each must be another GPU; this node shares {gpus}; ask for at most {gpus}"
             )
-
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
-        """Kubelet is not asked to ask, because the ids do not decide; whoever asks gets the first ones (volcano-vgpu:D10).
-
-        Raises:
-            CapacityError: there are not enough.
-        """
-        del resource
-        chosen = list(dict.fromkeys((*required, *available)))[:size]
-        if len(chosen) < size:
-            raise CapacityError(f"{size} ids are wanted, {len(chosen)} can be had")
-        return chosen
 
     # -- what a container gets --------------------------------------------------------------------------------------------------------
 

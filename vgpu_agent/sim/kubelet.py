@@ -23,9 +23,9 @@ import grpc
 
 from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint
 from vgpu_agent.sim.kubelet_faults import AdmissionError, Call, ContainerStartError, Faults
-from vgpu_agent.sim.kubelet_records import Allocation, Records, ResourceDevices
+from vgpu_agent.sim.kubelet_pod_resources import PodResources
+from vgpu_agent.sim.kubelet_records import Records, ResourceDevices
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
-from vgpu_agent.sim.protocol import podresources_pb2 as pod_resources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,6 @@ _RESOURCE_NAME = re.compile(
     r"\A(?!([^/]*\.)?kubernetes\.io/)[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
 )
 _STOP_GRACE_SECONDS = 300.0
-_CALLS_A_SECOND, _BURST = 100.0, 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +79,7 @@ class SimulatedKubelet:
         self._endpoints: dict[str, Endpoint] = {}
         self._retired: list[Endpoint] = []
         self._servers: list[Any] = []
-        self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}  # by UID: what a pod holds, and how it is told
-        self._allowance, self._asked_at = _BURST, 0.0
+        self._pod_resources = PodResources(self._records, self.pods, self.faults, resource=self.resource, note=self._note)
         self._changed = asyncio.Condition()
         self._admission = asyncio.Lock()
         self._random = random.Random(seed)  # noqa: S311 - the order of a Go map, not a secret
@@ -96,12 +94,7 @@ class SimulatedKubelet:
         hidden = self.directory / f"kubelet-{uuid.uuid4().hex[:8]}.sock"
         await self._listen(hidden, "v1beta1.Registration", {"Register": (self._register, messages.RegisterRequest)})
         await asyncio.to_thread(os.link, hidden, self.plugins / "kubelet.sock")
-        lister = {
-            "List": (self._list, pod_resources.ListPodResourcesRequest),
-            "GetAllocatableResources": (self._allocatable, pod_resources.AllocatableResourcesRequest),
-            "Get": (self._get, pod_resources.GetPodResourcesRequest),
-        }
-        await self._listen(self.directory / "pod-resources" / "kubelet.sock", "v1.PodResourcesLister", lister)
+        await self._listen(self.directory / "pod-resources" / "kubelet.sock", "v1.PodResourcesLister", self._pod_resources.methods())
 
     async def stop(self) -> None:
         """End like a killed kubelet: connections break, sockets and checkpoint stay."""
@@ -315,65 +308,6 @@ class SimulatedKubelet:
             united.devices.extend(each for each in answer.devices if each.container_path not in created)
             united.cdi_devices.extend(each for each in answer.cdi_devices if each not in united.cdi_devices)
         return united
-
-    # Pod resources
-
-    async def _list(self, _: pod_resources.ListPodResourcesRequest, context: Any) -> bytes:
-        await self._note("List", "")
-        await self._limit(context)
-        await asyncio.sleep(self.faults.list_delay_seconds)
-        if self.faults.exhausted_lists:
-            self.faults.exhausted_lists -= 1
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
-        self._records.clean_up(self._live())
-        return b"".join(self._listed_pod(pod) for pod in self.pods.values() if not pod.ended)
-
-    async def _get(self, request: pod_resources.GetPodResourcesRequest, context: Any) -> bytes:
-        """Unlike List it cleans nothing up, and finds pods that have ended; the errors have no status code of their own."""
-        await self._note("Get", "", pod=f"{request.pod_namespace}/{request.pod_name}")
-        if self.faults.no_get:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method Get for service v1.PodResourcesLister")
-        await self._limit(context)
-        if self.faults.exhausted_gets:
-            self.faults.exhausted_gets -= 1
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
-        if self.faults.get_disabled:
-            await context.abort(grpc.StatusCode.UNKNOWN, "PodResources API Get method disabled")
-        named = [pod for pod in self.pods.values() if (pod.namespace, pod.name) == (request.pod_namespace, request.pod_name)]
-        if not named:
-            await context.abort(grpc.StatusCode.UNKNOWN, f"pod {request.pod_name} in namespace {request.pod_namespace} not found")
-        return self._listed_pod(named[-1])
-
-    async def _limit(self, context: Any) -> None:
-        """A bucket of 10 calls that is filled up by 100 a second, for all callers together (kubelet contract §13)."""
-        now = time.monotonic()
-        self._allowance = min(_BURST, self._allowance + (now - self._asked_at) * _CALLS_A_SECOND)
-        self._asked_at = now
-        if self._allowance < 1 and self.faults.limit_calls:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
-        self._allowance -= 1
-
-    def _listed_pod(self, pod: Pod) -> bytes:
-        """A ListPodResourcesResponse with this pod alone; several of them, one behind the other, are one. So is GetPodResourcesResponse."""
-        held = [self._records.of_container(pod.uid, each.name) for each in pod.containers]
-        key = tuple(allocation for allocations in held for allocation in allocations)
-        if pod.uid not in self._listed_pods or self._listed_pods[pod.uid][0] != key:
-            response = pod_resources.ListPodResourcesResponse()
-            entry = response.pod_resources.add(name=pod.name, namespace=pod.namespace)
-            for container, allocations in zip(pod.containers, held, strict=True):
-                if not container.init:  # plain init containers are not listed
-                    described = entry.containers.add(name=container.name)
-                    for allocation in allocations:
-                        described.MergeFromString(allocation.described)
-            self._listed_pods[pod.uid] = (key, bytes(response.SerializeToString()))
-        return self._listed_pods[pod.uid][1]
-
-    async def _allocatable(self, _: pod_resources.AllocatableResourcesRequest, context: Any) -> bytes:
-        await self._note("GetAllocatableResources", "")
-        await self._limit(context)
-        if self.faults.no_allocatable:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method GetAllocatableResources")
-        return b"".join(self.resource(resource).allocatable_as(resource) for resource in self._records.devices)
 
     # Inner matters
 

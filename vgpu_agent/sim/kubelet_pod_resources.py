@@ -1,0 +1,110 @@
+"""The simulated kubelet's pod-resources service: who holds which devices, as kubelet contract §13 describes it.
+
+Made by `kubelet` in this room, which listens on the socket; it answers from the same records and pods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from vgpu_agent.sim.protocol import podresources_pb2 as messages
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from vgpu_agent.sim.kubelet import Pod
+    from vgpu_agent.sim.kubelet_faults import Faults
+    from vgpu_agent.sim.kubelet_records import Allocation, Records, ResourceDevices
+
+_CALLS_A_SECOND, _BURST = 100.0, 10.0
+
+
+class PodResources:
+    """List, Get and GetAllocatableResources.
+
+    State: what of the rate limit is left, and every pod's entry as it was encoded last.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        pods: Mapping[str, Pod],
+        faults: Faults,
+        *,
+        resource: Callable[[str], ResourceDevices],
+        note: Callable[..., Awaitable[None]],
+    ) -> None:
+        """Answer about ``pods`` (by UID) from ``records``; ``resource`` says what is offered now, ``note`` hears of every call."""
+        self._records, self._pods, self._faults = records, pods, faults
+        self._resource, self._note = resource, note
+        self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}  # by UID: what a pod holds, and how it is told
+        self._allowance, self._asked_at = _BURST, 0.0
+
+    def methods(self) -> dict[str, tuple[Any, Any]]:
+        """The service's methods by name, each with its kind of request."""
+        return {
+            "List": (self._list, messages.ListPodResourcesRequest),
+            "GetAllocatableResources": (self._allocatable, messages.AllocatableResourcesRequest),
+            "Get": (self._get, messages.GetPodResourcesRequest),
+        }
+
+    async def _list(self, _: messages.ListPodResourcesRequest, context: Any) -> bytes:
+        await self._note("List", "")
+        await self._limit(context)
+        await asyncio.sleep(self._faults.list_delay_seconds)
+        if self._faults.exhausted_lists:
+            self._faults.exhausted_lists -= 1
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        self._records.clean_up({uid for uid, pod in self._pods.items() if not pod.ended})
+        return b"".join(self._listed_pod(pod) for pod in self._pods.values() if not pod.ended)
+
+    async def _get(self, request: messages.GetPodResourcesRequest, context: Any) -> bytes:
+        """Unlike List it cleans nothing up, and finds pods that have ended; the errors have no status code of their own."""
+        await self._note("Get", "", pod=f"{request.pod_namespace}/{request.pod_name}")
+        if self._faults.no_get:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method Get for service v1.PodResourcesLister")
+        await self._limit(context)
+        if self._faults.exhausted_gets:
+            self._faults.exhausted_gets -= 1
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        if self._faults.get_disabled:
+            await context.abort(grpc.StatusCode.UNKNOWN, "PodResources API Get method disabled")
+        named = [pod for pod in self._pods.values() if (pod.namespace, pod.name) == (request.pod_namespace, request.pod_name)]
+        if not named:
+            await context.abort(grpc.StatusCode.UNKNOWN, f"pod {request.pod_name} in namespace {request.pod_namespace} not found")
+        return self._listed_pod(named[-1])
+
+    async def _allocatable(self, _: messages.AllocatableResourcesRequest, context: Any) -> bytes:
+        await self._note("GetAllocatableResources", "")
+        await self._limit(context)
+        if self._faults.no_allocatable:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method GetAllocatableResources")
+        return b"".join(self._resource(resource).allocatable_as(resource) for resource in self._records.devices)
+
+    async def _limit(self, context: Any) -> None:
+        """A bucket of 10 calls that is filled up by 100 a second, for all callers together (kubelet contract §13)."""
+        now = time.monotonic()
+        self._allowance = min(_BURST, self._allowance + (now - self._asked_at) * _CALLS_A_SECOND)
+        self._asked_at = now
+        if self._allowance < 1 and self._faults.limit_calls:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        self._allowance -= 1
+
+    def _listed_pod(self, pod: Pod) -> bytes:
+        """A ListPodResourcesResponse with this pod alone; several of them, one behind the other, are one. So is GetPodResourcesResponse."""
+        held = [self._records.of_container(pod.uid, each.name) for each in pod.containers]
+        key = tuple(allocation for allocations in held for allocation in allocations)
+        if pod.uid not in self._listed_pods or self._listed_pods[pod.uid][0] != key:
+            response = messages.ListPodResourcesResponse()
+            entry = response.pod_resources.add(name=pod.name, namespace=pod.namespace)
+            for container, allocations in zip(pod.containers, held, strict=True):
+                if not container.init:  # plain init containers are not listed
+                    described = entry.containers.add(name=container.name)
+                    for allocation in allocations:
+                        described.MergeFromString(allocation.described)
+            self._listed_pods[pod.uid] = (key, bytes(response.SerializeToString()))
+        return self._listed_pods[pod.uid][1]
