@@ -19,6 +19,10 @@ nvidia:
   resourceMemoryName: volcano.sh/vgpu-memory
   resourceMemoryPercentageName: volcano.sh/vgpu-memory-percentage
   resourceCoreName: volcano.sh/vgpu-cores
+  overwriteEnv: false
+  defaultMemory: 0
+  defaultCores: 0
+  defaultGPUNum: 1
   deviceSplitCount: 10
   deviceMemoryScaling: 1
   deviceCoreScaling: 1
@@ -71,6 +75,21 @@ def test_memory_scaling_has_its_effect() -> None:
     assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(device_memory_scaling=1.8, disable_core_limit=True)
 
 
+@pytest.mark.parametrize("key", ["disableCoreLimit", "disablecorelimit"])
+@pytest.mark.parametrize(("value", "limit_off"), [("true", True), ('"true"', True), ("True", True), ('"false"', False), ('"0"', False)])
+def test_the_core_limit_is_switched_off_as_the_documentation_has_it(key: str, value: str, limit_off: bool) -> None:
+    """The replaced plugin documents the key in lower case and its value as a text; code and scheduler know the other form."""
+    overlay = read_device_config(f"nvidia: {{{key}: {value}}}")
+    assert overlay.problems == ()
+    assert overlay.values == {"disable_core_limit": limit_off}
+
+
+@pytest.mark.parametrize("key", ["overwriteEnv: false", "defaultMem: 0", "defaultGPUNum: 1", "migstrategy: none", "defaultCores: ~"])
+def test_a_key_without_effect_that_asks_for_nothing_is_no_problem(key: str) -> None:
+    """As it is shipped or left empty: a warning on every node for a file that nobody has touched is one that nobody reads."""
+    assert read_device_config(f"nvidia: {{{key}}}") == Overlay()
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
@@ -84,9 +103,17 @@ def test_memory_scaling_has_its_effect() -> None:
         ("deviceCoreScaling", "1e400", "expected a number from 0.01 to 100"),
         ("gpuMemoryFactor", "-1", "expected an integer from 0 to 65536, got -1"),
         ("disableCoreLimit", "yes", 'expected true or false, got "yes"'),
+        ("disableCoreLimit", "2", "expected true or false, got 2"),
+        ("disablecorelimit", '"on"', 'expected true or false, got "on"'),
         ("resourceCountName", "nvidia.com/gpu", "expected a resource name that begins with volcano.sh/"),
         ("resourceCountName", "[a]", "expected a resource name that begins with volcano.sh/, got a list"),
-        ("passDeviceSpecs", "true", "has no effect"),
+        ("passDeviceSpecs", "true", "true has no effect, as in volcano-vgpu-device-plugin; take the key out"),
+        ("overwriteEnv", "true", "has no effect"),
+        ("defaultMemory", "4096", "4096 has no effect, as in volcano-vgpu-device-plugin"),
+        ("defaultMem", "4096", "has no effect"),
+        ("defaultGPUNum", "2", "has no effect"),
+        ("resourcePriorityName", "volcano.sh/priority", "has no effect"),
+        ("migstrategy", "mixed", "has no effect"),
         ("deviceSplitCounts", "3", "unknown key"),
     ],
 )

@@ -42,19 +42,22 @@ _DEVICE_KEYS = {
     "gpuMemoryFactor": "gpu_memory_factor",
     "disableCoreLimit": "disable_core_limit",
 }
+# Names that the replaced plugin's documentation has for keys that its code calls otherwise.
+_DOCUMENTED_AS = {"disablecorelimit": "disableCoreLimit", "defaultMem": "defaultMemory"}
 _NODE_KEYS = {
     "devicesplitcount": "device_split_count",
     "devicecorescaling": "device_core_scaling",
     "devicememoryscaling": "device_memory_scaling",
 }
-# The replaced plugin does nothing with them either.
-_WITHOUT_EFFECT = {
-    "overwriteEnv",
-    "defaultMemory",
-    "defaultCores",
-    "defaultGPUNum",
-    "resourcePriorityName",
-    "passDeviceSpecs",
+# The replaced plugin does nothing with them either. As it ships them, or leaves them out, nobody has asked for anything.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "overwriteEnv": False,
+    "defaultMemory": 0,
+    "defaultCores": 0,
+    "defaultGPUNum": 1,
+    "resourcePriorityName": "",
+    "passDeviceSpecs": False,
+    "migstrategy": "none",
 }
 _ATTRIBUTES = {key.attribute: key for key in schema.keys(VolcanoVgpu).values()}
 
@@ -106,9 +109,12 @@ class _Reading:
     def take(self, path: str, attribute: str, value: Any) -> None:
         """Accept a value as the settings would, or say why not."""
         key = _ATTRIBUTES[attribute]
-        integral = isinstance(value, float) and value.is_integer() and isinstance(key.default, int) and not isinstance(key.default, bool)
+        truth = isinstance(key.default, bool)
+        integral = isinstance(value, float) and value.is_integer() and isinstance(key.default, int) and not truth
         try:
-            self.values[attribute] = key.accept(int(value) if integral else value)
+            # The replaced plugin documents a truth value as a text, so it stands in quotes in many a ConfigMap.
+            accepted = key.accept_text(value) if truth and isinstance(value, str) else key.accept(int(value) if integral else value)
+            self.values[attribute] = accepted
         except schema.NotAcceptedError as err:
             self.problem(path, f"expected {err}, got {shown(value)}; it is left as it was")
 
@@ -192,10 +198,12 @@ def _device_members(reading: _Reading, root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _take_of_devices(reading: _Reading, path: str, name: str, value: Any) -> None:
+    name = _DOCUMENTED_AS.get(name, name)
     if name == "knownMigGeometries":
         reading.geometries = value
     elif name in _WITHOUT_EFFECT:
-        reading.problem(path, "has no effect, as in volcano-vgpu-device-plugin")
+        if value is not None and value != _WITHOUT_EFFECT[name]:
+            reading.problem(path, f"{shown(value)} has no effect, as in volcano-vgpu-device-plugin; take the key out")
     elif name not in _DEVICE_KEYS:
         reading.problem(path, f"unknown key; expected one of {', '.join([*_DEVICE_KEYS, 'knownMigGeometries'])}")
     elif value is not None:
