@@ -84,7 +84,7 @@ def test_the_core_limit_is_switched_off_as_the_documentation_has_it(key: str, va
     assert overlay.values == {"disable_core_limit": limit_off}
 
 
-@pytest.mark.parametrize("key", ["overwriteEnv: false", "defaultMem: 0", "defaultGPUNum: 1", "migstrategy: none", "defaultCores: ~"])
+@pytest.mark.parametrize("key", ["overwriteEnv: false", "defaultMem: 0", "defaultGPUNum: 1", "migstrategy: none", "defaultCores: null"])
 def test_a_key_without_effect_that_asks_for_nothing_is_no_problem(key: str) -> None:
     """As it is shipped or left empty: a warning on every node for a file that nobody has touched is one that nobody reads."""
     assert read_device_config(f"nvidia: {{{key}}}") == Overlay()
