@@ -9,43 +9,24 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import math
 import random
 
-from tests.torture.agents import Agent, AgentFactory, World
+from tests.torture.agents import AgentFactory, World
 from tests.torture.api_model import NODE, ApiModel, LivePod
+from tests.torture.faults import Faults, Machine
 from tests.torture.judge import Judge
 from tests.torture.kubelet_model import KubeletModel
 from tests.torture.node_files import NodeFiles
-from tests.torture.plan import NUMBER, Card, Ending, Kind, Mix, Origin, PlannedPod, Planner
+from tests.torture.plan import Card, Ending, Kind, Mix, Origin, PlannedPod, Planner
 from tests.torture.scheduler_model import SchedulerModel
 from tests.torture.story import Story
 from tests.torture.virtual_time import run
 
 _LONGEST_WAIT_SECONDS = 1800.0  # longer than any pull, run and outage together
 _HOPELESS_SECONDS = 150.0
+_NEXT_TRY_SECONDS = 300.0  # as kube-scheduler tries again what nothing has happened to
 _FIRST_ACT_SECONDS = 20000.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Faults:
-    """Mean virtual seconds between two faults of a kind; 0 for never."""
-
-    kubelet: float = 0.0
-    agent: float = 0.0
-    reboot: float = 0.0
-    api: float = 0.0
-    pod_resources: float = 0.0
-    checkpoint: float = 0.0
-    disk: float = 0.0
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Faults:
-        """A quiet node, a troubled one, or a nightmare."""
-        pace = rng.choice((0.0, 1.0, 1.0, 4.0))
-        if not pace:
-            return cls()
-        return cls(*(mean / pace * rng.choice((0.0, 1.0, 1.0)) for mean in (500.0, 400.0, 2500.0, 900.0, 600.0, 600.0, 1500.0)))
+_LONGEST_EPISODE_SECONDS = 200000.0
 
 
 @dataclasses.dataclass
@@ -101,10 +82,9 @@ class _Episode:
     ) -> None:
         self._seed = seed
         self._rng = rng = random.Random(seed)
-        self._make = make
         self._pods = pods
         self._overlapping = overlapping
-        self._faults = Faults.draw(rng) if faults is None else faults
+        faults = Faults.draw(rng) if faults is None else faults
         self._story = story = Story()
         cards = tuple(Card(f"GPU-{place}", rng.choice((12, 16, 24))) for place in range(4))
         self._planner = Planner(rng, mix or Mix.draw(rng))
@@ -114,8 +94,7 @@ class _Episode:
         kubelet = KubeletModel(rng, api=api, files=files, judge=self._judge, story=story)
         kubelet.on_end = self._ended
         self._world = World(rng, cards, story, api, kubelet, files, early)
-        self._agent: Agent | None = None
-        self._agents: list[Agent] = []
+        self._machine = Machine(self._world, make, faults)
         self._pending: list[PlannedPod] = []
         self._live: dict[str, LivePod] = {}
         self._last_uid = 0
@@ -125,20 +104,30 @@ class _Episode:
         self._again: collections.Counter[str] = collections.Counter()
 
     async def play(self) -> Outcome:
-        """Both acts."""
+        """Both acts.
+
+        Raises:
+            AssertionError: it does not end.
+        """
+        try:
+            async with asyncio.timeout(_LONGEST_EPISODE_SECONDS):
+                return await self._play()
+        except TimeoutError as err:
+            raise AssertionError(f"seed {self._seed} does not end; waiting: {self._pending}, on the node: {list(self._live)}") from err
+
+    async def _play(self) -> Outcome:
         loop = asyncio.get_running_loop()
-        self._world.kubelet.start()
-        await self._start_agent()
-        disturbances = [loop.create_task(each) for each in self._disturbances()]
+        await self._machine.start()
         placing = loop.create_task(self._place_for_ever())
         tidying = loop.create_task(self._janitor())
         for pause, burst in self._planner.bursts(self._pods):
             await asyncio.sleep(pause)
             self._pending += burst
             self._changed = True
-            await self._pending_at_most(40, until=math.inf)
+            await self._pending_at_most(40, until=_FIRST_ACT_SECONDS)
         await self._pending_at_most(0, until=_FIRST_ACT_SECONDS)
-        await self._calm_down(disturbances)
+        self._calm = True
+        await self._machine.calm_down()
         stuck = await self._drain()
         placing.cancel()
         tidying.cancel()
@@ -146,15 +135,10 @@ class _Episode:
         for pod in list(self._world.api.pods.values()):
             self._world.api.remove(pod)
         await asyncio.sleep(600.0)
-        assert self._agent is not None
-        left = [f"seed {self._seed}: {each}" for each in self._agent.left_over()]
+        assert self._machine.agent is not None
+        left = [f"seed {self._seed}: {each}" for each in self._machine.agent.left_over()]
         left += [f"spec {token} is left over" for token in self._world.files.left_over]
-        for agent in self._agents:
-            agent.life.kill()
-        self._world.kubelet.kill()
-        await asyncio.sleep(60.0)
-        for agent in self._agents:
-            agent.life.bury()
+        await self._machine.stop()
         return Outcome(
             self._seed,
             self._story.counts,
@@ -173,20 +157,21 @@ class _Episode:
     # -- pods -----------------------------------------------------------------------------------------------------------------------
 
     async def _place_for_ever(self) -> None:
+        loop, tried_at = asyncio.get_running_loop(), 0.0
         while True:
             await asyncio.sleep(0.2 + self._rng.random())
-            if not self._pending or not self._changed:
+            if not self._pending or not (self._changed or loop.time() - tried_at > _NEXT_TRY_SECONDS):
                 continue
-            if not self._world.kubelet.devices.healthy.get(NUMBER) and self._rng.random() < 0.95:
+            if not self._machine.offers and self._rng.random() < 0.95:
                 continue
-            self._changed = False
+            self._changed, tried_at = False, loop.time()
             waiting, self._pending = self._pending, []
             waiting = [pod for place, pod in enumerate(waiting) if place > 24 or not (self._place(pod) or self._is_too_large(pod))]
             self._pending = waiting + self._pending
 
     def _is_too_large(self, plan: PlannedPod) -> bool:
         """Whether it did not even fit onto an empty node."""
-        if self._live or not self._world.kubelet.devices.healthy.get(NUMBER) or self._world.api.has(plan.name):
+        if self._live or not self._machine.offers or self._world.api.has(plan.name):
             return False
         self._story.tell("too large", "", plan.name)
         return True
@@ -267,126 +252,12 @@ class _Episode:
                         self._pending.append(pod.plan)
                     self._delete(pod)
 
-    # -- faults ---------------------------------------------------------------------------------------------------------------------
-
-    def _disturbances(self) -> list[collections.abc.Coroutine[None, None, None]]:
-        means = self._faults
-        kinds = (
-            (means.kubelet, self._kubelet_dies),
-            (means.agent, self._agent_dies),
-            (means.reboot, self._node_reboots),
-            (means.api, self._api_goes),
-            (means.pod_resources, lambda: self._flag("pod_resources_silent")),
-            (means.checkpoint, lambda: self._flag("checkpoint_unreadable")),
-            (means.disk, self._disk_fills),
-        )
-        return [self._now_and_then(mean, fault) for mean, fault in kinds if mean]
-
-    async def _now_and_then(self, mean: float, fault: collections.abc.Callable[[], collections.abc.Coroutine[None, None, None]]) -> None:
-        while True:
-            await asyncio.sleep(self._rng.expovariate(1 / mean))
-            await fault()
-
-    async def _kubelet_dies(self) -> None:
-        kubelet = self._world.kubelet
-        if not kubelet.up:
-            return
-        kubelet.kill()
-        await asyncio.sleep(self._rng.random() * self._rng.choice((0.5, 20.0)))
-        self._start_kubelet()
-
-    def _start_kubelet(self) -> None:
-        if not self._world.kubelet.up:
-            self._world.kubelet.start()
-            self._story.tell("kubelet started")
-            # The agent sees the new socket.
-            asyncio.get_running_loop().call_later(0.05 + self._rng.random() * 0.8, self._register_again, self._agent)
-
-    def _register_again(self, agent: Agent | None) -> None:
-        if agent is not None and agent is self._agent and not agent.life.dead and self._world.kubelet.up:
-            agent.register()
-
-    async def _agent_dies(self) -> None:
-        if self._agent is None:
-            return
-        self._kill_agent()
-        await asyncio.sleep(self._rng.random() * self._rng.choice((0.5, 10.0, 60.0)))
-        await self._start_agent()
-
-    def _kill_agent(self) -> None:
-        if self._agent is not None:
-            self._agent.life.kill()
-            self._agent = None
-            self._world.api.disconnect()
-            self._world.kubelet.devices.streams_end()
-            self._story.tell("agent killed")
-
-    async def _start_agent(self) -> None:
-        if self._agent is None:
-            self._agent = agent = self._make(self._world)
-            self._agents.append(agent)
-            self._story.tell("agent started")
-            await agent.begin()
-
-    async def _node_reboots(self) -> None:
-        kubelet = self._world.kubelet
-        if not kubelet.up:
-            return
-        self._story.tell("node reboots")
-        kubelet.kill()
-        self._kill_agent()
-        kubelet.reboot()
-        self._world.files.reboot()
-        await asyncio.sleep(self._rng.random() * 30.0)
-        if self._rng.random() < 0.5:
-            await self._start_agent()
-            await asyncio.sleep(self._rng.random() * 5)
-            self._start_kubelet()
-        else:
-            self._start_kubelet()
-            await asyncio.sleep(self._rng.random() * 5)
-            await self._start_agent()
-
-    async def _api_goes(self) -> None:
-        self._world.api.leave()
-        await asyncio.sleep(self._rng.random() * self._rng.choice((5.0, 60.0, 400.0)))
-        self._world.api.come_back()
-
-    async def _flag(self, name: str) -> None:
-        setattr(self._world, name, True)
-        self._story.tell(name)
-        await asyncio.sleep(self._rng.random() * self._rng.choice((2.0, 60.0)))
-        setattr(self._world, name, False)
-
-    async def _disk_fills(self) -> None:
-        self._world.files.full = True
-        self._story.tell("disk full")
-        await asyncio.sleep(self._rng.random() * 60.0)
-        self._world.files.full = False
-
-    async def _calm_down(self, disturbances: list[asyncio.Task[None]]) -> None:
-        """End all faults."""
-        self._calm = True
-        for task in disturbances:
-            task.cancel()
-        await asyncio.sleep(0)
-        self._story.tell("calm")
-        world = self._world
-        if world.api.away:
-            world.api.come_back()
-        world.pod_resources_silent = world.checkpoint_unreadable = world.files.full = False
-        self._start_kubelet()
-        await self._start_agent()
-        if not world.kubelet.devices.healthy.get(NUMBER):
-            await asyncio.sleep(2.0)
-            self._register_again(self._agent)
-
     # -- the second act -------------------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> list[str]:
         """Wait until all pods have come and gone; whoever cannot start although nothing hinders him is reported."""
         loop, stuck = asyncio.get_running_loop(), []
-        progress, since, tried_again = -1, loop.time(), False
+        progress, since = -1, loop.time()
         while self._live or self._pending:
             await asyncio.sleep(30.0)
             now = self._story.counts["started"] + self._story.counts["ended"] + self._story.counts["bound"]
@@ -397,16 +268,9 @@ class _Episode:
                 continue
             since = loop.time()
             if not self._live:
-                if not tried_again:
-                    # Placing waits for a change, and on an empty node nothing changes: perhaps nobody had offered anything the last time.
-                    tried_again = self._changed = True
-                    if not self._world.kubelet.devices.healthy.get(NUMBER):
-                        self._register_again(self._agent)
-                    continue
                 stuck += [f"{plan.name} is never placed: {plan}" for plan in self._pending]
                 self._pending = []
                 continue
-            tried_again = False
             youngest = max(self._live.values(), key=lambda pod: pod.created_at)
             if len(self._live) == 1 and not (self._world.early or hopeless(youngest)):
                 self._story.accuse(f"{youngest.name} ({youngest.uid}) never starts: {youngest.refusal}", youngest.uid)

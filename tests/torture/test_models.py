@@ -8,7 +8,8 @@ import random
 import pytest
 
 from tests.torture.agents import Life
-from tests.torture.episode import Faults, play
+from tests.torture.episode import play
+from tests.torture.faults import Faults
 from tests.torture.judge import Got
 from tests.torture.plan import MEMORY, NUMBER, Card, Ending, Kind, Mix, Origin, PlannedContainer, PlannedPod, Wish
 from tests.torture.scheduler_model import SchedulerModel, Slice
