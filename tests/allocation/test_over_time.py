@@ -168,6 +168,29 @@ async def test_a_restart_while_an_init_container_runs_keeps_its_share_for_the_ne
     assert booked(after) == {U0: 30000}
 
 
+async def test_a_restart_does_not_forget_an_init_container_all_of_whose_ids_go_on() -> None:
+    """It runs with its own share, not with those of the containers after it, none of which has started."""
+    place = Place()
+    gpus = wants(prepare=f"{U0} 100,{U1} 200", main=f"{U0} 50", other=f"{U0} 20")
+    pod = a_pod("train", init("first"), init("prepare", 2), "main", "other", annotations=gpus)
+    place.book.replace([pod])
+    await place.admit(pod, "first", IDS[:1], listed=False)
+    await place.admit(pod, "prepare", IDS[:2], listed=False)
+    await place.admit(pod, "main", IDS[:1])
+    await place.admit(pod, "other", IDS[1:2])
+    await place.start(IDS[:1])
+    await place.start(IDS[:2])
+    after = restarted(place, pod)
+    confirm(after, initial=True)
+    assert booked(after) == booked(place) == {U0: 100, U1: 200}
+    confirm(after, times=3)
+    assert booked(after) == {U0: 100, U1: 200}
+    await after.start(IDS[:1])
+    await after.start(IDS[1:2])
+    confirm(after, times=3)
+    assert booked(after) == {U0: 70}
+
+
 async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_back() -> None:
     """Passes over the records do not bring back what it had: the entry in the checkpoint stays for as long as the pod."""
     before = Place()

@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodBook
 
 
-def told_apart(records: KubeletRecords, resources: Collection[str], book: PodBook) -> KubeletRecords:
-    """``records`` with the holders of ``resources`` sorted out; unchanged where the checkpoint was not read."""
+def told_apart(
+    records: KubeletRecords, resources: Collection[str], book: PodBook, at_work: Collection[tuple[str, str]] = ()
+) -> KubeletRecords:
+    """``records`` with the holders of ``resources`` sorted out; unchanged where the checkpoint was not read.
+
+    ``at_work`` names init containers (pod's UID, container) that were let start last of their pod: they have their ids before all others.
+    """
     if records.entries is None:
         return records
     others = [holding for holding in records.holdings if holding.resource not in resources]
@@ -33,7 +38,7 @@ def told_apart(records: KubeletRecords, resources: Collection[str], book: PodBoo
     taken = {(holding.resource, id_) for holding in found for id_ in holding.ids}
     entries = [entry for entry in records.entries if entry.resource in resources and _lives(entry.owner.pod_uid, alive, records, book)]
     shown = {(holding.resource, holding.owner.pod_uid, holding.owner.container) for holding in listed if records.complete}
-    for entry in sorted(entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid), shown)):
+    for entry in sorted(entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid), shown, at_work)):
         left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
         taken.update((entry.resource, id_) for id_ in left)
         if left:
@@ -80,8 +85,15 @@ def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodB
     return not records.complete and not book.synced.is_set()
 
 
-def _rank(entry: Holding, pod: Pod | None, shown: Collection[tuple[str, str, str]]) -> tuple[int, int, str]:
-    """Ids are for the containers that come last, which pod-resources shows; of a pod that nobody knows for the smaller entry."""
+def _rank(
+    entry: Holding, pod: Pod | None, shown: Collection[tuple[str, str, str]], at_work: Collection[tuple[str, str]]
+) -> tuple[int, int, str]:
+    """Ids are for the containers that come last, which pod-resources shows; of a pod that nobody knows for the smaller entry.
+
+    Not so while an init container runs: the others have nothing yet of what it has.
+    """
+    if (entry.owner.pod_uid, entry.owner.container) in at_work:
+        return -1, 0, entry.owner.container
     container = pod.container(entry.owner.container) if pod else None
     if container is None:
         known = (entry.resource, entry.owner.pod_uid, entry.owner.container) in shown

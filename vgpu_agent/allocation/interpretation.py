@@ -57,10 +57,24 @@ class Interpretation:
         names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
             record.resource for record in self._around.carrier.records
         }
-        found = told_apart(records, names, self._around.book)
+        found = told_apart(records, names, self._around.book, self._at_work())
         return dataclasses.replace(
             found, holdings=tuple(self._named(holding) if holding.resource in names else holding for holding in found.holdings)
         )
+
+    def _at_work(self) -> set[tuple[str, str]]:
+        """The init containers that were let start last of their pod: until the next start they may run, with all that they were given."""
+        if self._around is None:
+            return set()
+        _, by_uid = self._indexed(self._around.carrier.records)
+        found = set()
+        for uid, records in by_uid.items():
+            last = max(records, key=lambda record: record.decided_at).owner.container
+            pod = self._around.book.get(uid)
+            container = pod.container(last) if pod else None
+            if container is not None and container.kind is ContainerKind.INIT:
+                found.add((uid, last))
+        return found
 
     def _named(self, holding: Holding) -> Holding:
         """``holding`` in the hands of the container that the spec of its ids was made for, where a pod's containers share them."""
