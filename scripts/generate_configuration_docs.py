@@ -55,6 +55,7 @@ in a flag or a variable starts from the working directory; paths in the file are
 
 RULES = """\
 A variable that begins with `VGPU_AGENT_` and stands in no table is reported as a warning, unless Kubernetes put it there for a Service.
+So is a variable of NVIDIA's or Volcano's plugin that the agent does not follow, where it would have had an effect.
 
 ## What the file may look like
 

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.golden import golden_inventory
 from vgpu_agent.agent.binding_report import BindingReport
 from vgpu_agent.agent.cluster_report import ClusterReport
@@ -28,6 +30,8 @@ from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.gpu.watch import GpuWatch
@@ -241,6 +245,19 @@ class Source:
     def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Never answered."""
         raise AssertionError(path)
+
+
+@pytest.mark.parametrize(("asked", "complained_of"), [("", False), ("volcano-system", False), ("kube-system", True)])
+async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_problem(
+    tmp_path: Path, asked: str, complained_of: bool
+) -> None:
+    """In the two usual namespaces a missing role is as it should be; where somebody has asked for the ConfigMap it is a mistake."""
+    settings = Settings(state_directory=str(tmp_path), volcano_vgpu=VolcanoVgpu(config_map_namespace=asked))
+    cluster = ClusterSide(settings, Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
+    cluster.config_map = ConfigMapWatch(Source(), settings=Cluster(), journal=Journal())
+    cluster.config_map.statuses["kube-system"].errors = 1
+    (watch,) = ClusterReport(cluster).status().watches
+    assert watch.essential is complained_of
 
 
 async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.api.scripted import QUICK, running, until
 from vgpu_agent.cluster.client import ApiClient
-from vgpu_agent.cluster.config_map import KEY, NAME, ConfigMapWatch
+from vgpu_agent.cluster.config_map import KEY, NAME, ConfigMapWatch, namespaces
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
@@ -177,6 +177,31 @@ async def test_the_config_map_of_the_first_namespace_wins_whenever_it_comes(serv
         server.objects.patch("configmaps", NAME, {"data": {KEY: "newer second"}}, "volcano-system")
         server.objects.delete("configmaps", NAME, "kube-system")
         await until(lambda: config_map.text.value == "newer second")
+
+
+async def test_a_namespace_of_the_operators_own_is_looked_at_first(server: ApiServer, client: ApiClient, journal: Journal) -> None:
+    """volcano-vgpu-device-plugin's DEVICE_CONFIG_NAMESPACE; the two known ones come after it, as there."""
+    config_map = ConfigMapWatch(client, settings=QUICK, journal=journal, namespaces=namespaces("volcano"))
+    server.objects.create("configmaps", _config("kube-system", "second"))
+    async with running(config_map.run):
+        await until(lambda: config_map.text.value == "second")
+        server.objects.create("configmaps", _config("volcano", "first"))
+        await until(lambda: config_map.text.value == "first")
+    assert config_map.namespace == "volcano"
+
+
+@pytest.mark.parametrize(
+    ("first", "looked_in"),
+    [
+        ("", ("kube-system", "volcano-system")),
+        ("volcano", ("volcano", "kube-system", "volcano-system")),
+        ("kube-system", ("kube-system", "volcano-system")),
+        ("volcano-system", ("volcano-system", "kube-system")),
+    ],
+)
+def test_no_namespace_is_looked_at_twice(first: str, looked_in: tuple[str, ...]) -> None:
+    """Two watches of one object would be one too many."""
+    assert namespaces(first) == looked_in
 
 
 async def test_config_maps_are_got_and_watched_by_name_and_never_listed(server: ApiServer, config_map: ConfigMapWatch) -> None:

@@ -307,3 +307,67 @@ def test_health_checks_that_mean_nothing_are_warned_of(load_text: Load, text: st
     loaded = load_text(f'version: v1\ngpu:\n  disableHealthChecks: "{text}"\n')
 
     assert loaded.warnings == warnings
+
+
+VGPU = "version: v1\nfamilies: {nvidia: false, volcanoVgpu: true}\n"
+SHARE = "version: v1\nfamilies: {nvidia: false, volcanoGpushare: true}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "variable", "value", "instead"),
+    [
+        (VGPU, "GDRCOPY_ENABLED", "false", "set volcanoVgpu.gdrcopyEnabled to that"),
+        (VGPU, "GDS_ENABLED", "0", "set volcanoVgpu.gdsEnabled to that"),
+        (VGPU, "MOFED_ENABLED", "False", "set volcanoVgpu.mofedEnabled to that"),
+        (VGPU, "NVIDIA_DRIVER_ROOT", "/run/nvidia/driver", "set gpu.driverRoot to that, and mount the path"),
+        (VGPU, "NVIDIA_DEV_ROOT", "/run/nvidia/driver", "set gpu.devRoot to that, and mount the path"),
+        (VGPU, "HOOK_PATH", "/opt/vgpu", "set hamiCore.hostDirectory to that, and mount the path"),
+        (VGPU, "KUBECONFIG", "/root/.kube/config", "set kubeconfig to that"),
+        (VGPU, "DEVICE_LIST_STRATEGY", "cdi-annotations", "this version has nothing like it"),
+        (VGPU, "MIG_STRATEGY", "mixed", "this version has nothing like it"),
+        (VGPU, "CONFIG_FILE", "/etc/plugin.yaml", "write what it says into the file of --config"),
+        (VGPU, "KUBELET_SOCKET", "/data/kubelet/device-plugins/kubelet.sock", "set kubelet.directory"),
+        (SHARE, "GPU_STRATEGY", "number", "set volcanoGpushare.strategy to that"),
+        (SHARE, "GPU_MEMORY_FACTOR", "10", "set volcanoGpushare.gpuMemoryFactor to that"),
+    ],
+)
+def test_a_variable_of_a_replaced_plugin_that_is_ignored_is_named(
+    load_text: Load, text: str, variable: str, value: str, instead: str
+) -> None:
+    """With its value and what to do instead, for a DaemonSet that was moved over with its environment."""
+    (warning,) = load_text(text, environment={variable: value}).warnings
+    assert warning.startswith(f'environment variable {variable}: "{value}" has no effect here; {instead}')
+
+
+@pytest.mark.parametrize(
+    ("text", "variable", "value"),
+    [
+        (VGPU, "GDRCOPY_ENABLED", "TRUE"),
+        (VGPU + "volcanoVgpu: {gdsEnabled: false}\n", "GDS_ENABLED", "false"),
+        (SHARE, "GDS_ENABLED", "false"),
+        (VGPU, "NVIDIA_DRIVER_ROOT", "/"),
+        (VGPU + "gpu: {driverRoot: /run/nvidia/driver}\n", "NVIDIA_DEV_ROOT", "/run/nvidia/driver/"),
+        (VGPU, "HOOK_PATH", "/usr/local/vgpu"),
+        (VGPU + "volcanoVgpu: {isolation: none}\n", "HOOK_PATH", "/opt/vgpu"),
+        (VGPU + "kubeconfig: /root/.kube/config\n", "KUBECONFIG", "/root/.kube/config"),
+        ("", "KUBECONFIG", "/root/.kube/config"),
+        (VGPU, "DEVICE_LIST_STRATEGY", "envvar"),
+        (VGPU, "MIG_STRATEGY", "none"),
+        (VGPU, "IMEX_REQUIRED", "0"),
+        (VGPU, "MIG_STRATEGY", ""),
+        (VGPU, "GPU_STRATEGY", "number"),
+        (SHARE, "GPU_MEMORY_FACTOR", "1"),
+    ],
+)
+def test_a_variable_of_a_replaced_plugin_that_says_what_holds_anyway_is_not_named(
+    load_text: Load, text: str, variable: str, value: str
+) -> None:
+    """Whatever its plugin would have done, the agent does, or nobody would see a difference."""
+    assert load_text(text, environment={variable: value}).warnings == ()
+
+
+@pytest.mark.parametrize("name", ["Volcano", "a.b", "-a", "a/b", "a" * 64])
+def test_the_namespace_of_the_config_map_must_be_one(problems_of: Problems, name: str) -> None:
+    """It becomes part of a path that is asked of the API server."""
+    (problem,) = problems_of(environment={"DEVICE_CONFIG_NAMESPACE": name})
+    assert "environment variable DEVICE_CONFIG_NAMESPACE: expected the name of a namespace" in problem

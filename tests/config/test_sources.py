@@ -61,6 +61,7 @@ def test_every_variable_reaches_its_key(load_text: Load, option: Option) -> None
         "nodeName": "node-7",
         "gpu.disableHealthChecks": "48",
         "gpu.enableHealthChecks": "31",
+        "volcanoVgpu.configMapNamespace": "volcano",
     }
 
     loaded = load_text(environment={option.variable: text.get(option.path, "/some/where")})

@@ -51,7 +51,8 @@ class ClusterReport:
             yield _watch("this node", cluster.nodes.status)
         for namespace, status in cluster.config_map.statuses.items() if cluster.config_map is not None else ():
             if status.lists or status.errors:  # a later namespace is not watched while an earlier one has the ConfigMap
-                yield _watch(f"ConfigMap {namespace}/{config_map.NAME}", status, essential=False)
+                # In one of the two usual namespaces the role may be missing; in the one that was asked for that is a mistake.
+                yield _watch(f"ConfigMap {namespace}/{config_map.NAME}", status, essential=namespace == cluster.asked_namespace)
 
     def _writers(self) -> Iterator[WriterStatus]:
         cluster = self._cluster

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.remembered import Memory, Remembered
 from vgpu_agent.cluster.client import ApiClient
-from vgpu_agent.cluster.config_map import ConfigMapWatch
+from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.node_publisher import NodePublisher
@@ -83,6 +83,11 @@ class ClusterSide:
         return self._settings.families.volcano_vgpu or self._settings.families.volcano_gpushare
 
     @property
+    def asked_namespace(self) -> str:
+        """Where somebody has said that Volcano's ConfigMap is; empty for nowhere but the usual places."""
+        return self._settings.volcano_vgpu.config_map_namespace
+
+    @property
     def node(self) -> Node | None:
         """Our Node, or what is remembered of it while it has not been read."""
         if self.nodes is not None and self.nodes.node.value is not None:
@@ -128,7 +133,8 @@ class ClusterSide:
             ("watch of this node", self.nodes),
         ]
         if self._settings.families.volcano_vgpu and self._settings.volcano_vgpu.read_config_map:
-            self.config_map = ConfigMapWatch(client, settings=cluster, journal=self._journal)
+            looked_in = namespaces(self.asked_namespace)
+            self.config_map = ConfigMapWatch(client, settings=cluster, journal=self._journal, namespaces=looked_in)
             watches.append(("watch of volcano-vgpu-device-config", self.config_map))
         for task, watch in watches:
             self._loop(task, watch.run, watch.longest_silence_seconds)

@@ -31,6 +31,11 @@ NAMESPACES = ("kube-system", "volcano-system")
 _FORBIDDEN = 403
 
 
+def namespaces(first: str) -> tuple[str, ...]:
+    """Where to look, in order; ``first`` is a namespace of the operator's own (``DEVICE_CONFIG_NAMESPACE``), or empty."""
+    return tuple(dict.fromkeys(namespace for namespace in (first, *NAMESPACES) if namespace))
+
+
 class ConfigMapWatch:
     """One key of the first ConfigMap of that name.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vgpu_agent.config import checks, options, schema, yaml
+from vgpu_agent.config import checks, foreign_variables, options, schema, yaml
 from vgpu_agent.config.problems import Problems, shown, shown_key
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import ConfigError
@@ -370,5 +370,6 @@ def _warnings(settings: Settings, environment: Mapping[str, str]) -> Iterable[st
     for name in options.unknown_variables(environment):
         guess = options.PREFIX + near if (near := _nearest(name.removeprefix(options.PREFIX), options.our_names())) else None
         yield f"environment variable {name}: unknown and ignored" + (f", did you mean {guess}?" if guess else "")
+    yield from foreign_variables.without_effect(settings, environment)
     for path, word in checks.doubtful_xids(settings):
         yield f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or "xids"'

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.config import schema
+from vgpu_agent.config import foreign_variables, schema
 
 if TYPE_CHECKING:
     import argparse
@@ -70,6 +70,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("plugin.passDeviceSpecs", "", "PASS_DEVICE_SPECS"),
     Option("plugin.deviceIdStrategy", "", "DEVICE_ID_STRATEGY"),
     Option("plugin.sharedDevicesAllocationPolicy", "", "SHARED_DEVICES_ALLOCATION_POLICY"),
+    # As volcano-vgpu-device-plugin names it.
+    Option("volcanoVgpu.configMapNamespace", "", "DEVICE_CONFIG_NAMESPACE"),
 )
 
 
@@ -106,8 +108,8 @@ def given(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `OPTIONS` and those that look like ours."""
-    ours = {option.variable for option in OPTIONS}
+    """The variables of `OPTIONS`, those that look like ours, and those of the replaced plugins that `load` warns of."""
+    ours = {option.variable for option in OPTIONS} | foreign_variables.NAMES
     return {name: value for name, value in environment.items() if name in ours or name.startswith(PREFIX)}
 
 

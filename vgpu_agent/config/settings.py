@@ -270,8 +270,9 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     state_directory: Annotated[
         Directory,
         Meta(
-            description="Directory on the node in which the agent keeps the last good copy of what it read from the API server, so that a "
-            "restart during an outage offers the same resources. It may be lost at any time while the API server answers."
+            description="Directory on the node for what a restart needs: `remembered.json`, the last good copy of what was read from the "
+            "API server, so that a restart during an outage offers the same resources; and, with early binding, `grants/`, what each "
+            "container was told. It may be lost at any time while the API server answers."
         ),
     ] = "/var/lib/vgpu-agent"
     config_reload_seconds: Annotated[Seconds, Meta(description="How often the configuration file is looked at for new content.")] = 2.0

@@ -65,6 +65,15 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         bool,
         Meta(description="Read the ConfigMap volcano-vgpu-device-config, in kube-system or volcano-system, as the replaced plugin does."),
     ] = True
+    config_map_namespace: Annotated[
+        str,
+        Meta(
+            pattern=r"\A([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?\Z",
+            extra={"expected": "the name of a namespace (lower case letters, digits and '-')"},
+            description="Where that ConfigMap is looked for first, before kube-system and volcano-system. The agent's role must allow to "
+            "read it there. Empty: only in those two.",
+        ),
+    ] = ""
     node_config_file: Annotated[
         OptionalPath, Meta(description="The mounted config.json of volcano-vgpu-node-config; empty or missing: none.")
     ] = "/config/config.json"
