@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from tests.golden import U0, U1, golden_inventory
@@ -189,6 +190,15 @@ class Place:
     def events(self, name: str) -> list[dict[str, object]]:
         """The facts of the journal's entries of that name."""
         return [entry.facts for entry in self.journal.entries if entry.event == name]
+
+
+class SlowPlace(Place):
+    """kubelet answers what is asked about one pod, and never says which pods there are."""
+
+    async def testify(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
+        if whole:
+            await asyncio.sleep(3600)
+        return await super().testify(resource, ids, whole=whole)
 
 
 def a_pod(

@@ -7,10 +7,12 @@ import dataclasses
 
 import pytest
 
-from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, MemoryCarrier, Place, a_pod, init, wants
+from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, MemoryCarrier, Place, SlowPlace, a_pod, init, wants
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import cdi_name, grant_token
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.proof import NotProvenError
+from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import CapacityError, CarrierError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import GrantState, Holding, KubeletRecords, Owner, Share
@@ -253,6 +255,23 @@ async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: b
     place.book.put(dataclasses.replace(ended, phase="Succeeded"))
     await place.start(IDS[1:2])
     assert given(place, IDS[1:2])["GPU"] == U0
+
+
+@pytest.mark.looptime
+async def test_a_start_without_room_is_answered_before_kubelet_gives_up() -> None:
+    """Asking which pods have ended counts against the time that a start may take."""
+    place = SlowPlace()
+    place.can_get = True
+    first, second = a_pod("first", annotations=wants(main=f"{U0} 40000")), a_pod("second", annotations=wants(main=f"{U0} 40000"))
+    place.book.replace([first, second])
+    await place.admit(first, "main", IDS[:1])
+    await place.start(IDS[:1])
+    await place.admit(second, "main", IDS[1:2])
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(NotProvenError, match=r"default/second, container main: no room, and kubelet has not said within 20 s"):
+        await place.start(IDS[1:2])
+    assert loop.time() - began == pytest.approx(Binding().start_seconds, abs=0.1)
 
 
 async def test_a_full_disk_refuses_the_start_and_names_itself() -> None:

@@ -25,12 +25,12 @@ from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from vgpu_agent.allocation.proof import Claim, Testimony
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily, Question
-    from vgpu_agent.isolation.edits import Edits, Provision
+    from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory, Owner, Resource, Share
@@ -56,6 +56,7 @@ class _Start:
     owner: Owner
     found: Claim
     testimony: Testimony
+    until: float  # the loop's time by which kubelet must have an answer
 
     @property
     def key(self) -> tuple[str, str]:
@@ -104,7 +105,7 @@ class Binder:
         """
         token = grant_token(offered.name, ids)
         async with self._turn(token):
-            began = time.perf_counter()
+            began, until = time.perf_counter(), asyncio.get_running_loop().time() + self._around.settings.start_seconds
             try:
                 who = await self._identification.identify(offered.name, ids, token)
             except NotProvenError as err:
@@ -120,7 +121,7 @@ class Binder:
                     raise type(err)(f"{who.owner.pod_name}, container {who.owner.container}: {err}") from err
                 return
             pod, owner = who.pod, who.owner
-            start = _Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony)
+            start = _Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony, until)
             try:
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
             except (RequestRefusedError, LedgerError, CarrierError, NotProvenError) as err:
@@ -237,7 +238,7 @@ class Binder:
         shares, by = self._decide(start)
         expected = {name: self._provision(start, name, shares) for name in start.found.containers.get(start.owner.pod_uid, ())}
         own = {(start.owner.pod_uid, name, start.offered.name) for name in expected}
-        answers = {name: answer for (_, name, _), answer in self._stored(start, own)}
+        answers = {key[1]: answer for key, answer in start.testimony.answers.items() if key in own}
         evidence = Evidence(
             key=start.key,
             shares=shares,
@@ -285,9 +286,6 @@ class Binder:
         own = shares if container == start.owner.container else start.family.decide(asked).shares
         return start.family.provision(asked, own)
 
-    def _stored(self, start: _Start, own: Collection[tuple[str, str, str]]) -> list[tuple[tuple[str, str, str], Edits]]:
-        return [(key, answer) for key, answer in start.testimony.answers.items() if key in own]
-
     def _is_gone(self, uid: str) -> bool:
         pod = self._around.book.get(uid)
         return self._around.book.synced.is_set() and (pod is None or pod.ended)
@@ -325,11 +323,21 @@ class Binder:
             # Ended pods leave the book when kubelet's records have been read twice; here is one that needs their place now.
             testimony = start.testimony
             if not testimony.whole:  # it speaks of this pod only
-                testimony = await self._around.witness(start.offered.name, start.ids, whole=True)
+                testimony = await self._all_pods(start)
             if not self._release_ended(testimony):
                 raise
             ended = ended_before(self._ledger.grants, start.pod, start.owner)
             return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
+
+    async def _all_pods(self, start: _Start) -> Testimony:
+        try:
+            async with asyncio.timeout_at(start.until):
+                return await self._around.witness(start.offered.name, start.ids, whole=True)
+        except TimeoutError:
+            raise NotProvenError(
+                f"no room, and kubelet has not said within {self._around.settings.start_seconds:g} s which pods have ended; "
+                "kubelet will ask again"
+            ) from None
 
     def _release_ended(self, testimony: Testimony) -> bool:
         """Release grants of pods that kubelet does not list and the API server has ended or deleted; whether there were any."""
