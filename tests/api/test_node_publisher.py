@@ -89,6 +89,27 @@ async def test_annotations_and_labels_are_one_patch_and_set_first() -> None:
     assert world.patches == [{"metadata": {"annotations": {REGISTER: "U0,10:"}, "labels": {"vgpu-agent.io/isolation": "none"}}}]
 
 
+async def test_an_agent_that_leaves_tries_until_everything_is_written() -> None:
+    """Three refusals cost pauses and no wish; what stands already costs no request."""
+    world = World(NodeWishes(annotations={REGISTER: None, HANDSHAKE: "Deleted_x"}, labels={"ours": None}), annotations={REGISTER: "U0,10:"})
+    times = itertools.count(1)
+    world.api.fault = lambda verb, path, body: unavailable(verb, path, body) if next(times) <= 3 else None
+    await asyncio.sleep(1)
+    await world.publisher.publish_all()
+    assert world.annotations == {HANDSHAKE: "Deleted_x"}
+    assert len(world.patches) == 4
+
+
+async def test_an_agent_that_leaves_is_not_done_before_its_node_has_been_read() -> None:
+    """It cannot know what stands there."""
+    world = World(NodeWishes(annotations={REGISTER: None}), delay_seconds=20, annotations={REGISTER: "U0,10:"})
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(world.publisher.publish_all(), 5)
+    assert world.patches == []
+    await asyncio.wait_for(world.publisher.publish_all(), 60)
+    assert world.annotations == {}
+
+
 async def test_nothing_is_requested_while_nothing_changes() -> None:
     """Ten virtual minutes after everything stands: not one request, not even the first one of a new process."""
     wishes = NodeWishes(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.families.volcano_vgpu_golden import INVENTORY, NODE, NUMBER, ROOMS, U0, U1, family
 from vgpu_agent.families.family import NodeView
-from vgpu_agent.families.volcano_vgpu_node import HANDSHAKE, LOCK, REGISTER, farewell
+from vgpu_agent.families.volcano_vgpu_node import HANDSHAKE, LOCK, REGISTER
 from vgpu_agent.model import DeviceRoom, Gpu, Inventory
 from vgpu_agent.nodes import Node, NodeWishes
 
@@ -160,5 +160,8 @@ def test_any_lock_is_read_without_an_exception(text: str) -> None:
 
 
 def test_nothing_is_left_behind_by_an_agent_that_leaves() -> None:
-    """``volcano-vgpu:D24``: no cards, no handshake that promises any, no lock."""
-    assert farewell(now=NOW).annotations == {REGISTER: None, HANDSHAKE: "Deleted_2026.11.20 18:51:32", LOCK: None}
+    """``volcano-vgpu:D24``: no cards, no handshake that promises any, no lock, and none of the labels that the agent has put there."""
+    farewell = family().farewell(NOW)
+    assert farewell.annotations == {REGISTER: None, HANDSHAKE: "Deleted_2026.11.20 18:51:32", LOCK: None}
+    assert farewell.labels == dict.fromkeys(_wishes().labels)
+    assert farewell.labels

@@ -146,6 +146,12 @@ def test_the_commented_sharing_is_accepted_once_the_hashes_are_gone(objects: dic
     assert (shared.name, shared.replicas) == ("nvidia.com/gpu", 4)
 
 
+@pytest.mark.parametrize("key", ["nvidia.com/gpu", "volcano.sh/gpu-memory"])
+def test_the_pod_tolerates_the_taints_that_the_replaced_plugins_tolerate(pod: Any, key: str) -> None:
+    """Whoever keeps other pods off the GPU nodes in the usual way must not have to change the manifest."""
+    assert {"key": key, "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
 def test_the_arguments_are_a_call_that_the_command_line_understands(container: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """``--help`` behind them, so that nothing is started; an unknown flag or command would end with status 2."""
     with pytest.raises(SystemExit) as ended:

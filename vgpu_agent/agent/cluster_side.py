@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.remembered import Memory, Remembered
@@ -68,7 +69,7 @@ class ClusterSide:
         self.reschedule: Reschedule | None = None
         self.events: Events | None = None
         self.client: ApiClient | None = None
-        self._leaving = False
+        self._leaving_at = 0.0  # unix seconds; 0 while it stays
         self._tasks: list[str] = []
         self._settings = settings
         self._journal = journal
@@ -150,7 +151,7 @@ class ClusterSide:
             self.client,
             settings.node_name_or_hostname,
             self.nodes.node,
-            lambda node, now: allocator.farewell(now) if self._leaving else allocator.node_wishes(node, now),
+            lambda node, now: allocator.farewell(self._leaving_at) if self._leaving_at else allocator.node_wishes(node, now),
             wake,
             settings.cluster,
             self._journal,
@@ -215,12 +216,21 @@ class ClusterSide:
         """Take back what tells schedulers about this node, where that is wanted; gives up after ``seconds``."""
         if self.node_publisher is None or not self._settings.cluster.withdraw_at_stop:
             return
-        self._leaving = True
+        self._leaving_at = time.time()
         await self._supervisor.stop(_NODE_TASK)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(seconds):
-                await self.node_publisher.publish_once()
-        self._journal.record("cluster.withdrawn")
+                await self.node_publisher.publish_all()
+        except TimeoutError:
+            self._journal.record(
+                "cluster.not_withdrawn",
+                level="warning",
+                gave_up_after_seconds=seconds,
+                error="the API server did not take it",
+                remedy="take annotations volcano.sh/node-vgpu-* and labels vgpu-agent.internal/* off the Node with kubectl",
+            )
+        else:
+            self._journal.record("cluster.withdrawn")
 
     async def close(self) -> None:
         """End the loops, then close the connections: a loop that still ran would open new ones."""

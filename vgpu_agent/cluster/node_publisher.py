@@ -102,6 +102,7 @@ class NodePublisher:
         self._outdated = ("", 0.0)  # the version of the Node that a conflict has proven old, and until when to wait for a newer one
         self._conflicts = 0
         self._pending_since: float | None = None
+        self._all_written = False
         self._beat: Callable[[], None] = lambda: None
         self.first = asyncio.Event()
         self.counts = WriteCounts()
@@ -116,12 +117,22 @@ class NodePublisher:
             await versions.passed(timeout_seconds=pause)
             await asyncio.sleep(_GATHERING_SECONDS)
 
+    async def publish_all(self) -> None:
+        """Publish until all that is wished for has been written, with as many tries as that takes; for an agent that leaves."""
+        while True:
+            versions = Versions(self._node)
+            pause = await self.publish_once()
+            if self._all_written:
+                return
+            await versions.passed(timeout_seconds=pause)
+
     async def publish_once(self) -> float:
         """Write what differs and may be written now.
 
         Returns:
             Seconds after which to look again, if nothing happens before.
         """
+        self._all_written = False
         node = self._node.value
         if node is None:
             self._counted(0)
@@ -133,14 +144,15 @@ class NodePublisher:
         wished = self._wished(node)
         if wished is None:
             return self._look_seconds
-        pause, due = self._look_seconds, []
+        pause, due, later = self._look_seconds, [], False
         for wish in wished:
             seconds = self._seconds_until_due(wish)
             if seconds == 0.0:
                 due.append(wish)
             elif seconds is not None:
-                pause = min(pause, seconds)
+                pause, later = min(pause, seconds), True
         left = await self._write(node, due)
+        self._all_written = not left and not later
         if not self._refused and all(wish.section not in {Section.ANNOTATIONS, Section.LABELS} for wish in left):
             self.first.set()
         self._counted(len(left))

@@ -93,8 +93,8 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     withdraw_at_stop: Annotated[
         bool,
         Meta(
-            description="Take back, at an orderly stop, what tells schedulers that this node shares GPUs. For the removal of the agent, "
-            "not for an update."
+            description="Take back, at an orderly stop, what tells schedulers that this node shares GPUs, and the agent's labels. For the "
+            "removal of the agent, not for an update."
         ),
     ] = False
     handshake_min_seconds: Annotated[

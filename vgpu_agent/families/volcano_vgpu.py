@@ -178,8 +178,8 @@ class VolcanoVgpuFamily:
         return state_wishes(pod, ours, self._options.names, failed=failed, factor=self._factor or 1)
 
     def farewell(self, now: float) -> NodeWishes:
-        """Nothing that makes a scheduler send pods (volcano-vgpu contract §9, row 24)."""
-        return leave(now=now)
+        """Nothing that makes a scheduler send pods (volcano-vgpu contract §9, row 24), and none of our labels."""
+        return leave(now=now).joined(NodeWishes(labels={UNIT_LABEL: None, ISOLATION_LABEL: None}))
 
     def node_wishes(self, view: NodeView) -> NodeWishes:
         """The register annotation (G1), an answer to a handshake, the removal of a lock, and two labels for people.

@@ -1,0 +1,101 @@
+"""What an agent that is taken away leaves on its Node, and that it says so only when it is so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from blockbuster import BlockBuster
+
+from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.config.binding import Cluster
+from vgpu_agent.sim.api_faults import Fault, FaultKind
+from vgpu_agent.sim.api_server import ApiServer
+
+REGISTER, HANDSHAKE = "volcano.sh/node-vgpu-register", "volcano.sh/node-vgpu-handshake"
+STAYS = Cluster(start_wait_seconds=2, backoff_min_seconds=0.05, backoff_max_seconds=0.2, request_timeout_seconds=2)
+LEAVES = msgspec.structs.replace(STAYS, withdraw_at_stop=True)
+
+
+@pytest.fixture(autouse=True)
+def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+    """kubernetes-asyncio reads the kubeconfig in a coroutine; the agent runs that in a loop of its own, in a thread."""
+    assert _no_blocked_loop is not None
+    _no_blocked_loop.deactivate()
+
+
+def on_the_node(server: ApiServer) -> dict[str, Any]:
+    """Annotations and labels that begin with a name of ours or Volcano's."""
+    metadata = server.objects.get("nodes", NODE)["metadata"]
+    keys = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
+    return {key: value for key, value in keys.items() if key.startswith(("volcano.sh/", "vgpu-agent.internal/"))}
+
+
+async def published(parts: Wired) -> None:
+    """The Node says what it offers."""
+    await parts.families.apply(parts.settings)
+    parts.cluster.write(parts.allocator, parts.refusals, Latest(0), lambda _: ())
+    await parts.cluster.written_once(5)
+
+
+@pytest.fixture
+async def server() -> Any:
+    """With our Node, which carries a label of somebody else."""
+    async with ApiServer() as running:
+        running.objects.create(
+            "nodes",
+            {
+                "metadata": {"name": NODE, "labels": {"nvidia.com/gpu.present": "true"}},
+                "status": {"nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": "containerd://2.1.0"}},
+            },
+        )
+        yield running
+
+
+async def test_annotations_and_labels_go_with_the_agent(tmp_path: Path, server: ApiServer) -> None:
+    """``volcano-vgpu:D24``: what stays is the handshake that old schedulers read as "no GPUs here", and what others have put there."""
+    async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
+        await published(parts)
+        assert {"vgpu-agent.internal/volcano-vgpu-isolation", REGISTER} < on_the_node(server).keys()
+        await parts.cluster.withdraw(5)
+        assert parts.journalled("cluster.withdrawn") == [{}]
+    (left,) = on_the_node(server).items()
+    assert left[0] == HANDSHAKE
+    assert left[1].startswith("Deleted_")
+    assert server.objects.get("nodes", NODE)["metadata"]["labels"] == {"nvidia.com/gpu.present": "true"}
+
+
+async def test_an_api_server_that_is_back_in_time_gets_the_farewell(tmp_path: Path, server: ApiServer) -> None:
+    """One refused write is no reason to leave the node as it is."""
+    async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
+        await published(parts)
+        server.faults = [Fault(FaultKind.STATUS, verb="patch", resource="nodes", code=503, reason="ServiceUnavailable", times=2)]
+        await parts.cluster.withdraw(5)
+        assert parts.journalled("cluster.withdrawn") == [{}]
+    assert on_the_node(server).keys() == {HANDSHAKE}
+
+
+async def test_a_farewell_that_nobody_took_is_not_called_one(tmp_path: Path, server: ApiServer) -> None:
+    """The API server refuses until the time is over: the journal says what stays and how to take it off."""
+    async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
+        await published(parts)
+        server.faults = [Fault(FaultKind.STATUS, verb="patch", resource="nodes", code=503, reason="ServiceUnavailable")]
+        await parts.cluster.withdraw(0.5)
+        assert parts.journalled("cluster.withdrawn") == []
+        (facts,) = parts.journalled("cluster.not_withdrawn")
+    assert facts["gave_up_after_seconds"] == 0.5
+    assert "kubectl" in str(facts["remedy"])
+    assert REGISTER in on_the_node(server)
+
+
+async def test_an_agent_that_comes_back_leaves_everything(tmp_path: Path, server: ApiServer) -> None:
+    """An update must not make schedulers forget the node."""
+    async with wired(await volcano_settings(tmp_path, server, cluster=STAYS)) as parts:
+        await published(parts)
+        before = on_the_node(server)
+        await parts.cluster.withdraw(5)
+        assert parts.journalled("cluster.withdrawn") == []
+    assert on_the_node(server) == before
