@@ -8,6 +8,7 @@ would refuse is refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,8 @@ def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
 def _specs(directory: Path) -> Iterable[dict[str, Any]]:
     for path in sorted(directory.glob("*.json")) if directory.is_dir() else ():
         try:
-            spec = json.loads(path.read_text(encoding="utf-8"))
+            status = path.stat()
+            spec = _spec(path, status.st_ino, status.st_mtime_ns, status.st_size)
         except FileNotFoundError:
             continue  # it was there a moment ago
         except ValueError as err:
@@ -99,6 +101,12 @@ def _specs(directory: Path) -> Iterable[dict[str, Any]]:
         if unknown or not spec.get("devices"):
             raise SimulationError(f"CDI spec {path} is refused: unknown {sorted(unknown)}, devices {spec.get('devices')}")
         yield spec
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(path: Path, *_: int) -> Any:
+    """What stands in the file with that number, time of change and size; runtimes do not read it again for each container either."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _container_edits(edits: Mapping[str, Any]) -> Received:

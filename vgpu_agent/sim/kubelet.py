@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import re
@@ -262,7 +263,7 @@ class SimulatedKubelet:
         if not devices.healthy:
             raise AdmissionError(_rejected(f"no healthy devices present; cannot allocate unhealthy devices {resource}"))
         taken = self._records.in_use(resource)
-        free = [device for device in devices.healthy if device not in taken]
+        free = list(itertools.filterfalse(taken.__contains__, devices.healthy))
         if len(ids) + len(free) < number:
             text = f"requested number of devices unavailable for {resource}. Requested: {number}, Available: {len(ids) + len(free)}"
             raise AdmissionError(_rejected(text))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vgpu_agent.sim.protocol import podresources_pb2 as pod_resources
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
@@ -61,9 +61,9 @@ class ResourceDevices:
         self._changed()
 
     @functools.cached_property
-    def encoded(self) -> str:
+    def encoded(self) -> bytes:
         """The healthy ids as the checkpoint's JSON."""
-        return json.dumps(sorted(self.healthy))
+        return json.dumps(sorted(self.healthy)).encode()
 
     def allocatable_as(self, resource: str) -> bytes:
         """The healthy ids as an AllocatableResourcesResponse; several of them, one behind the other, are one."""
@@ -89,23 +89,22 @@ class Allocation:
     ids_by_node: dict[str, list[str]]
     answer: bytes
 
-    @property
+    @functools.cached_property
     def ids(self) -> list[str]:
         """All ids, by NUMA node."""
         return [device for node in sorted(self.ids_by_node) for device in self.ids_by_node[node]]
 
     @functools.cached_property
-    def encoded(self) -> str:
+    def encoded(self) -> bytes:
         """The entry as the checkpoint's JSON."""
-        return json.dumps(
-            {
-                "PodUID": self.pod_uid,
-                "ContainerName": self.container,
-                "ResourceName": self.resource,
-                "DeviceIDs": self.ids_by_node,
-                "AllocResp": base64.b64encode(self.answer).decode(),
-            }
-        )
+        entry = {
+            "PodUID": self.pod_uid,
+            "ContainerName": self.container,
+            "ResourceName": self.resource,
+            "DeviceIDs": self.ids_by_node,
+            "AllocResp": base64.b64encode(self.answer).decode(),
+        }
+        return json.dumps(entry).encode()
 
     @functools.cached_property
     def described(self) -> bytes:
@@ -129,7 +128,7 @@ class Records:
 
     def in_use(self, resource: str) -> set[str]:
         """Ids that somebody holds, also ended pods that were not cleaned up yet."""
-        return {device for each in self.allocations if each.resource == resource for device in each.ids}
+        return set().union(*(each.ids for each in self.allocations if each.resource == resource))
 
     def of_container(self, pod_uid: str, container: str) -> list[Allocation]:
         """What one container holds."""
@@ -152,15 +151,17 @@ class Records:
 
     def write_checkpoint(self) -> None:
         """Put everything into the file, atomically, mode 0600."""
-        entries = ",".join(each.encoded for each in self.allocations)
-        registered = ",".join(f"{json.dumps(resource)}:{devices.encoded}" for resource, devices in self.devices.items())
-        content = f'{{"PodDeviceEntries":{f"[{entries}]" if entries else "null"},"RegisteredDevices":{{{registered}}}}}'
+        # Pieces, never one text: joining megabytes would keep the other threads of this process from running, and kubelet's do run.
+        entries = list(_between(b",", [each.encoded for each in self.allocations]))
+        entries = [b"[", *entries, b"]"] if entries else [b"null"]
+        registered = _between(b",", [json.dumps(resource).encode() + b":" + devices.encoded for resource, devices in self.devices.items()])
+        content = [b'{"PodDeviceEntries":', *entries, b',"RegisteredDevices":{', *registered, b"}}"]
         # A checksum of the same size as kubelet's: the real one covers a dump that only Go can make, so nobody can check it.
-        encoded = f'{{"Data":{content},"Checksum":{zlib.crc32(content.encode())}}}'
+        checksum = functools.reduce(lambda sum_, piece: zlib.crc32(piece, sum_), content, 0)
         temporary = self._path.with_name(f".{self._path.name}.new")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(encoded)
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines([b'{"Data":', *content, b',"Checksum":%d}' % checksum])
         temporary.replace(self._path)
 
     def read_checkpoint(self) -> None:
@@ -180,3 +181,11 @@ class Records:
             self.devices = {resource: ResourceDevices() for resource in content["RegisteredDevices"]}
         except (OSError, ValueError, KeyError, TypeError):
             return
+
+
+def _between(separator: bytes, pieces: Sequence[bytes]) -> Iterator[bytes]:
+    """``pieces`` with ``separator`` between them."""
+    for place, piece in enumerate(pieces):
+        if place:
+            yield separator
+        yield piece
