@@ -133,6 +133,22 @@ async def test_a_socket_that_moves_in_is_seen(watched: Watched) -> None:
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
 
+async def test_kubelets_checkpoint_wakes_nobody(watched: Watched) -> None:
+    """kubelet rewrites it in the same directory several times for every pod; a socket that comes after is seen all the same."""
+    await asyncio.sleep(0.05)
+    looks = watched.beats
+    for number in range(50):
+        written = watched.path / f".checkpoint{number}"
+        written.write_text("content")
+        written.rename(watched.path / "kubelet_internal_checkpoint")
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+
+    assert watched.beats == looks
+    with sockets.bind(watched.path / "kubelet.sock"):
+        await watched.until(lambda: watched.state.kubelet_socket is not None)
+
+
 async def test_a_directory_that_is_replaced_is_watched_again(watched: Watched) -> None:
     """A watch is on an inode; when the directory is replaced, the new one must not go unseen."""
     await asyncio.to_thread(shutil.rmtree, watched.path)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
+_SOCKET = ".sock"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DirectoryState:
@@ -93,7 +95,7 @@ class DirectoryWatch:
             return
         for candidate in (self.directory, *self.directory.parents):
             try:
-                inotify.watch(candidate)
+                inotify.watch(candidate, ending=_SOCKET if candidate == self.directory else "")
             except FileNotFoundError:
                 continue
             except OSError as err:
@@ -104,7 +106,7 @@ class DirectoryWatch:
         found = {}
         with contextlib.suppress(OSError):
             for path in self.directory.iterdir():
-                if path.name.endswith(".sock") and (identity := sockets.identity(path)):
+                if path.name.endswith(_SOCKET) and (identity := sockets.identity(path)):
                     found[path.name] = identity
         return DirectoryState(found)
 

@@ -73,7 +73,19 @@ def string(encoded: bytes, number: int) -> str:
 
 def strings(encoded: bytes, number: int) -> tuple[str, ...]:
     """The values of a repeated string field."""
-    return tuple(text(value) for found, _, value in fields(encoded) if found == number)
+    found, position, end = [], 0, len(encoded)
+    tag = number << 3 | LENGTH_DELIMITED if number < 16 else None
+    while position < end:
+        # A request has hundreds of ids, all of them fields of this number and shorter than 128 bytes.
+        following = position + 2
+        if encoded[position] == tag and following < end and (length := encoded[position + 1]) < 0x80 and following + length <= end:
+            value: int | bytes = encoded[following : following + length]
+            position, this = following + length, number
+        else:
+            this, _, value, position = field(encoded, position)
+        if this == number:
+            found.append(text(value))
+    return tuple(found)
 
 
 def text(value: int | bytes) -> str:
