@@ -103,6 +103,19 @@ async def test_equal_shares_are_exchanged() -> None:
     await place.start(IDS[:1])  # a crash
 
 
+async def test_without_the_checkpoint_the_files_of_the_answer_are_made_all_the_same() -> None:
+    """What the answer mounts must be there, and a restart must find the grant, whoever has proven the pod."""
+    place = Place(late=False)
+    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
+    place.book.replace([pod])
+    await place.admit(pod, "main", IDS[:1])
+    place.checkpoint, place.answers = None, {}
+    place.on_server["default", "train"] = pod  # the name alone is no proof (see test_late_identity)
+    await place.start(IDS[:1])
+    record, provision = place.carrier.prepared[grant_token(NUMBER, IDS[:1])]
+    assert (record.owner.pod_uid, record.owner.container, provision.collected) == (pod.uid, "main", "/own/uid-train_main")
+
+
 async def test_after_a_restart_kubelets_stored_answer_is_the_proof() -> None:
     """A new process has forgotten its guesses: the answer in the checkpoint is compared with what the pod should have."""
     before = Place(late=False)

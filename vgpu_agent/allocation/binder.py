@@ -236,7 +236,9 @@ class Binder:
 
     async def _prove_early(self, start: _Start) -> Grant:
         shares, by = self._decide(start)
-        expected = {name: self._provision(start, name, shares) for name in start.found.containers.get(start.owner.pod_uid, ())}
+        # Without the checkpoint only this container is known to have the ids.
+        names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
+        expected = {name: self._provision(start, name, shares) for name in names}
         own = {(start.owner.pod_uid, name, start.offered.name) for name in expected}
         answers = {key[1]: answer for key, answer in start.testimony.answers.items() if key in own}
         evidence = Evidence(
