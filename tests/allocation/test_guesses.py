@@ -6,7 +6,7 @@ import dataclasses
 
 from tests.golden import U0, U1
 from vgpu_agent.allocation.guesses import Evidence, Given, Guesses, Verdict
-from vgpu_agent.isolation.edits import Edits, Provision
+from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.model import Grant, Owner, Share
 
 A, B = ("uid-a", "main"), ("uid-b", "main")
@@ -80,6 +80,29 @@ def test_an_answer_that_somebody_else_has_is_not_shared() -> None:
     guesses.made("t2", Given(B, SHARES, provision(B)))
     crowded = evidence(B, provision(A).edits, elsewhere=(provision(A).edits,))
     assert guesses.judge("t1", crowded, alive) is Verdict.WRONG
+
+
+def test_a_directory_is_never_shared_even_if_the_answers_differ() -> None:
+    """An agent that was started anew has answered for A once more, with another GPU: both answers lead into A's directory."""
+    own = Mount("/own", "/own/a/cache")
+    before = Provision(Edits({"GPU": U1}, (own,)), collected="/own/a")
+    again = Provision(Edits({"GPU": U0}, (own,)), collected="/own/a")
+    guesses = Guesses()
+    guesses.made("t1", Given(A, SHARES, again))
+    guesses.made("t2", Given(B, SHARES, provision(B)))
+    assert guesses.judge("t1", evidence(B, again.edits, elsewhere=(before.edits,)), alive) is Verdict.WRONG
+    own_answer = evidence(A, again.edits, expected={"main": again}, elsewhere=(before.edits,))
+    assert guesses.judge("t1", own_answer, alive) is Verdict.WRONG
+    elsewhere = Edits({"GPU": U0}, (Mount("/own", "/own/ab/cache"),))
+    assert guesses.judge("t1", evidence(B, again.edits, elsewhere=(elsewhere,)), alive) is Verdict.EXCHANGE
+
+
+def test_an_answer_with_another_share_is_not_left_to_somebody_else() -> None:
+    """B could keep what was meant for A, but what was meant for B is not what A should have."""
+    guesses = Guesses()
+    guesses.made("t1", Given(A, SHARES, provision(A)))
+    guesses.made("t2", Given(B, (Share(U1, 1000),), provision(B, U1)))
+    assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.WRONG
 
 
 def test_unequal_shares_are_never_exchanged() -> None:

@@ -79,7 +79,7 @@ class Guesses:
         """Whether the container may start with the answer it has; ``gone`` says whether a pod has ended or does not exist."""
         given, answers = self.given.get(token), evidence.answers
         if answers and all(name in evidence.expected and answer == evidence.expected[name].edits for name, answer in answers.items()):
-            return Verdict.RIGHT
+            return Verdict.WRONG if any(_told_of(evidence.expected[name], evidence.elsewhere) for name in answers) else Verdict.RIGHT
         if not answers and evidence.handed_on:
             return Verdict.LATER  # each of its containers has an answer of its own, and which of them starts is not known
         if given is None or given.shares != evidence.shares or any(answer != given.provision.edits for answer in answers.values()):
@@ -92,10 +92,12 @@ class Guesses:
         """What another container's answer is to one with an equal share."""
         if not evidence.answers:
             return Verdict.LATER  # whether somebody else has this answer as well is not known
-        if given.provision.edits in evidence.elsewhere:
+        if _told_of(given.provision, evidence.elsewhere):
             return Verdict.WRONG  # two containers would share what is one container's own
-        if any(other != token and each.decided_for == evidence.key for other, each in self.given.items()):
-            return Verdict.EXCHANGE
+        for other, each in self.given.items():
+            if other != token and each.decided_for == evidence.key:
+                # Whoever has that one gets to have it as its own, so its share must be equal as well.
+                return Verdict.EXCHANGE if each.shares == given.shares else Verdict.WRONG
         # A pod that is gone for kubelet and the API server may leave a container that has not ended yet, in the very directory.
         return Verdict.WRONG if gone else Verdict.LATER
 
@@ -139,3 +141,15 @@ class Guesses:
     def _has_ids(self, key: Key) -> None:
         self._holders.add(key)
         self.answered.add(key)
+
+
+def _told_of(provision: Provision, answers: Collection[Edits]) -> bool:
+    """Whether any of ``answers`` leads into the directory that is one container's own.
+
+    The rest of them may differ: an agent that has forgotten its guesses can answer for the same container again, with another GPU.
+    """
+    own = provision.collected
+    return any(
+        answer == provision.edits or (bool(own) and any(f"{mount.host_path}/".startswith(f"{own}/") for mount in answer.mounts))
+        for answer in answers
+    )
