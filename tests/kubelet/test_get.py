@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,11 @@ async def _admitted(kubelet: SimulatedKubelet, node: Node) -> Pod:
 
 
 @pytest.fixture
-def pod_resources(kubelet: SimulatedKubelet) -> PodResources:
+async def pod_resources(kubelet: SimulatedKubelet) -> AsyncIterator[PodResources]:
     """A client whose clock stands still, so that no call is ever allowed again."""
-    return PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5, clock=lambda: 100.0)
+    client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5, clock=lambda: 100.0)
+    with contextlib.closing(client):
+        yield client
 
 
 async def test_one_pod_is_told_as_list_would_tell_it(kubelet: SimulatedKubelet, node: Node, pod_resources: PodResources) -> None:
@@ -86,6 +90,7 @@ async def test_after_a_refused_get_list_waits_a_moment_and_is_answered(kubelet: 
             await client.get(P)
     assert len(kubelet.called("Get")) == 1
     assert await client.list() == ()
+    client.close()
     asked = {what: kubelet.called(what)[0].at for what in ("Get", "List")}
     assert asked["List"] - asked["Get"] >= 0.015
 
@@ -111,6 +116,8 @@ async def test_the_stand_in_refuses_what_kubelet_would_refuse(kubelet: Simulated
     clients = [PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5) for _ in range(40)]
     began = time.monotonic()
     answers = await asyncio.gather(*(client.list() for client in clients), return_exceptions=True)
+    for client in clients:
+        client.close()
     answered = answers.count(())
     assert 10 <= answered <= 11 + (time.monotonic() - began) * 100
     assert answered + sum(isinstance(answer, KubeletBusyError) for answer in answers) == 40

@@ -29,6 +29,7 @@ from vgpu_agent.errors import (
 )
 from vgpu_agent.kubelet import grpc as room
 from vgpu_agent.kubelet import sockets
+from vgpu_agent.kubelet.gathering import GatheringTransport
 from vgpu_agent.kubelet.grpc import CallError, GrpcServer
 
 ECHO, FAIL, HANG, SLOW, WATCH = "/t.T/Echo", "/t.T/Fail", "/t.T/Hang", "/t.T/Slow", "/t.T/Watch"
@@ -367,3 +368,107 @@ async def _raw_watch(path: Path, client: h2.connection.H2Connection) -> tuple[as
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     writer.write(client.data_to_send())
     return reader, writer
+
+
+async def test_calls_that_follow_each_other_share_a_connection(served: Served) -> None:
+    """It is closed a while after the last of them, or when it is closed on purpose."""
+    caller = room.Caller(served.path, kept_seconds=0.05)
+    connections = served.server._server._connections
+    for _ in range(3):
+        assert await caller.call(ECHO, b"x", timeout_seconds=1) == b"x"
+    assert len(connections) == 1
+
+    await asyncio.sleep(0.3)
+    assert all(connection.transport.is_closing() for connection in connections)
+    assert await caller.call(ECHO, b"x", timeout_seconds=1) == b"x"
+    caller.close()
+
+
+async def test_calls_at_the_same_time_have_connections_of_their_own(served: Served) -> None:
+    """One that is cut off takes no other with it, and one connection is enough to keep."""
+    caller = room.Caller(served.path, kept_seconds=60)
+    slow = asyncio.ensure_future(caller.call(SLOW, b"slow", timeout_seconds=5))
+    await served.service.watching.wait()
+    assert await caller.call(ECHO, b"x", timeout_seconds=1) == b"x"
+    with pytest.raises(CallError, match=r"not answered within|DEADLINE_EXCEEDED"):
+        await caller.call(HANG, b"", timeout_seconds=0.05)
+    served.service.ending.set()
+    assert await slow == b"slow"
+    caller.close()
+
+
+async def test_a_server_that_has_started_anew_is_found_over_a_new_connection(directory: Path) -> None:
+    """kubelet makes its socket anew; whoever asked the one before is not told of its end."""
+    caller = room.Caller(directory / "a.sock", kept_seconds=60)
+    for answer in (b"first", b"second"):
+
+        async def method(_: bytes, answer: bytes = answer) -> bytes:
+            return answer
+
+        server = GrpcServer(unary={ECHO: method}, streams={})
+        await server.start(sockets.bind(directory / "a.sock"))
+        assert await caller.call(ECHO, b"", timeout_seconds=1) == answer
+        await server.drain(0.1)
+        (directory / "a.sock").unlink(missing_ok=True)
+    with pytest.raises(CallError, match="cannot connect"):
+        await caller.call(ECHO, b"", timeout_seconds=1)
+
+
+async def test_a_kept_connection_that_breaks_off_costs_nobody_the_answer(directory: Path) -> None:
+    """The other side may close it at the very moment of the next call."""
+    accepted = 0
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepted
+        accepted += 1
+        there = await asyncio.open_unix_connection(directory / "real.sock")
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, most: int) -> None:
+            for _ in range(most):
+                if not (piece := await source.read(65536)):
+                    break
+                sink.write(piece)
+            sink.close()
+
+        # The first connection is cut in the middle of its second call, the others live.
+        await asyncio.gather(pump(reader, there[1], 3 if accepted == 1 else 1000), pump(there[0], writer, 1000))
+
+    async def echo(request: bytes) -> bytes:
+        return request
+
+    server = GrpcServer(unary={ECHO: echo}, streams={})
+    await server.start(sockets.bind(directory / "real.sock"))
+    caller = room.Caller(directory / "a.sock", kept_seconds=60)
+    async with await asyncio.start_unix_server(once, sock=sockets.bind(directory / "a.sock")):
+        for number in range(8):
+            assert await caller.call(ECHO, b"%d" % number, timeout_seconds=1) == b"%d" % number
+        caller.close()
+        assert accepted == 2
+        await server.drain(0.1)
+
+
+async def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
+    """Headers, message and trailers of an answer wake the other side up once; long answers do not pile up."""
+    sent: list[int] = []
+
+    class Recording(asyncio.Transport):
+        def write(self, data: Any) -> None:
+            sent.append(len(data))
+
+        def is_closing(self) -> bool:
+            return False
+
+        def close(self) -> None:
+            sent.append(-1)
+
+    gathering = GatheringTransport(Recording())
+    for piece in (b"ab", b"c", b"def"):
+        gathering.write(piece)
+    assert sent == []
+    await asyncio.sleep(0)
+    assert sent == [6]
+    for _ in range(3):
+        gathering.write(bytes(20_000))
+    assert sent == [6, 40_000]
+    gathering.close()
+    assert sent == [6, 40_000, 20_000, -1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -90,9 +92,10 @@ def test_the_checkpoint_alone_names_pods_by_uid() -> None:
 
 
 @pytest.fixture
-def pod_resources(directory: Path) -> PodResources:
+async def pod_resources(directory: Path) -> AsyncIterator[PodResources]:
     """The client of the simulated kubelet."""
-    return PodResources(directory / "pod-resources" / "kubelet.sock", timeout_seconds=5)
+    with contextlib.closing(PodResources(directory / "pod-resources" / "kubelet.sock", timeout_seconds=5)) as client:
+        yield client
 
 
 async def _admitted(kubelet: SimulatedKubelet, node: Node) -> str:
@@ -132,6 +135,7 @@ async def test_a_busy_kubelet_is_left_alone_for_a_while(kubelet: SimulatedKubele
     assert pauses == [1.0, 2.0]
     assert len(kubelet.called("List")) == 2
     assert len(await client.list()) == 1
+    client.close()
     assert await kubelet.admit("q", [Container("c", {R: 1})])
 
 

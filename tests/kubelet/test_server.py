@@ -211,6 +211,7 @@ async def test_kubelets_records_are_readable_before_the_first_register(directory
 
     pod_resources = PodResources(directory / "pod-resources" / "kubelet.sock", timeout_seconds=5)
     records = await read_records(pod_resources, node.settings.checkpoint_path)
+    pod_resources.close()
 
     (holding,) = records.holdings
     assert (holding.owner.namespace, holding.owner.pod, holding.owner.pod_uid) == ("ns", "p", pod.uid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import stat
 import time
@@ -66,7 +67,8 @@ async def test_a_pod_that_ended_is_not_listed(kubelet: SimulatedKubelet, node: N
     await kubelet.admit("p", [Container("init", {R: 2}, init=True), Container("c", {R: 1})])
     await kubelet.delete(ended)
 
-    listed = await PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5).list()
+    with contextlib.closing(PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5)) as client:
+        listed = await client.list()
 
     assert [(holding.owner.pod, holding.owner.container, len(holding.ids)) for holding in listed] == [("p", "c", 1)]
 

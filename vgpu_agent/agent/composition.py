@@ -293,6 +293,7 @@ class Agent:
             _logger.warning("agent.drain_incomplete", after_seconds=seconds)
         await self._cluster.withdraw(seconds)
         await self._cluster.close()
+        self._pod_resources.close()
         with contextlib.suppress(TimeoutError):
             await self._watch.stop(self._loaded.settings.gpu.event_wait_milliseconds / 1000 * 2)
 

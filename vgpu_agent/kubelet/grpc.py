@@ -31,6 +31,7 @@ from vgpu_agent.errors import (
     UnhealthyDeviceError,
     UnknownDeviceError,
 )
+from vgpu_agent.kubelet.gathering import GatheringTransport
 
 if TYPE_CHECKING:
     import socket
@@ -145,13 +146,68 @@ async def call(socket_path: Path, method: str, request: bytes, *, timeout_second
     Raises:
         CallError: nobody listens, the answer is an error, or it did not come within ``timeout_seconds``.
     """
+    channel = _Channel(path=str(socket_path), codec=_Bytes())
+    try:
+        return await _answer(channel, socket_path, method, request, timeout_seconds)
+    finally:
+        channel.close()
+
+
+class Caller:
+    """Unary calls over one connection while they follow each other closely; making one costs as much as a call.
+
+    State: the connection that nobody uses now, closed ``kept_seconds`` after it was last used. A server that starts anew makes its socket
+    anew, so a call that a kept connection breaks off is made again over a new one.
+    """
+
+    def __init__(self, socket_path: Path, *, kept_seconds: float) -> None:
+        self._socket_path = socket_path
+        self._kept_seconds = kept_seconds
+        self._kept: Channel | None = None
+        self._closing: asyncio.TimerHandle | None = None
+
+    async def call(self, method: str, request: bytes, *, timeout_seconds: float) -> bytes:
+        """See `call`; for methods that may be called twice."""
+        if (kept := self._taken()) is not None:
+            try:
+                return await self._call(kept, method, request, timeout_seconds)
+            except CallError as err:
+                if err.status != Status.UNAVAILABLE.name:
+                    raise
+        return await self._call(_Channel(path=str(self._socket_path), codec=_Bytes()), method, request, timeout_seconds)
+
+    def close(self) -> None:
+        """Close the connection that nobody uses."""
+        if (kept := self._taken()) is not None:
+            kept.close()
+
+    async def _call(self, channel: Channel, method: str, request: bytes, timeout_seconds: float) -> bytes:
+        try:
+            answer = await _answer(channel, self._socket_path, method, request, timeout_seconds)
+        except BaseException:
+            channel.close()
+            raise
+        self.close()  # of two that were used at the same time one is enough
+        self._kept = channel
+        self._closing = asyncio.get_running_loop().call_later(self._kept_seconds, self.close)
+        return answer
+
+    def _taken(self) -> Channel | None:
+        if self._closing is not None:
+            self._closing.cancel()
+        kept, self._kept, self._closing = self._kept, None, None
+        return kept
+
+
+async def _answer(channel: Channel, socket_path: Path, method: str, request: bytes, timeout_seconds: float) -> bytes:
     name = method.rpartition("/")[2]
     try:
-        async with asyncio.timeout(timeout_seconds):
-            channel = Channel(path=str(socket_path), codec=_Bytes())
-            async with channel, channel.request(method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds) as stream:
-                await stream.send_message(request, end=True)
-                response = await stream.recv_message()
+        async with (
+            asyncio.timeout(timeout_seconds),
+            channel.request(method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds) as stream,
+        ):
+            await stream.send_message(request, end=True)
+            response = await stream.recv_message()
     except grpclib.GRPCError as err:
         text = err.message or ""
         raise CallError(f"{name} on {socket_path} failed: {err.status.name}: {text}", status=err.status.name, text=text) from err
@@ -194,23 +250,32 @@ class _Methods(dict[str, Handler]):
 
 
 class _Connection(H2Protocol):
-    """A connection that repairs two habits of grpclib's.
+    """A connection that repairs three habits of grpclib's.
 
     As HTTP/2 demands, it ignores frames of a kind that it does not know, where grpclib would drop the connection. And when it is lost, a
-    method that waits for room in the write buffer is let go, where grpclib would leave it waiting for ever.
+    method that waits for room in the write buffer is let go, where grpclib would leave it waiting for ever. What is written together is
+    sent together (see `gathering`).
     """
 
     transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
         self.transport = cast("asyncio.Transport", transport)
+        super().connection_made(GatheringTransport(self.transport))
         for event in (UnknownFrameReceived, AlternativeServiceAvailable):
             self.processor.processors[event] = lambda _: None
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self.resume_writing()
+
+
+class _Channel(Channel):
+    """grpclib's client, over such a connection."""
+
+    def _protocol_factory(self) -> H2Protocol:
+        plain = super()._protocol_factory()
+        return _Connection(plain.handler, plain.config, plain.h2_config)
 
 
 class _ClosableServer(Server):

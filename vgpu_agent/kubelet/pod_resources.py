@@ -47,6 +47,9 @@ _GETS_AT_ONCE, _GETS_A_SECOND = 8, 80.0
 # kubelet allows another call 10 ms after a refusal.
 _AFTER_A_REFUSED_GET_SECONDS = 0.02
 
+# Starts come in bursts, and each of them asks.
+_KEPT_SECONDS = 1.0
+
 
 class KubeletBusyError(KubeletError):
     """kubelet has refused to answer because it was asked too often.
@@ -81,9 +84,10 @@ class PodUnknownError(KubeletError):
 
 
 class PodResources:
-    """The client of ``socket_path``; a connection for each call, since the socket is made anew when kubelet restarts.
+    """The client of ``socket_path``.
 
-    State: when kubelet may be asked again; which socket file has no Get behind it (its device, number and time of change).
+    State: a connection for a second after each call; when kubelet may be asked again; which socket file has no Get behind it (its device,
+    number and time of change).
 
     Attributes:
         lists: how often List was answered since the start.
@@ -92,6 +96,7 @@ class PodResources:
 
     def __init__(self, socket_path: Path, *, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._socket_path = socket_path
+        self._caller = grpc.Caller(socket_path, kept_seconds=_KEPT_SECONDS)
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._backoff = Backoff(_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
@@ -100,6 +105,10 @@ class PodResources:
         self._gets = Allowance(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
         self._without_get: tuple[int, int, int] | None = None
         self.lists = self.gets = 0
+
+    def close(self) -> None:
+        """Drop the connection that is kept between calls."""
+        self._caller.close()
 
     async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
         """What every live container of the node holds of ``wanted`` resources; the owners have no UID. Answers of any size are accepted.
@@ -161,7 +170,7 @@ class PodResources:
             # kubelet's refusal once more, word for word: trouble that reads the same is logged once.
             raise KubeletBusyError(self._refusal, left)
         try:
-            answer = await grpc.call(self._socket_path, method, request, timeout_seconds=self._timeout_seconds)
+            answer = await self._caller.call(method, request, timeout_seconds=self._timeout_seconds)
         except grpc.CallError as err:
             raise self._explained(err, method) from err
         self._backoff.reset()
