@@ -50,6 +50,7 @@ class Parts:
             ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=self.journal
         )
         self.allocator.refresh_offer()
+        self.allocator.confirm(KubeletRecords(entries=()), reservation_seconds=60, initial=True)
         self.verification = Verification(
             allocator=self.allocator,
             ledger=self.ledger,

@@ -19,7 +19,7 @@ from vgpu_agent.families.family import Decision, NodeView, Question
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Decider, Grant, Holding, Inventory, Owner, Resource, Share
+from vgpu_agent.model import Decider, Grant, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 from vgpu_agent.nodes import NodeWishes
 from vgpu_agent.pods import ContainerKind, Pod, PodBook, PodContainer
 
@@ -147,6 +147,8 @@ class Place:
         )
         self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
         self.allocator.refresh_offer()
+        # kubelet has told that nobody holds anything
+        self.ledger.reconcile(KubeletRecords(entries=()), lambda _: None, reservation_seconds=60)
 
     async def testify(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
         self.readings += 1

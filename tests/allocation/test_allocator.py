@@ -111,6 +111,7 @@ async def test_confirming_names_the_container_in_the_journal() -> None:
 def test_confirming_counts_drift() -> None:
     """A holder that the ledger did not know is adopted and counted once."""
     allocator, _, _ = make()
+    allocator.confirm(KubeletRecords(entries=()), reservation_seconds=60, initial=True)
     records = KubeletRecords((Holding(GPU, (f"{U0}::0",), Owner("main", "uid", "default", "train")),))
     assert [drift.event for drift in allocator.confirm(records, reservation_seconds=60)] == ["ledger.adopted"]
     assert allocator.confirm(records, reservation_seconds=60) == []

@@ -16,6 +16,7 @@ from vgpu_agent.allocation.allocator import Families
 from vgpu_agent.allocation.binder import WrongPodError
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.family import Question
 from vgpu_agent.isolation.edits import Provision
@@ -189,6 +190,22 @@ async def test_a_restart_does_not_forget_an_init_container_all_of_whose_ids_go_o
     await after.start(IDS[1:2])
     confirm(after, times=3)
     assert booked(after) == {U0: 70}
+
+
+async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -> None:
+    """Both witnesses were silent when the agent started; one that speaks of the starting pod alone does not say what is free."""
+    place = Place()
+    first, second = (a_pod(name, annotations=wants(main=f"{U0} 30000")) for name in ("first", "second"))
+    await started(place, first, IDS[:1])
+    after = restarted(place, first, second)
+    after.ledger.rebuilt = False
+    await after.admit(second, "main", IDS[1:2])
+    with pytest.raises(NotProvenError, match="default/second, container main: kubelet has not told yet who held what"):
+        await after.start(IDS[1:2])
+    confirm(after)
+    with pytest.raises(CapacityError):
+        await after.start(IDS[1:2])
+    assert booked(after) == {U0: 30000}
 
 
 async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_back() -> None:

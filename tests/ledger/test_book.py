@@ -246,8 +246,30 @@ def test_at_start_the_ledger_is_rebuilt_from_kubelets_records(clock: Clock) -> N
 def test_a_holder_that_the_ledger_did_not_know_is_drift_and_is_corrected(clock: Clock) -> None:
     """kubelet wins: the book takes over what it says and counts the disagreement."""
     ledger = make(clock, WHOLE)
+    ledger.reconcile(KubeletRecords(entries=()), interpret, reservation_seconds=60, initial=True)
     (correction,) = ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60)
     assert (correction.event, correction.drift) == ("ledger.adopted", True)
+
+
+@pytest.mark.parametrize(
+    ("records", "passes"),
+    [
+        (KubeletRecords(entries=()), 1),
+        (KubeletRecords((held(U0),)), 1),
+        (KubeletRecords(complete=False, trouble="both are silent"), None),
+        (KubeletRecords(), 2),
+    ],
+    ids=["the checkpoint", "pods are listed", "nobody", "no pods are listed"],
+)
+def test_the_book_is_rebuilt_once_kubelet_has_told_who_holds_what(clock: Clock, records: KubeletRecords, passes: int | None) -> None:
+    """An empty list alone may be that of a kubelet which has just been started; what is adopted until then is no drift."""
+    ledger = make(clock, WHOLE)
+    for done in range(1, 4):
+        ledger.reconcile(records, interpret, reservation_seconds=60)
+        assert ledger.rebuilt is (passes is not None and done >= passes)
+        assert ledger.in_doubt is not ledger.rebuilt
+    (correction,) = ledger.reconcile(KubeletRecords((held(U1),)), interpret, reservation_seconds=60)
+    assert correction.drift is (passes is not None)
 
 
 def test_another_owner_in_kubelets_records_is_drift_and_is_corrected(clock: Clock) -> None:

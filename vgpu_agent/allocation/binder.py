@@ -123,6 +123,7 @@ class Binder:
             pod, owner = who.pod, who.owner
             start = _Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony, until)
             try:
+                self._refuse_unread()
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
             except (RequestRefusedError, LedgerError, CarrierError, NotProvenError) as err:
                 self._refuse(start, err)
@@ -304,6 +305,13 @@ class Binder:
         self._refuse_two_families(start)
         decision = start.family.decide(self._question(start))
         return decision.shares, f"decided by {decision.by}"
+
+    def _refuse_unread(self) -> None:
+        """What was held when this process started may be anywhere until kubelet has told of it."""
+        if not self._ledger.rebuilt:
+            raise NotProvenError(
+                "kubelet has not told yet who held what when this agent was started, so nobody knows what is free; kubelet will ask again"
+            )
 
     def _refuse_two_families(self, start: _Start) -> None:
         container = start.pod.container(start.owner.container)

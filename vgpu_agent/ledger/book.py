@@ -46,6 +46,8 @@ class Ledger:
         self._offers = Offers()
         self._grants = Grants(self._offers)
         self._reconciliation = Reconciliation(self._grants, clock)
+        self._passes = 0
+        self.rebuilt = False  # whether kubelet has told of all that was held when this process started
 
     # -- facts ------------------------------------------------------------------------------------------------------------------------
 
@@ -105,8 +107,8 @@ class Ledger:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a grant was missing in kubelet's last complete records; the next pass decides."""
-        return bool(self._grants.misses)
+        """Whether the next pass decides: kubelet has told nothing yet, or a grant was missing in its last complete records."""
+        return not self.rebuilt or bool(self._grants.misses)
 
     @property
     def foreign_ids(self) -> tuple[str, ...]:
@@ -319,6 +321,7 @@ class Ledger:
         Returns:
             What was changed. A grant leaves after two passes in a row that do not know it: one alone may be kubelet's own gap.
         """
+        initial = initial or not self.rebuilt
         corrections = self._reconciliation.run(
             records,
             interpret,
@@ -328,6 +331,10 @@ class Ledger:
             may_release=may_release,
             still_runs=still_runs,
         )
+        self._passes += 1
+        # A kubelet that was started a moment ago lists nobody at first; its checkpoint it has from the beginning.
+        speaks = bool(records.holdings) or self._passes > 1
+        self.rebuilt = self.rebuilt or records.entries is not None or (records.complete and speaks)
         if corrections:
             self._changed()
         return corrections
