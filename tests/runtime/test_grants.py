@@ -228,7 +228,20 @@ async def test_the_directory_of_an_init_container_goes_with_its_turn(grants: Gra
     first, second = grant(1), grant(2)
     await grants.deliver(*first)
     await grants.deliver(dataclasses.replace(second[0], token=first[0].token), second[1])
+    assert await grants.collect(lambda _: True) == ()
     assert names(tmp_path / "vgpu" / "containers") == ["uid-2_main"]
+
+
+async def test_a_directory_whose_container_starts_again_is_not_taken_for_left_behind(
+    grants: GrantDirectory, grant: MakeGrant, tmp_path: Path
+) -> None:
+    """An init container starts once more when its pod's sandbox is made anew; what is mounted waits for the next time."""
+    first, second = grant(1), grant(2)
+    await grants.deliver(*first)
+    await grants.deliver(dataclasses.replace(second[0], token=first[0].token), second[1])
+    await grants.deliver(*first)
+    await grants.collect(lambda _: True)
+    assert names(tmp_path / "vgpu" / "containers") == ["uid-1_main"]
 
 
 async def test_what_cannot_be_removed_is_tried_again(

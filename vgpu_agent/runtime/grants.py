@@ -59,6 +59,8 @@ class GrantDirectory:
         self._prepared: dict[str, GrantRecord] = {}
         self._changing = threading.Lock()
         self._locks = tuple(threading.Lock() for _ in range(_LOCKS))
+        self._path_locks = tuple(threading.Lock() for _ in range(_LOCKS))
+        self._left: set[str] = set()  # directories of grants whose ids somebody else has got; `sweep` knows them after a restart
 
     @property
     def records(self) -> Sequence[GrantRecord]:
@@ -117,10 +119,14 @@ class GrantDirectory:
     async def collect(self, keep: Callable[[GrantRecord], bool]) -> tuple[GrantRecord, ...]:
         """Remove spec and directory of each grant that ``keep`` does not want any more; what is still mounted waits for the next time.
 
+        Directories go, too, of grants that have lost their ids to others since the last time.
+
         Returns:
             the grants that were removed.
         """
         removed = []
+        if self._left:
+            await asyncio.to_thread(self._remove_left)
         for record in self._all():
             if keep(record):
                 continue
@@ -164,6 +170,10 @@ class GrantDirectory:
     def _lock(self, token: str) -> threading.Lock:
         return self._locks[hash(token) % _LOCKS]
 
+    def _lock_of(self, path: str) -> threading.Lock:
+        """Who makes the directory of a grant does not meet who removes it."""
+        return self._path_locks[hash(path) % _LOCKS]
+
     def _owned(self) -> set[str]:
         return {record.collected for record in self._all()}
 
@@ -200,7 +210,7 @@ class GrantDirectory:
     def _deliver(self, record: GrantRecord, provision: Provision) -> None:
         content = cdi.spec_text(record, provision.edits)
         path = self._path(record.token)
-        with self._lock(record.token):
+        with self._lock(record.token), self._lock_of(provision.collected):
             before = self._records.get(record.token)
             host_files.make(provision, self._mounts)
             if not _has(path, content):
@@ -209,13 +219,13 @@ class GrantDirectory:
                 host_files.replace_file(path, content)
             with self._changing:
                 self._records = {**self._records, record.token: record}
-            if before is not None and before.collected not in {"", *self._owned()}:
-                # The ids have changed hands (an init container has made room, a pod has ended). If it cannot be removed now, `sweep` will.
-                with contextlib.suppress(CarrierError):
-                    self._remove_if_free(before.collected)
+                if before is not None and before.collected:
+                    # The ids have changed hands (an init container has made room, a pod has ended). kubelet waits for this call, and to
+                    # look for mounts takes a while on a node with many containers.
+                    self._left = {*self._left, before.collected}
 
     def _prepare(self, record: GrantRecord, provision: Provision) -> None:
-        with self._lock(record.token):
+        with self._lock(record.token), self._lock_of(provision.collected):
             host_files.make(provision, self._mounts)
             with self._changing:
                 self._prepared = {**self._prepared, record.token: record}
@@ -240,6 +250,21 @@ class GrantDirectory:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path(record.token, self._kept))
             return True
+
+    def _remove_left(self) -> None:
+        """Remove the directories whose grants have lost their ids; what is still mounted stays for the next time, and for `sweep`."""
+        for path in self._left:
+            with self._lock_of(path):
+                if path in self._owned():
+                    gone = True  # its container has started again
+                else:
+                    try:
+                        gone = self._remove_if_free(path)
+                    except CarrierError:
+                        gone = False
+            if gone:
+                with self._changing:
+                    self._left = self._left - {path}
 
     def _withdraw(self, record: GrantRecord) -> None:
         with self._lock(record.token):
