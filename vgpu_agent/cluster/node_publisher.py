@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Conflicts in a row after which trying at once gives way to pauses.
 _CONFLICTS = 3
 _SHORTEST_WAIT_SECONDS = 0.01
-_GATHERING_SECONDS = 0.05
+_GATHERING_SECONDS = 0.1
 """Each call of kubelet changes what may be said, and saying it takes as long as answering the call; so changes are looked at together."""
 
 

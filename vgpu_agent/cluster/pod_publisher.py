@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PERMISSION = "patch pods"
 _SHORTEST_WAIT_SECONDS = 0.01
-_GATHERING_SECONDS = 0.05
+_GATHERING_SECONDS = 0.1
 """Nobody waits for these writes; kubelet waits for the calls that would meanwhile be answered. So changes are looked at together."""
 
 

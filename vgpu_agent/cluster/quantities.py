@@ -20,6 +20,9 @@ _LARGEST = 2**63 - 1
 
 def whole_number(text: str) -> int | None:
     """The quantity as a number from 0 to 2⁶³-1; None when it is no such number."""
+    if len(text) <= _LONGEST and text.isascii() and text.isdigit():
+        number = int(text)  # nearly all of them are plain, and each change of a pod has a dozen
+        return number if number <= _LARGEST else None
     found = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
     if found is None:
         return None

@@ -48,21 +48,23 @@ def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str,
         device_of: (resource, id) → device of an id that is offered today; None for any other. Only asked where ids name devices.
     """
     booked = Usage()
+    by_ids, family = resource.decided_by is Decider.IDS, resource.family
     for grant in grants:
-        if grant.family != resource.family:
+        if grant.family != family:
             continue
-        by_ids = resource.decided_by is Decider.IDS
-        devices = [device_of(grant.resource, id_) for id_ in grant.ids] if by_ids else []
-        if None in devices:
-            continue
+        if by_ids:
+            devices = [device_of(grant.resource, id_) for id_ in grant.ids]
+            if None in devices:
+                continue
+            if grant.resource == resource.name:
+                booked.holders.update(device for device in devices if device)
         for share in grant.shares:
-            booked.memory_mib[share.device] += share.memory_mib
-            booked.cores_percent[share.device] += share.cores_percent
-            booked.exclusive[share.device] += share.exclusive
+            device = share.device
+            booked.memory_mib[device] += share.memory_mib
+            booked.cores_percent[device] += share.cores_percent
+            booked.exclusive[device] += share.exclusive
             if not by_ids:
-                booked.holders[share.device] += 1
-        if by_ids and grant.resource == resource.name:
-            booked.holders.update(device for device in devices if device)
+                booked.holders[device] += 1
     return booked
 
 

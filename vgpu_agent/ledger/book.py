@@ -343,16 +343,20 @@ class Ledger:
 
     def _troubles(self, resource: Resource) -> dict[str, str]:
         """`_trouble` of every device of ``resource``, in the order of its ids."""
-        return {device: self._trouble(device, resource) for device in self._offers.devices(resource)}
+        grants = self._in_the_way(resource)
+        return {device: self._trouble(device, resource, grants) for device in self._offers.devices(resource)}
 
     def _refuse_troubled(self, resource: Resource, wanted: Mapping[str, str]) -> None:
         """Raise for the first device of ``wanted`` (device → what the message calls it) of which nothing may be given out."""
+        grants = self._in_the_way(resource) if wanted else ()
         for device, called in wanted.items():
-            if trouble := self._trouble(device, resource):
+            if trouble := self._trouble(device, resource, grants):
                 raise UnhealthyDeviceError(f"invalid request: device {called} is not available: {trouble}")
 
     def _check_capacity(self, resource: Resource, wanted: Mapping[str, str], before: Saved) -> None:
         """Go back to ``before`` and raise when a device of ``wanted`` now holds more than it has."""
+        if not wanted:
+            return
         excess = self._overbooked(resource)
         for device, called in wanted.items():
             if text := excess.get(device):
@@ -369,15 +373,20 @@ class Ledger:
             return None
         return grant if set(grant.ids) == ids or (covering and ids < set(grant.ids)) else None
 
-    def _trouble(self, device: str, resource: Resource) -> str:
-        """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
+    def _in_the_way(self, resource: Resource) -> Sequence[Grant]:
+        """The grants that can keep ``resource`` from a device: of others, and where ids name devices, made under other settings."""
+        by_ids = resource.decided_by is Decider.IDS
+        return [grant for grant in self._grants.by_number.values() if by_ids or grant.family != resource.family]
+
+    def _trouble(self, device: str, resource: Resource, grants: Iterable[Grant]) -> str:
+        """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may. ``grants`` see `_in_the_way`."""
         if illness := self._ill(device):
             return illness
         gpu = self._devices[device].gpu
         if reason := self._cordoned.get(device) or self._cordoned.get(gpu):
             return f"cordoned: {reason}"
         by_ids = resource.decided_by is Decider.IDS
-        for grant in self._grants.by_number.values():
+        for grant in grants:
             for share in grant.shares:
                 holds = self._devices.get(share.device)
                 if holds is None or holds.gpu != gpu:
