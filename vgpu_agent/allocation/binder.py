@@ -228,15 +228,16 @@ class Binder:
         return all(name in answer.cdi_names or name in answer.annotations.values() for answer in answers)
 
     async def _bind_late(self, start: _Start) -> Grant:
-        shares, by = self._decide(start)
-        provision = start.family.provision(self._question(start), shares)
+        asked = self._question(start)
+        shares, by = self._decide(start, asked)
+        provision = start.family.provision(asked, shares)
         grant = await self._book(start, shares, by)
         self.handed_out.discard(start.token)
         await self._around.carrier.deliver(self._record(start, grant, by, provision), provision)
         return grant
 
     async def _prove_early(self, start: _Start) -> Grant:
-        shares, by = self._decide(start)
+        shares, by = self._decide(start, self._question(start))
         # Without the checkpoint only this container is known to have the ids.
         names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
         expected = {name: self._provision(start, name, shares) for name in names}
@@ -293,7 +294,7 @@ class Binder:
         pod = self._around.book.get(uid)
         return self._around.book.synced.is_set() and (pod is None or pod.ended)
 
-    def _decide(self, start: _Start) -> tuple[tuple[Share, ...], str]:
+    def _decide(self, start: _Start, asked: Question) -> tuple[tuple[Share, ...], str]:
         """What the container gets; what it once got, it keeps."""
         held = self._ledger.find(start.offered.name, start.ids)
         if held and held.shares and held.decided_for == start.key:
@@ -303,7 +304,7 @@ class Binder:
             if same and record.shares:
                 return record.shares, record.by
         self._refuse_two_families(start)
-        decision = start.family.decide(self._question(start))
+        decision = start.family.decide(asked)
         return decision.shares, f"decided by {decision.by}"
 
     def _refuse_unread(self) -> None:
