@@ -8,11 +8,12 @@ import dataclasses
 import pytest
 
 from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, Place, a_pod, init, wants
+from tests.allocation.later_parts import booked
 from tests.golden import U0, U1
 from vgpu_agent.allocation.binder import WrongPodError
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.early import Siblings, candidates, likeliest
-from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
 from vgpu_agent.pods import PodBook, PodContainer
 
@@ -114,6 +115,31 @@ async def test_without_the_checkpoint_the_files_of_the_answer_are_made_all_the_s
     await place.start(IDS[:1])
     record, provision = place.carrier.prepared[grant_token(NUMBER, IDS[:1])]
     assert (record.owner.pod_uid, record.owner.container, provision.collected) == (pod.uid, "main", "/own/uid-train_main")
+
+
+async def test_an_init_container_waits_until_there_is_room_for_its_whole_pod() -> None:
+    """It was told of a part of what its pod has on a card, and shares its ids with a container on another one.
+
+    A pod that is ending still has that card, although the scheduler counts it as gone (volcano-vgpu:D17).
+    """
+    place = Place(late=False)
+    ending = a_pod("ending", annotations=wants(main=f"{U0} 40000"))
+    gpus = wants(prepare=f"{U0} 3000", main=f"{U1} 100", other=f"{U0} 3000")
+    pod = a_pod("train", init("prepare"), "main", "other", annotations=gpus)
+    place.book.replace([ending])
+    await place.admit(ending, "main", IDS[2:3])
+    await place.start(IDS[2:3])
+    place.book.put(pod)
+    await place.admit(pod, "prepare", IDS[:1], listed=False)
+    await place.admit(pod, "main", IDS[:1])
+    await place.admit(pod, "other", IDS[1:2])
+    with pytest.raises(CapacityError, match=f"default/train, container main: .*{U0}"):
+        await place.start(IDS[:1])
+    place.ledger.release(next(grant.number for grant in place.ledger.grants if grant.ids == IDS[2:3]))
+    await place.start(IDS[:1])
+    assert booked(place) == {U0: 3000, U1: 100}  # `other` has not started, and what it will have is what `prepare` works with
+    await place.start(IDS[1:2])
+    assert booked(place) == {U0: 3000, U1: 100}
 
 
 async def test_after_a_restart_kubelets_stored_answer_is_the_proof() -> None:

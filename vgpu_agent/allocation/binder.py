@@ -25,7 +25,7 @@ from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from vgpu_agent.allocation.proof import Claim, Testimony
     from vgpu_agent.allocation.surroundings import Surroundings
@@ -269,10 +269,50 @@ class Binder:
                 by = f"{by}; exchanged with {self._called(meant_for[0])}, whose share is equal"
         if given is not None and given.provision.edits in answers.values() and given.provision not in provisions:
             provisions = [given.provision]  # exchanged, now or before: what the answer names is what must be there
+        self._make_room_for_init(start, names)
         grant = await self._book(start, shares, by)
         for provision in provisions:
             await self._around.carrier.prepare(self._record(start, grant, by, provision), provision)
         return grant
+
+    def _make_room_for_init(self, start: _Start, names: Collection[str]) -> None:
+        """Book all that was decided for the pod, before an init container runs on a part of it that is another container's.
+
+        One that shares its ids with a later container was told of its own share in Allocate, and the book has the later one's under these
+        ids. It takes no more of a card than the pod has of it, so with the whole pod in the book nothing of it is given away meanwhile.
+
+        Raises:
+            NotProvenError: not all of the pod's containers are in the book yet.
+            LedgerError: the pod does not fit now.
+        """
+        uid, containers = start.owner.pod_uid, start.pod.containers
+        first = next((place for place, each in enumerate(containers) if each.name in names and each.kind is ContainerKind.INIT), None)
+        if first is None or len(names) == 1:
+            return
+        later = [each for each in containers[first + 1 :] if each.name not in names]
+        recorded = {record.owner.container for record in self._around.carrier.records if record.owner.pod_uid == uid}
+        if any(each.started or each.name in recorded for each in later):
+            return  # then this init container has ended
+        for each in later:
+            if each.kind is not ContainerKind.INIT and each.limits.get(start.offered.name):
+                self._book_ahead(start, each.name)
+
+    def _book_ahead(self, start: _Start, container: str) -> None:
+        key, owner = (start.owner.pod_uid, container), dataclasses.replace(start.owner, container=container)
+        grants = [grant for grant in self._ledger.grants if grant.resource == start.offered.name]
+        own = [
+            grant
+            for grant in grants
+            if grant.decided_for == key or (grant.decided_for is None and grant.owner and grant.owner.may_be(owner))
+        ]
+        if not own:
+            raise NotProvenError(f"{start.pod.full_name}: the ids of its container {container} are not known yet; kubelet will ask again")
+        for grant in own:
+            if not grant.shares:
+                asked = question(
+                    self._ledger, start.offered, start.pod, container, grant.ids, node=self._around.node, inventory=self._inventory()
+                )
+                self._ledger.fill(grant.number, start.family.decide(asked).shares, key)
 
     def _refute(self, start: _Start) -> NoReturn:
         self.wrong_guesses += 1

@@ -283,6 +283,22 @@ class Ledger:
         self._changed()
         return decided
 
+    def fill(self, number: int, shares: Sequence[Share], decided_for: tuple[str, str]) -> None:
+        """Book ``shares`` for a reservation that had none, because there was no room for them when its ids were given out.
+
+        Raises:
+            UnhealthyDeviceError: a device must not be given to anybody now; nothing is booked.
+            CapacityError: a device would hold more than it has; nothing is booked.
+        """
+        grant = self._grants.by_number[number]
+        resource = self.resource(grant.resource)
+        wanted = {share.device: share.device for share in shares}
+        self._refuse_troubled(resource, wanted)
+        before = self._grants.saved()
+        self._grants.by_number[number] = dataclasses.replace(grant, shares=tuple(shares), decided_for=decided_for)
+        self._check_capacity(resource, wanted, before)
+        self._changed()
+
     def redirect(self, number: int, decided_for: tuple[str, str]) -> None:
         """Say that the shares of grant ``number`` are those of another container: two pods that got each other's equal shares."""
         self._grants.by_number[number] = dataclasses.replace(self._grants.by_number[number], decided_for=decided_for)
