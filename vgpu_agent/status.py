@@ -166,6 +166,7 @@ class BindingStatus:
     wrong_guesses: int = 0  # early answers that were another pod's, and whose start was refused
     exchanges: int = 0  # early answers that were another pod's with an equal share, and were exchanged
     volcano_vgpu: dict[str, Any] = dataclasses.field(default_factory=dict)  # its settings after ConfigMap and node config
+    volcano_vgpu_origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of those that one of the two has set: which
     foreign_problems: tuple[str, ...] = ()  # what is wrong with those two
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import msgspec
 import pytest
 from blockbuster import BlockBuster
 
-from tests.agent.volcano_parts import NODE, volcano_settings, wired
+from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
+from vgpu_agent.cluster.config_map import KEY, NAME
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.binding import Families as Switches
 from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
@@ -58,6 +60,37 @@ async def test_the_config_map_and_the_nodes_own_file_are_laid_over_the_settings(
             await parts.families.apply(parts.settings)
             assert parts.offered == {NUMBER: 6, CORES: 200, MEMORY: 8192}
             assert [problem for problem in parts.families.problems if "devicecorescaling" in problem]
+
+
+async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Path) -> None:
+    """volcano-vgpu:D23 What stood there before stays in force, also for an agent that starts afterwards, until the ConfigMap is mended."""
+    async with ApiServer() as server:
+        server.objects.create("nodes", node())
+        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
+        settings = await volcano_settings(tmp_path, server)
+
+        async def edited(parts: Wired, text: str) -> dict[str, int]:
+            assert parts.cluster.config_map is not None
+            seen = parts.cluster.config_map.text
+            version = seen.version
+            server.objects.patch("configmaps", NAME, {"data": {KEY: text}}, "kube-system")
+            await asyncio.wait_for(seen.newer_than(version), 5)
+            await parts.families.again()
+            return parts.offered
+
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            before = parts.offered
+            assert parts.families.origins == {"device_split_count": KEY, "gpu_memory_factor": KEY}
+            assert await edited(parts, "nvidia: {deviceSplitCount: many, gpuMemoryFactor: ten}") == before
+            assert await edited(parts, "nvidia: {") == before
+            assert "what stood there before stays in force" in parts.families.problems[0]
+            await parts.cluster.remember()
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            assert parts.offered == before
+            assert (await edited(parts, "nvidia: {deviceSplitCount: 6, gpuMemoryFactor: 10}"))[NUMBER] == 12
+            assert parts.families.problems == ()
 
 
 async def test_a_restart_during_an_outage_offers_the_same(tmp_path: Path) -> None:

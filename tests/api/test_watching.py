@@ -249,6 +249,24 @@ async def test_a_namespace_that_may_not_be_read_is_passed_over(
     assert config_map.text.value == text
 
 
+async def test_it_is_said_where_the_config_map_is_and_where_it_may_be_unseen(
+    server: ApiServer, config_map: ConfigMapWatch, journal: Journal
+) -> None:
+    """A missing role is no fault as long as there is a ConfigMap where it may be read; without one it may be the reason, and is said."""
+    server.faults = [Fault(FaultKind.STATUS, resource="configmaps", namespace="volcano-system", code=403, reason="Forbidden")]
+    server.objects.create("configmaps", _config("kube-system", "first"))
+    async with running(config_map.run):
+        await until(lambda: config_map.text.value == "first")
+        server.objects.delete("configmaps", NAME, "kube-system")
+        await until(lambda: any(entry.event == "cluster.no_config_map" for entry in journal.entries))
+    said = [entry for entry in journal.entries if entry.event.startswith("cluster.")]
+    assert [entry.event for entry in said] == ["cluster.config_map", "cluster.no_config_map"]
+    assert said[0].facts["config_map"] == f"kube-system/{NAME}"
+    assert said[1].facts["looked_in"] == ["kube-system"]
+    assert said[1].facts["may_not_read"] == ["volcano-system"]
+    assert "components/volcano" in str(said[1].facts["remedy"])
+
+
 async def test_nothing_is_known_of_config_maps_while_the_api_server_is_away(server: ApiServer, config_map: ConfigMapWatch) -> None:
     """An outage is not the absence of a ConfigMap."""
     server.objects.create("configmaps", _config("volcano-system", "second"))

@@ -222,6 +222,44 @@ def test_a_flag_beats_the_config_map_and_the_node_beats_both() -> None:
     assert node.over(layered) == VolcanoVgpu(device_split_count=5, gpu_memory_factor=8)
 
 
+GOOD = "nvidia: {deviceSplitCount: 20, gpuMemoryFactor: 64, deviceMemoryScaling: 2}"
+
+
+@pytest.mark.parametrize("text", ["", "nvidia: [", "nvidia: 3", "nvidea: {deviceSplitCount: 2}", "\x00"])
+def test_a_config_map_that_cannot_be_read_changes_nothing(text: str) -> None:
+    """``volcano-vgpu:D23``: a slip of the finger must not give every node another memory unit under running pods."""
+    before, now = read_device_config(GOOD), read_device_config(text)
+    assert now.after(before).values == before.values
+    assert now.after(before).problems == now.problems
+    assert "what stood there before stays in force" in now.problems[-1]
+    assert not now.sound
+
+
+def test_a_wrong_value_leaves_what_stood_there_before() -> None:
+    """The others count at once, and a key that was taken out is out."""
+    now = read_device_config("nvidia: {deviceSplitCount: 30, gpuMemoryFactor: 64MiB}")
+    assert now.after(read_device_config(GOOD)).values == {"device_split_count": 30, "gpu_memory_factor": 64}
+    assert now.after(Overlay()).values == {"device_split_count": 30}
+    assert not now.sound
+
+
+def test_a_right_file_owes_nothing_to_the_one_before() -> None:
+    """Unknown keys and those without effect spoil nothing that counts."""
+    now = read_device_config("nvidia: {deviceSplitCount: 30, unknown: 1, defaultMemory: 7}")
+    assert now.after(read_device_config(GOOD)) == now
+    assert now.sound
+
+
+@pytest.mark.parametrize(
+    ("filtered", "hidden"),
+    [({"uuid": ["GPU-2"]}, {"GPU-2"}), ({"uuid": ["GPU-2", 7]}, {"GPU-1", "GPU-2"}), ("GPU-2", {"GPU-1"}), ({}, set())],
+)
+def test_a_gpu_that_was_hidden_does_not_come_back_by_mistake(filtered: Any, hidden: set[str]) -> None:
+    """Somebody keeps it for something else; what is wrong in ``filterdevices`` adds to what was hidden before."""
+    before = read_node_config(_node_config(filterdevices={"uuid": ["GPU-1"]}), "node-a")
+    assert read_node_config(_node_config(filterdevices=filtered), "node-a").after(before).hidden_uuids == hidden
+
+
 def test_a_megabyte_of_junk_becomes_a_few_lines() -> None:
     """The log is not the place to copy a ConfigMap to."""
     overlay = read_device_config("nvidia:\n" + "".join(f"  key{number}: {'x' * 50}\n" for number in range(2000)))

@@ -36,6 +36,7 @@ class BindingReport:
             wrong_guesses=binder.wrong_guesses if binder else 0,
             exchanges=binder.exchanges if binder else 0,
             volcano_vgpu=dict(self._families.in_force),
+            volcano_vgpu_origins=dict(self._families.origins),
             foreign_problems=self._families.problems,
         )
 

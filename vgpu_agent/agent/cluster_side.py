@@ -22,6 +22,7 @@ from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.config.volcano_files import read_device_config
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodBook
@@ -77,6 +78,7 @@ class ClusterSide:
         self.config_map: ConfigMapWatch | None = None
         self._memory = Memory(settings.state_directory)
         self.remembered: Remembered | None = None
+        self._sound: str | None = None
 
     @property
     def needed(self) -> bool:
@@ -103,6 +105,14 @@ class ClusterSide:
         return self.remembered.device_config if self.remembered else None
 
     @property
+    def sound_device_config(self) -> str | None:
+        """The last text of that ConfigMap in which nothing was wrong, also from before a restart; None when there is no ConfigMap."""
+        text = self.device_config
+        if text is None or read_device_config(text).sound:
+            self._sound = text
+        return self._sound
+
+    @property
     def waits_for(self) -> str:
         """What must be read before families that need the API server can be offered; empty when it is all there."""
         if not self.connected:
@@ -125,6 +135,7 @@ class ClusterSide:
             return
         name, cluster = self._settings.node_name_or_hostname, self._settings.cluster
         self.remembered = await self._memory.recall(name)
+        self._sound = self.remembered.device_config if self.remembered else None
         self.origin = found.origin
         self.client = client = ApiClient(found, cluster)
         self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
@@ -191,11 +202,11 @@ class ClusterSide:
         """Remember what was read, and call ``apply`` whenever it says something new; for ever."""
         if self.nodes is None:
             return
-        seen = self._facts()
+        seen = self._facts(), self.device_config
         await self.remember()
         while True:
             versions = self.nodes.node.version, self.config_map.text.version if self.config_map else 0
-            facts = self._facts()
+            facts = self._facts(), self.device_config
             if facts != seen:
                 seen = facts
                 await self.remember()
@@ -245,7 +256,7 @@ class ClusterSide:
             node=self._settings.node_name_or_hostname if node else "",
             kubelet_version=node.kubelet_version if node else "",
             runtime_version=node.runtime_version if node else "",
-            device_config=self.device_config,
+            device_config=self.sound_device_config,
         )
 
     async def _first_answers(self) -> None:

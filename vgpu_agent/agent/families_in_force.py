@@ -14,6 +14,7 @@ from vgpu_agent.agent.offered_families import build, look
 from vgpu_agent.agent.offering import check_offer
 from vgpu_agent.allocation.allocator import Families
 from vgpu_agent.allocation.mode import choose
+from vgpu_agent.config.volcano_files import Overlay
 from vgpu_agent.errors import CarrierError, ConfigError
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.runtime.hami_library import HamiLibrary
@@ -36,6 +37,7 @@ class FamiliesInForce:
 
     Attributes:
         in_force: the settings of volcano-vgpu after everything was laid over them, for ``/debug/config``.
+        origins: of those that one of their files has set, the file.
         problems: what is wrong with the files of the plugins that are replaced.
     """
 
@@ -62,7 +64,9 @@ class FamiliesInForce:
         self._changing = asyncio.Lock()
         self._families = Families()
         self.in_force: Mapping[str, object] = {}
+        self.origins: Mapping[str, str] = {}
         self.problems: tuple[str, ...] = ()
+        self._node_config = Overlay()
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
@@ -102,7 +106,14 @@ class FamiliesInForce:
     async def _build(self, settings: Settings) -> tuple[Built, str]:
         """The families of ``settings``, and what is wrong with the library; nothing changes yet."""
         library, missing = await self._install(settings)
-        found = await look(settings, device_config=self._cluster.device_config, library_path=library, origins=self._origins)
+        found = await look(
+            settings,
+            device_config=self._cluster.device_config,
+            device_before=self._cluster.sound_device_config,
+            node_before=self._node_config,
+            library_path=library,
+            origins=self._origins,
+        )
         return build(settings, found), missing
 
     def _take_over(self, built: Built, missing: str) -> None:
@@ -114,7 +125,7 @@ class FamiliesInForce:
         hami = built.in_force.get("isolation") == "hami-core"
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
-        self.in_force = built.in_force
+        self.in_force, self.origins, self._node_config = built.in_force, built.origins, built.node_config
         self._choose_mode()
         self._offering.blocked = self._blocked(missing if hami else "")
 

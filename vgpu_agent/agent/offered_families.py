@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.allocation.allocator import Families
-from vgpu_agent.config.volcano_files import read_device_config, read_node_config
+from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, Overlay, read_device_config, read_node_config
 from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
@@ -40,6 +40,8 @@ class Found:
         node_config: text of the mounted node configuration; None when there is none.
         library_path: the installed libvgpu.so; empty when there is none.
         given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
+        device_before: the last text of Volcano's ConfigMap in which nothing was wrong; for what is wrong in the newest.
+        node_before: what the node configuration came to the last time; the same.
     """
 
     control_nodes: tuple[str, ...] = ()
@@ -47,18 +49,36 @@ class Found:
     node_config: str | None = None
     library_path: str = ""
     given: frozenset[str] = frozenset()
+    device_before: str | None = None
+    node_before: Overlay = dataclasses.field(default_factory=Overlay)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Built:
-    """The families, what is wrong with the files they were built from, and what the volcano-vgpu settings came to."""
+    """The families, what is wrong with the files they were built from, and what the volcano-vgpu settings came to.
+
+    Attributes:
+        in_force: attribute of the volcano-vgpu settings → its value.
+        origins: of those that a file has set, attribute → the file.
+        node_config: what the node configuration came to.
+    """
 
     families: Families
     problems: tuple[str, ...] = ()
     in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    node_config: Overlay = dataclasses.field(default_factory=Overlay)
 
 
-async def look(settings: Settings, *, device_config: str | None, library_path: str, origins: Mapping[str, str]) -> Found:
+async def look(
+    settings: Settings,
+    *,
+    device_config: str | None,
+    device_before: str | None,
+    node_before: Overlay,
+    library_path: str,
+    origins: Mapping[str, str],
+) -> Found:
     """Look at the node; nothing here waits for the API server."""
     root = str(settings.gpu.device_node_root).rstrip("/")
     nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
@@ -66,38 +86,41 @@ async def look(settings: Settings, *, device_config: str | None, library_path: s
     if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
         node_config = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
-    return Found(nodes, device_config, node_config, library_path, given)
+    return Found(nodes, device_config, node_config, library_path, given, device_before, node_before)
 
 
 def build(settings: Settings, found: Found) -> Built:
     """The families that the settings ask for; never an error, problems of foreign files are named."""
     by_ids: list[IdFamily] = []
     by_pod: list[PodFamily] = []
-    problems: tuple[str, ...] = ()
-    in_force: dict[str, object] = {}
+    built = Built(Families())
     if settings.families.nvidia:
         by_ids.append(NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=found.control_nodes)))
     if settings.families.volcano_vgpu:
-        family, problems, in_force = _volcano_vgpu(settings, found)
+        family, built = _volcano_vgpu(settings, found)
         by_pod.append(family)
     if settings.families.volcano_gpushare:
         by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings)))
-    return Built(Families(tuple(by_ids), tuple(by_pod)), problems, in_force)
+    return dataclasses.replace(built, families=Families(tuple(by_ids), tuple(by_pod)))
 
 
-def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, tuple[str, ...], dict[str, object]]:
+def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, Built]:
     problems: list[str] = []
+    origins: dict[str, str] = {}
     vgpu, node_config = settings.volcano_vgpu, None
     if found.device_config is not None:
-        device_config = read_device_config(found.device_config)
+        before = read_device_config(found.device_before) if found.device_before is not None else Overlay()
+        device_config = read_device_config(found.device_config).after(before)
         prefix = "volcanoVgpu."
         attributes = {field.encode_name: field.name for field in msgspec.structs.fields(type(vgpu))}
         given = {attributes[path.removeprefix(prefix)] for path in found.given if path.startswith(prefix)}
         vgpu = device_config.over(vgpu, but=given)
+        origins |= dict.fromkeys(device_config.values.keys() - given, DEVICE_CONFIG)
         problems += device_config.problems
     if found.node_config is not None:
-        node_config = read_node_config(found.node_config, settings.node_name_or_hostname)
+        node_config = read_node_config(found.node_config, settings.node_name_or_hostname).after(found.node_before)
         vgpu = node_config.over(vgpu)
+        origins |= dict.fromkeys(node_config.values, NODE_CONFIG)
         problems += node_config.problems
     backend: Backend = NoIsolation()
     if vgpu.isolation == "hami-core":
@@ -105,7 +128,8 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, tuple[st
     options = VolcanoVgpuOptions.from_settings(
         msgspec.structs.replace(settings, volcano_vgpu=vgpu), control_nodes=found.control_nodes, node_config=node_config
     )
-    return VolcanoVgpuFamily(options, backend), tuple(problems), msgspec.structs.asdict(vgpu)
+    built = Built(Families(), tuple(problems), msgspec.structs.asdict(vgpu), origins, node_config or Overlay())
+    return VolcanoVgpuFamily(options, backend), built
 
 
 def _text(path: Path) -> str | None:

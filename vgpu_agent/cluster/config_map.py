@@ -60,6 +60,7 @@ class ConfigMapWatch:
         self.synced = asyncio.Event()
         self._name, self._key = name, key
         self._journal = journal
+        self._said: tuple[str, tuple[str, ...]] | None = None
         self._places = [_Place(source, namespace, name, settings, journal) for namespace in namespaces]
 
     @property
@@ -105,6 +106,7 @@ class ConfigMapWatch:
         found = place.found.value or {}
         text = found.get(self._key)
         self.namespace = place.namespace if found else ""
+        self._say()
         if found and text is None:
             where = f"{self.namespace}/{self._name}"
             error = f"the ConfigMap {where} has no key {self._key!r}; add it, or delete the ConfigMap"
@@ -112,6 +114,24 @@ class ConfigMapWatch:
         if text != self.text.value:
             self.text.publish(text)
         self.synced.set()
+
+    def _say(self) -> None:
+        """Where the ConfigMap is, once and whenever it changes; without one, where it may be without our seeing it."""
+        hidden = () if self.namespace else tuple(place.namespace for place in self._places if place.forbidden)
+        if (self.namespace, hidden) == self._said:
+            return
+        self._said = self.namespace, hidden
+        if self.namespace:
+            self._journal.record("cluster.config_map", config_map=f"{self.namespace}/{self._name}")
+        else:
+            self._journal.record(
+                "cluster.no_config_map",
+                level="warning" if hidden else "info",
+                looked_in=[place.namespace for place in self._places if not place.forbidden],
+                may_not_read=list(hidden),
+                in_force="the agent's own settings",
+                remedy=f"if there is a {self._name} in {' or '.join(hidden)}, allow to read it (components/volcano)" if hidden else "",
+            )
 
 
 class _Place:
@@ -125,7 +145,8 @@ class _Place:
         self.found: Latest[Mapping[str, str] | None] = Latest(None)
         path = f"/api/v1/namespaces/{namespace}/configmaps"
         scope = Scope.single(f"ConfigMap {namespace}/{name}", path, name)
-        self.reflector = Reflector(source, scope, decode.config_map, self, settings=settings, journal=journal)
+        # Where nobody uses a namespace for this, the role is not there, and `ConfigMapWatch` says so when it matters.
+        self.reflector = Reflector(source, scope, decode.config_map, self, settings=settings, journal=journal, expected=(_FORBIDDEN,))
 
     @property
     def forbidden(self) -> bool:

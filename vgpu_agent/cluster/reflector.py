@@ -25,7 +25,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 
     import msgspec
 
@@ -143,7 +143,9 @@ class Reflector(Generic[T]):
         settings: Cluster,
         journal: Journal,
         uniform: Callable[[float, float], float] = random.uniform,
+        expected: Collection[int] = (),
     ) -> None:
+        """Build it; HTTP statuses in ``expected`` are no news for the log, because the caller says what they mean."""
         self.status = ReflectorStatus()
         self.synced = asyncio.Event()
         self.trouble: Latest[ClusterError | None] = Latest(None)
@@ -151,6 +153,7 @@ class Reflector(Generic[T]):
         self._source, self._decoder, self._sink = source, decoder, sink
         self._settings, self._journal = settings, journal
         self._uniform = uniform
+        self._expected = frozenset(expected)
         self._version = ""
         self._said = ""  # the trouble that the log has last heard of
         self._unreadable: set[str] = set()  # what it has heard of objects, so that a pod that changes every second is no flood
@@ -304,7 +307,7 @@ class Reflector(Generic[T]):
         self.status.failing, self.status.last_error = True, str(err)
         self.trouble.publish(err)
         # An outage is one line in the log, not one for each try.
-        if (trouble := f"{err.status}") != self._said:
+        if err.status not in self._expected and (trouble := f"{err.status}") != self._said:
             self._said = trouble
             self._journal.record("cluster.watch_failed", level="warning", what=self.scope.what, error=str(err))
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEVICE_CONFIG = "device-config.yaml"
 NODE_CONFIG = "config.json"
 
+HIDDEN = "filterdevices"
+
 _TOP = "nvidia"
 _NODES = "nodeconfig"
 _MODE = "hami-core"
@@ -72,6 +74,8 @@ class Overlay:
         hidden_indices: the same by NVML index.
         geometries: ``knownMigGeometries`` as it stands, for MIG; not looked into.
         problems: one sentence each, with key, value and what was expected; the rest of the file counts.
+        spoilt: attributes whose value is there and wrong; `HIDDEN` for ``filterdevices``.
+        readable: whether the file could be read at all.
     """
 
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -79,6 +83,26 @@ class Overlay:
     hidden_indices: frozenset[int] = frozenset()
     geometries: Any = None
     problems: tuple[str, ...] = ()
+    spoilt: frozenset[str] = frozenset()
+    readable: bool = True
+
+    @property
+    def sound(self) -> bool:
+        """Whether everything that the file sets is right, so that it can stand in for a later one that is not."""
+        return self.readable and not self.spoilt
+
+    def after(self, before: Overlay) -> Overlay:
+        """This file where it is right, and ``before`` where it is wrong.
+
+        A slip of somebody who edits a ConfigMap must not give every node another memory unit, or GPUs that were hidden, under running pods.
+        """
+        if not self.readable:
+            return dataclasses.replace(before, problems=self.problems)
+        values = {**{name: value for name, value in before.values.items() if name in self.spoilt}, **self.values}
+        if HIDDEN not in self.spoilt:
+            return dataclasses.replace(self, values=values)
+        uuids, indices = self.hidden_uuids | before.hidden_uuids, self.hidden_indices | before.hidden_indices
+        return dataclasses.replace(self, values=values, hidden_uuids=uuids, hidden_indices=indices)
 
     def over(self, settings: VolcanoVgpu, *, but: Collection[str] = ()) -> VolcanoVgpu:
         """``settings`` with what this file sets, except for the attributes in ``but``.
@@ -96,6 +120,8 @@ class _Reading:
         self._file = file
         self._count = 0
         self._problems: list[str] = []
+        self._readable = True
+        self.spoilt: set[str] = set()
         self.values: dict[str, Any] = {}
         self.hidden_uuids: set[str] = set()
         self.hidden_indices: set[int] = set()
@@ -105,6 +131,11 @@ class _Reading:
         self._count += 1
         if self._count <= _MOST_PROBLEMS:
             self._problems.append(": ".join(part for part in (self._file, path, text) if part))
+
+    def unreadable(self, path: str, text: str) -> None:
+        """The file as a whole is no such file."""
+        self._readable = False
+        self.problem(path, f"{text}; nothing of it counts, and what stood there before stays in force")
 
     def take(self, path: str, attribute: str, value: Any) -> None:
         """Accept a value as the settings would, or say why not."""
@@ -116,10 +147,17 @@ class _Reading:
             accepted = key.accept_text(value) if truth and isinstance(value, str) else key.accept(int(value) if integral else value)
             self.values[attribute] = accepted
         except schema.NotAcceptedError as err:
+            self.spoilt.add(attribute)
             self.problem(path, f"expected {err}, got {shown(value)}; it is left as it was")
 
     def hide(self, path: str, value: Any) -> None:
         """``filterdevices``: GPUs that vanish from the list and from the annotation."""
+        count = self._count
+        self._hide(path, value)
+        if self._count != count:
+            self.spoilt.add(HIDDEN)
+
+    def _hide(self, path: str, value: Any) -> None:
         if not isinstance(value, dict):
             self.problem(path, f"expected a mapping of uuid and index, got {shown(value)}")
             return
@@ -144,7 +182,15 @@ class _Reading:
     def overlay(self) -> Overlay:
         if (more := self._count - len(self._problems)) > 0:
             self._problems.append(f"{self._file}: and {more} more problems")
-        return Overlay(self.values, frozenset(self.hidden_uuids), frozenset(self.hidden_indices), self.geometries, tuple(self._problems))
+        return Overlay(
+            self.values,
+            frozenset(self.hidden_uuids),
+            frozenset(self.hidden_indices),
+            self.geometries,
+            tuple(self._problems),
+            frozenset(self.spoilt),
+            self._readable,
+        )
 
 
 def read_device_config(text: str) -> Overlay:
@@ -152,7 +198,8 @@ def read_device_config(text: str) -> Overlay:
     reading = _Reading(DEVICE_CONFIG)
     root, faults = yaml.parse(text)
     for fault in faults:
-        reading.problem(f"line {fault.line}", ": ".join(part for part in (fault.path, fault.text) if part))
+        say = reading.unreadable if root is None else reading.problem
+        say(f"line {fault.line}", ": ".join(part for part in (fault.path, fault.text) if part))
     if root is not None or not faults:
         for name, value in _device_members(reading, _plain(root) if root else None):
             _take_of_devices(reading, f"{_TOP}.{shown_key(name)}", name, value)
@@ -168,11 +215,11 @@ def read_node_config(text: str, node: str) -> Overlay:
     try:
         root = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as err:
-        reading.problem("", f"is no JSON: {err}; nothing of it counts")
+        reading.unreadable("", f"is no JSON: {err}")
         return reading.overlay()
     entries = next((value for name, value in _members(root) if name == _NODES), None)
     if not isinstance(entries, list):
-        reading.problem("", f'expected {{"{_NODES}": [ … ]}}, got {shown(root if entries is None else entries)}')
+        reading.unreadable("", f'expected {{"{_NODES}": [ … ]}}, got {shown(root if entries is None else entries)}')
         return reading.overlay()
     ours: list[tuple[str, Any]] = []
     for place, entry in enumerate(entries):
@@ -190,11 +237,11 @@ def read_node_config(text: str, node: str) -> Overlay:
 
 def _device_members(reading: _Reading, root: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(root, dict) or _TOP not in root:
-        reading.problem("", f"has no key {_TOP}; nothing of it counts")
+        reading.unreadable("", f"has no key {_TOP}")
     elif isinstance(root[_TOP], dict):
         yield from root[_TOP].items()
     else:
-        reading.problem(_TOP, f"expected a mapping, got {shown(root[_TOP])}")
+        reading.unreadable(_TOP, f"expected a mapping, got {shown(root[_TOP])}")
 
 
 def _take_of_devices(reading: _Reading, path: str, name: str, value: Any) -> None:

@@ -232,6 +232,7 @@ def _config(asked: Question) -> dict[str, Any]:
         "needs_restart": asked.status.config_needs_restart,
         "binding": binding.view(asked.status.binding),
         "volcano_vgpu": asked.status.binding.volcano_vgpu,
+        "volcano_vgpu_from": asked.status.binding.volcano_vgpu_origins,
         "config_map": asked.status.cluster.config_map,
         "foreign_problems": asked.status.binding.foreign_problems,
         "values": {key: {"value": value, "from": origin} for key, (value, origin) in sorted(asked.status.config.items())},
