@@ -10,9 +10,9 @@ import pytest
 from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, Place, a_pod, init, wants
 from tests.allocation.later_parts import booked
 from tests.golden import U0, U1
-from vgpu_agent.allocation.binder import WrongPodError
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.early import Siblings, candidates, likeliest
+from vgpu_agent.allocation.early_proof import WrongPodError
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
 from vgpu_agent.pods import PodBook, PodContainer
@@ -68,7 +68,7 @@ async def test_a_wrong_guess_never_starts() -> None:
             await place.start(ids)
     assert {(refusal.pod.name, refusal.final) for refusal in place.refusals.current} == {("train", True), ("serve", True)}
     assert place.allocator.binder is not None
-    assert place.allocator.binder.wrong_guesses == 2
+    assert place.allocator.binder.early.wrong_guesses == 2
     assert all(grant.shares == () for grant in place.ledger.grants)
     assert place.carrier.prepared == {}
 

@@ -13,8 +13,8 @@ from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, MemoryCarrier, N
 from tests.allocation.later_parts import booked, confirm, restarted, running
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.allocator import Families
-from vgpu_agent.allocation.binder import WrongPodError
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
+from vgpu_agent.allocation.early_proof import WrongPodError
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.errors import CapacityError, RequestRefusedError

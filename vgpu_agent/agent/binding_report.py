@@ -33,11 +33,12 @@ class BindingReport:
             families=tuple(self._family(name, by_pod=by_pod) for name, by_pod in self._families.on),
             refusals=self._refusals.current,
             ambiguities=binder.ambiguities if binder else 0,
-            wrong_guesses=binder.wrong_guesses if binder else 0,
-            exchanges=binder.exchanges if binder else 0,
+            wrong_guesses=binder.early.wrong_guesses if binder else 0,
+            exchanges=binder.early.exchanges if binder else 0,
             volcano_vgpu=dict(self._families.in_force),
             volcano_vgpu_origins=dict(self._families.origins),
             foreign_problems=self._families.problems,
+            cautions=self._families.cautions,
         )
 
     def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:

@@ -9,58 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from vgpu_agent import log
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
-from vgpu_agent.allocation.guesses import Evidence, Guesses, Verdict
+from vgpu_agent.allocation.early_proof import EarlyProof, WrongPodError
+from vgpu_agent.allocation.guesses import Guesses
 from vgpu_agent.allocation.holdings import ended_before
 from vgpu_agent.allocation.identification import Identification
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.allocation.questions import question
+from vgpu_agent.allocation.starting import Start
 from vgpu_agent.errors import AgentError, CapacityError, CarrierError, LedgerError, RequestRefusedError
 from vgpu_agent.model import Decider
-from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from vgpu_agent.allocation.proof import Claim, Testimony
+    from vgpu_agent.allocation.proof import Testimony
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Grant, Inventory, Owner, Resource, Share
-    from vgpu_agent.pods import Pod
+    from vgpu_agent.model import Grant, Inventory, Resource, Share
 
 
 _logger = log.get(__name__)
-
-
-class WrongPodError(RequestRefusedError):
-    """The answer that kubelet keeps for this container is another pod's; the pod must be created anew."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Start:
-    """One container about to start, proven."""
-
-    offered: Resource
-    ids: tuple[str, ...]
-    token: str
-    family: PodFamily
-    pod: Pod
-    owner: Owner
-    found: Claim
-    testimony: Testimony
-    until: float  # the loop's time by which kubelet must have an answer
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.owner.pod_uid, self.owner.container
 
 
 class Binder:
@@ -88,11 +64,10 @@ class Binder:
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
         self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
         self.guesses = Guesses()
+        self.early = EarlyProof(ledger=ledger, inventory=inventory, surroundings=surroundings, guesses=self.guesses)
         self.handed_out: set[str] = set()  # names that Allocate has given since they were last put in force
         self.served: dict[tuple[str, str, str], Grant] = {}  # by UID, container and resource
         self.ambiguities = 0
-        self.wrong_guesses = 0
-        self.exchanges = 0
 
     async def start(self, offered: Resource, ids: Sequence[str], family: PodFamily, *, late: bool) -> None:
         """Let the container that holds ``ids`` start, or say why not.
@@ -121,7 +96,7 @@ class Binder:
                     raise type(err)(f"{who.owner.pod_name}, container {who.owner.container}: {err}") from err
                 return
             pod, owner = who.pod, who.owner
-            start = _Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony, until)
+            start = Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony, until)
             try:
                 self._refuse_unread()
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
@@ -215,7 +190,7 @@ class Binder:
 
     # -- what -----------------------------------------------------------------------------------------------------------------------
 
-    def _is_late(self, start: _Start, *, late: bool) -> bool:
+    def _is_late(self, start: Start, *, late: bool) -> bool:
         """Whether the answer that kubelet keeps is our CDI name.
 
         Node or settings may have changed since it was given, so they only decide where the answer cannot be read.
@@ -227,7 +202,7 @@ class Binder:
             return late and start.token not in self.guesses.given
         return all(name in answer.cdi_names or name in answer.annotations.values() for answer in answers)
 
-    async def _bind_late(self, start: _Start) -> Grant:
+    async def _bind_late(self, start: Start) -> Grant:
         asked = self._question(start)
         shares, by = self._decide(start, asked)
         provision = start.family.provision(asked, shares)
@@ -236,105 +211,15 @@ class Binder:
         await self._around.carrier.deliver(self._record(start, grant, by, provision), provision)
         return grant
 
-    async def _prove_early(self, start: _Start) -> Grant:
+    async def _prove_early(self, start: Start) -> Grant:
         shares, by = self._decide(start, self._question(start))
-        # Without the checkpoint only this container is known to have the ids.
-        names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
-        expected = {name: self._provision(start, name, shares) for name in names}
-        own = {(start.owner.pod_uid, name, start.offered.name) for name in expected}
-        answers = {key[1]: answer for key, answer in start.testimony.answers.items() if key in own}
-        evidence = Evidence(
-            key=start.key,
-            shares=shares,
-            expected=expected,
-            answers=answers,
-            elsewhere=[answer for key, answer in start.testimony.answers.items() if key not in own],
-            handed_on=any(each.kind is ContainerKind.INIT and each.limits.get(start.offered.name) for each in start.pod.containers),
-        )
-        given, provisions = self.guesses.given.get(start.token), list(expected.values())
-        match self.guesses.judge(start.token, evidence, self._is_gone):
-            case Verdict.LATER:
-                raise NotProvenError(
-                    f"{start.pod.full_name}, container {start.owner.container}: it is not clear yet whether the answer that kubelet keeps "
-                    "for it is its own (binding.mode early); kubelet will ask again"
-                )
-            case Verdict.WRONG:
-                self._refute(start)
-            case Verdict.EXCHANGE:
-                self.exchanges += 1
-                meant_for = self.guesses.exchange(start.token, start.key)
-                for grant in self._ledger.grants:
-                    if grant.decided_for == start.key and grant.resource == start.offered.name:
-                        self._ledger.redirect(grant.number, meant_for)
-                by = f"{by}; exchanged with {self._called(meant_for[0])}, whose share is equal"
-        if given is not None and given.provision.edits in answers.values() and given.provision not in provisions:
-            provisions = [given.provision]  # exchanged, now or before: what the answer names is what must be there
-        self._make_room_for_init(start, names)
-        grant = await self._book(start, shares, by)
+        provisions, exchanged = self.early.prove(start, shares)
+        grant = await self._book(start, shares, f"{by}; {exchanged}" if exchanged else by)
         for provision in provisions:
             await self._around.carrier.prepare(self._record(start, grant, by, provision), provision)
         return grant
 
-    def _make_room_for_init(self, start: _Start, names: Collection[str]) -> None:
-        """Book all that was decided for the pod, before an init container runs on a part of it that is another container's.
-
-        One that shares its ids with a later container was told of its own share in Allocate, and the book has the later one's under these
-        ids. It takes no more of a card than the pod has of it, so with the whole pod in the book nothing of it is given away meanwhile.
-
-        Raises:
-            NotProvenError: not all of the pod's containers are in the book yet.
-            LedgerError: the pod does not fit now.
-        """
-        uid, containers = start.owner.pod_uid, start.pod.containers
-        first = next((place for place, each in enumerate(containers) if each.name in names and each.kind is ContainerKind.INIT), None)
-        if first is None or len(names) == 1:
-            return
-        later = [each for each in containers[first + 1 :] if each.name not in names]
-        recorded = {record.owner.container for record in self._around.carrier.records if record.owner.pod_uid == uid}
-        if any(each.started or each.name in recorded for each in later):
-            return  # then this init container has ended
-        for each in later:
-            if each.kind is not ContainerKind.INIT and each.limits.get(start.offered.name):
-                self._book_ahead(start, each.name)
-
-    def _book_ahead(self, start: _Start, container: str) -> None:
-        key, owner = (start.owner.pod_uid, container), dataclasses.replace(start.owner, container=container)
-        grants = [grant for grant in self._ledger.grants if grant.resource == start.offered.name]
-        own = [
-            grant
-            for grant in grants
-            if grant.decided_for == key or (grant.decided_for is None and grant.owner and grant.owner.may_be(owner))
-        ]
-        if not own:
-            raise NotProvenError(f"{start.pod.full_name}: the ids of its container {container} are not known yet; kubelet will ask again")
-        for grant in own:
-            if not grant.shares:
-                asked = question(
-                    self._ledger, start.offered, start.pod, container, grant.ids, node=self._around.node, inventory=self._inventory()
-                )
-                self._ledger.fill(grant.number, start.family.decide(asked).shares, key)
-
-    def _refute(self, start: _Start) -> NoReturn:
-        self.wrong_guesses += 1
-        self._ledger.decide(start.offered.name, start.ids, (), start.owner, evidence=("refused: answered for another pod",))
-        given = self.guesses.refuted(start.token, start.key)
-        whose = f"the container {given.decided_for[1]} of {self._called(given.decided_for[0])}" if given else "another container"
-        raise WrongPodError(
-            f"kubelet's answer for this container was made for {whose}, because Allocate does not say whose it is and this node's "
-            "runtime cannot be told later (binding.mode early); delete the pod, so that it is created anew"
-        )
-
-    def _provision(self, start: _Start, container: str, shares: tuple[Share, ...]) -> Provision:
-        """What a container with these ids should have been told; one before the last decides by itself."""
-        asked = question(self._ledger, start.offered, start.pod, container, start.ids, node=self._around.node, inventory=self._inventory())
-        own = shares if container == start.owner.container else start.family.decide(asked).shares
-        return start.family.provision(asked, own)
-
-    def _is_gone(self, uid: str) -> bool:
-        pod = self._around.book.get(uid)
-        return self._around.book.synced.is_set() and (pod is None or pod.ended)
-
-    def _decide(self, start: _Start, asked: Question) -> tuple[tuple[Share, ...], str]:
+    def _decide(self, start: Start, asked: Question) -> tuple[tuple[Share, ...], str]:
         """What the container gets; what it once got, it keeps."""
         held = self._ledger.find(start.offered.name, start.ids)
         if held and held.shares and held.decided_for == start.key:
@@ -354,7 +239,7 @@ class Binder:
                 "kubelet has not told yet who held what when this agent was started, so nobody knows what is free; kubelet will ask again"
             )
 
-    def _refuse_two_families(self, start: _Start) -> None:
+    def _refuse_two_families(self, start: Start) -> None:
         container = start.pod.container(start.owner.container)
         limits = container.limits if container else {}
         foreign = [
@@ -366,7 +251,7 @@ class Binder:
                 "ask for one of them"
             )
 
-    async def _book(self, start: _Start, shares: tuple[Share, ...], by: str) -> Grant:
+    async def _book(self, start: Start, shares: tuple[Share, ...], by: str) -> Grant:
         evidence, ended = (*start.found.evidence, by), ended_before(self._ledger.grants, start.pod, start.owner)
         try:
             return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
@@ -380,7 +265,7 @@ class Binder:
             ended = ended_before(self._ledger.grants, start.pod, start.owner)
             return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
 
-    async def _all_pods(self, start: _Start) -> Testimony:
+    async def _all_pods(self, start: Start) -> Testimony:
         try:
             async with asyncio.timeout_at(start.until):
                 return await self._around.witness(start.offered.name, start.ids, whole=True)
@@ -407,12 +292,12 @@ class Binder:
                 released = True
         return released
 
-    def _question(self, start: _Start) -> Question:
+    def _question(self, start: Start) -> Question:
         return question(
             self._ledger, start.offered, start.pod, start.owner.container, start.ids, node=self._around.node, inventory=self._inventory()
         )
 
-    def _record(self, start: _Start, grant: Grant, by: str, provision: Provision) -> GrantRecord:
+    def _record(self, start: Start, grant: Grant, by: str, provision: Provision) -> GrantRecord:
         return GrantRecord(
             token=start.token,
             family=start.family.name,
@@ -425,11 +310,7 @@ class Binder:
             collected=provision.collected,
         )
 
-    def _called(self, uid: str) -> str:
-        pod = self._around.book.get(uid)
-        return pod.full_name if pod else f"pod {uid}"
-
-    def _refuse(self, start: _Start, err: Exception) -> None:
+    def _refuse(self, start: Start, err: Exception) -> None:
         reason = str(err)
         self._around.refusals.refuse(start.pod, start.owner.container, start.offered.name, reason, final=isinstance(err, WrongPodError))
         self._tell(

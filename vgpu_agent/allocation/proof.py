@@ -41,7 +41,7 @@ class Testimony:
     """What kubelet's records said at one moment, after the question was asked.
 
     Attributes:
-        checkpoint: who holds what, by UID and container; None when it could not be read or understood.
+        checkpoint: who holds any of the ids in question, by UID and container; None when it could not be read or understood.
         pod_resources: who holds what, by namespace, pod and container; None when it did not answer.
         answers: (UID, container, resource) → what our Allocate once answered, as far as the checkpoint kept it; for the ids in question
             always, for all others in early mode.
