@@ -119,6 +119,7 @@ class LedgerStatus:
     foreign: tuple[str, ...] = ()  # ids in kubelet's records that this node does not offer
     capacity: dict[str, int] = dataclasses.field(default_factory=dict)  # holders allowed, by device
     free: dict[str, int] = dataclasses.field(default_factory=dict)  # ids free and healthy, by resource
+    only_counted: frozenset[str] = frozenset()  # resources whose ids are neither booked nor answered
     rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)  # what each device has left, by resource
     decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not say what the holder gets
 
@@ -168,6 +169,7 @@ class BindingStatus:
     volcano_vgpu: dict[str, Any] = dataclasses.field(default_factory=dict)  # its settings after ConfigMap and node config
     volcano_vgpu_origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of those that one of the two has set: which
     foreign_problems: tuple[str, ...] = ()  # what is wrong with those two
+    cautions: tuple[str, ...] = ()  # what will go wrong for some pods with what is offered
 
 
 @dataclasses.dataclass

@@ -195,6 +195,7 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
     node.ledger.free |= {VGPU: 7, MEMORY: 100}
     node.ledger.rooms = {VGPU: (DeviceRoom("GPU-0", "", 81920, 77824, 70, 1, 9),)}
     node.ledger.decided_by_pod = frozenset({VGPU})
+    node.ledger.only_counted = frozenset({MEMORY})
     refused = a_pod("refused", wants_vgpus("main", 2), bound=2)
     started = wants_vgpus("main", 2, started=True)
     setup = PodContainer("setup", ContainerKind.INIT)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from tests.web.conftest import MEMORY
 from vgpu_agent.model import Owner
 from vgpu_agent.status import AgentStatus, PluginState, PluginStatus, ReadyProblem
 from vgpu_agent.web import page, views
@@ -50,6 +51,26 @@ def test_the_table_answers_who_holds_what(overview: Overview) -> None:
         "  gpu     a GPU did not answer: 2: GPU is lost\n"
         "  ledger  kubelet's records hold ids that this node does not offer: GPU-9::0\n"
     )
+
+
+def test_shares_of_memory_and_compute_are_summed_up(volcano_node: AgentStatus) -> None:
+    """How much of a GPU is given away; ids that are only there to be counted are nobody's, so they are not called free."""
+    lines = page.as_text(views.overview(volcano_node, NOW)).splitlines()
+    header, first, second = lines[lines.index("GPUs") + 1 : lines.index("GPUs") + 4]
+    column = header.index("GIVEN")
+    assert first[column:].startswith("4096 MiB, 30 %  GPU-0")
+    assert second[column:].startswith("0 MiB, 0 %      GPU-1")
+    memory = PluginStatus(MEMORY, "volcano-vgpu", PluginState.REGISTERED, stream_open=True, ids_sent=100, healthy_sent=100)
+    volcano_node.plugins = (*volcano_node.plugins, memory)
+    (row,) = [line for line in page.as_text(views.overview(volcano_node, NOW)).splitlines() if MEMORY in line]
+    assert row.split() == [MEMORY, "registered", "100", "100", "-", "-"]
+
+
+def test_what_will_go_wrong_for_some_pods_is_a_problem(volcano_node: AgentStatus) -> None:
+    """Before the first of them is there."""
+    volcano_node.binding.cautions = ("volcano.sh/vgpu-memory: a GPU has 40960 ids",)
+    lines = page.as_text(views.overview(volcano_node, NOW)).splitlines()
+    assert ["config", "volcano.sh/vgpu-memory:", "a", "GPU", "has", "40960", "ids"] in [line.split() for line in lines]
 
 
 def test_many_holders_do_not_tear_the_table_apart(overview: Overview) -> None:

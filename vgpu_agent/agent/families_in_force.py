@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
+from vgpu_agent.agent import long_status
 from vgpu_agent.agent.offered_families import build, look
 from vgpu_agent.agent.offering import check_offer
 from vgpu_agent.allocation.allocator import Families
@@ -39,6 +40,7 @@ class FamiliesInForce:
         in_force: the settings of volcano-vgpu after everything was laid over them, for ``/debug/config``.
         origins: of those that one of their files has set, the file.
         problems: what is wrong with the files of the plugins that are replaced.
+        cautions: what will go wrong for some pods with what is offered.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class FamiliesInForce:
         self.in_force: Mapping[str, object] = {}
         self.origins: Mapping[str, str] = {}
         self.problems: tuple[str, ...] = ()
+        self.cautions: tuple[str, ...] = ()
         self._node_config = Overlay()
 
     @property
@@ -149,6 +152,15 @@ class FamiliesInForce:
             usable.append(family)
         self._allocator.use_families(dataclasses.replace(self._families, by_pod=tuple(usable), unserved=tuple(unserved)))
         self._allocator.refresh_offer()
+        self._caution(offered)
+
+    def _caution(self, offered: list[Resource]) -> None:
+        node = self._cluster.node
+        found = tuple(long_status.cautions(offered, node.kubelet_version if node else ""))
+        for text in found:
+            if text not in self.cautions:
+                self._journal.record("config.caution", level="warning", problem=text)
+        self.cautions = found
 
     def _check(self, families: tuple[Family, ...]) -> None:
         inventory = self._inventory()

@@ -126,6 +126,7 @@ class Report:
                 rooms={
                     resource.name: ledger.rooms(resource.name) for resource in ledger.resources if resource.decided_by is not Decider.NOBODY
                 },
+                only_counted=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.NOBODY),
                 decided_by_pod=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.POD),
             )
         return self._offered

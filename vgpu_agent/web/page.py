@@ -100,7 +100,8 @@ def _headline(overview: Overview) -> str:
 
 
 def _tables(overview: Overview) -> Iterator[_Table]:
-    yield "GPUs", ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", "UUID", "HELD BY"), _gpu_rows(overview), "none"
+    given = ("GIVEN",) if _in_parts(overview) else ()
+    yield "GPUs", ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", *given, "UUID", "HELD BY"), _gpu_rows(overview), "none"
     yield "Resources", ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"), _resource_rows(overview), "none offered"
     if overview.binding.families:
         yield "Families", ("FAMILY", "STATE", "BOUND", "WHY"), _family_rows(overview), "none"
@@ -121,11 +122,22 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
             f"{gpu.usage.utilisation_percent} %" if gpu.usage and gpu.usage.utilisation_percent is not None else "-",
             str(sum(share.gpu == gpu.uuid for pod in overview.pods for grant in pod.grants for share in grant.shares))
             + (f"/{gpu.holders_allowed}" if gpu.holders_allowed is not None else ""),
+            *((_given(overview, gpu),) if _in_parts(overview) else ()),
             gpu.uuid,
             _holders(gpu),
         )
         for gpu in overview.gpus
     ]
+
+
+def _in_parts(overview: Overview) -> bool:
+    """Whether GPUs are given away by memory and compute; whole GPUs and turns have no such figure."""
+    return any(family.decided_by == "pod" for family in overview.binding.families)
+
+
+def _given(overview: Overview, gpu: GpuView) -> str:
+    shares = [share for pod in overview.pods for grant in pod.grants for share in grant.shares if share.gpu == gpu.uuid]
+    return f"{sum(share.memory_mib for share in shares)} MiB, {sum(share.cores_percent for share in shares)} %"
 
 
 def _health(gpu: GpuView) -> str:
@@ -149,8 +161,8 @@ def _resource_rows(overview: Overview) -> list[tuple[str, ...]]:
             resource.state if resource.stream_open or not resource.registered.at else f"{resource.state}, stream closed",
             str(resource.ids),
             str(resource.ids_healthy),
-            str(resource.ids_held),
-            "-" if resource.ids_free is None else str(resource.ids_free),
+            str(resource.ids_held) if resource.ids_booked else "-",
+            str(resource.ids_free) if resource.ids_booked and resource.ids_free is not None else "-",
         )
         for resource in overview.resources
     ]

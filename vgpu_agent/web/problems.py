@@ -84,6 +84,8 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
 def _config(status: AgentStatus) -> Iterator[Problem]:
     for problem in status.binding.foreign_problems:
         yield Problem("config", problem)
+    for caution in status.binding.cautions:
+        yield Problem("config", caution)
     if status.config_problem:
         for line in status.config_problem.splitlines():
             yield Problem("config", f"the newest configuration is not in force: {line}")

@@ -138,6 +138,7 @@ class ResourceView(msgspec.Struct, frozen=True):
     ids_healthy: int = 0
     ids_held: int = 0
     ids_free: int | None = None
+    ids_booked: bool = True  # False: the ids are there for schedulers to count, and the GPUs say what is given away
     allocations: int = 0
     allocations_refused: int = 0
     allocate_seconds_last: float = 0.0
@@ -311,10 +312,16 @@ def ids_held(status: AgentStatus) -> dict[str, int]:
 def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
     """Every resource and its plugin server."""
     held = ids_held(status)
-    return tuple(_resource(plugin, held.get(plugin.resource, 0), status.ledger.free.get(plugin.resource), now) for plugin in status.plugins)
+    ledger = status.ledger
+    return tuple(
+        _resource(
+            plugin, held.get(plugin.resource, 0), ledger.free.get(plugin.resource), now, booked=plugin.resource not in ledger.only_counted
+        )
+        for plugin in status.plugins
+    )
 
 
-def _resource(plugin: PluginStatus, held: int, free: int | None, now: float) -> ResourceView:
+def _resource(plugin: PluginStatus, held: int, free: int | None, now: float, *, booked: bool) -> ResourceView:
     return ResourceView(
         resource=plugin.resource,
         family=plugin.family,
@@ -332,6 +339,7 @@ def _resource(plugin: PluginStatus, held: int, free: int | None, now: float) -> 
         ids_healthy=plugin.healthy_sent,
         ids_held=held,
         ids_free=free,
+        ids_booked=booked,
         allocations=plugin.allocations,
         allocations_refused=plugin.allocations_refused,
         allocate_seconds_last=plugin.allocate_seconds_last,
