@@ -16,7 +16,7 @@ from vgpu_agent.allocation.proof import Testimony
 from vgpu_agent.errors import CheckpointError, KubeletError
 from vgpu_agent.kubelet import codec
 from vgpu_agent.kubelet.checkpoint import read_checkpoint
-from vgpu_agent.model import Holding, Owner
+from vgpu_agent.kubelet.records import as_holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -25,23 +25,30 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.kubelet.checkpoint import CheckpointEntry
     from vgpu_agent.kubelet.pod_resources import PodResources
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Line:
-    """An entry of the checkpoint, in our words and in kubelet's."""
-
-    holding: Holding
-    entry: CheckpointEntry
+    from vgpu_agent.model import Holding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """One reading of the file; ``lines`` is None when it could not be read. ``decoded`` keeps the answers that were looked at."""
+    """One reading of the file; ``entries`` is None when it could not be read. ``decoded`` keeps the answers that were looked at."""
 
-    lines: tuple[_Line, ...] | None
+    entries: tuple[CheckpointEntry, ...] | None
     trouble: str = ""
     decoded: dict[int, Edits] = dataclasses.field(default_factory=dict)
+
+    def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
+        """The entries that name any of ``ids``: a few of hundreds."""
+        return [entry for entry in self.entries or () if entry.resource_name == resource and not ids.isdisjoint(entry.ids)]
+
+    def answer(self, entry: CheckpointEntry) -> Edits:
+        """What our Allocate once answered for ``entry``, which is one of these.
+
+        Raises:
+            CheckpointError: that cannot be understood.
+        """
+        if id(entry) not in self.decoded:
+            self.decoded[id(entry)] = codec.decode_answer(entry.answer)
+        return self.decoded[id(entry)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +105,7 @@ class KubeletWitness:
     async def _of_holders(self, resource: str, ids: frozenset[str]) -> Testimony | None:
         """With pod-resources about those pods only that have ``ids`` by the checkpoint; None where that does not settle it."""
         checkpoint = await self._checkpoint()
-        holders = {line.entry.pod_uid for line in checkpoint.lines or () if _concerns(line.holding, resource, ids)}
+        holders = {entry.pod_uid for entry in checkpoint.about(resource, ids)}
         pods = {self._names(uid) for uid in holders}
         known = [pod for pod in pods if pod is not None]
         if not known or len(known) < len(pods):
@@ -120,28 +127,22 @@ class KubeletWitness:
 
     async def _read_checkpoint(self) -> _Checkpoint:
         try:
-            entries = await read_checkpoint(self._path, frozenset(self._resources()).__contains__)
+            return _Checkpoint(await read_checkpoint(self._path, frozenset(self._resources()).__contains__))
         except CheckpointError as err:
             return _Checkpoint(None, str(err))
-        return _Checkpoint(
-            tuple(_Line(Holding(entry.resource_name, entry.ids, Owner(entry.container_name, entry.pod_uid)), entry) for entry in entries)
-        )
 
     def _testimony(self, checkpoint: _Checkpoint, listed: _Listed, resource: str, ids: frozenset[str], *, whole: bool) -> Testimony:
         trouble = [each for each in (listed.trouble, checkpoint.trouble) if each]
-        lines, answers, everybodys = checkpoint.lines, {}, self._with_answers()
-        for place, line in enumerate(lines or ()):
-            entry = line.entry
-            if not entry.alloc_resp or not (everybodys or _concerns(line.holding, resource, ids)):
+        about, answers = checkpoint.about(resource, ids), {}
+        for entry in checkpoint.entries or () if self._with_answers() else about:
+            if not entry.alloc_resp:
                 continue
             try:
-                if place not in checkpoint.decoded:
-                    checkpoint.decoded[place] = codec.decode_answer(entry.answer)
-                answers[entry.pod_uid, entry.container_name, entry.resource_name] = checkpoint.decoded[place]
+                answers[entry.pod_uid, entry.container_name, entry.resource_name] = checkpoint.answer(entry)
             except CheckpointError as err:
                 trouble.append(str(err))
         return Testimony(
-            checkpoint=None if lines is None else tuple(line.holding for line in lines),
+            checkpoint=None if checkpoint.entries is None else tuple(as_holding(entry) for entry in about),
             pod_resources=listed.holdings,
             answers=answers,
             trouble="; ".join(trouble),

@@ -75,14 +75,15 @@ def strings(encoded: bytes, number: int) -> tuple[str, ...]:
     """The values of a repeated string field."""
     found, position, end = [], 0, len(encoded)
     tag = number << 3 | LENGTH_DELIMITED if number < 16 else None
+    # A request has hundreds of ids, all of them fields of this number, ASCII, and shorter than 128 bytes; then a byte is a character.
+    characters = encoded.decode("ascii") if encoded.isascii() else ""
     while position < end:
-        # A request has hundreds of ids, all of them fields of this number and shorter than 128 bytes.
         following = position + 2
-        if encoded[position] == tag and following < end and (length := encoded[position + 1]) < 0x80 and following + length <= end:
-            value: int | bytes = encoded[following : following + length]
-            position, this = following + length, number
-        else:
-            this, _, value, position = field(encoded, position)
+        if characters and encoded[position] == tag and following < end and following + encoded[position + 1] <= end:
+            position = following + encoded[position + 1]
+            found.append(characters[following:position])
+            continue
+        this, _, value, position = field(encoded, position)
         if this == number:
             found.append(text(value))
     return tuple(found)

@@ -98,7 +98,7 @@ class Ledger:
     @property
     def grants(self) -> tuple[Grant, ...]:
         """All grants that are not released, oldest first."""
-        return tuple(self._grants.by_number[number] for number in sorted(self._grants.by_number))
+        return tuple(map(self._grants.by_number.__getitem__, sorted(self._grants.by_number)))
 
     @property
     def newest(self) -> int:
