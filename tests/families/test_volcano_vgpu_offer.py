@@ -122,6 +122,13 @@ def test_a_unit_that_is_too_small_is_refused_with_the_one_that_fits() -> None:
     assert problem.endswith("volcanoVgpu.gpuMemoryFactor: 16 would fit, or 0 to have it chosen")
 
 
+def test_the_remedy_names_the_place_that_counts() -> None:
+    """``volcano-vgpu:D9``: the shipped ConfigMap says 1 and beats the agent's own setting, so that setting would be no remedy."""
+    with pytest.raises(ConfigError) as caught:
+        family(factor=2, set_in=(("gpuMemoryFactor", "volcano-vgpu-device-config"),)).resources(_node(8, 81920))
+    assert caught.value.problems[0].endswith("gpuMemoryFactor in volcano-vgpu-device-config: 16 would fit, or 0 to have it chosen")
+
+
 def test_other_lists_are_measured_as_well() -> None:
     """Too much scaling is a mistake of the configuration, not a list that kubelet drops."""
     with pytest.raises(ConfigError) as caught:

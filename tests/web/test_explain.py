@@ -179,6 +179,13 @@ def test_without_the_api_server_kubelets_records_answer(node: AgentStatus) -> No
     assert told.looked_at[0] == "the watch of pods: there is none, because no family that needs the API server is on"
 
 
+def test_a_holder_that_the_watch_does_not_show_may_be_gone_or_new(volcano_node: AgentStatus) -> None:
+    """A pod that was fetched for its start may run before a slow watch shows it, so it is not called gone."""
+    volcano_node.cluster.pods = ()
+    told = explain.explain(volcano_node, NOW, "ml/served")
+    assert told.answer[-1] == "The pod itself is not shown by the watch: it has ended, or the watch is behind."
+
+
 def test_an_outage_stands_beside_the_answer(volcano_node: AgentStatus) -> None:
     """What the watch shows may be old then, and for how long stands there."""
     volcano_node.cluster.watches = (WatchStatus("pods of this node", failing_since=NOW - 61, last_error="GET /api/v1/pods: refused"),)

@@ -43,4 +43,6 @@ class BindingReport:
 
     def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
         offered = any(plugin.family == name for plugin in self._offering.statuses)
-        return FamilyStatus(name, by_pod, offered, "" if offered else self._offering.blocked.get(name) or "/readyz says why")
+        return FamilyStatus(
+            name, by_pod, offered, "" if offered else self._offering.blocked.get(name) or "the reason is that of its resources"
+        )

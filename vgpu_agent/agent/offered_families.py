@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.backend import Backend
 
 
+_CONFIG_MAPS = {DEVICE_CONFIG: "volcano-vgpu-device-config", NODE_CONFIG: "volcano-vgpu-node-config"}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
     """What was found on the node and in the cluster.
@@ -129,7 +132,9 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, Built]:
         msgspec.structs.replace(settings, volcano_vgpu=vgpu), control_nodes=found.control_nodes, node_config=node_config
     )
     built = Built(Families(), tuple(problems), msgspec.structs.asdict(vgpu), origins, node_config or Overlay())
-    return VolcanoVgpuFamily(options, backend), built
+    names = {field.name: field.encode_name for field in msgspec.structs.fields(type(vgpu))}
+    set_in = tuple((names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(origins.items()))
+    return VolcanoVgpuFamily(dataclasses.replace(options, set_in=set_in), backend), built
 
 
 def _text(path: Path) -> str | None:

@@ -54,10 +54,6 @@ def _limited(settings: Settings) -> bool:
     return settings.families.volcano_vgpu and settings.volcano_vgpu.isolation == "hami-core"
 
 
-def _cluster(settings: Settings) -> bool:
-    return (_vgpu(settings) or _gpushare(settings)) and settings.cluster.enabled != "never" and not settings.kubeconfig
-
-
 def _nothing_but(*values: str) -> Callable[[Settings], tuple[str, ...]]:
     return lambda _: values
 
@@ -75,7 +71,6 @@ _VARIABLES: Final = (
     _Variable(
         "KUBELET_SOCKET", _always, lambda s: (str(s.kubelet.kubelet_socket),), "set kubelet.directory to the kubelet's root directory"
     ),
-    _Variable("KUBECONFIG", _cluster, _nothing_but(), "set kubeconfig to that"),
     _Variable(
         "CONFIG_FILE", _always, _nothing_but(), "write what it says into the file of --config; vgpu-agent config example shows the keys"
     ),

@@ -64,6 +64,7 @@ class VolcanoVgpuOptions:
         message_budget_bytes: largest device list that is sent to kubelet.
         device_root: host directory below which the device nodes are.
         control_nodes: those of NVIDIA's control nodes that exist, in contract order.
+        set_in: settings that a file of the replaced plugin has set, and that file, for errors: it is the place to change them.
     """
 
     names: Names = dataclasses.field(default_factory=Names)
@@ -83,6 +84,12 @@ class VolcanoVgpuOptions:
     message_budget_bytes: int = 3_670_016
     device_root: str = "/"
     control_nodes: tuple[str, ...] = ()
+    set_in: tuple[tuple[str, str], ...] = ()
+
+    def place_of(self, setting: str) -> str:
+        """Where somebody changes ``setting`` with effect."""
+        file = dict(self.set_in).get(setting)
+        return f"{setting} in {file}" if file else f"{_SETTINGS}.{setting}"
 
     @classmethod
     def from_settings(cls, settings: Settings, *, control_nodes: tuple[str, ...], node_config: Overlay | None = None) -> VolcanoVgpuOptions:
@@ -165,20 +172,20 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
             pre_start_required=True,
             decided_by=Decider.POD,
             prefers=False,
-            unit=f"{_SETTINGS}.deviceSplitCount",
+            unit=options.place_of("deviceSplitCount"),
         ),
-        _counted(names.memory, _memory_ids(gpus, offer), "gpuMemoryFactor"),
-        _counted(names.cores, _ids(gpus, "-core-", lambda _: cores), "deviceCoreScaling"),
+        _counted(names.memory, _memory_ids(gpus, offer), options.place_of("gpuMemoryFactor")),
+        _counted(names.cores, _ids(gpus, "-core-", lambda _: cores), options.place_of("deviceCoreScaling")),
     ]
     if options.offer_percentage:
         percents = _ids(gpus, "-memory-percentage-", lambda _: 100 * options.split)
-        resources.append(_counted(names.percentage, percents, "deviceSplitCount"))
+        resources.append(_counted(names.percentage, percents, options.place_of("deviceSplitCount")))
     _check_lists(resources, gpus, options)
     return tuple(resources)
 
 
-def _counted(name: str, ids: NumberedIds, setting: str) -> Resource:
-    return Resource(name, FAMILY, ids, decided_by=Decider.NOBODY, prefers=False, unit=f"{_SETTINGS}.{setting}")
+def _counted(name: str, ids: NumberedIds, unit: str) -> Resource:
+    return Resource(name, FAMILY, ids, decided_by=Decider.NOBODY, prefers=False, unit=unit)
 
 
 def _units(gpu: Gpu, scaling: float, factor: int) -> int:

@@ -184,8 +184,10 @@ def _unknown(
         if grant.evidence:
             yield f"That is known because: {'; '.join(grant.evidence)}."
     if grants:
-        missing = "no longer shown by the watch" if status.cluster.pods_synced else "known from kubelet's records only"
-        yield f"The pod itself is {missing}."
+        shown = "known from kubelet's records only"
+        if status.cluster.pods_synced:
+            shown = "not shown by the watch: it has ended, or the watch is behind"
+        yield f"The pod itself is {shown}."
     elif events:
         yield f"There is no pod {name} on this node now; it was here, see the events."
     else:
