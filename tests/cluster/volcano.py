@@ -21,7 +21,7 @@ from tests.cluster.rig.manifests import container, pod
 VGPU = "volcano.sh/vgpu-"
 IDS = "volcano.sh/vgpu-ids-new"
 _PROJECT = Path(__file__).resolve().parents[2]
-_END_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")  # also when the test run itself is killed
+END_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")  # also when the test run itself is killed
 _MERGE_PATCH = "application/merge-patch+json"
 
 
@@ -90,7 +90,7 @@ class VolcanoScheduler:
         with self._log.open("ab") as log:
             self._log_from = log.tell()
             self._process = subprocess.Popen(
-                [*_END_WITH_PARENT, *self._rig.in_network(*command)], cwd=_PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*END_WITH_PARENT, *self._rig.in_network(*command)], cwd=_PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         try:
             self._rig.wait_for(lambda: "sim.volcano.started" in self.events() or None, what="the scheduler to start")

@@ -24,15 +24,13 @@ U0, U1 = "GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-ccc
 MODEL, MEMORY_MIB = "A10", 23028
 _MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine in ELF(5)
 
-VGPU_CONFIG = (
-    QUICK
-    + """\
+_VGPU = """\
 families: {nvidia: false, volcanoVgpu: true}
 stateDirectory: FOLDER/state
 hamiCore: {hostDirectory: FOLDER/hook, lockDirectory: FOLDER/lock}
-cluster: {backoffMinSeconds: 0.2, backoffMaxSeconds: 1, handshakeMinSeconds: 1}
 """
-)
+PLAIN_CONFIG = f"version: v1\n{_VGPU}"  # everything that is no path as on a node whose admin has set nothing
+VGPU_CONFIG = f"{QUICK}{_VGPU}cluster: {{backoffMinSeconds: 0.2, backoffMaxSeconds: 1, handshakeMinSeconds: 1}}\n"
 # Where many pods ask for memory and its unit is not what matters: kubelet keeps each unit as an id, in a file that it writes anew for
 # each pod.
 UNIT_MIB = 64

@@ -7,6 +7,7 @@ Called by inside.py and node.py during the start, and by tests as `Rig.api`.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -19,6 +20,8 @@ from tests.cluster.rig.errors import RigError
 from tests.cluster.rig.layout import API_SERVER
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.cluster.rig.layout import Layout
 
 _TIMEOUT_SECONDS = 30.0
@@ -39,16 +42,17 @@ class ApiError(RigError):
 class _Connection(http.client.HTTPSConnection):
     """An HTTPS connection whose socket is made in the rig's network namespace, when there is one to join."""
 
-    def __init__(self, context: ssl.SSLContext, network_namespace: str | None) -> None:
-        super().__init__(*_ADDRESS, context=context, timeout=_TIMEOUT_SECONDS)
+    def __init__(self, context: ssl.SSLContext, network_namespace: str | None, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+        super().__init__(*_ADDRESS, context=context, timeout=timeout_seconds)
         self._tls = context
         self._network_namespace = network_namespace
 
     def connect(self) -> None:
         if self._network_namespace is None:
-            plain = socket.create_connection(_ADDRESS, timeout=_TIMEOUT_SECONDS)
+            plain = socket.create_connection(_ADDRESS, timeout=self.timeout)
         else:
             plain = netns.connect(self._network_namespace, _ADDRESS, timeout_seconds=_TIMEOUT_SECONDS)
+            plain.settimeout(self.timeout)
         self.sock = self._tls.wrap_socket(plain, server_hostname=_ADDRESS[0])
 
 
@@ -92,6 +96,26 @@ class Api:
         """The names of the objects behind a path of a collection; the API server sends their metadata only."""
         body = self._request("GET", path, None, "application/json", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1")
         return [item["metadata"]["name"] for item in json.loads(body)["items"] or ()]
+
+    @contextlib.contextmanager
+    def watching_names(self, path: str, *, timeout_seconds: float) -> Iterator[Iterator[str]]:
+        """The names of objects behind a path of a collection as they come to match its selectors, those that do already first.
+
+        The API server sends their metadata only, and nothing is asked for again and again. The iteration ends when the API server ends the
+        watch after ``timeout_seconds``; whoever has seen enough leaves the context.
+        """
+        accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+        connection = _Connection(self._context, self._network_namespace, timeout_seconds=timeout_seconds + _TIMEOUT_SECONDS)
+        try:
+            headers = {"Authorization": f"Bearer {self._token}", "Accept": accept}
+            connection.request("GET", f"{path}{'&' if '?' in path else '?'}watch=1&timeoutSeconds={timeout_seconds:.0f}", headers=headers)
+            response = connection.getresponse()
+            if response.status >= http.HTTPStatus.BAD_REQUEST:
+                raise _error(response.status, response.read())
+            changes = (json.loads(line) for line in response)
+            yield (change["object"]["metadata"]["name"] for change in changes if change["type"] == "ADDED")
+        finally:
+            connection.close()
 
     def post(self, path: str, body: Json) -> Json:
         return self._json("POST", path, body)

@@ -1,0 +1,46 @@
+"""How much later pods run because they ask for vGPU, on a real node: the third part of the benchmark, called by `__main__`.
+
+etcd, API server, kubelet and containerd are real (`scripts/cluster`), so this needs root, and some minutes the first time. What is measured
+and why that is fair: `tests.cluster.start_times`, which the cluster tests judge by, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+from tests.bench.figures import Figure
+from tests.cluster.rig import Rig
+from tests.cluster.start_times import MOST_LATER, NOTHING, PODS, WITH, WITHOUT, Rounds, with_coarse_units, with_units_of_a_mib
+
+
+def _figures(rounds: Rounds, unit: str, than: str) -> list[Figure]:
+    """The best round of each kind in seconds, each kind as a multiple of the others, and what kubelet says of Allocate."""
+    kinds, figures = list(rounds.seconds), []
+    for kind in kinds:
+        how = f"last of {PODS} Running, the best of {len(rounds.seconds[kind])} rounds in turn"
+        figures.append(Figure(f"{unit}: {kind}", min(rounds.seconds[kind]), None, "s", how))
+    for other, kind in itertools.combinations(kinds, 2):
+        limit = MOST_LATER if (kind, other) == (WITH, than) else None
+        figures.append(Figure(f"{unit}: {kind} / {other}", rounds.later(kind, other), limit, "×", "the best of each"))
+    for kind in kinds:
+        for resource, (milliseconds, calls) in rounds.allocating(kind).items():
+            how = f"kubelet_device_plugin_alloc_duration_seconds, mean of {calls} calls"
+            figures.append(Figure(f"{unit}: Allocate of {resource}, {kind}", milliseconds, None, "ms", how))
+    return figures
+
+
+def _measure() -> list[Figure]:
+    with Rig() as rig:
+        coarse, fine = with_coarse_units(rig), with_units_of_a_mib(rig)
+    return [*_figures(coarse, "64 MiB", WITHOUT), *_figures(fine, "1 MiB", NOTHING)]
+
+
+async def measure(_folder: Path) -> list[Figure]:
+    """All figures.
+
+    Raises:
+        RequirementError: this machine cannot hold a real node.
+    """
+    return await asyncio.to_thread(_measure)
