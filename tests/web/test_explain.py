@@ -10,7 +10,7 @@ import pytest
 from tests.web.conftest import MEMORY, NOW, TOKEN, VGPU, a_pod, wants_vgpus
 from vgpu_agent.model import Grant, GrantState, Owner
 from vgpu_agent.pods import PodContainer
-from vgpu_agent.status import AgentStatus, ClusterStatus, ReadyProblem, WatchStatus
+from vgpu_agent.status import AgentStatus, ClusterStatus, PluginState, PluginStatus, ReadyProblem, WatchStatus
 from vgpu_agent.web import explain, page
 
 if TYPE_CHECKING:
@@ -64,6 +64,18 @@ def test_a_final_refusal_says_that_waiting_does_not_help(volcano_node: AgentStat
     (refusal,) = volcano_node.binding.refusals
     volcano_node.binding.refusals = (dataclasses.replace(refusal, final=True, count=1),)
     assert "Refused once, first 63 s ago; trying again cannot help." in sentences(volcano_node, "refused")
+
+
+def test_memory_without_a_number_of_gpus_gets_none_and_is_told_why(volcano_node: AgentStatus) -> None:
+    """Schedulers of Volcano place such a pod as if it had asked for one GPU; it runs and sees none."""
+    counted = PluginStatus(MEMORY, "volcano-vgpu", PluginState.REGISTERED)
+    volcano_node.plugins = (*volcano_node.plugins, counted)
+    lonely = PodContainer("main", limits={MEMORY: 3000}, started=True)
+    status = shown(volcano_node, a_pod("lonely", lonely, phase="Running"))
+    assert f"Container main asks for {MEMORY} and not for {VGPU}, so kubelet gives it no GPU: ask for {VGPU}, too." in sentences(
+        status, "lonely"
+    )
+    assert "so kubelet gives it no GPU" not in sentences(status, "served")
 
 
 def test_a_pod_that_is_not_admitted_yet_sends_to_kubectl(volcano_node: AgentStatus) -> None:

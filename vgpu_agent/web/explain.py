@@ -116,11 +116,23 @@ def _container(
     for grant in held:
         if grant.shares or not refused:
             yield from _held(grant, container)
+    yield from _counted_alone(status, container)
     if refused:
         return  # kubelet has asked for all of it, or it would not have come to that
     counted = status.ledger.rooms  # resources that are only there to be counted have no room of their own
     for name in sorted(container.limits.keys() & counted.keys() - {grant.resource for grant in held}):
         yield from _not_asked(status, now, pod, container, name)
+
+
+def _counted_alone(status: AgentStatus, container: PodContainer) -> Iterator[str]:
+    """Units of memory or compute without a number of GPUs: schedulers take that for one, and kubelet asks nobody for a GPU."""
+    family = {plugin.resource: plugin.family for plugin in status.plugins}
+    for name in sorted(container.limits.keys() & status.ledger.only_counted):
+        giving = {resource for resource in status.ledger.decided_by_pod if family.get(resource) == family.get(name)}
+        if giving and giving.isdisjoint(container.limits):
+            number = min(giving)
+            yield f"Container {container.name} asks for {name} and not for {number}, so kubelet gives it no GPU: ask for {number}, too."
+            return
 
 
 def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
