@@ -452,3 +452,37 @@ def test_the_eviction_component_grants_evictions_and_nothing_else(deployed: Depl
         assert _status(agent, "DELETE", path) == 403
     finally:
         rig.kubectl("delete", "-f", "-", "--wait=true", stdin=rights)
+
+
+_SHARING = """\
+version: v1
+families: {nvidia: false, volcanoVgpu: true}
+volcanoVgpu: {isolation: none}
+cluster: {withdrawAtStop: true}
+"""
+_OF_THE_AGENT = ("volcano.sh/", "vgpu-agent.internal/")
+
+
+def _left_on_the_node(rig: Rig) -> dict[str, str]:
+    metadata = rig.api.get(f"/api/v1/nodes/{rig.node_name()}")["metadata"]
+    keys = {**metadata.get("annotations", {}), **metadata["labels"]}
+    return {key: value for key, value in keys.items() if key.startswith(_OF_THE_AGENT)}
+
+
+def test_a_removal_leaves_nothing_on_the_node_but_the_farewell(deployed: Deployed) -> None:
+    """docs/operations.md, Remove: with the rights it has until its end, the agent takes its annotations and labels off.
+
+    The last test of this file, because the agent is gone afterwards.
+    """
+    rig = deployed.rig
+    path = f"/api/v1/namespaces/{_NAMESPACE}/configmaps/vgpu-agent"
+    rig.api.patch(path, {"data": {"config.yaml": _SHARING}}, content_type=_MERGE)
+    rig.kubectl("rollout", "restart", "daemonset/vgpu-agent", "-n", _NAMESPACE)
+    _wait_until_rolled_out(rig)
+    assert {"vgpu-agent.internal/volcano-vgpu-isolation", "volcano.sh/node-vgpu-register"} < _left_on_the_node(rig).keys()
+
+    rig.kubectl("delete", "daemonset", "vgpu-agent", "-n", _NAMESPACE, "--cascade=foreground")
+    rig.wait_for(lambda: not rig.pods(namespace=_NAMESPACE), 40, what="the agent's end")
+    ((key, value),) = _left_on_the_node(rig).items()
+    assert key == "volcano.sh/node-vgpu-handshake"
+    assert value.startswith("Deleted_")
