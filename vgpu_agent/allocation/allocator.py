@@ -296,14 +296,16 @@ class Allocator:
     def _by_token(self) -> dict[str, Grant]:
         version = self._ledger.revision.version
         if self._tokens is None or self._tokens[0] != version:
-            self._tokens = (
-                version,
-                {grant_token(grant.resource, grant.ids): grant for grant in self._ledger.grants if self._is_by_pod(grant)},
-            )
+            by_pod = {family.name for family in (*self._families.by_pod, *self._families.unserved)}
+            # A change concerns one grant; the others keep their ids, and with them their tokens.
+            before = self._tokens[1] if self._tokens else {}
+            known = {(grant.resource, id(grant.ids)): token for token, grant in before.items()}
+            self._tokens = version, {
+                known.get((grant.resource, id(grant.ids))) or grant_token(grant.resource, grant.ids): grant
+                for grant in self._ledger.grants
+                if grant.family in by_pod
+            }
         return self._tokens[1]
-
-    def _is_by_pod(self, grant: Grant) -> bool:
-        return any(grant.family == family.name for family in (*self._families.by_pod, *self._families.unserved))
 
     # -- how it is done -------------------------------------------------------------------------------------------------------------
 
