@@ -300,11 +300,14 @@ class Allocator:
             # A change concerns one grant; the others keep their ids, and with them their tokens.
             before = self._tokens[1] if self._tokens else {}
             known = {(grant.resource, id(grant.ids)): token for token, grant in before.items()}
-            self._tokens = version, {
-                known.get((grant.resource, id(grant.ids))) or grant_token(grant.resource, grant.ids): grant
-                for grant in self._ledger.grants
-                if grant.family in by_pod
-            }
+            self._tokens = (
+                version,
+                {
+                    known.get((grant.resource, id(grant.ids))) or grant_token(grant.resource, grant.ids): grant
+                    for grant in self._ledger.grants
+                    if grant.family in by_pod
+                },
+            )
         return self._tokens[1]
 
     # -- how it is done -------------------------------------------------------------------------------------------------------------

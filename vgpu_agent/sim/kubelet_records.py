@@ -125,10 +125,13 @@ class Records:
         self._path = directory / CHECKPOINT
         self.devices: dict[str, ResourceDevices] = {}
         self.allocations: list[Allocation] = []
+        self._in_use: dict[str, set[str]] = {}  # what `in_use` has answered, as far as it still holds
 
     def in_use(self, resource: str) -> set[str]:
         """Ids that somebody holds, also ended pods that were not cleaned up yet."""
-        return set().union(*(each.ids for each in self.allocations if each.resource == resource))
+        if resource not in self._in_use:
+            self._in_use[resource] = set().union(*(each.ids for each in self.allocations if each.resource == resource))
+        return self._in_use[resource]
 
     def of_container(self, pod_uid: str, container: str) -> list[Allocation]:
         """What one container holds."""
@@ -143,11 +146,16 @@ class Records:
             by_node.setdefault(_NO_TOPOLOGY if node is None else str(node), []).append(device)
         allocation = Allocation(pod_uid, container, resource, by_node, answer)
         self.allocations.append(allocation)
+        if resource in self._in_use:
+            self._in_use[resource].update(ids)
         return allocation
 
     def clean_up(self, live_pod_uids: Collection[str]) -> None:
         """Forget what ended pods held; kubelet does this before an allocation and at each List, and does not rewrite the file for it."""
-        self.allocations = [each for each in self.allocations if each.pod_uid in live_pod_uids]
+        left = [each for each in self.allocations if each.pod_uid in live_pod_uids]
+        if len(left) < len(self.allocations):
+            self.allocations = left
+            self._in_use.clear()
 
     def write_checkpoint(self) -> None:
         """Put everything into the file, atomically, mode 0600."""
@@ -170,6 +178,7 @@ class Records:
         A file that cannot be read leaves nothing, which is what the real one does.
         """
         self.devices, self.allocations = {}, []
+        self._in_use.clear()
         try:
             content: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))["Data"]
             self.allocations = [
