@@ -29,7 +29,7 @@ from tests.cluster.volcano_node import MEMORY_MIB, PLAIN_CONFIG, U0, U1, UNIT_MI
 
 PODS = 20
 MEMORY = [64 * (15 + each) for each in range(PODS)]  # MiB
-LEAST_ROUNDS, MOST_ROUNDS = 5, 10
+LEAST_ROUNDS, MOST_ROUNDS = 5, 15
 MOST_LATER = 1.2
 WITHOUT, NOTHING, WITH = "without vGPU", "with a plugin that does nothing", "with vGPU"
 

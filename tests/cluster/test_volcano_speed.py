@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.rig import Rig
 from tests.cluster.start_times import MOST_LATER, NOTHING, WITH, WITHOUT, with_coarse_units, with_units_of_a_mib
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
 Report = Callable[[str, object], None]
 
 
