@@ -21,7 +21,7 @@ from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.family import Question
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Inventory, Resource, Share
-from vgpu_agent.pods import Pod, PodContainer
+from vgpu_agent.pods import ContainerKind, Pod, PodContainer
 
 EARLY = BindingMode(late=False, by_annotation=False, reason="binding.mode is early")
 LATE = BindingMode(late=True, by_annotation=False, reason="containerd was upgraded to 2.0")
@@ -190,6 +190,43 @@ async def test_a_restart_does_not_forget_an_init_container_all_of_whose_ids_go_o
     await after.start(IDS[1:2])
     confirm(after, times=3)
     assert booked(after) == {U0: 70}
+
+
+async def test_a_restart_does_not_forget_an_init_container_beside_which_a_sidecar_has_started_again() -> None:
+    """The sidecar comes before it and runs on beside it, so that its crash says nothing about the init container."""
+    place = Place()
+    gpus = wants(proxy=f"{U0} 10", prepare=f"{U0} 100,{U1} 200", main=f"{U0} 50", other=f"{U0} 20")
+    proxy = PodContainer("proxy", ContainerKind.SIDECAR, {NUMBER: 1})
+    pod = a_pod("train", proxy, init("prepare", 2), "main", "other", annotations=gpus)
+    place.book.replace([pod])
+    await place.admit(pod, "proxy", IDS[2:3])
+    await place.admit(pod, "prepare", IDS[:2], listed=False)
+    await place.admit(pod, "main", IDS[:1])
+    await place.admit(pod, "other", IDS[1:2])
+    for ids in (IDS[2:3], IDS[:2], IDS[2:3]):
+        await place.start(ids)
+    after = restarted(place, pod)
+    confirm(after, initial=True)
+    assert booked(after) == booked(place) == {U0: 110, U1: 200}
+    confirm(after, times=3)
+    assert booked(after) == {U0: 110, U1: 200}
+
+
+async def test_a_restart_finds_an_init_container_at_work_whose_pod_was_made_anew() -> None:
+    """A static pod keeps its UID; what tells that its containers have ended are the youngest records of their starts."""
+    place = Place()
+    pod = a_pod("static", init("prepare"), "main", annotations=wants(prepare=f"{U0} 100", main=f"{U0} 50"), uid="hash")
+    place.book.replace([pod])
+    for life, starting in (((IDS[:2], IDS[:1]), 2), ((IDS[2:4], IDS[2:3]), 1)):
+        place.forget(pod)
+        await place.admit(pod, "prepare", life[0], listed=False)
+        await place.admit(pod, "main", life[1])
+        for ids in life[:starting]:
+            await place.start(ids)
+    place.carrier.specs = dict(reversed(place.carrier.specs.items()))  # a new agent reads them in the order of their names
+    after = restarted(place, pod)
+    confirm(after, initial=True, times=3)
+    assert booked(after) == {U0: 100}
 
 
 async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -> None:

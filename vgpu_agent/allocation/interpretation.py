@@ -63,17 +63,22 @@ class Interpretation:
         )
 
     def _at_work(self) -> set[tuple[str, str]]:
-        """The init containers that were let start last of their pod: until the next start they may run, with all that they were given."""
+        """The init containers that were let start last of their pod: until one after them starts they may run, with all they were given.
+
+        A sidecar before them tells nothing by starting once more: it runs beside them.
+        """
         if self._around is None:
             return set()
         _, by_uid = self._indexed(self._around.carrier.records)
         found = set()
         for uid, records in by_uid.items():
-            last = max(records, key=lambda record: record.decided_at).owner.container
-            pod = self._around.book.get(uid)
-            container = pod.container(last) if pod else None
-            if container is not None and container.kind is ContainerKind.INIT:
-                found.add((uid, last))
+            if (pod := self._around.book.get(uid)) is None:
+                continue
+            inits = {container.name for container in pod.containers if container.kind is ContainerKind.INIT}
+            starts = [record for record in records if record.owner.container in inits]
+            last = max(starts, key=lambda record: record.decided_at, default=None)
+            if last is not None and not self._is_over(pod, last.owner.container):
+                found.add((uid, last.owner.container))
         return found
 
     def _named(self, holding: Holding) -> Holding:
@@ -160,7 +165,9 @@ class Interpretation:
         if self._around is None or container is None or container.kind is not ContainerKind.INIT:
             return False
         _, by_uid = self._indexed(self._around.carrier.records)
-        started = {record.owner.container: record.decided_at for record in by_uid.get(pod.kubelet_uid, ())}
+        started: dict[str, float] = {}
+        for record in by_uid.get(pod.kubelet_uid, ()):  # the youngest counts, see `_record`
+            started[record.owner.container] = max(record.decided_at, started.get(record.owner.container, 0.0))
         if name not in started:
             return is_over(pod, name)
         names = [each.name for each in pod.containers]
