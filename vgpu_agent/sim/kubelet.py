@@ -262,8 +262,7 @@ class SimulatedKubelet:
             raise AdmissionError(_rejected(f"cannot allocate unregistered device {resource}"))
         if not devices.healthy:
             raise AdmissionError(_rejected(f"no healthy devices present; cannot allocate unhealthy devices {resource}"))
-        taken = self._records.in_use(resource)
-        free = list(itertools.filterfalse(taken.__contains__, devices.healthy))
+        free = self._free(endpoint, devices, resource, number - len(ids))
         if len(ids) + len(free) < number:
             text = f"requested number of devices unavailable for {resource}. Requested: {number}, Available: {len(ids) + len(free)}"
             raise AdmissionError(_rejected(text))
@@ -276,6 +275,12 @@ class SimulatedKubelet:
         self._records.add(pod.uid, container.name, resource, ids, answer.SerializeToString())
         await asyncio.to_thread(self._records.write_checkpoint)
         await self._note("Allocate", resource, ids=ids, pod=pod.uid, container=container.name)
+
+    def _free(self, endpoint: Endpoint, devices: ResourceDevices, resource: str, number: int) -> list[str]:
+        """Free ids: all of them where the plugin is asked which it prefers, else ``number``, or as many as there are."""
+        free = itertools.filterfalse(self._records.in_use(resource).__contains__, devices.healthy)
+        prefers = endpoint.options is not None and endpoint.options.get_preferred_allocation_available
+        return list(free if prefers else itertools.islice(free, max(0, number)))
 
     async def _choose(self, endpoint: Endpoint, reused: list[str], free: list[str], number: int) -> list[str]:
         if len(reused) == number:
