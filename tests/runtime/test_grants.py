@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import statistics
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vgpu_agent.allocation.carrier import Carrier
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.journal import Journal
+from vgpu_agent.runtime import host_files
 from vgpu_agent.runtime.grants import GrantDirectory
 
 
@@ -276,6 +278,34 @@ async def test_a_sweep_finds_what_no_grant_remembers(grants: GrantDirectory, gra
     assert await grants.sweep(str(containers), lambda name: name.startswith("uid-8")) == ("uid-7_gone",)
     assert names(containers) == ["file", "uid-1_main", "uid-8_known", "uid-9_mounted"]
     assert await grants.sweep(str(tmp_path / "missing"), lambda _: False) == ()
+
+
+@pytest.mark.parametrize("by", ["sweep", "collect"])
+async def test_who_removes_a_directory_does_not_meet_who_makes_it(
+    by: str, grants: GrantDirectory, grant: MakeGrant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A container starts again under other ids, in the directory that is just being removed as one that nobody needs."""
+    old, provision = grant()
+    new = dataclasses.replace(old, token="f" * 32)
+    await grants.deliver(old, provision)
+    if by == "sweep":
+        await grants.withdraw(old)
+    really, starts = host_files.remove_tree, []
+
+    def remove(path: str) -> None:
+        starts.append(threading.Thread(target=grants._deliver, args=(new, provision)))
+        starts[0].start()
+        starts[0].join(0.2)
+        really(path)
+
+    monkeypatch.setattr(host_files, "remove_tree", remove)
+    if by == "sweep":
+        await grants.sweep(str(tmp_path / "vgpu" / "containers"), lambda _: False)
+    else:
+        await grants.collect(lambda _: False)
+    await asyncio.to_thread(starts[0].join)
+    assert grants.records == (new,)
+    assert read(provision.files[0].path)
 
 
 @pytest.mark.parametrize("step", ["mkdir", "ftruncate", "pwrite", "fchmod", "rename"])

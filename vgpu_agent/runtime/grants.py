@@ -155,10 +155,10 @@ class GrantDirectory:
         removed = []
         for name in await asyncio.to_thread(_directories, parent):
             path = os.path.join(parent, name)
-            if keep(name) or path in self._owned():
+            if keep(name):
                 continue
             try:
-                if await asyncio.to_thread(self._remove_if_free, path):
+                if await asyncio.to_thread(self._sweep, path):
                     removed.append(name)
             except CarrierError as err:
                 self._journal.record("grants.not_swept", level="warning", path=path, error=str(err))
@@ -234,7 +234,7 @@ class GrantDirectory:
             host_files.replace_file(self._path(record.token, self._kept), cdi.spec_text(record, Edits()))
 
     def _collect(self, record: GrantRecord) -> bool:
-        with self._lock(record.token):
+        with self._lock(record.token), self._lock_of(record.collected):
             specced, prepared = self._records.get(record.token) is record, self._prepared.get(record.token) is record
             if not specced and not prepared:
                 return False  # somebody else has got these ids meanwhile
@@ -265,6 +265,10 @@ class GrantDirectory:
             if gone:
                 with self._changing:
                     self._left = self._left - {path}
+
+    def _sweep(self, path: str) -> bool:
+        with self._lock_of(path):
+            return path not in self._owned() and self._remove_if_free(path)
 
     def _withdraw(self, record: GrantRecord) -> None:
         with self._lock(record.token):
