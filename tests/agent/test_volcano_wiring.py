@@ -11,6 +11,7 @@ import pytest
 from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
+from tests.golden import U1
 from vgpu_agent.cluster.config_map import KEY, NAME
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.binding import Families as Switches
@@ -91,6 +92,45 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
             assert parts.offered == before
             assert (await edited(parts, "nvidia: {deviceSplitCount: 6, gpuMemoryFactor: 10}"))[NUMBER] == 12
             assert parts.families.problems == ()
+
+
+async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_path: Path) -> None:
+    """volcano-vgpu:D23 The right half of the first edit counts, then nothing of the second, and of the node's own file neither."""
+    async with ApiServer() as server:
+        server.objects.create("nodes", node())
+        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
+        settings = await volcano_settings(tmp_path, server)
+        own = Path(settings.volcano_vgpu.node_config_file)
+        hiding = msgspec.json.encode({"nodeconfig": [{"name": NODE, "filterdevices": {"uuid": [U1]}}]})
+        await asyncio.to_thread(own.write_bytes, hiding)
+
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            memory = parts.offered[MEMORY]
+            assert parts.cluster.config_map is not None
+            for text in ("nvidia: {deviceSplitCount: 6, gpuMemoryFactor: ten}", "nvidia: {"):
+                seen = parts.cluster.config_map.text
+                version = seen.version
+                server.objects.patch("configmaps", NAME, {"data": {KEY: text}}, "kube-system")
+                await asyncio.wait_for(seen.newer_than(version), 5)
+                await parts.families.again()
+            await asyncio.to_thread(own.write_bytes, b"{")
+            await parts.families.again()
+            before = parts.offered
+            assert (before[NUMBER], before[MEMORY]) == (6, memory)
+            await parts.cluster.remember()
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            assert parts.offered == before
+            await parts.cluster.remember()
+        await server.down()
+        quick = Cluster(start_wait_seconds=0.1, backoff_min_seconds=0.05, backoff_max_seconds=0.1)
+        async with wired(msgspec.structs.replace(settings, cluster=quick)) as parts:
+            await parts.families.apply(parts.settings)
+            assert parts.offered == before
+            await asyncio.to_thread(own.unlink)
+            await parts.families.again()
+            assert parts.offered[NUMBER] == 12
 
 
 async def test_a_restart_during_an_outage_offers_the_same(tmp_path: Path) -> None:

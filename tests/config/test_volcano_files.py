@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgpu_agent.config.volcano import VolcanoVgpu
-from vgpu_agent.config.volcano_files import Overlay, read_device_config, read_node_config
+from vgpu_agent.config.volcano_files import Overlay, come_to, read_device_config, read_node_config, told
 
 SHIPPED = """\
 nvidia:
@@ -241,6 +241,20 @@ def test_a_wrong_value_leaves_what_stood_there_before() -> None:
     assert now.after(read_device_config(GOOD)).values == {"device_split_count": 30, "gpu_memory_factor": 64}
     assert now.after(Overlay()).values == {"device_split_count": 30}
     assert not now.sound
+
+
+def test_wrong_edits_in_a_row_are_remembered_back_to_the_last_right_one() -> None:
+    """Each leaves its right part in force; the oldest that count stay few, however often somebody tries."""
+    texts: tuple[str, ...] = ()
+    for text in (GOOD, *(f"nvidia: {{deviceSplitCount: {number}, gpuMemoryFactor: ten}}" for number in range(30, 60)), "nvidia: 3"):
+        texts = told(texts, text, read_device_config)
+        assert told(texts, text, read_device_config) == texts
+    assert (texts[0], texts[-1], len(texts)) == (GOOD, "nvidia: 3", 8)
+    overlay = come_to(texts, read_device_config)
+    assert overlay.values == {"device_split_count": 59, "gpu_memory_factor": 64}
+    assert overlay.problems == read_device_config("nvidia: 3").problems
+    assert told(texts, GOOD, read_device_config) == (GOOD,)
+    assert told(texts, None, read_device_config) == ()
 
 
 def test_a_right_file_owes_nothing_to_the_one_before() -> None:

@@ -22,7 +22,7 @@ from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.config.volcano_files import read_device_config
+from vgpu_agent.config.volcano_files import read_device_config, told
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodBook
@@ -55,6 +55,7 @@ class ClusterSide:
         without: why there is no connection; empty when there is one.
         origin: what the credentials are, for people; empty without any.
         remembered: what the agent before this one had read; None when there is nothing.
+        node_configs: texts of the mounted node configuration, see `volcano_files.told`; read by `families_in_force`, remembered here.
     """
 
     def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor) -> None:
@@ -78,7 +79,8 @@ class ClusterSide:
         self.config_map: ConfigMapWatch | None = None
         self._memory = Memory(settings.state_directory)
         self.remembered: Remembered | None = None
-        self._sound: str | None = None
+        self.node_configs: tuple[str, ...] = ()
+        self._device_configs: tuple[str, ...] = ()
 
     @property
     def needed(self) -> bool:
@@ -105,12 +107,10 @@ class ClusterSide:
         return self.remembered.device_config if self.remembered else None
 
     @property
-    def sound_device_config(self) -> str | None:
-        """The last text of that ConfigMap in which nothing was wrong, also from before a restart; None when there is no ConfigMap."""
-        text = self.device_config
-        if text is None or read_device_config(text).sound:
-            self._sound = text
-        return self._sound
+    def device_configs(self) -> tuple[str, ...]:
+        """The texts of that ConfigMap that count, also from before a restart, see `volcano_files.told`."""
+        self._device_configs = told(self._device_configs, self.device_config, read_device_config)
+        return self._device_configs
 
     @property
     def waits_for(self) -> str:
@@ -135,7 +135,10 @@ class ClusterSide:
             return
         name, cluster = self._settings.node_name_or_hostname, self._settings.cluster
         self.remembered = await self._memory.recall(name)
-        self._sound = self.remembered.device_config if self.remembered else None
+        if self.remembered is not None:
+            newest = self.remembered.device_config
+            self._device_configs = () if newest is None else (*self.remembered.device_configs_before, newest)
+            self.node_configs = self.remembered.node_configs
         self.origin = found.origin
         self.client = client = ApiClient(found, cluster)
         self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
@@ -202,11 +205,11 @@ class ClusterSide:
         """Remember what was read, and call ``apply`` whenever it says something new; for ever."""
         if self.nodes is None:
             return
-        seen = self._facts(), self.device_config
+        seen = self._facts()
         await self.remember()
         while True:
             versions = self.nodes.node.version, self.config_map.text.version if self.config_map else 0
-            facts = self._facts(), self.device_config
+            facts = self._facts()
             if facts != seen:
                 seen = facts
                 await self.remember()
@@ -256,7 +259,9 @@ class ClusterSide:
             node=self._settings.node_name_or_hostname if node else "",
             kubelet_version=node.kubelet_version if node else "",
             runtime_version=node.runtime_version if node else "",
-            device_config=self.sound_device_config,
+            device_config=self.device_config,
+            device_configs_before=self.device_configs[:-1],
+            node_configs=self.node_configs,
         )
 
     async def _first_answers(self) -> None:

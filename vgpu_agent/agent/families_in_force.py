@@ -15,7 +15,6 @@ from vgpu_agent.agent.offered_families import build, look
 from vgpu_agent.agent.offering import check_offer
 from vgpu_agent.allocation.allocator import Families
 from vgpu_agent.allocation.mode import choose
-from vgpu_agent.config.volcano_files import Overlay
 from vgpu_agent.errors import CarrierError, ConfigError
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.runtime.hami_library import HamiLibrary
@@ -69,7 +68,6 @@ class FamiliesInForce:
         self.origins: Mapping[str, str] = {}
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
-        self._node_config = Overlay()
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
@@ -111,9 +109,8 @@ class FamiliesInForce:
         library, missing = await self._install(settings)
         found = await look(
             settings,
-            device_config=self._cluster.device_config,
-            device_before=self._cluster.sound_device_config,
-            node_before=self._node_config,
+            device_configs=self._cluster.device_configs,
+            node_before=self._cluster.node_configs,
             library_path=library,
             origins=self._origins,
         )
@@ -128,7 +125,7 @@ class FamiliesInForce:
         hami = built.in_force.get("isolation") == "hami-core"
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
-        self.in_force, self.origins, self._node_config = built.in_force, built.origins, built.node_config
+        self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
         self._choose_mode()
         self._offering.blocked = self._blocked(missing if hami else "")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.allocation.allocator import Families
-from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, Overlay, read_device_config, read_node_config
+from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
 from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
@@ -23,9 +23,10 @@ from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.isolation.hami_core import HamiCore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.config.volcano_files import Overlay
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.isolation.backend import Backend
 
@@ -39,21 +40,17 @@ class Found:
 
     Attributes:
         control_nodes: those of NVIDIA's control device nodes that exist.
-        device_config: text of Volcano's ConfigMap; None when there is none.
-        node_config: text of the mounted node configuration; None when there is none.
+        device_configs: texts of Volcano's ConfigMap, see `volcano_files.told`.
+        node_configs: the same of the mounted node configuration.
         library_path: the installed libvgpu.so; empty when there is none.
         given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
-        device_before: the last text of Volcano's ConfigMap in which nothing was wrong; for what is wrong in the newest.
-        node_before: what the node configuration came to the last time; the same.
     """
 
     control_nodes: tuple[str, ...] = ()
-    device_config: str | None = None
-    node_config: str | None = None
+    device_configs: tuple[str, ...] = ()
+    node_configs: tuple[str, ...] = ()
     library_path: str = ""
     given: frozenset[str] = frozenset()
-    device_before: str | None = None
-    node_before: Overlay = dataclasses.field(default_factory=Overlay)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,33 +60,41 @@ class Built:
     Attributes:
         in_force: attribute of the volcano-vgpu settings → its value.
         origins: of those that a file has set, attribute → the file.
-        node_config: what the node configuration came to.
+        node_configs: as in `Found`.
     """
 
     families: Families
     problems: tuple[str, ...] = ()
     in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    node_config: Overlay = dataclasses.field(default_factory=Overlay)
+    node_configs: tuple[str, ...] = ()
 
 
 async def look(
     settings: Settings,
     *,
-    device_config: str | None,
-    device_before: str | None,
-    node_before: Overlay,
+    device_configs: tuple[str, ...],
+    node_before: tuple[str, ...],
     library_path: str,
     origins: Mapping[str, str],
 ) -> Found:
-    """Look at the node; nothing here waits for the API server."""
+    """Look at the node; nothing here waits for the API server.
+
+    Args:
+        settings: what is asked for.
+        device_configs: see `Found`.
+        node_before: `Found.node_configs` of the last look, also that of the agent before this one.
+        library_path: see `Found`.
+        origins: dotted path → where a setting came from.
+    """
     root = str(settings.gpu.device_node_root).rstrip("/")
     nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
-    node_config = None
+    node_configs: tuple[str, ...] = ()
     if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
-        node_config = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
+        text = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
+        node_configs = told(node_before, text, _node_reader(settings))
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
-    return Found(nodes, device_config, node_config, library_path, given, device_before, node_before)
+    return Found(nodes, device_configs, node_configs, library_path, given)
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -111,17 +116,16 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, Built]:
     problems: list[str] = []
     origins: dict[str, str] = {}
     vgpu, node_config = settings.volcano_vgpu, None
-    if found.device_config is not None:
-        before = read_device_config(found.device_before) if found.device_before is not None else Overlay()
-        device_config = read_device_config(found.device_config).after(before)
+    if found.device_configs:
+        device_config = come_to(found.device_configs, read_device_config)
         prefix = "volcanoVgpu."
         attributes = {field.encode_name: field.name for field in msgspec.structs.fields(type(vgpu))}
         given = {attributes[path.removeprefix(prefix)] for path in found.given if path.startswith(prefix)}
         vgpu = device_config.over(vgpu, but=given)
         origins |= dict.fromkeys(device_config.values.keys() - given, DEVICE_CONFIG)
         problems += device_config.problems
-    if found.node_config is not None:
-        node_config = read_node_config(found.node_config, settings.node_name_or_hostname).after(found.node_before)
+    if found.node_configs:
+        node_config = come_to(found.node_configs, _node_reader(settings))
         vgpu = node_config.over(vgpu)
         origins |= dict.fromkeys(node_config.values, NODE_CONFIG)
         problems += node_config.problems
@@ -131,10 +135,15 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, Built]:
     options = VolcanoVgpuOptions.from_settings(
         msgspec.structs.replace(settings, volcano_vgpu=vgpu), control_nodes=found.control_nodes, node_config=node_config
     )
-    built = Built(Families(), tuple(problems), msgspec.structs.asdict(vgpu), origins, node_config or Overlay())
+    built = Built(Families(), tuple(problems), msgspec.structs.asdict(vgpu), origins, found.node_configs)
     names = {field.name: field.encode_name for field in msgspec.structs.fields(type(vgpu))}
     set_in = tuple((names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(origins.items()))
     return VolcanoVgpuFamily(dataclasses.replace(options, set_in=set_in), backend), built
+
+
+def _node_reader(settings: Settings) -> Callable[[str], Overlay]:
+    name = settings.node_name_or_hostname
+    return lambda text: read_node_config(text, name)
 
 
 def _text(path: Path) -> str | None:

@@ -28,12 +28,16 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
     Attributes:
         node: the Node's name they belong to.
         device_config: text of the ConfigMap's device-config.yaml; None when there is no ConfigMap.
+        device_configs_before: where something in that is wrong, what stood there before, see `volcano_files.told`.
+        node_configs: the same of the mounted node configuration, with the newest; it is not from the API server, but as easily spoilt.
     """
 
     node: str = ""
     kubelet_version: str = ""
     runtime_version: str = ""
     device_config: str | None = None
+    device_configs_before: tuple[str, ...] = ()
+    node_configs: tuple[str, ...] = ()
 
     @property
     def as_node(self) -> Node:

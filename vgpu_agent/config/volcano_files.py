@@ -18,7 +18,7 @@ from vgpu_agent.config.problems import shown, shown_key
 from vgpu_agent.config.volcano import VolcanoVgpu
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 DEVICE_CONFIG = "device-config.yaml"
 NODE_CONFIG = "config.json"
@@ -31,6 +31,8 @@ _MODE = "hami-core"
 # As many problems as a log line can carry; a megabyte of junk must not become a megabyte of log.
 _MOST_PROBLEMS = 20
 _MOST_HIDDEN = 256
+# How many wrong edits in a row are kept apart, see `told`.
+_MOST_TEXTS = 8
 
 # Key of the file → attribute of the settings.
 _DEVICE_KEYS = {
@@ -233,6 +235,27 @@ def read_node_config(text: str, node: str) -> Overlay:
         for name, value in members.items():
             _take_of_node(reading, f"{path}.{shown_key(name)}", name, value)
     return reading.overlay()
+
+
+def told(before: Sequence[str], text: str | None, read: Callable[[str], Overlay]) -> tuple[str, ...]:
+    """The texts of a file that count when it says ``text``, oldest first; none where there is no file.
+
+    Of a sound one it is all there is. One in which something is wrong needs those ``before`` it, back to the last sound one: several wrong
+    edits in a row each leave their right part in force.
+    """
+    if text is None:
+        return ()
+    if before and before[-1] == text:
+        return tuple(before)
+    return (text,) if read(text).sound else (*before[:1], *before[1:][2 - _MOST_TEXTS :], text)
+
+
+def come_to(texts: Sequence[str], read: Callable[[str], Overlay]) -> Overlay:
+    """What the texts of `told` set together, and what is wrong with the newest."""
+    overlay = Overlay()
+    for text in texts:
+        overlay = read(text).after(overlay)
+    return overlay
 
 
 def _device_members(reading: _Reading, root: Any) -> Iterator[tuple[str, Any]]:
