@@ -70,7 +70,7 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
         server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
         settings = await volcano_settings(tmp_path, server)
 
-        async def edited(parts: Wired, text: str) -> dict[str, int]:
+        async def edited(parts: Wired, text: str | None) -> dict[str, int]:
             assert parts.cluster.config_map is not None
             seen = parts.cluster.config_map.text
             version = seen.version
@@ -85,6 +85,8 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
             assert parts.families.origins == {"device_split_count": KEY, "gpu_memory_factor": KEY}
             assert await edited(parts, "nvidia: {deviceSplitCount: many, gpuMemoryFactor: ten}") == before
             assert await edited(parts, "nvidia: {") == before
+            assert "what stood there before stays in force" in parts.families.problems[0]
+            assert await edited(parts, None) == before  # the key is misspelt
             assert "what stood there before stays in force" in parts.families.problems[0]
             await parts.cluster.remember()
         async with wired(settings) as parts:

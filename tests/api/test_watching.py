@@ -218,14 +218,14 @@ async def test_config_maps_are_got_and_watched_by_name_and_never_listed(server: 
     assert {request.query["fieldSelector"] for request in server.requests if request.verb == "watch"} == {f"metadata.name={NAME}"}
 
 
-async def test_a_config_map_without_the_key_is_said_and_counts_as_none(
+async def test_a_config_map_without_the_key_is_said_and_is_not_taken_for_none(
     server: ApiServer, config_map: ConfigMapWatch, journal: Journal
 ) -> None:
-    """A typing error in the key must not look like an absent ConfigMap."""
+    """A typing error in the key must not look like an absent ConfigMap, which puts the agent's own settings in force."""
     server.objects.create("configmaps", _config("kube-system", "x", key="device-config.yml"))
     async with running(config_map.run):
         await until(config_map.synced.is_set)
-    assert config_map.text.value is None
+    assert config_map.text.value == ""
     assert "kube-system/volcano-vgpu-device-config has no key" in journal.entries[-1].facts["error"]
 
 

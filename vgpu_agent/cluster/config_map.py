@@ -40,7 +40,8 @@ class ConfigMapWatch:
     """One key of the first ConfigMap of that name.
 
     Attributes:
-        text: what stands under the key; None while there is no such ConfigMap or it has no such key, and before the first answer.
+        text: what stands under the key; empty where the ConfigMap has no such key, which is a mistake; None while there is no such
+            ConfigMap, and before the first answer.
         namespace: where ``text`` is from; empty for nowhere.
         synced: it is known where ``text`` is from, or that there is none.
     """
@@ -111,6 +112,7 @@ class ConfigMapWatch:
             where = f"{self.namespace}/{self._name}"
             error = f"the ConfigMap {where} has no key {self._key!r}; add it, or delete the ConfigMap"
             self._journal.record("cluster.config_map_without_key", level="warning", config_map=where, error=error)
+            text = ""
         if text != self.text.value:
             self.text.publish(text)
         self.synced.set()
