@@ -245,6 +245,23 @@ async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -
     assert booked(after) == {U0: 30000}
 
 
+async def test_nothing_new_is_decided_between_the_first_look_at_the_pods_and_the_next_at_the_records() -> None:
+    """What the replaced plugin gave to a container stands in its pod alone, which nobody could read when kubelet's records were."""
+    place = Place()
+    old = running(a_pod("old", annotations=wants(main=f"{U0} 30000")))
+    await place.admit(old, "main", IDS[:1])
+    after, new = restarted(place), a_pod("new", annotations=wants(main=f"{U0} 30000"))
+    confirm(after, initial=True)
+    after.book.replace([old, new])
+    await after.admit(new, "main", IDS[1:2])
+    with pytest.raises(NotProvenError, match="default/new, container main: pods that run on this node have only just become known"):
+        await after.start(IDS[1:2])
+    confirm(after)
+    with pytest.raises(CapacityError):
+        await after.start(IDS[1:2])
+    assert booked(after) == {U0: 30000}
+
+
 async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_back() -> None:
     """Passes over the records do not bring back what it had: the entry in the checkpoint stays for as long as the pod."""
     before = Place()

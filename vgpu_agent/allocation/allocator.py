@@ -247,6 +247,9 @@ class Allocator:
                 self._ledger.grants,
             )
             self.binder.forget_absent()
+            self.binder.unread = not self._around.book.synced.is_set() and any(
+                grant.owner is not None and grant.decided_for is None and not grant.shares for grant in self._ledger.grants
+            )
             if self._around.book.synced.is_set():
                 self._around.refusals.forget_absent(self._around.book.pods)
         return [correction for correction in corrections if correction.drift]

@@ -68,6 +68,7 @@ class Binder:
         self.handed_out: set[str] = set()  # names that Allocate has given since they were last put in force
         self.served: dict[tuple[str, str, str], Grant] = {}  # by UID, container and resource
         self.ambiguities = 0
+        self.unread = False  # kubelet's records were last read when nobody could read the pods of some who hold ids
 
     async def start(self, offered: Resource, ids: Sequence[str], family: PodFamily, *, late: bool) -> None:
         """Let the container that holds ``ids`` start, or say why not.
@@ -233,10 +234,15 @@ class Binder:
         return decision.shares, f"decided by {decision.by}"
 
     def _refuse_unread(self) -> None:
-        """What was held when this process started may be anywhere until kubelet has told of it."""
+        """What was held when this process started may be anywhere until kubelet has told of it, and the pods of what they were given."""
         if not self._ledger.rebuilt:
             raise NotProvenError(
                 "kubelet has not told yet who held what when this agent was started, so nobody knows what is free; kubelet will ask again"
+            )
+        if self.unread and self._around.book.synced.is_set():  # until then nobody can look, and no start waits for that
+            raise NotProvenError(
+                "pods that run on this node have only just become known, and what they hold is looked up before anything is given away; "
+                "kubelet will ask again"
             )
 
     def _refuse_two_families(self, start: Start) -> None:
