@@ -250,16 +250,19 @@ async def test_nothing_new_is_decided_between_the_first_look_at_the_pods_and_the
     place = Place()
     old = running(a_pod("old", annotations=wants(main=f"{U0} 30000")))
     await place.admit(old, "main", IDS[:1])
+    ours = a_pod("ours", annotations=wants(main=f"{U1} 100"))
+    await started(place, ours, IDS[2:3])
     after, new = restarted(place), a_pod("new", annotations=wants(main=f"{U0} 30000"))
     confirm(after, initial=True)
-    after.book.replace([old, new])
+    after.book.replace([old, ours, new])
     await after.admit(new, "main", IDS[1:2])
+    await after.start(IDS[2:3])  # what it was given, it keeps
     with pytest.raises(NotProvenError, match="default/new, container main: pods that run on this node have only just become known"):
         await after.start(IDS[1:2])
     confirm(after)
     with pytest.raises(CapacityError):
         await after.start(IDS[1:2])
-    assert booked(after) == {U0: 30000}
+    assert booked(after) == {U0: 30000, U1: 100}
 
 
 async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_back() -> None:

@@ -229,16 +229,20 @@ class Binder:
             same = record.token == start.token and (record.owner.pod_uid, record.owner.container) == start.key
             if same and record.shares:
                 return record.shares, record.by
+        self._refuse_unlooked()
         self._refuse_two_families(start)
         decision = start.family.decide(asked)
         return decision.shares, f"decided by {decision.by}"
 
     def _refuse_unread(self) -> None:
-        """What was held when this process started may be anywhere until kubelet has told of it, and the pods of what they were given."""
+        """What was held when this process started may be anywhere until kubelet has told of it."""
         if not self._ledger.rebuilt:
             raise NotProvenError(
                 "kubelet has not told yet who held what when this agent was started, so nobody knows what is free; kubelet will ask again"
             )
+
+    def _refuse_unlooked(self) -> None:
+        """What some hold may stand in their pods alone, and be read with kubelet's records the next time."""
         if self.unread and self._around.book.synced.is_set():  # until then nobody can look, and no start waits for that
             raise NotProvenError(
                 "pods that run on this node have only just become known, and what they hold is looked up before anything is given away; "
