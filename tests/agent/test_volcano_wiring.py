@@ -131,6 +131,11 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
             await parts.families.apply(parts.settings)
             assert parts.offered == before
             await asyncio.to_thread(own.unlink)
+            await asyncio.to_thread(own.mkdir)  # there is something, and it cannot be read
+            await parts.families.again()
+            assert parts.offered == before
+            assert "config.json: cannot be read: Is a directory" in parts.families.problems[-1]
+            await asyncio.to_thread(own.rmdir)
             await parts.families.again()
             assert parts.offered[NUMBER] == 12
 

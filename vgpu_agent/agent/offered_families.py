@@ -42,6 +42,7 @@ class Found:
         control_nodes: those of NVIDIA's control device nodes that exist.
         device_configs: texts of Volcano's ConfigMap, see `volcano_files.told`.
         node_configs: the same of the mounted node configuration.
+        node_trouble: why that is there and cannot be read; empty otherwise.
         library_path: the installed libvgpu.so; empty when there is none.
         given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
     """
@@ -49,6 +50,7 @@ class Found:
     control_nodes: tuple[str, ...] = ()
     device_configs: tuple[str, ...] = ()
     node_configs: tuple[str, ...] = ()
+    node_trouble: str = ""
     library_path: str = ""
     given: frozenset[str] = frozenset()
 
@@ -90,11 +92,12 @@ async def look(
     root = str(settings.gpu.device_node_root).rstrip("/")
     nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
     node_configs: tuple[str, ...] = ()
+    trouble = ""
     if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
-        text = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
-        node_configs = told(node_before, text, _node_reader(settings))
+        text, trouble = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
+        node_configs = node_before if trouble else told(node_before, text, _node_reader(settings))
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
-    return Found(nodes, device_configs, node_configs, library_path, given)
+    return Found(nodes, device_configs, node_configs, trouble, library_path, given)
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -129,6 +132,8 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, Built]:
         vgpu = node_config.over(vgpu)
         origins |= dict.fromkeys(node_config.values, NODE_CONFIG)
         problems += node_config.problems
+    if found.node_trouble:
+        problems.append(f"{NODE_CONFIG}: cannot be read: {found.node_trouble}; what stood there before stays in force")
     backend: Backend = NoIsolation()
     if vgpu.isolation == "hami-core":
         backend = HamiCore(settings.hami_core.host_directory, found.library_path, settings.hami_core.lock_directory)
@@ -146,9 +151,11 @@ def _node_reader(settings: Settings) -> Callable[[str], Overlay]:
     return lambda text: read_node_config(text, name)
 
 
-def _text(path: Path) -> str | None:
-    """The file's text; None when it is not there. Junk bytes become characters that the reader complains about."""
+def _text(path: Path) -> tuple[str | None, str]:
+    """The file's text, None when it is not there, and why it cannot be read. Junk bytes become characters that the reader complains of."""
     try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
-        return None
+        return path.read_bytes().decode(errors="replace"), ""
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    except OSError as err:
+        return None, err.strerror or str(err)
