@@ -9,6 +9,7 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import jsonschema
@@ -104,6 +105,25 @@ async def test_after_a_reboot_all_specs_are_restored(
     assert names(cdi_directory) == [spec_name(good[0].token)]
     assert [(entry.event, entry.facts["pod"]) for entry in journal.entries] == [("grants.not_restored", "default/pod-2")]
     assert await grants.restore([good]) == 0
+
+
+async def test_a_start_in_the_middle_of_a_restoration_is_not_undone(
+    grants: GrantDirectory, grant: MakeGrant, monkeypatch: pytest.MonkeyPatch, cdi_directory: Path
+) -> None:
+    """The ids of a spec that was found missing are another container's when its turn comes."""
+    old, (new, provision) = grant(1), grant(2)
+    new = dataclasses.replace(new, token=old[0].token)
+    really = grants.missing
+
+    async def missing(tokens: Iterable[str]) -> tuple[str, ...]:
+        found = await really(tokens)
+        await grants.deliver(new, provision)
+        return found
+
+    monkeypatch.setattr(grants, "missing", missing)
+    assert await grants.restore([old]) == 0
+    assert grants.records == (new,)
+    assert "pod-2" in (cdi_directory / spec_name(new.token)).read_text()
 
 
 async def test_an_early_answer_needs_host_files_and_is_remembered(

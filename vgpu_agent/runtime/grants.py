@@ -107,13 +107,11 @@ class GrantDirectory:
         for token in await self.missing(wanted):
             record, provision = wanted[token]
             try:
-                await self.deliver(record, provision)
+                restored += await asyncio.to_thread(self._deliver, record, provision, only_missing=True)
             except CarrierError as err:
                 self._journal.record(
                     "grants.not_restored", level="error", pod=record.owner.pod_name, container=record.owner.container, error=str(err)
                 )
-            else:
-                restored += 1
         return restored
 
     async def collect(self, keep: Callable[[GrantRecord], bool]) -> tuple[GrantRecord, ...]:
@@ -207,11 +205,14 @@ class GrantDirectory:
                     notes.append(("grants.unreadable", {"path": path, "error": str(err), "moved": _moved_away(path)}))
         return records
 
-    def _deliver(self, record: GrantRecord, provision: Provision) -> None:
+    def _deliver(self, record: GrantRecord, provision: Provision, *, only_missing: bool = False) -> bool:
+        """Whether it was delivered; with ``only_missing`` not where a start has put a spec of that name meanwhile."""
         content = cdi.spec_text(record, provision.edits)
         path = self._path(record.token)
         with self._lock(record.token), self._lock_of(provision.collected):
             before = self._records.get(record.token)
+            if only_missing and os.path.lexists(path):
+                return False
             host_files.make(provision, self._mounts)
             if not _has(path, content):
                 if not os.path.isdir(self._directory):  # /run is empty after a reboot
@@ -223,6 +224,7 @@ class GrantDirectory:
                     # The ids have changed hands (an init container has made room, a pod has ended). kubelet waits for this call, and to
                     # look for mounts takes a while on a node with many containers.
                     self._left = {*self._left, before.collected}
+            return True
 
     def _prepare(self, record: GrantRecord, provision: Provision) -> None:
         with self._lock(record.token), self._lock_of(provision.collected):
