@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 PERMISSION = "patch pods"
 _SHORTEST_WAIT_SECONDS = 0.01
-_GATHERING_SECONDS = 0.1
-"""Nobody waits for these writes; kubelet waits for the calls that would meanwhile be answered. So changes are looked at together."""
+_GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS = 0.1, 1.0
+"""Nobody waits for these writes; kubelet waits for the calls that are meanwhile answered. So they wait until a burst of starts pauses."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,6 +98,7 @@ class PodPublisher:
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff(settings)  # shared by all pods, beside the one of each
         self._done: Latest[int] = Latest(0)  # requests that have ended
+        self._backlog = False  # whether some are due that were not begun
         self.counts = WriteCounts()
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -110,7 +111,15 @@ class PodPublisher:
                 versions = Versions(self._book.revision, self._wake, self._done)
                 pause = self._begin(requests)
                 await versions.passed(timeout_seconds=pause)
-                await asyncio.sleep(_GATHERING_SECONDS)
+                await self._gather()
+
+    async def _gather(self) -> None:
+        """Wait until nothing new is wished, but not for long, and not while there is more to write already than can be written at once."""
+        until = asyncio.get_running_loop().time() + (_GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS)
+        version = -1
+        while version != self._wake.version and (left := until - asyncio.get_running_loop().time()) > 0:
+            version = self._wake.version
+            await asyncio.sleep(min(_GATHERING_SECONDS, left))
 
     def _begin(self, requests: asyncio.TaskGroup) -> float:
         """Begin the writes that are due; seconds after which to look again, if nothing happens before."""
@@ -136,6 +145,7 @@ class PodPublisher:
             return max(min(pause, self._outage.seconds_left), _SHORTEST_WAIT_SECONDS)
         # After a failure one request finds out whether the API server is back, and not always the one of a pod that fails by itself.
         room = (1 if self._outage.failures else self._at_once) - sum(writing.busy for writing in self._writings.values())
+        self._backlog = len(due) > room
         for pod, changes, writing in sorted(due, key=lambda one: one[2].backoff.failures)[: max(0, room)]:
             writing.busy = True
             requests.create_task(self._write(pod, changes, writing), name=f"annotate {pod.full_name}")

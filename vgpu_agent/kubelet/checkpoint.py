@@ -83,6 +83,12 @@ _ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | Non
 )
 
 
+# What kubelet writes behind the entries, and what closes the file in its place. The list of all devices is the larger part of the file
+# where memory is counted in ids, it is not our business, and every start of a container waits for a reading.
+_DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
+_PART_BYTES = 256 * 1024
+
+
 class _Memory:
     """Reads files into the same memory each time: the file has megabytes, and fresh memory for them takes ten times as long as reading.
 
@@ -94,8 +100,8 @@ class _Memory:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def content(self, path: Path) -> Iterator[memoryview]:
-        """The file's content, which is valid inside the ``with`` only.
+    def content(self, path: Path, *, whole: bool) -> Iterator[memoryview]:
+        """The file's content, which is valid inside the ``with`` only; if not ``whole``, without the list of all devices at its end.
 
         Raises:
             OSError: it cannot be read.
@@ -104,7 +110,12 @@ class _Memory:
             size, filled = os.fstat(file.fileno()).st_size, 0
             if size >= len(self._memory):
                 self._memory = bytearray(size + size // 4)
-            while count := file.readinto(memoryview(self._memory)[filled:]):
+            most = len(self._memory) if whole else _PART_BYTES
+            while count := file.readinto(memoryview(self._memory)[filled : filled + most]):
+                if not whole and (end := self._memory.find(_DEVICES, max(0, filled - len(_DEVICES)), filled + count)) >= 0:
+                    self._memory[end : end + len(_CLOSING)] = _CLOSING
+                    filled = end + len(_CLOSING)
+                    break
                 filled += count
                 if filled == len(self._memory):
                     self._memory = self._memory + bytearray(filled)
@@ -167,7 +178,10 @@ def parse_checkpoint(content: bytes | memoryview, *, name: str, wanted: Callable
 
 def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, ...]:
     try:
-        with _memory.content(path) as content:
+        with contextlib.suppress(CheckpointError), _memory.content(path, whole=False) as content:
+            return parse_checkpoint(content, name=str(path), wanted=wanted)
+        # Not as kubelet writes it today: then all of it counts.
+        with _memory.content(path, whole=True) as content:
             return parse_checkpoint(content, name=str(path), wanted=wanted)
     except FileNotFoundError:
         return ()

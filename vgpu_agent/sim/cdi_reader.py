@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.errors import SimulationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 
@@ -89,24 +90,29 @@ def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
 
 
 def _specs(directory: Path) -> Iterable[dict[str, Any]]:
-    for path in sorted(directory.glob("*.json")) if directory.is_dir() else ():
+    try:
+        with os.scandir(directory) as entries:
+            found = sorted((entry for entry in entries if entry.name.endswith(".json")), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in found:
         try:
-            status = path.stat()
-            spec = _spec(path, status.st_ino, status.st_mtime_ns, status.st_size)
+            status = entry.stat()
+            spec = _spec(entry.path, status.st_ino, status.st_mtime_ns, status.st_size)
         except FileNotFoundError:
             continue  # it was there a moment ago
         except ValueError as err:
-            raise SimulationError(f"CDI spec {path} cannot be read: {err}") from err
+            raise SimulationError(f"CDI spec {entry.path} cannot be read: {err}") from err
         unknown = spec.keys() - _SPEC_KEYS
         if unknown or not spec.get("devices"):
-            raise SimulationError(f"CDI spec {path} is refused: unknown {sorted(unknown)}, devices {spec.get('devices')}")
+            raise SimulationError(f"CDI spec {entry.path} is refused: unknown {sorted(unknown)}, devices {spec.get('devices')}")
         yield spec
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(path: Path, *_: int) -> Any:
+def _spec(path: str, *_: int) -> Any:
     """What stands in the file with that number, time of change and size; runtimes do not read it again for each container either."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def _container_edits(edits: Mapping[str, Any]) -> Received:
