@@ -196,3 +196,4 @@ async def measure(folder: Path) -> list[Figure]:
             return figures
         finally:
             await node.agent.kill()
+            await asyncio.to_thread(node.close)

@@ -9,6 +9,8 @@ import asyncio
 import collections
 import contextlib
 import itertools
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ UUIDS = ("GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-ccc
 GPU_BYTES = 24 * 1024**3
 LATENCY_SECONDS = 0.020
 SEATS = 60  # of each GPU: 110 pods share the two
+_IN_MEMORY = "/dev/shm"
 
 # As it is deployed, but for paths, seats, and memory counted in MiB, which makes 49,152 ids.
 CONFIG = """\
@@ -34,7 +37,7 @@ nodeName: {node}
 kubeconfig: {folder}/cluster/kubeconfig
 stateDirectory: {folder}/state
 families: {{nvidia: false, volcanoVgpu: true}}
-binding: {{mode: {mode}, cdiDirectory: {folder}/cluster/cdi}}
+binding: {{mode: {mode}, cdiDirectory: {cdi}}}
 volcanoVgpu: {{deviceSplitCount: {seats}, gpuMemoryFactor: 1, nodeConfigFile: ''}}
 hamiCore: {{hostDirectory: {folder}/vgpu, lockDirectory: {folder}/vgpulock}}
 """
@@ -53,6 +56,8 @@ class VolcanoNode:
             gpu.memory_total = GPU_BYTES
         self.cluster = SimulatedCluster(folder / "cluster", node=NODE)
         self.cluster.api.latency_seconds = LATENCY_SECONDS
+        # In memory, as /run is on a node; `close` removes it.
+        self.cluster.cdi_directory = Path(tempfile.mkdtemp(prefix="vgpu-agent-bench-cdi-", dir=_IN_MEMORY))
         self.agent = AgentProcess(
             folder / "agent.log", kubelet=self.cluster.kubelet_directory, simulate=self.gpus.directory, config=folder / "config.yaml"
         )
@@ -62,8 +67,12 @@ class VolcanoNode:
 
     def configure(self, mode: str) -> None:
         """Write the agent's configuration; it takes effect at the next start."""
-        text = CONFIG.format(node=NODE, folder=self._folder, mode=mode, seats=SEATS)
+        text = CONFIG.format(node=NODE, folder=self._folder, cdi=self.cluster.cdi_directory, mode=mode, seats=SEATS)
         (self._folder / "config.yaml").write_text(text)
+
+    def close(self) -> None:
+        """Remove what lies outside of the folder."""
+        shutil.rmtree(self.cluster.cdi_directory, ignore_errors=True)
 
     async def start(self) -> None:
         """Start the agent, and wait until kubelet offers what it lists."""
