@@ -10,7 +10,7 @@ from tests.golden import U0, U1
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.isolation.edits import DeviceNode
-from vgpu_agent.model import Inventory, Resource, Share
+from vgpu_agent.model import Gpu, Inventory, Link, Resource, Share
 
 SHARED_BY_4 = NvidiaOptions(replicas=4, shared=True)
 ALL_CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
@@ -139,7 +139,20 @@ def test_preferred_replicas_of_known_gpus_come_in_node_order(inventory: Inventor
     """Equal GPUs are taken in the order an operator counts them, and ids that are not ours are passed over."""
     family, resource = NvidiaFamily(SHARED_BY_4), _only_resource(SHARED_BY_4, inventory)
     available = ["GPU-other::0", *reversed([entry.id for entry in resource.ids])]
-    assert family.prefer(resource, available, [], 2) == [f"{U0}::0", f"{U1}::0"]
+    assert family.prefer(resource, available, [], 2, inventory) == [f"{U0}::0", f"{U1}::0"]
+
+
+@pytest.mark.parametrize("policy", ["distributed", "packed"])
+def test_whole_gpus_that_belong_together_are_preferred(policy: str) -> None:
+    """The policy is about replicas; of whole GPUs those with NVLinks between them go together (nvidia contract §6.1)."""
+    gpus = tuple(Gpu(f"GPU-{place}", place, place, "NVIDIA H100", 81559) for place in range(4))
+    near, far = Link(40, nvlinks=4), Link(50)
+    pairs = {(f"GPU-{one}", f"GPU-{other}"): near if (one + other) == 3 else far for one in range(4) for other in range(4) if one != other}
+    inventory = Inventory(1, gpus, pairs)
+    options = NvidiaOptions(policy=policy)
+    family, resource = NvidiaFamily(options), _only_resource(options, inventory)
+    assert family.prefer(resource, ["GPU-3", "GPU-2", "GPU-1", "GPU-0"], [], 2, inventory) == ["GPU-0", "GPU-3"]
+    assert family.prefer(resource, ["GPU-2", "GPU-1", "GPU-0"], ["GPU-2"], 2, inventory) == ["GPU-1", "GPU-2"]
 
 
 @pytest.mark.parametrize(("name", "ours"), [("nvidia.com/gpu", True), ("nvidia.com/gpu.shared", True), ("amd.com/gpu", False)])

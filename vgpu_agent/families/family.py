@@ -61,7 +61,7 @@ class IdFamily(Family, Protocol):
         """What the container gets for these ids."""
         ...
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
+    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
         """The ids that suit best; only called for resources that say ``prefers``.
 
         Raises:

@@ -15,6 +15,7 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import ConfigError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits
 from vgpu_agent.model import Resource, Share
+from vgpu_agent.placement.aligned import choose_group
 from vgpu_agent.placement.sharing import choose_replicas
 
 if TYPE_CHECKING:
@@ -125,10 +126,12 @@ class NvidiaFamily:
         del resource  # the ids say it all, also those of earlier settings
         return tuple(self._share(uuid, inventory, whole=whole) for uuid, whole in _devices_behind(ids).items())
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
-        """Spread or packed (nvidia contract §6.2); without replicas every policy is the same and GPUs are taken in node order."""
+    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
+        """Whole GPUs that belong together (nvidia contract §6.1), whatever the policy; replicas spread or packed (§6.2)."""
         known = {entry.id: (rank, entry.device) for rank, entry in enumerate(resource.ids)}
         usable = sorted((id_ for id_ in available if id_ in known), key=lambda id_: known[id_][0])
+        if all(entry.id == entry.device for entry in resource.ids):
+            return choose_group(available=usable, required=required, size=size, links=inventory.links)
         totals = collections.Counter(entry.device for entry in resource.ids)
         # The tie-break is by key, and node order is what an operator expects to see: GPU 0 before GPU 1.
         order = {device: f"{position:08d}" for position, device in enumerate(totals)}

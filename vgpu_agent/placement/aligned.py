@@ -1,0 +1,129 @@
+"""Which whole GPUs belong together: those with NVLinks and PCI switches between them, and such that what remains belongs together, too.
+
+Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. Scores and aim are those of NVIDIA's plugin (nvidia contract
+§6.1): all available GPUs are thought to be given away in groups of the wanted size, and the best division decides. Theirs tries every
+division, which takes minutes on 16 GPUs; here it is exact up to `EXACT_GPUS` and good above, always within milliseconds. Ties go to the
+GPUs that come first, so the same question always gets the same answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.model import Link
+
+EXACT_GPUS = 8
+
+# By NVML's level of the common ancestor: same board, one switch, several switches, host bridge, same CPU, another CPU.
+_PCI_SCORES = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
+_NVLINK_SCORE = 100  # of each direct link
+
+_Group = tuple[int, ...]  # places in the order of preference
+
+
+def choose_group(*, available: Sequence[str], required: Sequence[str], size: int, links: Mapping[tuple[str, str], Link]) -> list[str]:
+    """Choose ``size`` of the ``available`` GPUs, all ``required`` ones among them; in the order of ``available``.
+
+    Args:
+        available: UUIDs, in the order in which they are taken when nothing speaks for others.
+        required: those that must be in the answer.
+        size: how many the container wants.
+        links: how close each pair is; a pair that is not known counts as far apart.
+
+    Raises:
+        CapacityError: fewer are available than wanted, or a required one is not.
+    """
+    if missing := [uuid for uuid in required if uuid not in available]:
+        raise CapacityError(f"{', '.join(missing)} cannot be had")
+    if not len(required) <= size <= len(available):
+        raise CapacityError(f"{size} GPUs are wanted, {len(required)} of them by name, {len(available)} can be had")
+    if size in (0, len(available)):
+        return list(available)[:size]
+    search = _Search([[_score(links, one, other) for other in available] for one in available], size)
+    places = tuple(sorted(available.index(uuid) for uuid in dict.fromkeys(required)))
+    return [available[place] for place in search.best(places)]
+
+
+def _score(links: Mapping[tuple[str, str], Link], one: str, other: str) -> int:
+    link = links.get((one, other))
+    return _PCI_SCORES.get(link.pci, 0) + _NVLINK_SCORE * link.nvlinks if link is not None else 0
+
+
+class _Search:
+    """One question: the scores of all pairs, and how large a group is."""
+
+    def __init__(self, scores: Sequence[Sequence[int]], size: int) -> None:
+        self._scores = scores
+        self._size = size
+        self._within = functools.cache(self._sum)
+        self._exactly = functools.cache(self._best_division)
+
+    def best(self, required: _Group) -> _Group:
+        """The group with ``required`` in the best division; of equally good ones that which is best itself, then the first."""
+        count = len(self._scores)
+        everything = tuple(range(count))
+        exact = count <= EXACT_GPUS
+        candidates: Iterable[_Group] = self._all_groups(required) if exact else self._grown_groups(required)
+        rest: Callable[[_Group], int] = self._exactly if exact else self._roughly
+        chosen, best = everything[: self._size], (-1, -1)
+        for group in candidates:
+            own = self._within(group)
+            total = own + rest(tuple(place for place in everything if place not in group))
+            if (total, own) > best:
+                chosen, best = group, (total, own)
+        return chosen
+
+    def _all_groups(self, required: _Group) -> Iterable[_Group]:
+        others = [place for place in range(len(self._scores)) if place not in required]
+        for more in itertools.combinations(others, self._size - len(required)):
+            yield tuple(sorted((*required, *more)))
+
+    def _grown_groups(self, required: _Group) -> Iterable[_Group]:
+        """A group around what is required, or around each GPU."""
+        everything = tuple(range(len(self._scores)))
+        seeds = [required] if required else [(place,) for place in everything]
+        return sorted({self._grown(seed, everything) for seed in seeds})
+
+    def _grown(self, seed: _Group, among: _Group) -> _Group:
+        """``seed`` with the closest of ``among``, one after the other."""
+        group, left = list(seed), [place for place in among if place not in seed]
+        closeness = {place: sum(self._scores[place][member] for member in group) for place in left}
+        while len(group) < self._size and left:
+            nearest = max(left, key=closeness.__getitem__)  # the first of several
+            group.append(nearest)
+            left.remove(nearest)
+            for place in left:
+                closeness[place] += self._scores[place][nearest]
+        return tuple(sorted(group))
+
+    def _sum(self, group: _Group) -> int:
+        return sum(self._scores[one][other] for one, other in itertools.combinations(group, 2))
+
+    def _best_division(self, places: _Group) -> int:
+        """What the best division of ``places`` into groups is worth; as few as can be are smaller than the wanted size."""
+        if len(places) < 2:
+            return 0
+        first, others = places[0], places[1:]
+        groups = -(-len(places) // self._size)
+        smallest = max(1, len(places) - self._size * (groups - 1))
+        return max(
+            self._within((first, *more)) + self._exactly(tuple(place for place in others if place not in more))
+            for size in range(smallest, min(self._size, len(places)) + 1)
+            for more in itertools.combinations(others, size - 1)
+        )
+
+    def _roughly(self, places: _Group) -> int:
+        """What a division is worth that always takes the closest."""
+        worth = 0
+        while places:
+            group = self._grown(places[:1], places)
+            worth += self._within(group)
+            places = tuple(place for place in places if place not in group)
+        return worth
