@@ -229,6 +229,29 @@ async def test_a_restart_finds_an_init_container_at_work_whose_pod_was_made_anew
     assert booked(after) == {U0: 100}
 
 
+async def test_what_an_init_container_had_is_not_held_back_for_the_container_with_its_ids() -> None:
+    """Its record is of a start before the next init container's; what the container after it gets is decided when that starts."""
+    place = Place()
+    gpus = wants(prepare=f"{U0} 100,{U1} 100", main=f"{U0} 30000", other=f"{U0} 20000")
+    pod = a_pod("train", init("first"), init("prepare", 2), "main", "other", annotations=gpus)
+    place.book.replace([pod])
+    await place.admit(pod, "first", IDS[:1], listed=False)
+    await place.admit(pod, "prepare", IDS[:2], listed=False)
+    await place.admit(pod, "main", IDS[:1])
+    await place.admit(pod, "other", IDS[1:2])
+    await place.start(IDS[:1])  # `first`, with the share of `main`
+    await place.start(IDS[:2])
+    await place.start(IDS[1:2])
+    assert booked(place) == {U0: 20000}
+    after = restarted(place, pod)
+    confirm(after, initial=True)
+    assert booked(after) == {U0: 20000}
+    changed = dataclasses.replace(pod, annotations={**gpus, **wants(main=f"{U1} 30000")})
+    after.book.replace([changed])
+    await after.start(IDS[:1])
+    assert booked(after) == {U0: 20000, U1: 30000}
+
+
 async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -> None:
     """Both witnesses were silent when the agent started; one that speaks of the starting pod alone does not say what is free."""
     place = Place()

@@ -26,6 +26,13 @@ REGISTER = f"{U0},10,24576,NVIDIA-NVIDIA A10,true,hami-core:{U1},10,24576,NVIDIA
 RESOURCES = {"volcano.sh/vgpu-number": 20, "volcano.sh/vgpu-cores": 200, "volcano.sh/vgpu-memory": 49152}
 
 
+@pytest.fixture(scope="module")
+def rig(cluster_available: None) -> Iterator[Rig]:
+    """A node on which no plugin has registered Volcano's resources: kubelet would put its own number over what is advertised by hand."""
+    with Rig() as running:
+        yield running
+
+
 @pytest.fixture
 def advertised(rig: Rig) -> Iterator[Advertised]:
     """The golden node of the contract, without anybody who serves its resources."""

@@ -16,7 +16,7 @@ from vgpu_agent import log
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
 from vgpu_agent.allocation.early_proof import EarlyProof, WrongPodError
 from vgpu_agent.allocation.guesses import Guesses
-from vgpu_agent.allocation.holdings import ended_before
+from vgpu_agent.allocation.holdings import ended_before, is_outdated
 from vgpu_agent.allocation.identification import Identification
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.allocation.questions import question
@@ -225,9 +225,10 @@ class Binder:
         held = self._ledger.find(start.offered.name, start.ids)
         if held and held.shares and held.decided_for == start.key:
             return held.shares, held.evidence[-1] if held.evidence else "decided before"
-        for record in self._around.carrier.records:
+        records = self._around.carrier.records
+        for record in records:
             same = record.token == start.token and (record.owner.pod_uid, record.owner.container) == start.key
-            if same and record.shares:
+            if same and record.shares and not is_outdated(record, records, start.pod):
                 return record.shares, record.by
         self._refuse_unlooked()
         self._refuse_two_families(start)

@@ -17,6 +17,7 @@ from vgpu_agent.pods import ContainerKind
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import Pod, PodBook
 
@@ -53,6 +54,21 @@ def is_over(pod: Pod, name: str) -> bool:
     if container is None or container.kind is not ContainerKind.INIT:
         return False
     return any(later.started for later in pod.containers[names.index(name) + 1 :])
+
+
+def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -> bool:
+    """Whether an init container of the pod was let start after ``record`` was made for a main container.
+
+    Then nothing of the main container runs, and it is decided for again when it starts: the record may be of an init container before,
+    which had the same ids, or of a sandbox before.
+    """
+    kinds = {container.name: container.kind for container in pod.containers}
+    return kinds.get(record.owner.container) is ContainerKind.MAIN and any(
+        other.owner.pod_uid == record.owner.pod_uid
+        and other.decided_at > record.decided_at
+        and kinds.get(other.owner.container) is ContainerKind.INIT
+        for other in records
+    )
 
 
 def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:

@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.holdings import is_over, told_apart
+from vgpu_agent.allocation.holdings import is_outdated, is_over, told_apart
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Decider
@@ -121,6 +121,8 @@ class Interpretation:
         if pod is not None and self._is_over(pod, record.owner.container if record else holding.owner.container):
             return Meaning(family.name, (), by_pod=True, over=True)
         if record is not None:
+            if pod is not None and is_outdated(record, self._of_pod(record.owner.pod_uid), pod):
+                return Meaning(family.name, (), by_pod=True)
             return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
         if offered is None:
             # Renamed, hidden or refused since: what it has, it keeps; a name that never had a grant is only there to be counted.
@@ -172,6 +174,9 @@ class Interpretation:
             return is_over(pod, name)
         names = [each.name for each in pod.containers]
         return any(started.get(later, 0.0) > started[name] for later in names[names.index(name) + 1 :])
+
+    def _of_pod(self, uid: str) -> Sequence[GrantRecord]:
+        return self._indexed(self._around.carrier.records)[1].get(uid, ()) if self._around else ()
 
     def _indexed(self, records: Sequence[GrantRecord]) -> _Index:
         """The records by token and by UID; a hundred holdings ask in a row."""
