@@ -295,7 +295,7 @@ async def test_forbidden_writes_are_one_clear_line(stage: VolcanoStage) -> None:
     await stage.serve("p", asks(1, 10))
     await stage.serve("q", asks(1, 20))
     await asyncio.sleep(1.5)
-    lines = [line for line in await asyncio.to_thread(stage.agent.log_lines) if "403" in str(line)]
+    lines = [line for line in await asyncio.to_thread(stage.agent.log_lines) if "403" in str(line.get("error"))]
     assert len(lines) == 1
     assert "patch pods" in str(lines[0])
     stage.cluster.api.faults.remove(fault)
