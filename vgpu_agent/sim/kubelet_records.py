@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import threading
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,7 @@ class Records:
         self.devices: dict[str, ResourceDevices] = {}
         self.allocations: list[Allocation] = []
         self._in_use: dict[str, set[str]] = {}  # what `in_use` has answered, as far as it still holds
+        self._writing = threading.Lock()  # lists and allocations come at the same time; kubelet writes for one after the other
 
     def in_use(self, resource: str) -> set[str]:
         """Ids that somebody holds, also ended pods that were not cleaned up yet."""
@@ -159,6 +161,10 @@ class Records:
 
     def write_checkpoint(self) -> None:
         """Put everything into the file, atomically, mode 0600."""
+        with self._writing:
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         # Pieces, never one text: joining megabytes would keep the other threads of this process from running, and kubelet's do run.
         entries = list(_between(b",", [each.encoded for each in self.allocations]))
         entries = [b"[", *entries, b"]"] if entries else [b"null"]
