@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from vgpu_agent.agent.offering import Offering
-from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import DeviceId

@@ -22,8 +22,9 @@ from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.remembered import Remembered
 from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
-from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch

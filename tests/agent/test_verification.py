@@ -13,7 +13,8 @@ from tests.agent.fake_server import FakeServer
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent import verification
 from vgpu_agent.agent.verification import Verification
-from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.journal import Journal

@@ -13,7 +13,8 @@ from tests.golden import golden_inventory
 from vgpu_agent.agent.cluster_side import ClusterSide
 from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.offering import Offering
-from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.proof import Testimony
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings

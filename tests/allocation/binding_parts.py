@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from tests.golden import U0, U1, golden_inventory
-from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.proof import Testimony
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings

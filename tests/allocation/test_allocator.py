@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
-from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
 from vgpu_agent.journal import Journal

@@ -8,8 +8,8 @@ import pytest
 
 from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, NumberFamily, Place, a_pod, wants
 from tests.golden import U0
-from vgpu_agent.allocation.allocator import Families
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import AgentError, CarrierError, RequestRefusedError

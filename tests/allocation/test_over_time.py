@@ -12,10 +12,10 @@ from tests.allocation import binding_parts
 from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, MemoryCarrier, NumberFamily, Place, a_pod, init, wants
 from tests.allocation.later_parts import booked, confirm, restarted, running
 from tests.golden import U0, U1, golden_inventory
-from vgpu_agent.allocation.allocator import Families
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
 from vgpu_agent.allocation.early_proof import WrongPodError
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.family import Question
@@ -70,6 +70,19 @@ async def with_init_container(place: Place, **gpus: str) -> Pod:
     place.book.replace([pod])
     await place.admit(pod, "prepare", IDS[:2], listed=False)
     await place.admit(pod, "main", IDS[:1])
+    await place.start(IDS[:2])
+    return pod
+
+
+async def with_two_init_containers(place: Place, gpus: dict[str, str]) -> Pod:
+    """A pod whose second init container runs with two ids, which go on to a main container each; the first one ran as ``main``."""
+    pod = a_pod("train", init("first"), init("prepare", 2), "main", "other", annotations=gpus)
+    place.book.replace([pod])
+    await place.admit(pod, "first", IDS[:1], listed=False)
+    await place.admit(pod, "prepare", IDS[:2], listed=False)
+    await place.admit(pod, "main", IDS[:1])
+    await place.admit(pod, "other", IDS[1:2])
+    await place.start(IDS[:1])
     await place.start(IDS[:2])
     return pod
 
@@ -172,15 +185,7 @@ async def test_a_restart_while_an_init_container_runs_keeps_its_share_for_the_ne
 async def test_a_restart_does_not_forget_an_init_container_all_of_whose_ids_go_on() -> None:
     """It runs with its own share, not with those of the containers after it, none of which has started."""
     place = Place()
-    gpus = wants(prepare=f"{U0} 100,{U1} 200", main=f"{U0} 50", other=f"{U0} 20")
-    pod = a_pod("train", init("first"), init("prepare", 2), "main", "other", annotations=gpus)
-    place.book.replace([pod])
-    await place.admit(pod, "first", IDS[:1], listed=False)
-    await place.admit(pod, "prepare", IDS[:2], listed=False)
-    await place.admit(pod, "main", IDS[:1])
-    await place.admit(pod, "other", IDS[1:2])
-    await place.start(IDS[:1])
-    await place.start(IDS[:2])
+    pod = await with_two_init_containers(place, wants(prepare=f"{U0} 100,{U1} 200", main=f"{U0} 50", other=f"{U0} 20"))
     after = restarted(place, pod)
     confirm(after, initial=True)
     assert booked(after) == booked(place) == {U0: 100, U1: 200}
@@ -233,14 +238,7 @@ async def test_what_an_init_container_had_is_not_held_back_for_the_container_wit
     """Its record is of a start before the next init container's; what the container after it gets is decided when that starts."""
     place = Place()
     gpus = wants(prepare=f"{U0} 100,{U1} 100", main=f"{U0} 30000", other=f"{U0} 20000")
-    pod = a_pod("train", init("first"), init("prepare", 2), "main", "other", annotations=gpus)
-    place.book.replace([pod])
-    await place.admit(pod, "first", IDS[:1], listed=False)
-    await place.admit(pod, "prepare", IDS[:2], listed=False)
-    await place.admit(pod, "main", IDS[:1])
-    await place.admit(pod, "other", IDS[1:2])
-    await place.start(IDS[:1])  # `first`, with the share of `main`
-    await place.start(IDS[:2])
+    pod = await with_two_init_containers(place, gpus)
     await place.start(IDS[1:2])
     assert booked(place) == {U0: 20000}
     after = restarted(place, pod)

@@ -11,9 +11,10 @@ from typing import Any
 from tests.torture.agents import Life, Offer, World, register
 from tests.torture.api_model import NODE
 from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, SPLIT
-from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding

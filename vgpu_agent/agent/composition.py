@@ -31,8 +31,9 @@ from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
 from vgpu_agent.agent.verification import Verification
 from vgpu_agent.agent.witness import KubeletWitness
-from vgpu_agent.allocation.allocator import Allocator, Families
+from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.concurrency import Supervisor

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from vgpu_agent.agent import long_status
 from vgpu_agent.agent.offered_families import build, look
 from vgpu_agent.agent.offering import check_offer
-from vgpu_agent.allocation.allocator import Families
 from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import CarrierError, ConfigError
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.runtime.hami_library import HamiLibrary

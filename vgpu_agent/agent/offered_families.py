@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.allocation.allocator import Families
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
 from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions

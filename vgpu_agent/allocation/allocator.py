@@ -10,7 +10,6 @@ Where ids name devices, the answer is complete in Allocate. Where the pod decide
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.allocation.mode import BindingMode
+    from vgpu_agent.allocation.node_families import Families
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.device_ids import ListedDevice
@@ -41,26 +41,6 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Correction, Grant, Inventory, KubeletRecords, Resource
     from vgpu_agent.nodes import Node, NodeWishes
     from vgpu_agent.pods import Pod
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Families:
-    """The families of this node, by kind.
-
-    Attributes:
-        by_ids: whose ids name devices.
-        by_pod: whose pods decide.
-        unserved: those of ``by_pod``, or besides them, that nobody is served by now: their schedulers are told that nothing is free.
-    """
-
-    by_ids: tuple[IdFamily, ...] = ()
-    by_pod: tuple[PodFamily, ...] = ()
-    unserved: tuple[PodFamily, ...] = ()
-
-    @property
-    def all(self) -> tuple[Family, ...]:
-        """Both kinds."""
-        return (*self.by_ids, *self.by_pod)
 
 
 class Allocator:
@@ -247,7 +227,7 @@ class Allocator:
                 self._ledger.grants,
             )
             self.binder.forget_absent()
-            self.binder.unread = not self._around.book.synced.is_set() and any(
+            self.binder.pods_unread = not self._around.book.synced.is_set() and any(
                 grant.owner is not None and grant.decided_for is None and not grant.shares for grant in self._ledger.grants
             )
             if self._around.book.synced.is_set():

@@ -68,7 +68,7 @@ class Binder:
         self.handed_out: set[str] = set()  # names that Allocate has given since they were last put in force
         self.served: dict[tuple[str, str, str], Grant] = {}  # by UID, container and resource
         self.ambiguities = 0
-        self.unread = False  # kubelet's records were last read when nobody could read the pods of some who hold ids
+        self.pods_unread = False  # kubelet's records were last read when nobody could read the pods of some who hold ids
 
     async def start(self, offered: Resource, ids: Sequence[str], family: PodFamily, *, late: bool) -> None:
         """Let the container that holds ``ids`` start, or say why not.
@@ -99,7 +99,7 @@ class Binder:
             pod, owner = who.pod, who.owner
             start = Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony, until)
             try:
-                self._refuse_unread()
+                self._refuse_before_rebuilt()
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
             except (RequestRefusedError, LedgerError, CarrierError, NotProvenError) as err:
                 self._refuse(start, err)
@@ -230,21 +230,21 @@ class Binder:
             same = record.token == start.token and (record.owner.pod_uid, record.owner.container) == start.key
             if same and record.shares and not is_outdated(record, records, start.pod):
                 return record.shares, record.by
-        self._refuse_unlooked()
+        self._refuse_before_pods_are_read()
         self._refuse_two_families(start)
         decision = start.family.decide(asked)
         return decision.shares, f"decided by {decision.by}"
 
-    def _refuse_unread(self) -> None:
+    def _refuse_before_rebuilt(self) -> None:
         """What was held when this process started may be anywhere until kubelet has told of it."""
         if not self._ledger.rebuilt:
             raise NotProvenError(
                 "kubelet has not told yet who held what when this agent was started, so nobody knows what is free; kubelet will ask again"
             )
 
-    def _refuse_unlooked(self) -> None:
+    def _refuse_before_pods_are_read(self) -> None:
         """What some hold may stand in their pods alone, and be read with kubelet's records the next time."""
-        if self.unread and self._around.book.synced.is_set():  # until then nobody can look, and no start waits for that
+        if self.pods_unread and self._around.book.synced.is_set():  # until then nobody can look, and no start waits for that
             raise NotProvenError(
                 "pods that run on this node have only just become known, and what they hold is looked up before anything is given away; "
                 "kubelet will ask again"

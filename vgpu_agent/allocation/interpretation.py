@@ -20,8 +20,8 @@ from vgpu_agent.pods import ContainerKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vgpu_agent.allocation.allocator import Families
     from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.allocation.node_families import Families
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily
     from vgpu_agent.ledger import Ledger

@@ -13,7 +13,7 @@ from vgpu_agent.nodes import NodeWishes
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from vgpu_agent.allocation.allocator import Families
+    from vgpu_agent.allocation.node_families import Families
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
     from vgpu_agent.nodes import Node

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.ledger import accounting
+from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
@@ -146,7 +146,7 @@ class Ledger:
             for grant in self._grants.by_number.values()
             if grant.resource == name
             for id_ in self._grants.foreign_ids(grant)
-            if self._ill(device := self._grants.device_behind(grant, id_))
+            if availability.illness(self._devices, device := self._grants.device_behind(grant, id_))
         ]
         if isinstance(resource.ids, NumberedIds):
             return NumberedList(tuple((block, not trouble[block.device]) for block in resource.ids.blocks), tuple(gone))
@@ -357,17 +357,18 @@ class Ledger:
 
     # -- how it is done ---------------------------------------------------------------------------------------------------------------
 
-    def _troubles(self, resource: Resource) -> dict[str, str]:
-        """`_trouble` of every device of ``resource``, in the order of its ids."""
-        grants = self._in_the_way(resource)
-        return {device: self._trouble(device, resource, grants) for device in self._offers.devices(resource)}
+    def _troubles(self, resource: Resource, devices: Iterable[str] | None = None) -> dict[str, str]:
+        """Why nothing of a device may be given out now, empty when it may: of ``devices``, or of all that ``resource`` offers, in order."""
+        asked = self._offers.devices(resource) if devices is None else devices
+        grants = availability.in_the_way(resource, self._grants.by_number.values())
+        known = availability.Surroundings(self._devices, self._cordoned, grants, self._grants.offers_all_of)
+        return {device: availability.trouble(device, resource, known) for device in asked}
 
     def _refuse_troubled(self, resource: Resource, wanted: Mapping[str, str]) -> None:
         """Raise for the first device of ``wanted`` (device → what the message calls it) of which nothing may be given out."""
-        grants = self._in_the_way(resource) if wanted else ()
-        for device, called in wanted.items():
-            if trouble := self._trouble(device, resource, grants):
-                raise UnhealthyDeviceError(f"invalid request: device {called} is not available: {trouble}")
+        for device, trouble in self._troubles(resource, wanted).items() if wanted else ():
+            if trouble:
+                raise UnhealthyDeviceError(f"invalid request: device {wanted[device]} is not available: {trouble}")
 
     def _check_capacity(self, resource: Resource, wanted: Mapping[str, str], before: Saved) -> None:
         """Go back to ``before`` and raise when a device of ``wanted`` now holds more than it has."""
@@ -388,36 +389,6 @@ class Ledger:
         if grant is None or grant.state is not GrantState.RESERVED or grant.owner is not None or (covering and grant.decided_for):
             return None
         return grant if set(grant.ids) == ids or (covering and ids < set(grant.ids)) else None
-
-    def _in_the_way(self, resource: Resource) -> Sequence[Grant]:
-        """The grants that can keep ``resource`` from a device: of others, and where ids name devices, made under other settings."""
-        by_ids = resource.decided_by is Decider.IDS
-        return [grant for grant in self._grants.by_number.values() if by_ids or grant.family != resource.family]
-
-    def _trouble(self, device: str, resource: Resource, grants: Iterable[Grant]) -> str:
-        """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may. ``grants`` see `_in_the_way`."""
-        if illness := self._ill(device):
-            return illness
-        gpu = self._devices[device].gpu
-        if reason := self._cordoned.get(device) or self._cordoned.get(gpu):
-            return f"cordoned: {reason}"
-        by_ids = resource.decided_by is Decider.IDS
-        for grant in grants:
-            for share in grant.shares:
-                holds = self._devices.get(share.device)
-                if holds is None or holds.gpu != gpu:
-                    continue
-                if grant.family != resource.family:
-                    return f"the GPU serves {grant.family} until its last share is returned"
-                # Ids from before a change of replicas: whole and shared holders never mix on one device.
-                mixed = by_ids and share.device == device and (share.exclusive or resource.holders_per_device == 1)
-                if mixed and not self._grants.offers_all_of(grant):
-                    return f"a container admitted under earlier settings still holds it ({', '.join(grant.ids)})"
-        return ""
-
-    def _ill(self, device: str) -> str:
-        known = self._devices.get(device)
-        return known.trouble if known else "the device is gone"
 
     def _overbooked(self, resource: Resource) -> dict[str, str]:
         if resource.decided_by is Decider.NOBODY:

@@ -1,0 +1,66 @@
+"""Why nothing of a device may be given out through a resource at this moment: illness, a cordon, or somebody who has it on other terms.
+
+`book` asks before each list and each booking; pure functions of what the book knows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from vgpu_agent.model import Decider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.ledger.accounting import Device
+    from vgpu_agent.model import Grant, Resource
+
+
+class Surroundings(NamedTuple):
+    """What the book knows about the devices.
+
+    Attributes:
+        devices: by UUID.
+        cordoned: device or GPU → the reason.
+        grants: those that are `in_the_way` of the resource in question.
+        offers_all_of: whether a grant was made under today's settings.
+    """
+
+    devices: Mapping[str, Device]
+    cordoned: Mapping[str, str]
+    grants: Sequence[Grant]
+    offers_all_of: Callable[[Grant], bool]
+
+
+def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
+    """The grants that can keep ``resource`` from a device: of others, and where ids name devices, made under other settings."""
+    by_ids = resource.decided_by is Decider.IDS
+    return [grant for grant in grants if by_ids or grant.family != resource.family]
+
+
+def trouble(device: str, resource: Resource, known: Surroundings) -> str:
+    """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
+    if ill := illness(known.devices, device):
+        return ill
+    gpu = known.devices[device].gpu
+    if reason := known.cordoned.get(device) or known.cordoned.get(gpu):
+        return f"cordoned: {reason}"
+    by_ids = resource.decided_by is Decider.IDS
+    for grant in known.grants:
+        for share in grant.shares:
+            holds = known.devices.get(share.device)
+            if holds is None or holds.gpu != gpu:
+                continue
+            if grant.family != resource.family:
+                return f"the GPU serves {grant.family} until its last share is returned"
+            # Ids from before a change of replicas: whole and shared holders never mix on one device.
+            mixed = by_ids and share.device == device and (share.exclusive or resource.holders_per_device == 1)
+            if mixed and not known.offers_all_of(grant):
+                return f"a container admitted under earlier settings still holds it ({', '.join(grant.ids)})"
+    return ""
+
+
+def illness(devices: Mapping[str, Device], device: str) -> str:
+    """What is wrong with the device itself; empty when nothing is."""
+    known = devices.get(device)
+    return known.trouble if known else "the device is gone"
