@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which test holds which line of the Volcano contracts; exit 1 when a line has none, or a test claims a line that does not exist.
+"""Which test holds which line of the replaced plugins' contracts; exit 1 when a line has none, or a test claims one that does not exist.
 
 usage: scripts/contract_map.py [--all] [FOLDER]
   --all    name every test of a line, not only the first
@@ -21,7 +21,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-LABEL = re.compile(r"\bvolcano-(?:vgpu|gpushare):[A-Z]\d+\b")
+LABEL = re.compile(r"\b(?:volcano-vgpu|volcano-gpushare|nvidia|iktos|aws):(?:[A-Z]\d+|§[\dIVX]+(?:\.\d+)?(?:-\d+)?)(?![\d.]*\d)")
 
 # Label → what the line is about, in a few words. G: golden vectors of volcano-vgpu, S: those of volcano-gpushare, D: defects of the
 # replaced plugins, which this agent must not have.
@@ -84,8 +84,30 @@ LINES = {
         "D13": "several cards for a memory pod",
     },
 }
-# Lines about MIG and NVIDIA's own CDI specs: they may be quoted and need not be held yet.
-LATER = {"volcano-vgpu": ("G10", "G12", "D15", "D16")}
+# Lines of what is being built: they may be quoted and need not be held yet. A line without a number of its own is named by its section
+# and its place in the section's table.
+LATER = {
+    "volcano-vgpu": ("G10", "G12", "D15", "D16"),
+    "nvidia": (
+        *(f"G{number}" for number in range(1, 17)),
+        *(f"A{number}" for number in range(1, 27)),
+        "§6.1",
+        *(f"§6.2-{number}" for number in range(1, 11)),
+        "§17.3",
+        *(f"§17.4-{number}" for number in range(1, 9)),
+        *(f"D{number}" for number in range(1, 16)),
+    ),
+    "iktos": (
+        *(f"K{number}" for number in range(1, 10)),
+        *(f"§I.4-{number}" for number in range(1, 15)),
+        *(f"D{number}" for number in range(1, 17)),
+    ),
+    "aws": (
+        *(f"W{number}" for number in range(1, 5)),
+        *(f"§II.6-{number}" for number in range(1, 5)),
+        *(f"D{number}" for number in range(1, 13)),
+    ),
+}
 
 WANTED = {f"{contract}:{line}": subject for contract, lines in LINES.items() for line, subject in lines.items()}
 ALLOWED = WANTED.keys() | {f"{contract}:{line}" for contract, lines in LATER.items() for line in lines}

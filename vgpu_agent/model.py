@@ -51,6 +51,12 @@ class MigInstance:
         compute_instance_id: NVML's CI id.
         profile: e.g. ``1g.10gb``, as NVML names it.
         memory_mib: memory of the slice.
+        gpu_slices: compute slices of its GPU instance, the ``1`` of ``1g``.
+        compute_slices: those of its compute instance; fewer where the GPU instance is divided (``1c.2g.20gb``).
+        capability_nodes: device nodes below ``/dev/nvidia-caps`` that open it, of the GPU instance and of the compute instance; empty while
+            ``trouble`` says why they are not known.
+        trouble: why its device nodes are not known.
+        health: of the slice; that of its GPU counts as well.
     """
 
     uuid: str
@@ -59,6 +65,11 @@ class MigInstance:
     compute_instance_id: int
     profile: str
     memory_mib: int
+    gpu_slices: int = 0
+    compute_slices: int = 0
+    capability_nodes: tuple[str, ...] = ()
+    trouble: str = ""
+    health: Health = Health()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,6 +144,16 @@ class Inventory:
         """The GPU of that UUID, or None."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
+    def device(self, uuid: str) -> tuple[Gpu, MigInstance | None] | None:
+        """The device of that UUID: a GPU (and no instance), or a MIG instance with the GPU that it is a slice of; None when unknown."""
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu, None
+            for instance in gpu.mig_instances:
+                if instance.uuid == uuid:
+                    return gpu, instance
+        return None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuUsage:
@@ -156,6 +177,14 @@ class Decider(enum.StrEnum):
     NOBODY = "nobody"  # the resource is only there for schedulers to count; its ids are neither booked nor answered
 
 
+class SharingMode(enum.StrEnum):
+    """How several containers use one device."""
+
+    NONE = "none"  # each device has one container
+    TIME_SLICING = "time-slicing"  # in turns; nothing is limited
+    MPS = "mps"  # at the same time, through an MPS control daemon that limits each of them
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resource:
     """A name that containers put into ``limits``, and the ids behind it.
@@ -170,6 +199,7 @@ class Resource:
         memory_scaling: how many times a device's memory may be booked; 1.0 never promises what is not there.
         cores_scaling: the same for compute.
         pre_start_required: kubelet is to call PreStartContainer before each start.
+        sharing: how the holders of one device share it.
     """
 
     name: str
@@ -182,6 +212,7 @@ class Resource:
     decided_by: Decider = Decider.IDS
     prefers: bool = True
     unit: str = ""
+    sharing: SharingMode = SharingMode.NONE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -87,6 +87,20 @@ async def test_a_list_that_no_longer_fits_is_withdrawn_with_a_reason_until_it_fi
         assert (node.served, node.offering.withheld) == (["nvidia.com/gpu"], {})
 
 
+async def test_a_gate_withholds_one_resource_until_it_opens(tmp_path: Path) -> None:
+    """A daemon or a file that one resource needs is missing: that one waits with the reason, the others are served."""
+    async with running(tmp_path) as node:
+        missing = {"nvidia.com/gpu.shared": "the MPS daemon does not answer"}
+        node.offering.gates.append(lambda resource: missing.get(resource.name, ""))
+        whole = Resource("nvidia.com/gpu", "nvidia", (DeviceId("GPU-2", "GPU-2"),))
+        await node.offer(whole, resource("nvidia.com/gpu.shared"))
+        assert node.served == ["nvidia.com/gpu"]
+        assert node.offering.withheld == {"nvidia.com/gpu.shared": "nvidia.com/gpu.shared: the MPS daemon does not answer"}
+        missing.clear()
+        await node.offering.sync()
+        assert (node.served, node.offering.withheld) == (["nvidia.com/gpu", "nvidia.com/gpu.shared"], {})
+
+
 @pytest.mark.parametrize("turns", range(1, 7))
 async def test_two_changes_at_once_end_with_the_later_offer(tmp_path: Path, turns: int) -> None:
     """A new configuration and a new inventory come from two loops; what the ledger offers at the end is what runs."""

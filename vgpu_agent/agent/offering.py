@@ -14,7 +14,7 @@ from vgpu_agent.kubelet.codec import check_budget
 from vgpu_agent.kubelet.server import DevicePlugin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.concurrency import Supervisor
@@ -70,6 +70,7 @@ class Offering:
         self._closed = False
         self.withheld: dict[str, str] = {}
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
+        self.gates: list[Callable[[Resource], str]] = []  # each says why a resource must not be served now, or ""; `sync` asks again
         self._refused: dict[str, str] = {}
 
     @property
@@ -133,6 +134,9 @@ class Offering:
 
     def _fits(self, resource: Resource) -> bool:
         if reason := self.blocked.get(resource.family):
+            self.withhold(resource.name, f"{resource.name}: {reason}")
+            return False
+        if reason := next((reason for gate in self.gates if (reason := gate(resource))), ""):
             self.withhold(resource.name, f"{resource.name}: {reason}")
             return False
         try:
