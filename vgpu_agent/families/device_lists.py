@@ -1,0 +1,174 @@
+"""How a container is told of its devices: the list strategies of NVIDIA's device plugin, one entry each.
+
+Every family that hands out devices calls `edits_of` with them, and gets the variables, mounts, device nodes, annotations and CDI names of
+the strategies that the operator has chosen (nvidia contract §7, A1–A18, A25; volcano-vgpu contract §4.2). What upstream gets wrong is not
+copied: a device node is listed once, and paths of IMEX channels on the host lie below the host's device root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import uuid
+from typing import TYPE_CHECKING
+
+from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.model import Inventory
+
+VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+IMEX_CHANNELS = "NVIDIA_IMEX_CHANNELS"
+ENABLED = "enabled"
+
+# Mounts below this directory name the devices; only who may mount can write there, and a variable anybody can set.
+VOLUME_MOUNTS = "/var/run/nvidia-container-devices"
+
+GENERATED_KIND = "k8s.device-plugin.nvidia.com/gpu"  # of the specs that the agent generates
+TOOLKIT_KIND = "nvidia.com/gpu"  # of a spec that the container toolkit keeps
+
+# Further devices that the NVIDIA runtime adds when asked for, in the order of their CDI names: mode → variable.
+MODES: Mapping[str, str] = {"gdrcopy": "NVIDIA_GDRCOPY", "gds": "NVIDIA_GDS", "mofed": "NVIDIA_MOFED"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VisibleDevice:
+    """A device as a container is told of it.
+
+    Attributes:
+        uuid: ``GPU-…`` or ``MIG-…``.
+        index: ``0`` of a GPU, ``1:3`` of a MIG instance.
+        nodes: paths of the device nodes that open it, e.g. ``/dev/nvidia1``, ``/dev/nvidia-caps/nvidia-cap228``.
+    """
+
+    uuid: str
+    index: str
+    nodes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListOptions:
+    """How containers of this node are told of their devices.
+
+    Attributes:
+        strategies: names in `STRATEGIES`; their order does not matter.
+        id_strategy: ``uuid`` or ``index``.
+        cdi_annotation_prefix: before the name of the annotation with CDI names; runtimes look for ``cdi.k8s.io/``.
+        cdi_kind: vendor and class of the GPUs' CDI names; names of other classes have the same vendor.
+        pass_device_specs: answers also name the device nodes, so that cgroup rules survive a reload of systemd.
+        device_root: where the host keeps ``/dev`` of the driver (nvidia contract §9), ``/`` for the usual place.
+        control_nodes: those of NVIDIA's control nodes that exist on this node.
+        imex_channels: those that exist on this node and are to be given to each container.
+        enabled: keys of `MODES`.
+        cdi_modes: those of ``enabled`` for which there is a CDI spec.
+    """
+
+    strategies: tuple[str, ...] = ("envvar",)
+    id_strategy: str = "uuid"
+    cdi_annotation_prefix: str = "cdi.k8s.io/"
+    cdi_kind: str = GENERATED_KIND
+    pass_device_specs: bool = False
+    device_root: str = "/"
+    control_nodes: tuple[str, ...] = ()
+    imex_channels: tuple[int, ...] = ()
+    enabled: tuple[str, ...] = ()
+    cdi_modes: tuple[str, ...] = ()
+
+    @property
+    def names_devices_by_cdi(self) -> bool:
+        """Whether answers have CDI names in them, so that a spec must have those names before anybody is answered."""
+        return any(strategy in CDI_STRATEGIES for strategy in self.strategies)
+
+
+def visible_device(uuid: str, inventory: Inventory) -> VisibleDevice | None:
+    """The GPU or MIG instance of that UUID; None when the driver does not show it."""
+    found = inventory.device(uuid)
+    if found is None:
+        return None
+    gpu, instance = found
+    node = f"/dev/nvidia{gpu.minor}"
+    if instance is None:
+        return VisibleDevice(uuid, str(gpu.index), (node,))
+    return VisibleDevice(uuid, f"{gpu.index}:{instance.index}", (node, *instance.capability_nodes))
+
+
+def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, number: str) -> Edits:
+    """What tells a container of ``devices``, by all chosen strategies together.
+
+    Args:
+        devices: in the order in which the container is to see them, each once.
+        options: of this node.
+        number: tells annotations of several resources of one container apart; see `answer_number`.
+    """
+    edits = Edits({MODES[mode]: ENABLED for mode in MODES if mode in options.enabled})
+    for name, strategy in STRATEGIES.items():
+        if name in options.strategies:
+            edits = edits.joined(strategy(devices, options, number))
+    if options.pass_device_specs and not all(name in CDI_STRATEGIES for name in options.strategies):
+        edits = edits.joined(Edits(device_nodes=_device_nodes(devices, options)))
+    return edits
+
+
+def answer_number(resource: str, ids: Iterable[str]) -> str:
+    """A UUID for the answer to an Allocate of these ids, in any order: upstream draws one, here a repeated call gets the same."""
+    digest = hashlib.sha256("\0".join([resource, *sorted(ids)]).encode()).digest()
+    return str(uuid.UUID(bytes=digest[:16], version=4))
+
+
+def cdi_names(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[str, ...]:
+    """The CDI names of ``devices`` and of all that goes with them: GPUs, IMEX channels, then the modes (A11)."""
+    vendor = options.cdi_kind.partition("/")[0]
+    return (
+        *(f"{options.cdi_kind}={_id_of(device, options)}" for device in devices),
+        *(f"{vendor}/imex-channel={channel}" for channel in options.imex_channels),
+        *(f"{vendor}/{mode}=all" for mode in MODES if mode in options.enabled and mode in options.cdi_modes),
+    )
+
+
+def _by_annotation(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
+    if not (names := cdi_names(devices, options)):
+        return Edits()
+    return Edits(annotations={f"{options.cdi_annotation_prefix}nvidia-device-plugin_{number}": ",".join(names)})
+
+
+def _by_cdi_field(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
+    del number
+    return Edits(cdi_names=cdi_names(devices, options))
+
+
+def _by_variable(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
+    del number
+    environment = {VISIBLE_DEVICES: ",".join(_id_of(device, options) for device in devices)}
+    if options.imex_channels:
+        environment[IMEX_CHANNELS] = ",".join(str(channel) for channel in options.imex_channels)
+    return Edits(environment)
+
+
+def _by_mounts(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
+    del number
+    names = [*(_id_of(device, options) for device in devices), *(f"imex/{channel}" for channel in options.imex_channels)]
+    return Edits({VISIBLE_DEVICES: VOLUME_MOUNTS}, tuple(Mount(f"{VOLUME_MOUNTS}/{name}", "/dev/null") for name in names))
+
+
+# In the order in which answers are put together: where two set the same variable, the later one wins (A15).
+STRATEGIES: Mapping[str, Callable[[Sequence[VisibleDevice], ListOptions, str], Edits]] = {
+    "cdi-annotations": _by_annotation,
+    "cdi-cri": _by_cdi_field,
+    "envvar": _by_variable,
+    "volume-mounts": _by_mounts,
+}
+CDI_STRATEGIES = ("cdi-annotations", "cdi-cri")
+
+
+def _id_of(device: VisibleDevice, options: ListOptions) -> str:
+    return device.index if options.id_strategy == "index" else device.uuid
+
+
+def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[DeviceNode, ...]:
+    """Control nodes, then those of the devices, then IMEX channels; each once, although two slices have the node of one GPU (D13)."""
+    channels = (f"/dev/nvidia-caps-imex-channels/channel{channel}" for channel in options.imex_channels)
+    paths = (*options.control_nodes, *(node for device in devices for node in device.nodes), *channels)
+    root = options.device_root.rstrip("/")
+    return tuple(DeviceNode(path, root + path) for path in dict.fromkeys(paths))
