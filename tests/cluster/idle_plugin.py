@@ -2,7 +2,7 @@
 
 Run as a process by test_volcano_speed: ``python -m tests.cluster.idle_plugin KUBELET_DIR OFFERS``; OFFERS is JSON, resource → prefix →
 number of ids. What pods cost with it is what so many ids cost kubelet and the API server; no plugin can be quicker. It shares no code with
-the agent, and it ends by any signal.
+the agent, and it ends by any signal. `former_plugin` answers with more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 
 _SERVICE = "v1beta1.DevicePlugin"
 _KUBELET_SECONDS = 10.0
+Answer = Callable[[Sequence[str]], messages.ContainerAllocateResponse]
 
 
 def _list_and_watch(offers: Mapping[str, int]) -> Iterator[messages.ListAndWatchResponse]:
@@ -29,11 +30,15 @@ def _list_and_watch(offers: Mapping[str, int]) -> Iterator[messages.ListAndWatch
     threading.Event().wait()
 
 
-def _allocate(request: messages.AllocateRequest) -> messages.AllocateResponse:
-    return messages.AllocateResponse(container_responses=[messages.ContainerAllocateResponse() for _ in request.container_requests])
+def _allocate(request: messages.AllocateRequest, answer: Answer) -> messages.AllocateResponse:
+    return messages.AllocateResponse(container_responses=[answer(each.device_ids) for each in request.container_requests])
 
 
-def _server(socket: Path, offers: Mapping[str, int]) -> grpc.Server:
+def _nothing(_ids: Sequence[str]) -> messages.ContainerAllocateResponse:
+    return messages.ContainerAllocateResponse()
+
+
+def _server(socket: Path, offers: Mapping[str, int], answer: Answer) -> grpc.Server:
     """Serves one resource."""
     handlers = {
         "GetDevicePluginOptions": grpc.unary_unary_rpc_method_handler(
@@ -47,7 +52,7 @@ def _server(socket: Path, offers: Mapping[str, int]) -> grpc.Server:
             response_serializer=messages.ListAndWatchResponse.SerializeToString,
         ),
         "Allocate": grpc.unary_unary_rpc_method_handler(
-            lambda request, _context: _allocate(request),
+            lambda request, _context: _allocate(request, answer),
             request_deserializer=messages.AllocateRequest.FromString,
             response_serializer=messages.AllocateResponse.SerializeToString,
         ),
@@ -73,13 +78,13 @@ def _register(kubelet: Path, endpoint: str, resource: str) -> None:
         call(asked, timeout=_KUBELET_SECONDS)
 
 
-def serve(kubelet_directory: str, offers: str) -> None:
-    """Serve until the process is ended."""
+def serve(kubelet_directory: str, offers: str, *, answer: Answer = _nothing, sockets: str = "idle") -> None:
+    """Serve until the process is ended; ``sockets`` is how their names begin."""
     directory = Path(kubelet_directory, "device-plugins")
     servers = []
     for resource, ids in json.loads(offers).items():
-        endpoint = f"idle-{resource.rpartition('/')[2]}.sock"
-        servers.append(_server(directory / endpoint, ids))
+        endpoint = f"{sockets}-{resource.rpartition('/')[2]}.sock"
+        servers.append(_server(directory / endpoint, ids, answer))
         _register(directory / "kubelet.sock", endpoint, resource)
     threading.Event().wait()
 
