@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,31 @@ def test_a_replaced_node_leaves_no_gpu_behind(tmp_path: Path) -> None:
 
     assert [path.name for path in (tmp_path / "sys" / "bus" / "pci" / "devices").iterdir()] == ["0000:07:00.0"]
     assert not (tmp_path / "dev" / "nvidia1").exists()
+
+
+def test_who_reads_while_instances_change_finds_whole_files(tmp_path: Path) -> None:
+    """Every look at the table of capability numbers and at the file of an instance that stays finds all of it."""
+    node = simulated_node(tmp_path, "A100-SXM4-40GB", 1)
+    node.set_mig(0, ["3g.20gb", "1g.5gb"])
+    driver = node.directory / "proc" / "driver"
+    minors = driver / "nvidia-caps" / "mig-minors"
+    stays = driver / "nvidia" / "capabilities" / "gpu0" / "mig" / "gi1" / "access"
+    stays_in_dev = node.directory / "dev" / "nvidia-caps" / "nvidia-cap12"
+    whole = minors.read_bytes(), stays.read_bytes()
+    found: set[tuple[bytes, bytes]] = set()
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            stays_in_dev.stat()
+            found.add((minors.read_bytes(), stays.read_bytes()))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(look)
+        for _ in range(50):
+            node.set_mig(0, ["3g.20gb", "2g.10gb"])
+            node.set_mig(0, ["3g.20gb", "1g.5gb"])
+        stop.set()
+        reader.result()
+
+    assert found == {whole}

@@ -1,14 +1,17 @@
 """The files outside NVML that belong to GPUs: NUMA nodes in sysfs, MIG capabilities in procfs, device nodes.
 
 An agent that is pointed at a simulated node reads them below ``DIR/sys``, ``DIR/proc`` and ``DIR/dev`` as it reads /sys, /proc and /dev
-of a real one. `SimulatedNode` writes them when it is created and when MIG instances change.
+of a real one. `SimulatedNode` writes them when it is created and when MIG instances change, while agents read: each file is renamed into
+place, and one that stays right is left alone, so that nobody finds half of a file or misses one that describes an instance that stayed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from vgpu_agent.errors import SimulationError
@@ -16,7 +19,6 @@ from vgpu_agent.sim.layout import NONE, Gpu, Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _CONTROL_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 _NULL_DEVICE: Final = os.makedev(1, 3)
@@ -86,19 +88,16 @@ def _write_proc(root: Path, node: Node) -> None:
             minors += [
                 f"{path}/ci{compute}/access {capability_number(gpu.minor, instance, compute)}" for compute in range(_COMPUTE_INSTANCES)
             ]
-    (driver / "nvidia-caps").mkdir(parents=True, exist_ok=True)
-    (driver / "nvidia-caps" / "mig-minors").write_text("\n".join(minors) + "\n", encoding="ascii")
+    _write_text(driver / "nvidia-caps" / "mig-minors", "\n".join(minors) + "\n")
     capabilities = driver / "nvidia" / "capabilities"
-    shutil.rmtree(capabilities, ignore_errors=True)
-    _write_capability(capabilities / "mig" / "config", 1)
-    _write_capability(capabilities / "mig" / "monitor", 2)
-    for path, number in _mig_capabilities(node):
-        _write_capability(capabilities / path / "access", number)
+    wanted = {"mig/config": 1, "mig/monitor": 2} | {f"{path}/access": number for path, number in _mig_capabilities(node)}
+    for path, number in wanted.items():
+        _write_text(capabilities / path, f"DeviceFileMinor: {number}\nDeviceFileMode: 292\nDeviceFileModify: 1\n")
+    _remove_others(capabilities, {capabilities / path for path in wanted})
     for gpu in _gpus(node):
-        information = driver / "nvidia" / "gpus" / pci_address(gpu) / "information"
-        information.parent.mkdir(parents=True, exist_ok=True)
         lines = {"Model": gpu.name.decode(), "GPU UUID": gpu.uuid.decode(), "Bus Location": pci_address(gpu), "Device Minor": gpu.minor}
-        information.write_text("".join(f"{key}: \t {value}\n" for key, value in lines.items()), encoding="ascii")
+        information = driver / "nvidia" / "gpus" / pci_address(gpu) / "information"
+        _write_text(information, "".join(f"{key}: \t {value}\n" for key, value in lines.items()))
 
 
 def _mig_capabilities(node: Node) -> Iterator[tuple[str, int]]:
@@ -114,18 +113,33 @@ def _mig_capabilities(node: Node) -> Iterator[tuple[str, int]]:
             )
 
 
-def _write_capability(path: Path, number: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"DeviceFileMinor: {number}\nDeviceFileMode: 292\nDeviceFileModify: 1\n", encoding="ascii")
-
-
 def _write_dev(root: Path, node: Node) -> None:
     names = [*_CONTROL_NODES, *(f"nvidia{gpu.minor}" for gpu in _gpus(node))]
-    capabilities = [f"nvidia-caps/nvidia-cap{number}" for _, number in _mig_capabilities(node)]
-    if (root / "nvidia-caps").exists():
-        shutil.rmtree(root / "nvidia-caps")
-    for name in [*names, "nvidia-caps/nvidia-cap1", "nvidia-caps/nvidia-cap2", *capabilities]:
+    capabilities = [1, 2, *(number for _, number in _mig_capabilities(node))]
+    names += [f"nvidia-caps/nvidia-cap{number}" for number in capabilities]
+    for name in names:
         _write_device(root / name)
+    _remove_others(root / "nvidia-caps", {root / name for name in names})
+
+
+def _write_text(path: Path, text: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_text(encoding="ascii") == text:
+            return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="ascii")
+    unfinished.replace(path)
+
+
+def _remove_others(root: Path, wanted: set[Path]) -> None:
+    """Remove the files below ``root`` that are not wanted, and the directories that hold nothing then."""
+    for directory, _, files in os.walk(root, topdown=False):
+        folder = Path(directory)
+        for path in {folder / name for name in files} - wanted:
+            path.unlink()
+        if folder != root and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _write_device(path: Path) -> None:
