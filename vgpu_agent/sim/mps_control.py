@@ -1,0 +1,303 @@
+"""A program that behaves like ``nvidia-cuda-mps-control``, for nodes without NVIDIA's driver: tests and the demo put it in its place.
+
+``-d`` starts a daemon and returns; without arguments it reads commands from stdin, passes each to the daemon through the socket ``control``
+in ``CUDA_MPS_PIPE_DIRECTORY`` and prints the answers; ``client`` (which the real one has not) is a CUDA program under MPS: it lives until
+its server goes. Files, answers, log lines and exit codes are those of the real one (drivers 550 to 595); with ``"shown": "gib"`` memory
+limits are shown as the newest ones show them, in whole GiB.
+
+It runs as a file, by `mps_tools`, on the standard library alone: its environment is that of the real one, two variables, and it is started
+for each command. ``faults.json`` beside it tells it to misbehave: command (``start`` for ``-d``) → ``hang``, ``crash``, ``refuse``,
+``nonsense`` or ``forget`` (says nothing and does nothing).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
+LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
+PID_FILE = "nvidia-cuda-mps-control.pid"
+NO_DAEMON = "Cannot find MPS control daemon process"
+RUNNING_ALREADY = "An instance of this daemon is already running"
+NONSENSE = "\x00\ufffd lorem ipsum\n"
+CLIENT = "CLIENT"
+
+_GIB_MIB = 1024
+_PEER = struct.Struct("3i")
+
+
+def main(arguments: list[str], directory: str) -> int:
+    """Run as the control binary; ``directory`` holds the faults and the record of calls. Returns the exit status."""
+    pipe = os.environ.get(PIPE_VARIABLE, "/tmp/nvidia-mps")  # noqa: S108 - the default of the real one
+    commands = [] if arguments else [line.strip() for line in sys.stdin if line.strip()]
+    record(directory, "nvidia-cuda-mps-control", arguments, commands)
+    if arguments == ["client"]:
+        return _client(pipe)
+    if arguments == ["-d"]:
+        return _start(pipe, directory)
+    if arguments:
+        sys.stderr.write(f"Unknown option {arguments[0]}\n")
+        return 1
+    return _tell(pipe, commands, directory)
+
+
+def record(directory: str, tool: str, arguments: list[str], commands: list[str]) -> None:
+    """Write down one call, for whoever wants to know what a tool was told."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("LC_CTYPE", "PWD", "SHLVL", "_")}
+    line = json.dumps({"tool": tool, "arguments": arguments, "commands": commands, "environment": environment})
+    with open(os.path.join(directory, "calls.jsonl"), "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def fault(directory: str, command: str) -> str:
+    """How ``command`` is to misbehave; empty for not at all."""
+    return str(_faults(directory).get(command, ""))
+
+
+def misbehave(kind: str) -> int:
+    """Do as a fault says, as far as it is the same for each tool; returns the exit status."""
+    if kind == "hang":
+        while True:
+            time.sleep(3600)
+    if kind == "nonsense":
+        sys.stdout.write(NONSENSE)
+        return 0
+    if kind == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    sys.stderr.write("Insufficient permissions\n")
+    return 1
+
+
+def _faults(directory: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(directory, "faults.json"), encoding="utf-8") as file:
+            return dict(json.load(file))
+    except FileNotFoundError:
+        return {}
+
+
+# The program that is started for each command ------------------------------------------------------------------------------------
+
+
+def _tell(pipe: str, commands: list[str], directory: str) -> int:
+    for command in commands:
+        if (kind := fault(directory, command.split()[0])) and kind != "forget":
+            return misbehave(kind)
+        try:
+            with socket.socket(socket.AF_UNIX) as control:
+                control.connect(os.path.join(pipe, "control"))
+                control.sendall(command.encode() + b"\n")
+                control.shutdown(socket.SHUT_WR)
+                answer = b"".join(iter(lambda: control.recv(65536), b""))
+        except OSError:
+            sys.stderr.write(NO_DAEMON + "\n")
+            return 1
+        sys.stdout.write(answer.decode())
+    return 0
+
+
+def _client(pipe: str) -> int:
+    with socket.socket(socket.AF_UNIX) as control:
+        try:
+            control.connect(os.path.join(pipe, "control"))
+        except OSError as err:
+            sys.stderr.write(f"CUDA error 805: MPS client failed to connect to the MPS control daemon: {err}\n")
+            return 1
+        control.sendall(CLIENT.encode() + b"\n")
+        while greeting := control.recv(4096):
+            sys.stdout.write(greeting.decode())
+            sys.stdout.flush()
+    sys.stderr.write("CUDA error 806: MPS server is not ready to accept new MPS client requests\n")
+    return 1
+
+
+def _start(pipe: str, directory: str) -> int:
+    kind = fault(directory, "start")
+    if kind not in ("", "forget", "crash"):
+        return misbehave(kind)
+    if kind == "forget":
+        return 0
+    if _answers(pipe):
+        sys.stderr.write(RUNNING_ALREADY + "\n")
+        return 1
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(pipe, "control"))
+    try:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.path.join(pipe, "control"))
+        listener.listen(64)
+        path = os.path.join(os.environ.get(LOG_VARIABLE, "/var/log/nvidia-mps"), "control.log")
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as err:
+        sys.stderr.write(f"Failed to start the daemon: {err}\n")
+        return 1
+    if os.fork():
+        return 0
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    if kind == "crash":
+        os._exit(1)
+    with open(os.path.join(pipe, PID_FILE), "w", encoding="utf-8") as file:
+        file.write(str(os.getpid()))
+    _Daemon(listener, pipe, directory, log).serve()
+    os._exit(0)
+
+
+def _answers(pipe: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as control:
+        return control.connect_ex(os.path.join(pipe, "control")) == 0
+
+
+# The daemon ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Daemon:
+    """The control daemon and its server.
+
+    State: the defaults that were set; the server process, which the first client starts and which keeps the limits of that moment; the
+    sockets of its clients, by process id. A server that dies takes its clients with it.
+    """
+
+    def __init__(self, listener: socket.socket, pipe: str, directory: str, log: int) -> None:
+        self._listener, self._pipe, self._directory, self._log_file = listener, pipe, directory, log
+        self._threads = 100.0
+        self._memory: dict[str, int] = {}
+        self._server: tuple[int, int, int] | None = None  # its process id, the pipe that it holds open, the pipe that it waits at
+        self._frozen: tuple[float, dict[str, int]] = (100.0, {})
+        self._clients: dict[socket.socket, int] = {}
+
+    def serve(self) -> None:
+        self._log(f"Starting control daemon using socket {self._pipe}/control")
+        self._log(f"To connect CUDA applications to this daemon, set env {PIPE_VARIABLE}={self._pipe}")
+        while True:
+            watched: list[Any] = [self._listener, *self._clients, *([self._server[1]] if self._server else [])]
+            ready, _, _ = select.select(watched, [], [])
+            for source in ready:
+                if source is self._listener:
+                    if self._accept():
+                        return
+                elif isinstance(source, socket.socket):
+                    if source in self._clients and not source.recv(4096):
+                        del self._clients[source]
+                        source.close()
+                else:
+                    self._lose_server()
+
+    def _accept(self) -> bool:
+        """Serve one connection; True when it said ``quit``."""
+        connection, _ = self._listener.accept()
+        self._log("Accepting connection...")
+        line = connection.makefile().readline().strip()
+        if line == CLIENT:
+            self._add_client(connection)
+            return False
+        with connection:
+            self._log("NEW UI")
+            self._log(f"Cmd:{line}")
+            words = line.split()
+            if fault(self._directory, words[0] if words else "") != "forget":
+                with contextlib.suppress(OSError):
+                    connection.sendall(self._answer(words).encode())
+            self._log("UI closed")
+        if words[:1] == ["quit"]:
+            self._lose_server()
+            for name in (PID_FILE, "control"):
+                os.unlink(os.path.join(self._pipe, name))
+            self._log("Exit")
+            return True
+        return False
+
+    def _answer(self, words: list[str]) -> str:
+        match words:
+            case ["set_default_active_thread_percentage", percentage]:
+                self._threads = float(percentage)
+                answer = f"{self._threads}\n"
+            case ["get_default_active_thread_percentage"]:
+                answer = f"{self._threads}\n"
+            case ["set_default_device_pinned_mem_limit", device, value]:
+                self._memory[device] = int(value[:-1]) * (_GIB_MIB if value.endswith("G") else 1)
+                answer = ""
+            case ["get_default_device_pinned_mem_limit", device]:
+                answer = self._shown(self._memory.get(device, 0))
+            case ["get_server_list"]:
+                answer = f"{self._server[0]}\n" if self._server else ""
+            case ["get_client_list", server] if self._is_server(server):
+                answer = "".join(f"{pid}\n" for pid in self._clients.values())
+            case ["get_active_thread_percentage", server] if self._is_server(server):
+                answer = f"{self._frozen[0]}\n"
+            case ["get_device_pinned_mem_limit", server, device] if self._is_server(server):
+                answer = self._shown(self._frozen[1].get(device, 0))
+            case ["quit"]:
+                answer = ""
+            case _:
+                answer = f"Unknown or invalid command: {' '.join(words)}\n"
+        return answer
+
+    def _shown(self, mib: int) -> str:
+        gib = mib >= _GIB_MIB and _faults(self._directory).get("shown") == "gib"
+        return f"{mib // _GIB_MIB}G\n" if gib else f"{mib}M\n"
+
+    def _is_server(self, pid: str) -> bool:
+        return self._server is not None and pid == str(self._server[0])
+
+    def _add_client(self, connection: socket.socket) -> None:
+        pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        self._log(f"User {uid} starting a new client {pid}")
+        if self._server is None:
+            self._start_server(uid)
+        self._clients[connection] = pid
+        threads, memory = self._frozen
+        limits = ",".join(f"{device}={mib}M" for device, mib in sorted(memory.items()))
+        connection.sendall(f"threads={threads} memory={limits}\n".encode())
+
+    def _start_server(self, uid: int) -> None:
+        life, held = os.pipe()
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            # It holds one end for as long as it lives, and ends when the daemon does.
+            os.close(theirs)
+            self._listener.close()
+            for client in self._clients:
+                client.close()
+            os.read(ours, 1)
+            os._exit(0)
+        os.close(held)
+        os.close(ours)
+        self._server, self._frozen = (pid, life, theirs), (self._threads, dict(self._memory))
+        self._log(f"Starting new server {pid} for user {uid}")
+
+    def _lose_server(self) -> None:
+        if self._server is None:
+            return
+        pid, life, theirs = self._server
+        for descriptor in (theirs, life):
+            os.close(descriptor)
+        os.waitpid(pid, 0)
+        self._log(f"Server {pid} exited with status 0")
+        for client in self._clients:
+            client.close()
+        self._server = None
+        self._clients.clear()
+
+    def _log(self, text: str) -> None:
+        now = time.time()
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+        os.write(self._log_file, f"[{stamp}.{int(now % 1 * 1000):03d} Control {os.getpid():5d}] {text}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], sys.argv[1]))

@@ -1,0 +1,96 @@
+"""Puts the stand-ins of ``nvidia-cuda-mps-control`` and ``nvidia-smi`` into a directory, and tells them to misbehave.
+
+Called by tests and the demo, which set ``mps.controlBinary`` and ``mps.smiBinary`` to the two paths. Everything about one installation lies
+in its directory, so several nodes can stand beside each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from vgpu_agent.sim import mps_control
+
+_PACKAGE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MpsTools:
+    """The stand-ins in one directory.
+
+    State: files of that directory: the two programs, ``calls.jsonl``, which they append to, and ``faults.json``, which they read.
+    """
+
+    directory: Path
+
+    @classmethod
+    def install(cls, directory: Path, node: Path) -> MpsTools:
+        """Write the programs into ``directory``, which is made if need be; ``nvidia-smi`` shows and changes the simulated ``node``."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tools = cls(directory)
+        # -I -S: nothing of the caller's environment, and quick, because it is started for each command.
+        _program(tools.control, [sys.executable, "-I", "-S", str(_PACKAGE / "mps_control.py"), str(directory)])
+        search = f"PYTHONPATH={shlex.quote(str(_PACKAGE.parent.parent))} "
+        _program(tools.smi, [sys.executable, "-m", "vgpu_agent.sim.nvidia_smi", str(directory), str(node)], search)
+        return tools
+
+    @property
+    def control(self) -> Path:
+        """The stand-in of ``nvidia-cuda-mps-control``."""
+        return self.directory / "nvidia-cuda-mps-control"
+
+    @property
+    def smi(self) -> Path:
+        """The stand-in of ``nvidia-smi``."""
+        return self.directory / "nvidia-smi"
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """What the programs were told: ``tool``, ``arguments``, ``commands``, ``environment``, oldest first."""
+        path = self.directory / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def misbehave(self, **faults: str) -> None:
+        """From now on: command (``start`` for ``-d``, ``nvidia_smi``) = ``hang``, ``crash``, ``refuse``, ``nonsense`` or ``forget``."""
+        text = json.dumps({name.replace("nvidia_smi", "nvidia-smi"): kind for name, kind in faults.items()})
+        unfinished = self.directory / "faults.json.new"
+        unfinished.write_text(text)
+        unfinished.replace(self.directory / "faults.json")
+
+    def behave(self) -> None:
+        """Be well again."""
+        self.misbehave()
+
+    def client(self, pipe: Path | str) -> subprocess.Popen[str]:
+        """A CUDA program that is a client of the daemon at ``pipe``; its first line are the limits that hold for it."""
+        return subprocess.Popen(
+            [self.control, "client"], env={mps_control.PIPE_VARIABLE: str(pipe)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+
+def daemon_pid(pipe: Path | str) -> int | None:
+    """The process id of the daemon at ``pipe``; None when there is none."""
+    try:
+        pid = int((Path(pipe) / mps_control.PID_FILE).read_text())
+        os.kill(pid, 0)
+    except (OSError, ValueError):
+        return None
+    return pid
+
+
+def end_daemon(pipe: Path | str) -> None:
+    """Kill the daemon at ``pipe`` as the kernel would when memory runs out; fine when there is none."""
+    if (pid := daemon_pid(pipe)) is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _program(path: Path, words: list[str], search: str = "") -> None:
+    path.write_text(f'#!/bin/sh\n{search}exec {shlex.join(words)} "$@"\n')
+    path.chmod(0o755)
