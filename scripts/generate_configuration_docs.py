@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
+import msgspec  # noqa: E402 - likewise
+
 from vgpu_agent.config import difference, options, schema  # noqa: E402 - the path comes first
 from vgpu_agent.config.example import example, yaml_value  # noqa: E402 - likewise
 from vgpu_agent.config.settings import Settings  # noqa: E402 - likewise
@@ -118,7 +120,8 @@ def _row(key: schema.Key, path: str) -> str:
     live = "yes" if difference.takes_effect_at_once(path) else ""
     row = f"| `{key.name}` | `{yaml_value(key.default)}` | {key.expectation} | {live} | {key.text} |\n"
     for item in schema.keys(key.items).values() if key.items else ():
-        row += f"| `{key.name}[].{item.name}` | required | {item.expectation} | {live} | {item.text} |\n"
+        default = "required" if item.default is msgspec.NODEFAULT else f"`{yaml_value(item.default)}`"
+        row += f"| `{key.name}[].{item.name}` | {default} | {item.expectation} | {live} | {item.text} |\n"
     return row
 
 

@@ -29,15 +29,17 @@ def test_the_example_sets_every_key_but_the_sharing(load_text: Load) -> None:
     assert {path for path, origin in origins.items() if origin == "default"} == {path for path in origins if path.startswith("sharing.")}
 
 
-def test_the_sharing_of_the_example_works_when_its_comment_is_removed(load_text: Load) -> None:
+@pytest.mark.parametrize("kind", ["timeSlicing", "mps"])
+def test_the_sharing_of_the_example_works_when_its_comment_is_removed(load_text: Load, kind: str) -> None:
     """As the text above it says: the first # of each line."""
-    before, block = example().split("remove the first # of each line.\n")
+    before, block = example().split(f"  # {kind}:\n")
     commented, after = block.split("\n\n", 1)
-    text = before + "\n" + re.sub(r"(?m)^  #", "  ", commented) + "\n\n" + after
+    text = f"{before}    {kind}:\n" + re.sub(r"(?m)^  #", "  ", commented) + "\n\n" + after
 
-    loaded = load_text(text)
+    sharing = load_text(text).settings.sharing
 
-    assert [(resource.name, resource.replicas) for resource in loaded.settings.sharing.time_slicing.resources] == [("nvidia.com/gpu", 4)]
+    used = sharing.mps if kind == "mps" else sharing.time_slicing
+    assert [(resource.name, resource.replicas) for resource in used.resources] == [("nvidia.com/gpu", 4)]
 
 
 def test_no_line_of_the_example_is_too_long_to_read() -> None:

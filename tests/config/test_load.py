@@ -70,7 +70,10 @@ TIME_SLICING = [
     (SHARING + "    resources: {name: gpu}", "config.yaml:4: sharing.timeSlicing.resources: expected a list, got a mapping"),
     (RESOURCES + "    - gpu", 'config.yaml:5: sharing.timeSlicing.resources[0]: expected name and replicas, got "gpu"'),
     (RESOURCES + "    - {name: gpu}", "config.yaml:5: sharing.timeSlicing.resources[0].replicas: missing, expected an integer ≥ 1"),
-    (RESOURCES + "    - {replicas: 4}", "config.yaml:5: sharing.timeSlicing.resources[0].name: missing, expected text in quotes"),
+    (
+        RESOURCES + "    - {replicas: 4}",
+        "config.yaml:5: sharing.timeSlicing.resources[0].name: missing, expected a resource name such as nvidia.com/gpu",
+    ),
     (
         RESOURCES + "    - name: gpu\n      replicas: four",
         'config.yaml:6: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got "four"',
@@ -88,10 +91,10 @@ TIME_SLICING = [
         "config.yaml:5: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got true",
     ),
     (
-        RESOURCES + "    - {name: mig-1g.5gb, replicas: 2}",
+        RESOURCES + "    - {name: example.com/gpu, replicas: 2}",
         (
-            "config.yaml:5: sharing.timeSlicing.resources[0].name: expected a resource that this version can share (nvidia.com/gpu), "
-            'got "nvidia.com/mig-1g.5gb"'
+            "config.yaml:5: sharing.timeSlicing.resources[0].name: expected a resource whose name begins with nvidia.com/, "
+            'got "example.com/gpu"'
         ),
     ),
     (
@@ -117,8 +120,36 @@ TIME_SLICING = [
         'config.yaml:6: sharing.timeSlicing.resources[1].name: "nvidia.com/gpu" stands twice, first on line 5; keep one of them',
     ),
     (
-        RESOURCES + "    - {name: gpu, replicas: 2, devices: all}",
-        "config.yaml:5: sharing.timeSlicing.resources[0].devices: unknown key, expected name, replicas",
+        RESOURCES + "    - {name: gpu, replicas: 2, size: all}",
+        "config.yaml:5: sharing.timeSlicing.resources[0].size: unknown key, expected name, replicas, rename, devices",
+    ),
+    (
+        RESOURCES + "    - {name: gpu, replicas: 2, devices: [0, '1:0']}\n    - {name: gpu, replicas: 3, devices: ['1:0']}",
+        ('config.yaml:6: sharing.timeSlicing.resources[1].devices: "1:0" is shared twice, first on line 5; keep it in one of them'),
+    ),
+    (
+        RESOURCES + "    - {name: gpu, replicas: 2, devices: some}",
+        (
+            'config.yaml:5: sharing.timeSlicing.resources[0].devices: expected "all", a number of devices, or a list of indices and UUIDs, '
+            'got "some"'
+        ),
+    ),
+    (
+        "plugin: {deviceListStrategy: envvar}",
+        ('config.yaml:2: plugin.deviceListStrategy: expected a list of envvar, volume-mounts, cdi-annotations and cdi-cri, got "envvar"'),
+    ),
+    ("plugin: {imexChannelIds: [1]}", "config.yaml:2: plugin.imexChannelIds: expected [] or [0], got a list"),
+    (
+        RESOURCES.replace("timeSlicing", "mps") + "    - {name: gpu, replicas: 2}\nplugin:\n  migStrategy: mixed",
+        'config.yaml:7: plugin.migStrategy: MPS cannot share MIG slices; expected none or single with sharing.mps, got "mixed"',
+    ),
+    (
+        RESOURCES.replace("timeSlicing", "mps") + "    - {name: gpu, replicas: 2}\nmps:\n  root: ''",
+        ('config.yaml:7: mps.root: sharing.mps needs a directory on the node; expected an absolute path such as /run/nvidia/mps, got ""'),
+    ),
+    (
+        "resources: {gpus: [{pattern: A100}]}",
+        "config.yaml:2: resources.gpus[0].name: missing, expected a resource name such as nvidia.com/gpu",
     ),
 ]
 
@@ -271,6 +302,17 @@ def test_a_shared_resource_gets_nvidias_domain_when_it_has_none(load_text: Load,
     loaded = load_text(f"version: v1\n{RESOURCES}    - {{name: {name}, replicas: 4}}\n")
 
     assert [(resource.name, resource.replicas) for resource in loaded.settings.sharing.time_slicing.resources] == [(complete, 4)]
+
+
+def test_devices_are_all_a_number_or_a_list_of_words(load_text: Load) -> None:
+    """nvidia contract §2: a list may hold indices, slices and UUIDs; 0 without quotes is the index."""
+    uuid = "GPU-aaaaaaaa-0000-4000-8000-000000000000"
+    given = ["all", "3", f'[0, "1:0", {uuid}]']
+    text = "".join(f"    - {{name: gpu{number}, replicas: 2, devices: {devices}}}\n" for number, devices in enumerate(given))
+
+    resources = load_text(f"version: v1\n{RESOURCES}{text}").settings.sharing.time_slicing.resources
+
+    assert [resource.devices for resource in resources] == ["all", 3, ("0", "1:0", uuid)]
 
 
 def test_one_replica_is_sharing_too(load_text: Load) -> None:

@@ -55,7 +55,7 @@ def test_every_key_is_described_and_accepts_its_own_default(path: str, key: sche
 
 def test_seconds_and_bytes_are_said_in_the_name() -> None:
     """A number whose unit must be guessed is a mistake waiting."""
-    units = ("Seconds", "Milliseconds", "Bytes", "Count", "Factor", "Scaling")  # a count and a ratio have none
+    units = ("Seconds", "Milliseconds", "Bytes", "Mib", "Count", "Factor", "Scaling", "vgpus")  # a count and a ratio have none
 
     assert [
         path

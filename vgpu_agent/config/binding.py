@@ -16,13 +16,14 @@ from vgpu_agent.config.types import Directory, OptionalSeconds, Seconds
 class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Which resource names this node offers. Several at once share the GPUs: while a GPU serves one family, the others see it Unhealthy."""
 
-    nvidia: Annotated[bool, Meta(description="`nvidia.com/gpu`, as NVIDIA's device plugin offers it.")] = True
+    nvidia: Annotated[bool, Meta(description="`nvidia.com/gpu` and `nvidia.com/mig-*`, as NVIDIA's device plugin offers them.")] = True
     volcano_vgpu: Annotated[
         bool, Meta(description="`volcano.sh/vgpu-number`, `-memory` and `-cores`, as volcano-vgpu-device-plugin offers them.")
     ] = False
     volcano_gpushare: Annotated[
         bool, Meta(description="`volcano.sh/gpu-memory` or `volcano.sh/gpu-number`, as Volcano's own device plugin offers them.")
     ] = False
+    aws: Annotated[bool, Meta(description="`k8s.amazonaws.com/vgpu`, as AWS's virtual GPU device plugin offers it.")] = False
 
 
 class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

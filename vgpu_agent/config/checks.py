@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vgpu_agent.config import schema
 from vgpu_agent.config.problems import shown
-from vgpu_agent.config.settings import NVIDIA_GPU, split_address
+from vgpu_agent.config.settings import split_address
+from vgpu_agent.config.sharing import NVIDIA_DOMAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vgpu_agent.config.settings import Settings
-
-KNOWN_RESOURCES = (NVIDIA_GPU,)
-RESOURCES_PATH = "sharing.timeSlicing.resources"
 
 # The first of a pair must not be above the second.
 _ORDERED = (
@@ -26,6 +24,7 @@ _ORDERED = (
     ("kubelet.drainSeconds", "shutdownSeconds"),
     ("gpu.callTimeoutSeconds", "gpu.hungUnhealthySeconds"),
     ("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),
+    ("mps.backoffMinSeconds", "mps.backoffMaxSeconds"),
     ("tasks.backoffMinSeconds", "tasks.backoffMaxSeconds"),
 )
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
@@ -51,6 +50,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
                     (high, f"expected at least {low} ({shown(values[low])}), got {shown(values[high])}"),
                 )
             )
+    yield from _mps_conflicts(settings)
     if _collide(settings.listen, settings.debug_listen):
         text = "expected another port than {} ({}), got {}"
         yield Conflict(
@@ -59,6 +59,23 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
                 ("listen", text.format("debugListen", settings.debug_listen, shown(settings.listen))),
             )
         )
+
+
+def _mps_conflicts(settings: Settings) -> Iterator[Conflict]:
+    """What cannot go with MPS sharing (nvidia contract §1)."""
+    if not settings.sharing.mps.resources:
+        return
+    if settings.plugin.mig_strategy == "mixed":
+        text = "MPS cannot share MIG slices"
+        yield Conflict(
+            (
+                ("plugin.migStrategy", f'{text}; expected none or single with sharing.mps, got "mixed"'),
+                ("sharing.mps.resources", f"{text}; leave sharing.mps out with plugin.migStrategy: mixed"),
+            )
+        )
+    if not settings.mps.root:
+        text = "sharing.mps needs a directory on the node"
+        yield Conflict((("mps.root", f'{text}; expected an absolute path such as /run/nvidia/mps, got ""'),))
 
 
 def resource_name_problem(name: str) -> str | None:
@@ -71,14 +88,35 @@ def resource_name_problem(name: str) -> str | None:
         return f"expected a DNS name before the slash, got {shown(name)}"
     if len(base) > 63 or not _NAME.match(base):
         return f"expected up to 63 letters, digits, '-', '_' and '.' after the slash, got {shown(name)}"
-    if name not in KNOWN_RESOURCES:
-        return f"expected a resource that this version can share ({', '.join(KNOWN_RESOURCES)}), got {shown(name)}"
+    if domain != NVIDIA_DOMAIN:
+        return f"expected a resource whose name begins with {NVIDIA_DOMAIN}/, got {shown(name)}"
     return None
 
 
 def complete_resource_name(name: str) -> str:
     """``name`` with NVIDIA's domain when it has none (nvidia contract §2)."""
     return name if "/" in name else f"nvidia.com/{name}"
+
+
+class SharedTwice(NamedTuple):
+    """The earlier entry that shares the same devices: its position, the key to blame, and a sentence with a place for its line."""
+
+    position: int
+    key: str
+    text: str
+
+
+def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> SharedTwice | None:
+    """The entry before ``entry`` that takes devices of the same resource; two may share a resource when both list their devices."""
+    for index, other in enumerate(earlier):
+        if "name" not in entry or other.get("name") != entry["name"]:
+            continue
+        devices, others = entry.get("devices", "all"), other.get("devices", "all")
+        if not isinstance(devices, tuple) or not isinstance(others, tuple):
+            return SharedTwice(index, "name", f"{shown(entry['name'])} stands twice, first on line {{line}}; keep one of them")
+        if both := [word for word in devices if word in others]:
+            return SharedTwice(index, "devices", f"{shown(both[0])} is shared twice, first on line {{line}}; keep it in one of them")
+    return None
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:

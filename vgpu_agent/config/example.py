@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _WIDTH = 110
+_COMMENTED_WIDTH = _WIDTH - len("  # ")
 _HEADER = """\
 Configuration of vgpu-agent, schema v1. Every value here is the default; keep the lines that you change.
 A flag beats an environment variable, which beats this file; (in brackets) what they are called.
@@ -65,7 +66,7 @@ def _sharing(sharing: schema.Key, path: str) -> Iterator[str]:
     """The block that cannot stand with its default, because its list must not be empty."""
     yield f"{sharing.name}:"
     for key in schema.keys(sharing.section).values() if sharing.section else ():
-        yield from _comment(key.text + _outside(f"{path}.{key.name}"), "  ")
+        yield from _comment(key.text + _outside(f"{path}.{key.name}"), "  ", _COMMENTED_WIDTH)
         if key.items is None:
             yield f"  {key.name}: {yaml_value(key.default)}"
         else:
@@ -76,7 +77,7 @@ def _sharing(sharing: schema.Key, path: str) -> Iterator[str]:
 def _item(items: schema.Struct) -> Iterator[str]:
     dash = "- "
     for key in schema.keys(items).values():
-        yield from _comment(key.text, "    ")
+        yield from _comment(key.text, "    ", _COMMENTED_WIDTH)
         yield f"    {dash}{key.name}: {yaml_value(key.example if key.default is msgspec.NODEFAULT else key.default)}"
         dash = "  "
 
@@ -91,9 +92,9 @@ def _outside(path: str) -> str:
 
 
 def _has_list(section: schema.Struct) -> bool:
-    return any(key.items is not None for key in schema.keys(section).values())
+    return any(key.required for key in schema.keys(section).values())
 
 
-def _comment(text: str, indent: str) -> list[str]:
-    wrap = textwrap.TextWrapper(_WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False)
+def _comment(text: str, indent: str, width: int = _WIDTH) -> list[str]:
+    wrap = textwrap.TextWrapper(width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False)
     return [line for paragraph in text.splitlines() for line in wrap.wrap(paragraph)]

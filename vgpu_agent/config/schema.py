@@ -22,6 +22,8 @@ Struct = type[msgspec.Struct]
 
 # What strconv.ParseBool of Go reads, because NVIDIA's plugin read PASS_DEVICE_SPECS with it.
 _TRUE, _FALSE = {"1", "t", "T", "true", "TRUE", "True"}, {"0", "f", "F", "false", "FALSE", "False"}
+# Longer ones are no number that any key takes.
+_LONGEST_NUMBER = 20
 
 
 class NotAcceptedError(ValueError):
@@ -41,6 +43,8 @@ class Key:
         default: the value when nobody sets it; ``msgspec.NODEFAULT`` when somebody must.
         text: what the documentation says about it.
         is_path: whether a relative path from the command line is completed.
+        is_resource: whether it is the name of a resource, which `load` completes.
+        required: for a list that must not be empty, the section that can be left out instead; else "".
         example: a value for a key without a default, else None.
     """
 
@@ -52,6 +56,8 @@ class Key:
     default: Any
     text: str
     is_path: bool
+    is_resource: bool
+    required: str
     example: Any
 
     @property
@@ -65,8 +71,11 @@ class Key:
         Raises:
             NotAcceptedError: it is of another type, too large or small, or has the wrong form.
         """
-        if isinstance(value, str) and not value.isprintable():
+        words = value if isinstance(value, list) else [value]
+        if any(isinstance(word, str) and not word.isprintable() for word in words):
             raise NotAcceptedError("text without control characters")
+        if isinstance(value, list) and _reads_numbers_as_text(self.annotation):
+            value = [str(word) if type(word) is int else word for word in value]
         try:
             return msgspec.convert(value, self.annotation)
         except msgspec.ValidationError as err:
@@ -82,7 +91,22 @@ class Key:
             if text not in _TRUE | _FALSE:
                 raise NotAcceptedError(self.expectation)
             return text in _TRUE
+        if self.is_list:
+            words = [word.strip() for word in text.split(",") if word.strip()]
+            return self.accept([_number(word) for word in words] if _holds_numbers(_bare(self.annotation)) else words)
+        if _bare(self.annotation) in {int, float}:
+            return self.accept(_number(text))
         return self.accept(text)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is a list of plain values, which flags and variables separate by commas."""
+        return self.items is None and typing.get_origin(_bare(self.annotation)) is tuple
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is true or false, so that its flag may stand alone."""
+        return _bare(self.annotation) is bool
 
 
 @functools.cache
@@ -122,18 +146,42 @@ def values(settings: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, An
 def _key(field: msgspec.structs.FieldInfo) -> Key:
     bare, metas = _bare(field.type), _metas(field.type)
     default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
-    is_list = typing.get_origin(bare) is tuple
+    item = typing.get_args(bare)[0] if typing.get_origin(bare) is tuple else None
     return Key(
         name=field.encode_name,
         attribute=field.name,
         annotation=field.type,
         section=bare if _is_struct(bare) else None,
-        items=typing.get_args(bare)[0] if is_list else None,
+        items=item if _is_struct(item) else None,
         default=default,
         text=next((meta.description for meta in reversed(metas) if meta.description), bare.__doc__ or ""),
         is_path=any((meta.extra or {}).get("path") for meta in metas),
+        is_resource=any((meta.extra or {}).get("resource") for meta in metas),
+        required=next((meta.extra["required"] for meta in metas if meta.extra and "required" in meta.extra), ""),
         example=next((meta.examples[0] for meta in metas if meta.examples), None),
     )
+
+
+def _reads_numbers_as_text(annotation: Any) -> bool:
+    """Whether a list may hold numbers that stand for names: the 0 of ``devices: [0]`` is an index."""
+    if any((meta.extra or {}).get("words") for meta in _metas(annotation)):
+        return True
+    return any(
+        _reads_numbers_as_text(part) for part in typing.get_args(_bare(annotation)) if typing.get_origin(_bare(annotation)) is not Literal
+    )
+
+
+def _holds_numbers(bare: Any) -> bool:
+    item = _bare(typing.get_args(bare)[0])
+    return item is int or (typing.get_origin(item) is Literal and all(type(word) is int for word in typing.get_args(item)))
+
+
+def _number(text: str) -> Any:
+    """``text`` as the number that it is; as it stands when it is none, to be refused as such."""
+    try:
+        return int(text) if len(text) <= _LONGEST_NUMBER and text.isascii() and "_" not in text else text
+    except ValueError:
+        return text
 
 
 def _is_struct(bare: Any) -> bool:

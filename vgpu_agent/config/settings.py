@@ -16,10 +16,12 @@ import msgspec
 from msgspec import Meta
 
 from vgpu_agent.config.binding import Binding, Cluster, Families
+from vgpu_agent.config.device_answers import Cdi, Plugin
+from vgpu_agent.config.mps import Aws, Mps
+from vgpu_agent.config.named_config import NamedConfig
+from vgpu_agent.config.sharing import Iktos, Resources, Sharing
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
 from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
-
-NVIDIA_GPU = "nvidia.com/gpu"
 
 # kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the stream that carried it.
 MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
@@ -172,52 +174,6 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         return Path(self.dev_root or self.driver_root)
 
 
-class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What containers are told, and which devices the kubelet is advised to take."""
-
-    pass_device_specs: Annotated[
-        bool,
-        Meta(description="Name the device nodes in each answer; needed where the kubelet's CPU manager rewrites device cgroups."),
-    ] = False
-    device_id_strategy: Annotated[
-        Literal["uuid", "index"], Meta(description="How NVIDIA_VISIBLE_DEVICES names a GPU. An index can change with a reboot.")
-    ] = "uuid"
-    shared_devices_allocation_policy: Annotated[
-        Literal["distributed", "packed"],
-        Meta(description="Replicas of several GPUs: distributed takes the least used GPU first, packed the most used."),
-    ] = "distributed"
-
-
-class SharedResource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """One resource whose devices are offered several times."""
-
-    name: Annotated[
-        str,
-        Meta(description="The resource to share; `gpu` means `nvidia.com/gpu`, the only one this version knows.", examples=[NVIDIA_GPU]),
-    ]
-    replicas: Annotated[int, Meta(ge=1, description="How many containers may use each device at the same time.", examples=[4])]
-
-
-class TimeSlicing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Several containers on one GPU, in turns; nothing limits the memory or the time that one of them takes."""
-
-    rename_by_default: Annotated[
-        bool, Meta(description="Offer shared devices as `<name>.shared`, so that nobody takes a share for a whole GPU.")
-    ] = False
-    fail_requests_greater_than_one: Annotated[
-        bool, Meta(description="Refuse a container that asks for more than one replica; two replicas are not twice the time.")
-    ] = False
-    resources: Annotated[
-        tuple[SharedResource, ...], Meta(description="What is shared. Required, and not empty, when `timeSlicing` is there at all.")
-    ] = ()
-
-
-class Sharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """How one GPU serves several containers; without it each container gets whole GPUs."""
-
-    time_slicing: TimeSlicing = msgspec.field(default_factory=TimeSlicing)
-
-
 class Tasks(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """How the agent's own loops are looked after."""
 
@@ -275,6 +231,13 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             "container was told. It may be lost at any time while the API server answers."
         ),
     ] = "/var/lib/vgpu-agent"
+    nvidia_config_file: Annotated[
+        OptionalPath,
+        Meta(
+            description="A configuration file of NVIDIA's device plugin (schema v1), read as it is. What stands in this file beats it. Its "
+            "text may stand in this file, too, as the section `nvidiaConfig`. Empty: none."
+        ),
+    ] = ""
     config_reload_seconds: Annotated[Seconds, Meta(description="How often the configuration file is looked at for new content.")] = 2.0
     shutdown_seconds: Annotated[
         Seconds, Meta(description="Longest time an orderly stop may take before the agent leaves whatever still runs.")
@@ -283,7 +246,13 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     kubelet: Kubelet = msgspec.field(default_factory=Kubelet)
     gpu: Gpu = msgspec.field(default_factory=Gpu)
     plugin: Plugin = msgspec.field(default_factory=Plugin)
+    resources: Resources = msgspec.field(default_factory=Resources)
     sharing: Sharing = msgspec.field(default_factory=Sharing)
+    mps: Mps = msgspec.field(default_factory=Mps)
+    cdi: Cdi = msgspec.field(default_factory=Cdi)
+    iktos: Iktos = msgspec.field(default_factory=Iktos)
+    aws: Aws = msgspec.field(default_factory=Aws)
+    named_config: NamedConfig = msgspec.field(default_factory=NamedConfig)
     families: Families = msgspec.field(default_factory=Families)
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)

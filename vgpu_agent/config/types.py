@@ -20,3 +20,7 @@ OptionalPath = Annotated[str, Meta(pattern=r"\A(/|\Z)", extra={"expected": 'an a
 Seconds = Annotated[float, Meta(ge=0.01, le=86400)]
 OptionalSeconds = Annotated[float, Meta(ge=0, le=86400)]  # 0 means "never", where the description says so
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
+# Looked for in PATH unless it is a path.
+Program = Annotated[
+    str, Meta(pattern=r"\A(/[^\0]*[^/\0]|[A-Za-z0-9_][A-Za-z0-9._-]*)\Z", extra={"expected": "the name of a program or its absolute path"})
+]

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, Factor, OptionalPath
+from vgpu_agent.config.types import Directory, Factor, OptionalPath, Program, Seconds
 
 _VOLCANO_NAME = r"\Avolcano\.sh/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
 VolcanoName = Annotated[str, Meta(pattern=_VOLCANO_NAME, extra={"expected": "a resource name that begins with volcano.sh/"})]
@@ -77,6 +77,42 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     node_config_file: Annotated[
         OptionalPath, Meta(description="The mounted config.json of volcano-vgpu-node-config; empty or missing: none.")
     ] = "/config/config.json"
+    operating_mode: Annotated[
+        Literal["hami-core", "mig"],
+        Meta(
+            description="hami-core: GPUs are shared by memory and compute. mig: each share is a MIG instance, and GPUs are divided as pods "
+            "need it, into the groups of `knownMigGeometries` in the ConfigMap; needs late binding. `operatingmode` in the node "
+            "configuration says the same."
+        ),
+    ] = "hami-core"
+    mig_strategy: Annotated[
+        Literal["", "none", "single", "mixed"],
+        Meta(
+            description="MIG instances that somebody else has made. single: `<prefix>/gpu`, one profile on the node. mixed: "
+            "`<prefix>/mig-<profile>`. none: not offered. Empty: as `plugin.migStrategy`, and none beside the family nvidia, which offers "
+            "them itself."
+        ),
+    ] = ""
+    mig_resource_prefix: Annotated[
+        Literal["volcano.sh", "nvidia.com"],
+        Meta(description="What the names of those resources begin with; nvidia.com is what volcano-vgpu-device-plugin up to 1.11 had."),
+    ] = "volcano.sh"
+    mig_parted: Annotated[
+        Program, Meta(description="The program that divides a GPU in the operating mode mig: nvidia-mig-parted, or a script that calls it.")
+    ] = "nvidia-mig-parted"
+    mig_parted_timeout_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="How long one call of that program may take before it is ended. A pod waits no longer than `binding.startSeconds`, "
+            "and finds the GPU divided when the kubelet asks again."
+        ),
+    ] = 120.0
+    mig_settle_seconds: Annotated[
+        Seconds, Meta(description="How long after that program's success the driver may take to show the new instances.")
+    ] = 10.0
+    mig_retry_seconds: Annotated[
+        Seconds, Meta(description="For how long a change of a GPU's division that has failed is not tried again.")
+    ] = 60.0
 
 
 class VolcanoGpushare(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

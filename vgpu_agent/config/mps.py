@@ -1,0 +1,70 @@
+"""Settings of the MPS control daemons that the agent runs and of AWS's resource, which needs them: sections ``mps`` and ``aws``.
+
+Part of the schema in `settings`. Which resources are shared with MPS is said in ``sharing.mps``; here is how. Paths: nvidia contract §11.1;
+counts: aws contract II.1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vgpu_agent.config.types import Directory, OptionalPath, Program, Seconds
+
+# MPS serves at most so many clients on one GPU (nvidia contract §11.2; aws contract II.1).
+MOST_MPS_CLIENTS = 48
+
+_AWS_NAME = r"\A[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
+
+
+class Mps(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The MPS control daemons, one for each resource that is shared with MPS."""
+
+    root: Annotated[
+        OptionalPath,
+        Meta(description="Directory on the node for pipes, logs and shared memory. Empty: none, and nothing can be shared with MPS."),
+    ] = "/run/nvidia/mps"
+    container_root: Annotated[
+        Directory, Meta(description="Where that directory is mounted in the agent's container, and what containers see it as.")
+    ] = "/mps"
+    control_binary: Annotated[Program, Meta(description="NVIDIA's control daemon.")] = "nvidia-cuda-mps-control"
+    smi_binary: Annotated[Program, Meta(description="The program that sets the compute mode of a GPU.")] = "nvidia-smi"
+    per_container_limits: Annotated[
+        bool,
+        Meta(
+            description="Give a container with n replicas n times the memory and compute of one, through variables of its own. Needs "
+            "failRequestsGreaterThanOne: false to be of use."
+        ),
+    ] = False
+    command_timeout_seconds: Annotated[
+        Seconds, Meta(description="How long one command of the control daemon or of nvidia-smi may take before it counts as hung.")
+    ] = 10.0
+    probe_seconds: Annotated[Seconds, Meta(description="How often each control daemon is asked whether it lives.")] = 5.0
+    backoff_min_seconds: Annotated[
+        Seconds, Meta(description="First pause before a daemon that ended or hung is started again; it doubles each time.")
+    ] = 1.0
+    backoff_max_seconds: Annotated[Seconds, Meta(description="Longest pause before a daemon is started again.")] = 30.0
+    shm_size_mib: Annotated[
+        int, Meta(ge=0, le=16777216, description="MiB of shared memory for all clients of the node. 0: half of the node's memory.")
+    ] = 0
+
+
+class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The family `aws`."""
+
+    resource_name: Annotated[
+        str,
+        Meta(pattern=_AWS_NAME, extra={"expected": "a resource name with a DNS name before the slash"}, description="What it is called."),
+    ] = "k8s.amazonaws.com/vgpu"
+    vgpus: Annotated[
+        int, Meta(ge=1, le=MOST_MPS_CLIENTS, description="How many containers may share one GPU; MPS serves no more than 48 clients.")
+    ] = 10
+    mps: Annotated[
+        Literal["none", "host", "supervised"],
+        Meta(
+            description="none: the agent does nothing about MPS. host: a daemon that somebody else runs at `/tmp/nvidia-mps`, with "
+            "hostIPC. supervised: the agent runs the daemon, containers need no hostIPC."
+        ),
+    ] = "none"

@@ -1,0 +1,250 @@
+"""One pass over all sources of the configuration: what was accepted, where it stood, and what was wrong.
+
+`load` makes a `Reading`, hands it the sources from the weakest to the strongest, and takes the settings and the origin of each value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vgpu_agent.config import checks, options, schema, yaml
+from vgpu_agent.config.problems import Problems, shown, shown_key
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.suggestions import suggestion
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VERSION = "v1"
+DEFAULT_ORIGIN = "default"
+SIMULATE_ORIGIN = "derived from simulate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a value stands: for `Loaded.origins`, for the beginning of a sentence, and its line when it is in the file."""
+
+    origin: str
+    prefix: str
+    line: int = 0
+
+    @property
+    def names_the_key(self) -> bool:
+        """Whether the sentence needs no dotted path, because a flag or a variable says enough."""
+        return self.line == 0
+
+
+class Reading:
+    """One pass over all sources. State: what was accepted so far, where it stood, and what was wrong."""
+
+    def __init__(self) -> None:
+        self._accepted: dict[str, Any] = {}
+        self._places: dict[str, Place] = {}
+        self._refused: set[str] = set()
+        self._problems = Problems()
+        self._file = ""
+
+    def take_file(self, file: str, content: bytes) -> None:
+        """Accept what the file says."""
+        self._file = file
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as err:
+            line = content.count(b"\n", 0, err.start) + 1
+            self._problems.add(f"{file}:{line}", "", f"is not UTF-8 (byte 0x{content[err.start]:02x}); save it as UTF-8", line=line)
+            return
+        root, faults = yaml.parse(text)
+        for fault in faults:
+            self._problem(fault.line, fault.path, fault.text)
+        if root is None:
+            # Not "all defaults": a write that was cut short must not switch sharing off under running pods.
+            if not faults:
+                self._problem(1, "version", f"missing, the file is empty; add the line version: {VERSION}")
+            return
+        if not isinstance(root.value, dict):
+            self._problem(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}")
+            return
+        members = dict(root.value)
+        self._check_version(members.pop("version", None), root.line)
+        self._accepted = self._section(Settings, members, "")
+
+    def take_environment(self, environment: Mapping[str, str]) -> None:
+        """Accept the variables of `options.OPTIONS`; an empty one counts as not set."""
+        for option in options.OPTIONS:
+            if value := environment.get(option.variable, ""):
+                place = Place(f"environment {option.variable}", f"environment variable {option.variable}")
+                self._take_text(option.path, value, place)
+
+    def take_flags(self, flags: Mapping[str, str]) -> None:
+        """Accept the flags that were given, the empty ones too."""
+        for option in options.OPTIONS:
+            if option.flag in flags:
+                self._take_text(option.path, flags[option.flag], Place(f"flag {option.flag}", option.flag))
+
+    def derive_from_simulate(self) -> None:
+        """Let the roots that nobody set lie in the directory of simulated GPUs."""
+        directory = self._accepted.get("simulate", "")
+        if not directory:
+            return
+        for path, value in (
+            ("gpu.driverRoot", directory),
+            ("gpu.sysfsRoot", os.path.join(directory, "sys")),
+            ("gpu.procRoot", os.path.join(directory, "proc")),
+        ):
+            if path not in self._places:
+                self._set(path, value, Place(SIMULATE_ORIGIN, self._places["simulate"].prefix, self._places["simulate"].line))
+
+    def finish(self) -> Settings:
+        """The settings.
+
+        Raises:
+            ConfigError: anything was wrong.
+        """
+        settings = msgspec.convert(self._accepted, Settings)
+        for conflict in checks.conflicts(settings):
+            if not any(path in self._refused for path, _ in conflict.blame):  # one mistake, one sentence
+                path, text = next((blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0])
+                self._complain(path, self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN)), text)
+        self._problems.raise_if_any()
+        return settings
+
+    def origins(self, settings: Settings) -> dict[str, str]:
+        """Where each value of ``settings`` came from."""
+        return {path: self._places[path].origin if path in self._places else DEFAULT_ORIGIN for path, _ in schema.values(settings)}
+
+    def _check_version(self, version: yaml.Node | None, first_line: int) -> None:
+        if version is None:
+            self._problem(first_line, "version", f"missing, add the line version: {VERSION}")
+        elif version.value != VERSION:
+            self._problem(version.line, "version", f"expected {VERSION}, got {shown(version.value)}")
+
+    def _section(self, section: schema.Struct, members: Mapping[str, yaml.Node], prefix: str) -> dict[str, Any]:
+        known = schema.keys(section)
+        accepted: dict[str, Any] = {}
+        for name, node in members.items():
+            if name not in known:
+                advice = "" if self._problems.enough else f", {suggestion(name, known, prefix)}"
+                self._problem(node.line, prefix + shown_key(name), f"unknown key{advice}")
+                continue
+            found = self._value(known[name], node, prefix + name)
+            if found is not None:
+                accepted[name] = found
+        return accepted
+
+    def _value(self, key: schema.Key, node: yaml.Node, path: str) -> Any:
+        """The accepted value, None when it was refused."""
+        if key.section is not None:
+            return self._subsection(key.section, node, path)
+        if key.items is not None:
+            return self._items(key, key.items, node, path)
+        value = _plain(node)
+        place = Place(f"{self._file}:{node.line}", f"{self._file}:{node.line}", node.line)
+        try:
+            accepted = key.accept(value)
+        except schema.NotAcceptedError as err:
+            self._refuse(path, place, f"expected {err}, got {shown(value)}")
+            return None
+        self._places[path] = place
+        return accepted
+
+    def _subsection(self, section: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any] | None:
+        members = {} if node.value is None else node.value  # a section whose keys are all commented out is an empty one
+        if not isinstance(members, dict):
+            self._refuse_below(path, node, f"expected a mapping, got {shown(node.value)}")
+            return None
+        for key in schema.keys(section).values():
+            if key.required and key.name not in members:
+                self._problem(node.line, f"{path}.{key.name}", f"missing; list what is shared, or leave {key.required} out")
+        return self._section(section, members, path + ".")
+
+    def _items(self, key: schema.Key, items: schema.Struct, node: yaml.Node, path: str) -> list[dict[str, Any]] | None:
+        if not isinstance(node.value, list):
+            self._refuse_below(path, node, f"expected a list, got {shown(node.value)}")
+            return None
+        if not node.value and key.required:
+            self._problem(node.line, path, f"expected at least one resource, got an empty list; leave {key.required} out to share nothing")
+        if not node.value:
+            self._places[path] = Place(f"{self._file}:{node.line}", f"{self._file}:{node.line}", node.line)
+        needed = [member.name for member in schema.keys(items).values() if member.default is msgspec.NODEFAULT]
+        found = [self._item(items, item, f"{path}[{index}]") for index, item in enumerate(node.value)]
+        if key.required:
+            self._refuse_shared_twice(path, node.value, found)
+        return [item for item in found if all(name in item for name in needed)]
+
+    def _item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
+        """What was accepted of one item; a part of it when something was missing or wrong."""
+        needed = [key for key in schema.keys(items).values() if key.default is msgspec.NODEFAULT]
+        if not isinstance(node.value, dict):
+            self._refuse_below(path, node, f"expected {' and '.join(key.name for key in needed)}, got {shown(node.value)}")
+            return {}
+        found = self._section(items, node.value, path + ".")
+        for key in needed:
+            if key.name not in node.value:
+                self._refuse_below(f"{path}.{key.name}", node, f"missing, expected {key.expectation}")
+        self._complete_names(items, node.value, found, path)
+        return found
+
+    def _refuse_shared_twice(self, path: str, nodes: list[yaml.Node], found: list[dict[str, Any]]) -> None:
+        lines = [_line_of(node, "name") for node in nodes]
+        for index, entry in enumerate(found):
+            if other := checks.shared_twice(entry, found[:index]):
+                line = _line_of(nodes[index], other.key)
+                self._problem(line, f"{path}[{index}].{other.key}", other.text.format(line=lines[other.position]))
+
+    def _complete_names(self, items: schema.Struct, members: Mapping[str, yaml.Node], found: dict[str, Any], path: str) -> None:
+        """Give the resource names in ``found`` their domain, and refuse those that Kubernetes would refuse."""
+        for key in schema.keys(items).values():
+            if key.is_resource and found.get(key.name):
+                found[key.name] = checks.complete_resource_name(found[key.name])
+                if problem := checks.resource_name_problem(found[key.name]):
+                    self._problem(members[key.name].line, f"{path}.{key.name}", problem)
+
+    def _take_text(self, path: str, text: str, place: Place) -> None:
+        key = schema.value_paths()[path]
+        if key.is_path and text and "\0" not in text:
+            text = os.path.abspath(text)  # a person on the command line means "from here"
+        try:
+            self._set(path, key.accept_text(text), place)
+        except schema.NotAcceptedError as err:
+            self._refuse(path, place, f"expected {err}, got {shown(text)}")
+
+    def _set(self, path: str, value: Any, place: Place) -> None:
+        *sections, name = path.split(".")
+        target = self._accepted
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[name] = value
+        self._places[path] = place
+        self._refused.discard(path)
+
+    def _refuse(self, path: str, place: Place, text: str) -> None:
+        self._refused.add(path)
+        self._complain(path, place, text)
+
+    def _refuse_below(self, path: str, node: yaml.Node, text: str) -> None:
+        """Refuse a whole section; values that lie in it are not to be blamed for anything else."""
+        self._refused.update(known for known in schema.value_paths() if known.startswith(f"{path}."))
+        self._refused.add(path)
+        self._problem(node.line, path, text)
+
+    def _complain(self, path: str, place: Place, text: str) -> None:
+        self._problems.add(place.prefix, "" if place.names_the_key else path, text, line=place.line)
+
+    def _problem(self, line: int, path: str, text: str) -> None:
+        self._problems.add(f"{self._file}:{line}", path, text, line=line)
+
+
+def _plain(node: yaml.Node) -> Any:
+    """The value without lines; what lies in a list of plain values must be plain itself, so anything deeper stays a node."""
+    if isinstance(node.value, list):
+        return [item if isinstance(item.value, dict | list) else item.value for item in node.value]
+    return node.value
+
+
+def _line_of(node: yaml.Node, name: str) -> int:
+    """The line of a member of ``node``, or where ``node`` begins."""
+    return node.value[name].line if isinstance(node.value, dict) and name in node.value else node.line
