@@ -16,12 +16,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench import nvidia, real_node, volcano
+from tests.bench import drop_in, nvidia, real_node, volcano
 from tests.cluster.rig.host import missing_requirement
 
 REAL_NODE = "node"
 PARTS = {
     "nvidia": ("nvidia.com/gpu, 8 GPUs × 10 replicas", nvidia.measure),
+    "drop-in": ("nvidia.com/gpu and MIG: every list strategy, the choice of GPUs, slices that come and go", drop_in.measure),
     "volcano": ("volcano.sh/vgpu-*, 110 pods on 2 GPUs of 24 GiB, API server 20 ms away", volcano.measure),
     REAL_NODE: ("volcano.sh/vgpu-* on a real node, 20 pods at once", real_node.measure),
 }
