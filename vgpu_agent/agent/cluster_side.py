@@ -56,6 +56,7 @@ class ClusterSide:
         origin: what the credentials are, for people; empty without any.
         remembered: what the agent before this one had read; None when there is nothing.
         node_configs: texts of the mounted node configuration, see `volcano_files.told`; read by `families_in_force`, remembered here.
+        named_config: the named configuration in force, as far as it was chosen; written by `named_configuration`, remembered here.
     """
 
     def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor) -> None:
@@ -80,11 +81,13 @@ class ClusterSide:
         self._memory = Memory(settings.state_directory)
         self.remembered: Remembered | None = None
         self.node_configs: tuple[str, ...] = ()
+        self.named_config: str | None = None
+        self._config_label: str | None = None
         self._device_configs: tuple[str, ...] = ()
 
     @property
     def needed(self) -> bool:
-        """Whether a family is on that cannot do without the API server."""
+        """Whether a family is on that cannot do without the API server, so that pods are watched and Node and pods are written to."""
         return self._settings.families.volcano_vgpu or self._settings.families.volcano_gpushare
 
     @property
@@ -98,6 +101,13 @@ class ClusterSide:
         if self.nodes is not None and self.nodes.node.value is not None:
             return self.nodes.node.value
         return self.remembered.as_node if self.remembered else None
+
+    @property
+    def config_label(self) -> str | None:
+        """The value of the label that names this node's configuration, empty where it has none; None while the Node was never read."""
+        if self.nodes is not None and self.nodes.node.value is not None:
+            self._config_label = self.nodes.node.value.labels.get(self._settings.named_config.label, "")
+        return self._config_label
 
     @property
     def device_config(self) -> str | None:
@@ -123,9 +133,9 @@ class ClusterSide:
             return "this node's Node object has not been read yet, because the API server does not answer or does not know it"
         return ""
 
-    async def connect(self) -> None:
-        """Find credentials, start the watches and wait a while for their first answers."""
-        if not self.needed:
+    async def connect(self, waited_seconds: float = 0.0) -> None:
+        """Find credentials, start the watches and wait a while for their first answers; ``waited_seconds`` of that are over already."""
+        if not self.needed and not self._settings.named_config.directory:
             self.without = "no family that needs the API server is on"
             return
         found = await asyncio.to_thread(credentials, self._settings)
@@ -139,14 +149,14 @@ class ClusterSide:
             newest = self.remembered.device_config
             self._device_configs = () if newest is None else (*self.remembered.device_configs_before, newest)
             self.node_configs = self.remembered.node_configs
+            self._config_label = self.remembered.config_label
         self.origin = found.origin
         self.client = client = ApiClient(found, cluster)
-        self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
         self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
-        watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [
-            ("watch of pods", self.pods),
-            ("watch of this node", self.nodes),
-        ]
+        watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [("watch of this node", self.nodes)]
+        if self.needed:  # a label is read without a look at anybody's pods
+            self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
+            watches.append(("watch of pods", self.pods))
         if self._settings.families.volcano_vgpu and self._settings.volcano_vgpu.read_config_map:
             looked_in = namespaces(self.asked_namespace)
             self.config_map = ConfigMapWatch(client, settings=cluster, journal=self._journal, namespaces=looked_in)
@@ -154,11 +164,11 @@ class ClusterSide:
         for task, watch in watches:
             self._loop(task, watch.run, watch.longest_silence_seconds)
         self.connected, self.without = True, ""
-        await self._first_answers()
+        await self._first_answers(max(0.0, cluster.start_wait_seconds - waited_seconds))
 
     def write(self, allocator: Allocator, refusals: Refusals, wake: Latest[int], tokens: Callable[[str], Sequence[str]]) -> None:
         """Start to keep Node and pods as the families wish them; ``tokens`` as for `PodPublisher`."""
-        if self.client is None or self.nodes is None:
+        if self.client is None or self.nodes is None or not self.needed:
             return
         settings = self._settings
         self.node_publisher = NodePublisher(
@@ -262,16 +272,18 @@ class ClusterSide:
             device_config=self.device_config,
             device_configs_before=self.device_configs[:-1],
             node_configs=self.node_configs,
+            config_label=self.config_label,
+            named_config=self.named_config,
         )
 
-    async def _first_answers(self) -> None:
-        waiting = [self.book.synced.wait()]
+    async def _first_answers(self, seconds: float) -> None:
+        waiting = [self.book.synced.wait()] if self.pods is not None else []
         if self.nodes is not None:
             waiting.append(self.nodes.synced.wait())
         if self.config_map is not None:
             waiting.append(self.config_map.synced.wait())
         try:
-            async with asyncio.timeout(self._settings.cluster.start_wait_seconds):
+            async with asyncio.timeout(seconds):
                 await asyncio.gather(*waiting)
         except TimeoutError:
             self._journal.record(

@@ -30,6 +30,8 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
         device_config: text of the ConfigMap's device-config.yaml; None when there is no ConfigMap.
         device_configs_before: where something in that is wrong, what stood there before, see `volcano_files.told`.
         node_configs: the same of the mounted node configuration, with the newest; it is not from the API server, but as easily spoilt.
+        config_label: value of the Node's label that names its configuration, empty without the label; None when it was never read.
+        named_config: the named configuration that was in force, empty for none; None when none was ever chosen.
     """
 
     node: str = ""
@@ -38,6 +40,8 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
     device_config: str | None = None
     device_configs_before: tuple[str, ...] = ()
     node_configs: tuple[str, ...] = ()
+    config_label: str | None = None
+    named_config: str | None = None
 
     @property
     def as_node(self) -> Node:

@@ -59,7 +59,7 @@ def watch(one: WatchStatus, now: float) -> dict[str, Any]:
 
 def book(status: AgentStatus, now: float) -> dict[str, Any]:
     """The pods of this node as the watch shows them, in the order in which they were seen bound."""
-    watching = status.cluster.watches[0] if status.cluster.watches else None
+    watching = next((one for one in status.cluster.watches if one.what == "pods of this node"), None)
     return {
         "synced": status.cluster.pods_synced,
         "watch": watch(watching, now) if watching else None,
