@@ -11,7 +11,7 @@ import enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vgpu_agent.device_ids import DeviceId
 
@@ -194,6 +194,7 @@ class Resource:
         family: whose vocabulary it belongs to, e.g. ``nvidia``.
         ids: in the order in which kubelet sees them; deterministic. `NumberedIds` where there are tens of thousands.
         holders_per_device: how many ids of one device may be held at once (replicas); where the pod decides, how many containers.
+        holders: the same by device, where devices differ; ``holders_per_device`` is then the largest of them.
         prefers: kubelet is to ask which ids suit best (GetPreferredAllocation).
         unit: what fewer ids would take, for the error when there are too many, e.g. ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never promises what is not there.
@@ -213,6 +214,11 @@ class Resource:
     prefers: bool = True
     unit: str = ""
     sharing: SharingMode = SharingMode.NONE
+    holders: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def holders_of(self, device: str) -> int:
+        """How many ids of ``device`` may be held at once."""
+        return self.holders.get(device, self.holders_per_device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

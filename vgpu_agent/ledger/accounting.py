@@ -16,7 +16,7 @@ from vgpu_agent.model import Decider, DeviceRoom
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from vgpu_agent.model import Grant, Resource
+    from vgpu_agent.model import Grant, Resource, Share
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device])
             excess[uuid] = f"{booked.memory_mib[uuid]} MiB booked of {memory_mib:.0f}"
         elif booked.cores_percent[uuid] > 100 * resource.cores_scaling:
             excess[uuid] = f"{booked.cores_percent[uuid]} % of the cores booked of {100 * resource.cores_scaling:.0f}"
-        elif booked.holders[uuid] > resource.holders_per_device:
-            excess[uuid] = f"{booked.holders[uuid]} holders of {resource.holders_per_device}"
+        elif booked.holders[uuid] > resource.holders_of(uuid):
+            excess[uuid] = f"{booked.holders[uuid]} holders of {resource.holders_of(uuid)}"
         elif booked.exclusive[uuid] and booked.holders[uuid] > 1:
             excess[uuid] = "an exclusive holder would not be alone"
     return excess
@@ -96,21 +96,32 @@ def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> Dev
         memory_free_mib=max(0, memory_mib - booked.memory_mib[uuid]),
         cores_free_percent=max(0, int(100 * resource.cores_scaling) - booked.cores_percent[uuid]),
         holders=booked.holders[uuid],
-        holders_free=max(0, resource.holders_per_device - booked.holders[uuid]),
+        holders_free=max(0, resource.holders_of(uuid) - booked.holders[uuid]),
         exclusive=booked.exclusive[uuid] > 0,
     )
 
 
-def unsound(grants: Iterable[Grant], holders: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What must never be, whatever is offered: an exclusive holder in company, two families on one device, an id with two holders."""
+def unsound(grants: Iterable[Grant], holders: Mapping[str, Mapping[str, int]], devices: Mapping[str, Device]) -> list[str]:
+    """What must never be, whatever is offered: an exclusive holder in company, two families on one GPU, an id with two holders.
+
+    A slice is company for whoever has its whole GPU; two slices of a GPU are none for each other.
+    """
     grants = tuple(grants)
     problems = []
-    for uuid in sorted({share.device for grant in grants for share in grant.shares}):
-        shares = [(grant, share) for grant in grants for share in grant.shares if share.device == uuid]
-        if any(share.exclusive for _, share in shares) and len(shares) > 1:
-            problems.append(f"{uuid} has an exclusive holder and {len(shares) - 1} more")
-        if len({grant.family for grant, _ in shares}) > 1:
-            problems.append(f"{uuid} serves several families at once")
+    by_device: dict[str, list[Share]] = collections.defaultdict(list)
+    families: dict[str, set[str]] = collections.defaultdict(set)
+    for grant in grants:
+        for share in grant.shares:
+            gpu = devices[share.device].gpu if share.device in devices else share.device
+            by_device[share.device].append(share)
+            families[gpu].add(grant.family)
+    for uuid, shares in sorted(by_device.items()):
+        if not any(share.exclusive for share in shares):
+            continue
+        slices = (each for each in by_device if each != uuid and each in devices and devices[each].gpu == uuid)
+        if company := len(shares) - 1 + sum(len(by_device[each]) for each in slices):
+            problems.append(f"{uuid} has an exclusive holder and {company} more")
+    problems += [f"{uuid} serves several families at once" for uuid, serving in sorted(families.items()) if len(serving) > 1]
     for name in {grant.resource for grant in grants} | holders.keys():
         counted = collections.Counter(itertools.chain.from_iterable(grant.ids for grant in grants if grant.resource == name))
         index = holders.get(name, {})

@@ -53,8 +53,12 @@ def trouble(device: str, resource: Resource, known: Surroundings) -> str:
                 continue
             if grant.family != resource.family:
                 return f"the GPU serves {grant.family} until its last share is returned"
+            if by_ids and share.device != device and gpu in (share.device, device):
+                # From before MIG mode was switched: a GPU and its slices are never both given out.
+                whole = "the whole GPU" if share.device == gpu else f"the slice {share.device}"
+                return f"a container still holds {whole} ({', '.join(grant.ids)})"
             # Ids from before a change of replicas: whole and shared holders never mix on one device.
-            mixed = by_ids and share.device == device and (share.exclusive or resource.holders_per_device == 1)
+            mixed = by_ids and share.device == device and (share.exclusive or resource.holders_of(device) == 1)
             if mixed and not known.offers_all_of(grant):
                 return f"a container admitted under earlier settings still holds it ({', '.join(grant.ids)})"
     return ""

@@ -18,6 +18,7 @@ from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedL
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
+from vgpu_agent.ledger.devices import devices_of
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
@@ -53,12 +54,7 @@ class Ledger:
 
     def observe(self, inventory: Inventory) -> None:
         """Take over what `gpu` has seen. A device that is no longer mentioned stays as long as somebody holds it, as not available."""
-        seen: dict[str, Device] = {}
-        for gpu in inventory.gpus:
-            trouble = "" if gpu.health.ok and gpu.present else gpu.health.reason or "the GPU does not answer"
-            seen[gpu.uuid] = Device(gpu.uuid, gpu.uuid, gpu.memory_mib, trouble)
-            for instance in gpu.mig_instances:
-                seen[instance.uuid] = Device(instance.uuid, gpu.uuid, instance.memory_mib, trouble)
+        seen = devices_of(inventory)
         for uuid in self._grants.held_devices() - seen.keys():
             if known := self._devices.get(uuid):
                 seen[uuid] = dataclasses.replace(known, trouble="the device is gone")
@@ -177,7 +173,7 @@ class Ledger:
 
     def audit(self) -> list[str]:
         """Every invariant that does not hold, as sentences; empty when the book is sound."""
-        problems = accounting.unsound(self._grants.by_number.values(), self._grants.holder)
+        problems = accounting.unsound(self._grants.by_number.values(), self._grants.holder, self._devices)
         for resource in self._offers.by_name.values():
             problems += [f"{device}: {text}" for device, text in self._overbooked(self._offers.at_its_widest(resource)).items()]
         return problems
