@@ -15,8 +15,10 @@ from blockbuster import BlockBuster
 from tests.agent.volcano_parts import NODE, volcano_settings
 from vgpu_agent.agent.cluster_report import ClusterReport
 from vgpu_agent.agent.cluster_side import ClusterSide
+from vgpu_agent.agent.named_configuration import NamedConfiguration
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.binding import Families
+from vgpu_agent.config.load import load
 from vgpu_agent.config.named_config import NamedConfig
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.journal import Journal
@@ -48,10 +50,10 @@ async def settings(tmp_path: Path, server: ApiServer) -> Settings:
 
 
 @contextlib.asynccontextmanager
-async def connected(settings: Settings, waited_seconds: float = 0.0) -> AsyncIterator[ClusterSide]:
+async def connected(settings: Settings, waited_seconds: float = 0.0, named: NamedConfiguration | None = None) -> AsyncIterator[ClusterSide]:
     """A cluster side that has connected."""
     async with Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
-        cluster = ClusterSide(settings, Journal(), supervisor)
+        cluster = ClusterSide(settings, Journal(), supervisor, named)
         await cluster.connect(waited_seconds)
         try:
             yield cluster
@@ -82,12 +84,14 @@ async def test_without_families_and_without_named_configurations_nobody_is_asked
 async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, server: ApiServer) -> None:
     """What was read is remembered, with what was chosen by it; and the time that was waited before counts."""
     quick = await settings(tmp_path, server)
-    async with connected(quick) as cluster:
-        cluster.named_config = "four"
+    named = NamedConfiguration(load({}, {}).sources, quick, Journal())
+    await asyncio.to_thread((tmp_path / "four").touch)
+    async with connected(quick, named=named) as cluster:
+        await named.sources()
         await cluster.remember()
     await server.down()
     began = time.monotonic()
     async with connected(quick, waited_seconds=quick.cluster.start_wait_seconds) as cluster:
         assert time.monotonic() - began < quick.cluster.start_wait_seconds / 2
         assert cluster.remembered is not None
-        assert (cluster.config_label, cluster.remembered.named_config) == ("four", "four")
+        assert (cluster.remembered.config_label, cluster.remembered.named_config) == ("four", "four")

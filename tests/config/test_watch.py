@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -12,7 +13,7 @@ from typing import cast
 import pytest
 import structlog
 
-from vgpu_agent.config.load import Loaded, load
+from vgpu_agent.config.load import Loaded, Sources, load
 from vgpu_agent.config.watch import changes
 from vgpu_agent.errors import ConfigError
 
@@ -128,6 +129,21 @@ async def test_flags_and_variables_still_win_over_new_content(file: Path, watche
 
     assert isinstance(found, Loaded)
     assert (found.settings.listen, found.settings.log.level, found.settings.log.format) == (":1", "debug", "console")
+
+
+@pytest.mark.parametrize("with_a_file", [True, False])
+async def test_other_sources_are_a_change_whether_or_not_there_is_a_file(loaded: Loaded, with_a_file: bool) -> None:
+    """A label of the node may choose the file that a flag names (named configurations)."""
+    first = loaded.sources if with_a_file else dataclasses.replace(loaded.sources, file=None)
+    second = dataclasses.replace(first, flags={**first.flags, "--node-name": "labelled"})
+    asked = itertools.chain([first, second], itertools.repeat(second))
+
+    async def sources() -> Sources:
+        return next(asked)
+
+    watched = cast("Changes", changes(dataclasses.replace(loaded, sources=first), interval_seconds=INTERVAL_SECONDS, sources=sources))
+    assert await _next_name(watched) == "labelled"
+    assert await _nothing(watched)
 
 
 async def test_content_that_changed_before_the_watch_began_is_not_lost(file: Path, loaded: Loaded) -> None:

@@ -30,6 +30,7 @@ from vgpu_agent.pods import PodBook
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.concurrency import Supervisor
@@ -56,10 +57,10 @@ class ClusterSide:
         origin: what the credentials are, for people; empty without any.
         remembered: what the agent before this one had read; None when there is nothing.
         node_configs: texts of the mounted node configuration, see `volcano_files.told`; read by `families_in_force`, remembered here.
-        named_config: the named configuration in force, as far as it was chosen; written by `named_configuration`, remembered here.
     """
 
-    def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor) -> None:
+    def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor, named: NamedConfiguration | None = None) -> None:
+        """Nothing is asked yet; ``named`` is told of the label, and what it chooses is remembered."""
         self.book = PodBook()
         self.changed: Latest[int] = Latest(0)
         self.connected = False
@@ -81,8 +82,9 @@ class ClusterSide:
         self._memory = Memory(settings.state_directory)
         self.remembered: Remembered | None = None
         self.node_configs: tuple[str, ...] = ()
-        self.named_config: str | None = None
-        self._config_label: str | None = None
+        self._named = named
+        if named is not None:
+            named.follow(lambda: self.config_label)
         self._device_configs: tuple[str, ...] = ()
 
     @property
@@ -104,10 +106,9 @@ class ClusterSide:
 
     @property
     def config_label(self) -> str | None:
-        """The value of the label that names this node's configuration, empty where it has none; None while the Node was never read."""
-        if self.nodes is not None and self.nodes.node.value is not None:
-            self._config_label = self.nodes.node.value.labels.get(self._settings.named_config.label, "")
-        return self._config_label
+        """The value of the label that names this node's configuration, empty where it has none; None while the Node is not to be read."""
+        node = self.nodes.node.value if self.nodes is not None else None
+        return None if node is None else node.labels.get(self._settings.named_config.label, "")
 
     @property
     def device_config(self) -> str | None:
@@ -149,7 +150,6 @@ class ClusterSide:
             newest = self.remembered.device_config
             self._device_configs = () if newest is None else (*self.remembered.device_configs_before, newest)
             self.node_configs = self.remembered.node_configs
-            self._config_label = self.remembered.config_label
         self.origin = found.origin
         self.client = client = ApiClient(found, cluster)
         self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
@@ -272,8 +272,8 @@ class ClusterSide:
             device_config=self.device_config,
             device_configs_before=self.device_configs[:-1],
             node_configs=self.node_configs,
-            config_label=self.config_label,
-            named_config=self.named_config,
+            config_label=self._named.label if self._named and self.config_label is None else self.config_label,
+            named_config=self._named.choice.key if self._named and self._named.choice.reason else None,
         )
 
     async def _first_answers(self, seconds: float) -> None:

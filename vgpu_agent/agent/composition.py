@@ -26,6 +26,7 @@ from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.footprint import keep_small
 from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.agent.lag import LoopLag
+from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offering import Offering
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
@@ -53,6 +54,7 @@ from vgpu_agent.web.server import WebServer
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.config.load import Loaded
     from vgpu_agent.config.settings import Settings
 
@@ -65,14 +67,15 @@ async def run(loaded: Loaded) -> None:
     SIGHUP makes a service register anew, as the plugins do that it replaces (volcano-vgpu contract §1.3).
 
     Raises:
-        AgentError: it cannot start: no driver, an address in use, a list that kubelet would not take.
+        AgentError: it cannot start: no driver, an address in use, a list that kubelet would not take, a named configuration that is wrong.
     """
     keep_small()
+    loaded, named = await with_named_configuration(loaded)  # before all else: some settings hold for as long as the process lives
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    agent = Agent(loaded)
+    agent = Agent(loaded, named)
     # To a process with a terminal it says that the terminal is closed.
     loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again)
     await agent.run(stop)
@@ -84,10 +87,10 @@ class Agent:
     State: none but the parts'. It lives as long as the process.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._loaded = loaded
+    def __init__(self, loaded: Loaded, named: NamedConfiguration | None = None) -> None:
+        self._loaded, self._named = loaded, named
         settings = loaded.settings
-        self._journal = Journal()
+        self._journal = named.journal if named else Journal()
         self._supervisor = Supervisor(
             backoff_min_seconds=settings.tasks.backoff_min_seconds, backoff_max_seconds=settings.tasks.backoff_max_seconds
         )
@@ -100,7 +103,7 @@ class Agent:
             journal=self._journal,
             status=self._kubelet,
         )
-        self._cluster = ClusterSide(settings, self._journal, self._supervisor)
+        self._cluster = ClusterSide(settings, self._journal, self._supervisor, named)
         self._refusals = Refusals()
         self._pod_resources = PodResources(
             settings.kubelet.pod_resources_socket, timeout_seconds=settings.kubelet.pod_resources_timeout_seconds
@@ -175,7 +178,7 @@ class Agent:
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
         )
-        self._reload = Reload(loaded, apply=self._apply, journal=self._journal)
+        self._reload = Reload(loaded, apply=self._apply, journal=self._journal, named=named)
         self._understood: tuple[frozenset[str], bool] | None = None
         self._lag = LoopLag()
         self._report = Report(
@@ -238,7 +241,7 @@ class Agent:
         self._loop("event loop", self._lag.run)
         self._loop("kubelet directory", self._directory.run)
         await self._watch.start()
-        await self._cluster.connect()
+        await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
         await self._families.apply(settings)
         await self._know_holders()

@@ -16,6 +16,7 @@ from vgpu_agent.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.config.load import Loaded
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.journal import Journal
@@ -24,21 +25,35 @@ if TYPE_CHECKING:
 class Reload:
     """The configuration in force, and why the newest file may not be.
 
-    State: ``loaded`` is what runs now; ``problem`` the newest file's errors, empty when it is in force.
+    State: ``loaded`` is what runs now, and why the newest files are not.
     """
 
-    def __init__(self, loaded: Loaded, *, apply: Callable[[Settings], Awaitable[None]], journal: Journal) -> None:
-        """Watch the file of ``loaded``; ``apply`` puts new settings in force or raises ConfigError and changes nothing."""
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        apply: Callable[[Settings], Awaitable[None]],
+        journal: Journal,
+        named: NamedConfiguration | None = None,
+    ) -> None:
+        """Watch the files of ``loaded``, or those that ``named`` chooses; ``apply`` puts new settings in force or raises ConfigError."""
         self.loaded = loaded
-        self.problem = ""
+        self.named = named
+        self._refused = ""
         self.needs_restart: tuple[str, ...] = ()
         self._at_start = loaded.settings
         self._apply = apply
         self._journal = journal
 
+    @property
+    def problem(self) -> str:
+        """What is wrong with the newest files, or with what should name them; empty when all is in force."""
+        return "\n".join(filter(None, (self._refused, self.named.problem if self.named else "")))
+
     async def run(self) -> None:
         """Watch for ever; returns at once when there is no file."""
-        async for outcome in changes(self.loaded, interval_seconds=self.loaded.settings.config_reload_seconds):
+        sources = self.named.sources if self.named else None
+        async for outcome in changes(self.loaded, interval_seconds=self.loaded.settings.config_reload_seconds, sources=sources):
             await self.take(outcome)
 
     async def take(self, outcome: Loaded | ConfigError) -> None:
@@ -53,11 +68,11 @@ class Reload:
         except ConfigError as err:
             self._refuse(err)
             return
-        self.loaded, self.problem, self.needs_restart = outcome, "", tuple(later)
+        self.loaded, self._refused, self.needs_restart = outcome, "", tuple(later)
         if "log.level" in at_once:
             log.set_level(outcome.settings.log.level)
         self._journal.record("config.applied", file=outcome.sources.file, changed=at_once, needs_restart=later)
 
     def _refuse(self, err: ConfigError) -> None:
-        self.problem = str(err)
+        self._refused = str(err)
         self._journal.record("config.refused", level="error", problems=err.problems, in_force="the settings from before")

@@ -15,7 +15,7 @@ from vgpu_agent.config import load
 from vgpu_agent.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 _logger = log.get(__name__)
 
@@ -24,7 +24,9 @@ _logger = log.get(__name__)
 _SETTLE_PART = 0.1
 
 
-async def changes(loaded: load.Loaded, *, interval_seconds: float) -> AsyncIterator[load.Loaded | ConfigError]:
+async def changes(
+    loaded: load.Loaded, *, interval_seconds: float, sources: Callable[[], Awaitable[load.Sources]] | None = None
+) -> AsyncIterator[load.Loaded | ConfigError]:
     """Each new content of the file that ``loaded`` was made of, as new settings or as the reason why it has none.
 
     When a bad file is put right again, the settings come once more, even if they are the ones in force. A file that vanishes is no
@@ -33,24 +35,33 @@ async def changes(loaded: load.Loaded, *, interval_seconds: float) -> AsyncItera
     Args:
         loaded: what is in force.
         interval_seconds: how often the file is read, ``configReloadSeconds``.
+        sources: asked before each look, where something else than the files decides what the configuration is made of; other flags than
+            before are a change, too.
     """
-    if (file := loaded.sources.file) is None:
+    if sources is None and loaded.sources.file is None:
         return
+    asked = loaded.sources
     seen, vanished = loaded.digest, False
     while True:
         await asyncio.sleep(interval_seconds)
-        reading = await _settled(file, seen, interval_seconds * _SETTLE_PART)
+        before, asked = asked, asked if sources is None else await sources()
+        if asked.file is None:
+            if asked != before:
+                yield await _judged(asked, None)
+            continue
+        reading = await _settled(asked.file, seen, interval_seconds * _SETTLE_PART)
         if reading is None:
             if not vanished:
-                _logger.warning("config.vanished", file=file, in_force="the settings from before")
+                _logger.warning("config.vanished", file=asked.file, in_force="the settings from before")
             vanished = True
+            asked = before
             continue
         if vanished:
-            _logger.info("config.returned", file=file)
+            _logger.info("config.returned", file=asked.file)
             vanished = False
-        if (mark := _mark(reading)) != seen:
+        if (mark := _mark(reading)) != seen or asked != before:
             seen = mark
-            yield await _judged(loaded.sources, reading)
+            yield await _judged(asked, reading)
 
 
 async def _settled(file: str, seen: str, pause_seconds: float) -> bytes | ConfigError | None:
@@ -72,7 +83,7 @@ async def _read(file: str) -> bytes | ConfigError | None:
         return None if isinstance(err.__cause__, FileNotFoundError) else err
 
 
-async def _judged(sources: load.Sources, reading: bytes | ConfigError) -> load.Loaded | ConfigError:
+async def _judged(sources: load.Sources, reading: bytes | ConfigError | None) -> load.Loaded | ConfigError:
     if isinstance(reading, ConfigError):
         return reading
     try:

@@ -230,6 +230,7 @@ def _config(asked: Question) -> dict[str, Any]:
     return {
         "problem": asked.status.config_problem,
         "needs_restart": asked.status.config_needs_restart,
+        "named": asked.status.config_named,
         "binding": binding.view(asked.status.binding),
         "volcano_vgpu": asked.status.binding.volcano_vgpu,
         "volcano_vgpu_from": asked.status.binding.volcano_vgpu_origins,

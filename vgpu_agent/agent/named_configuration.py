@@ -1,0 +1,162 @@
+"""The named configuration that a label of our Node chooses, followed while label and directory change.
+
+NVIDIA's plugin has a process of its own for this, which waits for the API server at every start and does not notice new content under the
+same name (nvidia contract §13). Called by `composition.run` before the agent is built, because some settings hold for the life of the
+process; by `reload` before each look at the files; and by `report`. What the choice is made of stands in `config.named`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.agent.remembered import Memory
+from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.client import ApiClient
+from vgpu_agent.cluster.credentials import credentials
+from vgpu_agent.config import load
+from vgpu_agent.config.named import Choice, Shelf, choose, keys_in
+from vgpu_agent.errors import ClusterError, ConfigError
+from vgpu_agent.journal import Journal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.config.load import Loaded, Sources
+    from vgpu_agent.config.settings import Settings
+
+_FILE_FLAG = "--config-file"  # of NVIDIA's plugin; a flag beats what anything else says about nvidiaConfigFile
+
+
+class NamedConfiguration:
+    """The choice in force, and why the newest label or directory may not be followed.
+
+    State: the last choice that could be made. It survives a restart by `remembered` (written by `cluster_side`).
+
+    Attributes:
+        choice: what was chosen last.
+        problem: why the label or the directory is not followed as it is now; empty when it is.
+        label: the label's value as it was read last, empty where the Node has none; None when it never was.
+        waited_seconds: how long the API server was waited for at the start.
+    """
+
+    def __init__(self, sources: Sources, settings: Settings, journal: Journal) -> None:
+        """Nothing is chosen yet; ``sources`` and ``settings`` are the agent's own, without a named configuration."""
+        named = settings.named_config
+        self.journal = journal
+        self.choice = Choice()
+        self.problem = ""
+        self.label: str | None = None
+        self.waited_seconds = 0.0
+        self._read: Callable[[], str | None] = lambda: None
+        self._shelf = Shelf(named.directory, named.label, named.default, named.fallback_strategies)
+        self._own, self._settings = sources, settings
+        self._unread = ""  # why the label has not been read
+        self._before: str | None = None  # what an earlier agent had chosen
+
+    @property
+    def report(self) -> dict[str, str]:
+        """For ``/debug/config``: what was chosen and why, and why something newer was not."""
+        return {"name": self.choice.key, "reason": self.choice.reason, "file": self._file(self.choice), "problem": self.problem}
+
+    def follow(self, read: Callable[[], str | None]) -> None:
+        """From now on ``read`` says what the label is; None while it does not know, and then what was read last counts."""
+        self._read = read
+
+    async def begin(self) -> Loaded:
+        """Hear of the label, for not longer than ``cluster.startWaitSeconds``, choose, and read what was chosen.
+
+        Raises:
+            ConfigError: the directory cannot be read, or what was chosen cannot be used.
+        """
+        await self._hear()
+        keys = await asyncio.to_thread(keys_in, self._shelf.directory)
+        self._choose(keys)
+        if self.problem and not self.choice.reason:  # nothing is in force that could stay
+            if self._before is not None and (not self._before or self._before in keys):
+                self._take(Choice(self._before, "in force before the agent was restarted"))
+            else:
+                self._take(dataclasses.replace(choose(self._shelf, "", keys), problem=""))
+        sources = self._with(self.choice)
+        return await asyncio.to_thread(load.load, sources.flags, sources.environment)
+
+    async def sources(self) -> Sources:
+        """What the configuration is made of now: the agent's own sources, and the file that label and directory choose."""
+        try:
+            self._choose(await asyncio.to_thread(keys_in, self._shelf.directory))
+        except ConfigError as err:
+            self._complain(str(err))
+        return self._with(self.choice)
+
+    def _choose(self, keys: frozenset[str]) -> None:
+        """Choose anew; what cannot be followed is a problem, and the choice before stays."""
+        read = self._read()
+        self.label = self.label if read is None else read
+        found = choose(self._shelf, self.label or "", keys)
+        if not found.problem:
+            self._take(found)
+        unread = "" if self.label is not None else self._unread
+        self._complain("; ".join(filter(None, (found.problem, unread))))
+
+    def _take(self, choice: Choice) -> None:
+        if choice != self.choice:
+            self.choice = choice
+            self.journal.record("config.named", name=choice.key or "none", reason=choice.reason, directory=self._shelf.directory)
+
+    def _complain(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            self.journal.record("config.named_refused", level="error", problem=problem, in_force=self.choice.key or "none")
+        self.problem = problem
+
+    def _with(self, choice: Choice) -> Sources:
+        return dataclasses.replace(self._own, flags={**self._own.flags, _FILE_FLAG: self._file(choice)})
+
+    def _file(self, choice: Choice) -> str:
+        return self._shelf.path(choice.key) if choice.key else ""
+
+    async def _hear(self) -> None:
+        """Ask the API server for the label; where it does not answer, go by what an earlier agent has read."""
+        node, began = self._settings.node_name_or_hostname, time.monotonic()
+        if self._settings.cluster.enabled == "never":
+            self.label = ""
+            return
+        try:
+            async with asyncio.timeout(self._settings.cluster.start_wait_seconds):
+                self.label = await self._ask(node)
+        except (ClusterError, TimeoutError) as err:
+            why = str(err) or f"no answer from the API server in {self._settings.cluster.start_wait_seconds:g} s"
+            self._unread = f"label {self._shelf.label} of this node has not been read: {why}; until then it counts as not set"
+        self.waited_seconds = time.monotonic() - began
+        remembered = await Memory(self._settings.state_directory).recall(node)
+        if remembered is not None:
+            self._before = remembered.named_config
+            self.label = remembered.config_label if self.label is None else self.label
+
+    async def _ask(self, node: str) -> str:
+        """The label's value; empty where the Node has none.
+
+        Raises:
+            ClusterError: there are no credentials, or no Node to be had.
+        """
+        found = await asyncio.to_thread(credentials, self._settings)
+        if found is None:
+            raise ClusterError("there are no credentials for the API server (run with a service account, or set kubeconfig)")
+        client = ApiClient(found, self._settings.cluster)
+        try:
+            return decode.node(await client.get(f"/api/v1/nodes/{node}")).labels.get(self._shelf.label, "")
+        finally:
+            await client.close()
+
+
+async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfiguration | None]:
+    """``loaded`` with the named configuration of this node laid over it; as it is where no directory is set.
+
+    Raises:
+        ConfigError: see `NamedConfiguration.begin`.
+    """
+    if not loaded.settings.named_config.directory:
+        return loaded, None
+    named = NamedConfiguration(loaded.sources, loaded.settings, Journal())
+    return await named.begin(), named
