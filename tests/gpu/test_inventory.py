@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu import inventory
+from vgpu_agent.gpu.capabilities import Capabilities
 from vgpu_agent.gpu.health import Probe, RecoveryAction
 from vgpu_agent.gpu.inventory import Card, NumaNodes, Reading
 from vgpu_agent.gpu.nvml import Handle, Nvml, sysfs_address
@@ -34,7 +36,7 @@ def _numa_file(root: Path, text: str | bytes) -> NumaNodes:
 
 def test_every_fact_of_a_gpu_is_read(node: SimulatedNode, nvml: Nvml) -> None:
     """Identity, memory, place, capability and state, each as the model wants it."""
-    card = inventory.read(nvml, NumaNodes(node.directory / "sys")).cards[2]
+    card = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards[2]
 
     assert card.gpu == Gpu(
         uuid=node.uuids[2],
@@ -53,7 +55,7 @@ def test_mig_instances_are_read_with_their_ids_and_profiles(node: SimulatedNode,
     """nvidia contract §4: index j of ``i:j``, the MIG UUID, GI and CI ids, and NVML's name of the profile."""
     node.set_mig(0, ["3g.40gb", "1g.10gb"])
 
-    gpu = inventory.read(nvml, NumaNodes(node.directory / "sys")).cards[0].gpu
+    gpu = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards[0].gpu
 
     assert gpu.mig_enabled
     assert [(instance.index, instance.uuid, instance.profile) for instance in gpu.mig_instances] == [
@@ -69,7 +71,7 @@ def test_probe_facts_are_read(node: SimulatedNode, nvml: Nvml) -> None:
     node.recovery_action(0, "drain-and-reset")
     node.remap(1, uncorrected=1, pending=True)
 
-    cards = inventory.read(nvml, NumaNodes(node.directory / "sys")).cards
+    cards = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards
 
     assert cards[0].probe == Probe(recovery_action=RecoveryAction.DRAIN_AND_RESET)
     assert cards[1].probe == Probe(remap_pending=True)
@@ -79,7 +81,7 @@ def test_a_driver_that_does_not_know_recovery_actions_asks_for_none(node: Simula
     """Older than the field: its GPUs recover without it."""
     node.recovery_action(0, "unsupported")
 
-    assert inventory.read(nvml, NumaNodes(node.directory / "sys")).cards[0].probe == Probe()
+    assert inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards[0].probe == Probe()
 
 
 def test_optional_facts_that_the_driver_refuses_are_left_out(node: SimulatedNode, nvml: Nvml) -> None:
@@ -89,7 +91,7 @@ def test_optional_facts_that_the_driver_refuses_are_left_out(node: SimulatedNode
     node.fault("nvmlDeviceGetTemperature", code=4)
     node.fault("nvmlDeviceGetMemoryInfo_v2", code=13, times=4)
 
-    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"))
+    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
 
     assert len(reading.cards) == 4
     assert reading.failures == ()
@@ -100,7 +102,7 @@ def test_a_display_card_is_skipped(node: SimulatedNode, nvml: Nvml) -> None:
     """nvidia contract §3: the graphics card of a DGX Station is not for work, and not a failure."""
     node.state.gpus[1].name = b"NVIDIA DGX Display"
 
-    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"))
+    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
 
     assert [card.gpu.uuid for card in reading.cards] == [node.uuids[0], node.uuids[2], node.uuids[3]]
     assert reading.failures == ()
@@ -111,7 +113,7 @@ def test_a_gpu_without_identity_is_a_failure_of_its_own(node: SimulatedNode, nvm
     """A card that cannot be named cannot be offered; the others can."""
     node.fault(function, gpu=1, code=999)
 
-    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"))
+    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
 
     assert [card.gpu.index for card in reading.cards] == [0, 2, 3]
     assert len(reading.failures) == 1
@@ -123,7 +125,7 @@ def test_without_a_count_there_is_no_reading(node: SimulatedNode, nvml: Nvml) ->
     node.fault("nvmlDeviceGetCount", code=999)
 
     with pytest.raises(NvmlError, match="nvmlDeviceGetCount: Unknown Error"):
-        inventory.read(nvml, NumaNodes(node.directory / "sys"))
+        inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
 
 
 def test_numa_nodes_come_from_sysfs(tmp_path: Path) -> None:
@@ -176,41 +178,29 @@ def test_bus_ids_are_written_as_sysfs_writes_them(bus_id: str | bytes, address: 
     assert sysfs_address(bus_id) == address
 
 
-def test_profile_names_are_nvmls_where_it_has_one() -> None:
-    """Suffixes such as +me are part of the name."""
-    assert inventory.profile_name("NVIDIA A100-SXM4-80GB MIG 1g.10gb+me", 1, 1, 9728, 81920) == "1g.10gb+me"
-
-
-@pytest.mark.parametrize(
-    ("slices", "compute", "memory_mib", "gpu_memory_mib", "profile"),
-    [(1, 1, 4864, 40960, "1g.5gb"), (3, 3, 19968, 40960, "3g.20gb"), (7, 7, 40192, 40960, "7g.40gb"), (3, 1, 40192, 81920, "1c.3g.40gb")],
-)
-def test_profile_names_follow_nvidias_formula_elsewhere(
-    slices: int, compute: int, memory_mib: int, gpu_memory_mib: int, profile: str
-) -> None:
-    """nvidia contract §3: round(ceil(8·MIG/total)/8 · total GiB); A100-40GB 1g with 4864 of 40960 MiB is 1g.5gb."""
-    assert inventory.profile_name("Old driver's name", slices, compute, memory_mib, gpu_memory_mib) == profile
-
-
 def test_a_missing_gpu_keeps_its_place_on_the_bus() -> None:
     """The card in the middle was pulled and NVML renumbered the last one."""
     known = (_gpu(1, 0), _gpu(2, 1), _gpu(3, 2))
-    gone = Health(ok=False, reason="gone")
 
-    merged = inventory.merge(known, _reading(_gpu(1, 0), _gpu(3, 1)), {"GPU-1": Health(), "GPU-2": gone, "GPU-3": Health()})
+    merged = inventory.merge(known, _reading(_gpu(1, 0), _gpu(3, 1)))
 
-    assert [(gpu.uuid, gpu.present, gpu.health.ok) for gpu in merged] == [
-        ("GPU-1", True, True),
-        ("GPU-2", False, False),
-        ("GPU-3", True, True),
-    ]
+    assert [(gpu.uuid, gpu.present) for gpu in merged] == [("GPU-1", True), ("GPU-2", False), ("GPU-3", True)]
+
+
+def test_a_reading_leaves_health_alone() -> None:
+    """What makes a GPU Unhealthy is judged elsewhere; the facts are new, the verdict stays."""
+    ill = Health(ok=False, reason="XID 79")
+
+    merged = inventory.merge((dataclasses.replace(_gpu(1), health=ill, memory_mib=1),), _reading(_gpu(1)))
+
+    assert merged == (dataclasses.replace(_gpu(1), health=ill),)
 
 
 def test_all_gpus_can_be_missing() -> None:
     """Nobody is forgotten."""
     known = (_gpu(1), _gpu(2))
 
-    merged = inventory.merge(known, Reading(), {"GPU-1": Health(ok=False), "GPU-2": Health(ok=False)})
+    merged = inventory.merge(known, Reading())
 
     assert [gpu.uuid for gpu in merged] == ["GPU-1", "GPU-2"]
     assert not any(gpu.present for gpu in merged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vgpu_agent.gpu import inventory
+from vgpu_agent.gpu.capabilities import Capabilities
 from vgpu_agent.gpu.inventory import NumaNodes
 from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.gpu.topology import count_nvlinks, read_links
@@ -13,7 +14,7 @@ ADDRESSES = {"A": "0000:01:00.0", "B": "0000:02:00.0"}
 
 def test_every_pair_is_read_in_both_directions(node: SimulatedNode, nvml: Nvml) -> None:
     """Four GPUs make twelve entries; GPUs of one NUMA node are closer than those across."""
-    cards = inventory.read(nvml, NumaNodes(node.directory / "sys")).cards
+    cards = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards
 
     links, troubles = read_links(nvml, [(card.gpu, card.handle) for card in cards])
 
@@ -26,7 +27,7 @@ def test_every_pair_is_read_in_both_directions(node: SimulatedNode, nvml: Nvml) 
 
 def test_a_gpu_that_is_lost_meanwhile_costs_only_its_own_pairs(node: SimulatedNode, nvml: Nvml) -> None:
     """nvidia contract §18.4: topology never fails for the others."""
-    cards = inventory.read(nvml, NumaNodes(node.directory / "sys")).cards
+    cards = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards
     node.lose(3)
 
     links, troubles = read_links(nvml, [(card.gpu, card.handle) for card in cards])

@@ -10,6 +10,7 @@ import pytest
 
 from tests.gpu.watched import PATIENCE_SECONDS, eventually, found, settings, watching
 from vgpu_agent.errors import DriverMissingError
+from vgpu_agent.gpu.nvml import DeviceEvent
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.sim.state import ProcessUse, SimulatedNode
@@ -109,29 +110,6 @@ async def test_a_storm_of_one_xid_is_one_entry_and_hides_no_other(node: Simulate
         assert [entry.facts["xid"] for entry in watched.journal.entries if entry.event == "gpu.xid"] == [31, 79]
 
 
-async def test_an_xid_of_a_mig_slice_names_the_slice(node: SimulatedNode) -> None:
-    """The GPU is judged as a whole for now; the journal keeps GI and CI."""
-    await asyncio.to_thread(node.set_mig, 0, ["3g.40gb", "1g.10gb"])
-
-    async with watching(node) as watched:
-        slices = watched.gpu(node.uuids[0]).mig_instances
-        node.xid(0, 48, gpu_instance=slices[1].gpu_instance_id, compute_instance=0)
-        await watched.unhealthy(node.uuids[0])
-        entry = await watched.recorded("gpu.xid")
-
-        assert entry.facts["gpu_instance"] == slices[1].gpu_instance_id
-        assert entry.facts["compute_instance"] == 0
-
-
-async def test_a_new_mig_layout_is_seen_without_a_restart(node: SimulatedNode) -> None:
-    """nvidia contract §18.9: geometry changes are detected; by the poll."""
-    async with watching(node) as watched:
-        await asyncio.to_thread(node.set_mig, 3, ["2g.20gb"])
-        inventory = await watched.until(lambda inventory: inventory.gpus[3].mig_enabled)
-
-        assert [instance.profile for instance in inventory.gpus[3].mig_instances] == ["2g.20gb"]
-
-
 @pytest.mark.parametrize("entirely", [False, True])
 async def test_a_gpu_that_vanishes_without_an_event_is_found_by_the_poll(node: SimulatedNode, *, entirely: bool) -> None:
     """It stays in the inventory at its place, not present and Unhealthy; the others are untouched."""
@@ -147,7 +125,7 @@ async def test_a_gpu_that_vanishes_without_an_event_is_found_by_the_poll(node: S
 
 
 async def test_a_lost_gpu_recovers_when_it_answers_and_is_quiet(node: SimulatedNode) -> None:
-    """Lost, back, and offered again after the quiet time, with each step in the journal; its events are heard again."""
+    """nvidia:D2: lost, back, and offered again after the quiet time, with each step in the journal; its events are heard again."""
     async with watching(node) as watched:
         node.lose(1)
         await watched.unhealthy(node.uuids[1])
@@ -260,6 +238,24 @@ async def test_a_card_without_events_is_polled_all_the_same(node: SimulatedNode)
         assert watched.gpu(node.uuids[0]).health.ok
         node.lose(0)
         await watched.unhealthy(node.uuids[0])
+
+
+async def test_an_event_that_nobody_can_place_may_have_hit_any_gpu(node: SimulatedNode) -> None:
+    """nvidia contract §10.6: an error that counts is not lost because the driver does not name its GPU; all recover by good answers."""
+    async with watching(node, quiet=0.3) as watched:
+        watched.watch._on_event(DeviceEvent(gpu="", xid=48))
+        assert not any(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)
+        assert "does not say on which GPU" in watched.gpu(node.uuids[0]).health.reason
+
+        await watched.until(lambda inventory: all(gpu.health.ok for gpu in inventory.gpus))
+
+
+async def test_an_event_of_a_card_that_is_not_for_work_hits_nobody(node: SimulatedNode) -> None:
+    """The graphics card of a DGX Station has its own troubles."""
+    async with watching(node) as watched:
+        watched.watch._on_event(DeviceEvent(gpu="GPU-of-a-display", xid=48))
+
+        assert all(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)
 
 
 async def test_a_broken_event_queue_makes_no_gpu_unhealthy(node: SimulatedNode) -> None:

@@ -15,43 +15,43 @@ def _row(disable: str, enable: str) -> tuple[bool, bool, bool, bool]:
 
 
 def test_without_lists_program_errors_are_ignored() -> None:
-    """nvidia contract §17.4 row 1: DISABLE –, ENABLE –: watch, 31 ignored, 48 and 79 unhealthy."""
+    """nvidia:§17.4-1: DISABLE –, ENABLE –: watch, 31 ignored, 48 and 79 unhealthy."""
     assert _row("", "") == (True, False, True, True)
 
 
 @pytest.mark.parametrize("word", ["all", "xids", "ALL", " Xids "])
 def test_disabling_all_stops_the_watch(word: str) -> None:
-    """nvidia contract §17.4 row 2: DISABLE `all` / `xids`: no watch."""
+    """nvidia:§17.4-2: DISABLE `all` / `xids`: no watch."""
     assert _row(word, "") == (False, False, False, False)
 
 
 def test_a_disabled_number_is_ignored() -> None:
-    """nvidia contract §17.4 row 3: DISABLE 48: 31 and 48 ignored, 79 unhealthy."""
+    """nvidia:§17.4-3: DISABLE 48: 31 and 48 ignored, 79 unhealthy."""
     assert _row("48", "") == (True, False, False, True)
 
 
 def test_an_enabled_number_beats_the_default_list() -> None:
-    """nvidia contract §17.4 row 4: ENABLE 31: 31, 48 and 79 unhealthy."""
+    """nvidia:§17.4-4: ENABLE 31: 31, 48 and 79 unhealthy."""
     assert _row("", "31") == (True, True, True, True)
 
 
 def test_enabling_all_beats_the_default_list() -> None:
-    """nvidia contract §17.4 row 5: ENABLE all: everything unhealthy."""
+    """nvidia:§17.4-5: ENABLE all: everything unhealthy."""
     assert _row("", "all") == (True, True, True, True)
 
 
 def test_enabling_beats_disabling() -> None:
-    """nvidia contract §17.4 row 6: DISABLE 48, ENABLE 48: 31 ignored, 48 and 79 unhealthy."""
+    """nvidia:§17.4-6: DISABLE 48, ENABLE 48: 31 ignored, 48 and 79 unhealthy."""
     assert _row("48", "48") == (True, False, True, True)
 
 
 def test_all_disabled_and_one_enabled_watches_that_one() -> None:
-    """nvidia contract §17.4 row 7: DISABLE all, ENABLE 79: the original watches nothing, a bug (§18.3); we watch only 79."""
+    """nvidia:§17.4-7, nvidia:D3: DISABLE all, ENABLE 79: the original watches nothing, a bug (§18.3); we watch only 79."""
     assert _row("all", "79") == (True, False, False, True)
 
 
 def test_all_disabled_and_all_enabled_watches_all() -> None:
-    """nvidia contract §17.4 row 8: DISABLE all, ENABLE all: everything unhealthy."""
+    """nvidia:§17.4-8: DISABLE all, ENABLE all: everything unhealthy."""
     assert _row("all", "all") == (True, True, True, True)
 
 

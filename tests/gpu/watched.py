@@ -78,6 +78,7 @@ def settings(node: SimulatedNode, *, quiet: float = 0.2, mode: Any = "auto", **c
     """Times short enough for a test; ``changes`` are keys of `GpuSettings`."""
     values: dict[str, Any] = {
         "sysfs_root": str(node.directory / "sys"),
+        "proc_root": str(node.directory / "proc"),
         "poll_seconds": 0.1,
         "usage_seconds": 0.1,
         "event_wait_milliseconds": 50,

@@ -5,8 +5,8 @@ GPU that does not return. It comes back when the card answers, the driver asks f
 has been quiet for a while; a GPU that fails again soon must be quiet for twice as long each time, so that a flapping card does not
 eat one pod after another.
 
-Called by `watch` only, on the event loop; reads no clock but the one it is given. It knows a GPU as a whole: a MIG slice of its own
-becomes a second machine of this class beside its GPU's.
+Called by `healths` only, on the event loop; reads no clock but the one it is given. A MIG slice has a machine of this class of its own
+beside its GPU's.
 """
 
 from __future__ import annotations

@@ -9,20 +9,23 @@ Called by `session` inside the owner thread. Merging a reading with what was kno
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import NvmlError
+from vgpu_agent.gpu import mig
 from vgpu_agent.gpu.health import Probe
+from vgpu_agent.gpu.mig import MigReading
 from vgpu_agent.gpu.nvml import GPU_IS_LOST
-from vgpu_agent.model import Gpu, MigInstance
+from vgpu_agent.model import Gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from vgpu_agent.gpu.capabilities import Capabilities
+    from vgpu_agent.gpu.mig import Slot
     from vgpu_agent.gpu.nvml import Handle, Nvml
-    from vgpu_agent.model import Health
+    from vgpu_agent.model import MigInstance
 
 # Not a device for work: the graphics card of a DGX Station (nvidia contract §3).
 _SKIPPED_NAMES = ("NVIDIA DGX Display", "DGX Display")
@@ -32,11 +35,19 @@ _NUMA_FILE_LIMIT = 8  # characters; the kernel has at most 1024 nodes, so anythi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU that answered: the facts, the handle for further calls, and how it is."""
+    """A GPU that answered.
+
+    Attributes:
+        gpu: the facts, with the MIG instances that told all of theirs.
+        handle: for further calls.
+        probe: how it is.
+        mig: how its instances were read.
+    """
 
     gpu: Gpu
     handle: Handle
     probe: Probe
+    mig: MigReading = dataclasses.field(default_factory=MigReading)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,12 +94,13 @@ class NumaNodes:
         return node, news
 
 
-def read(nvml: Nvml, numa: NumaNodes, between: Callable[[], None] = lambda: None) -> Reading:
+def read(nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, between: Callable[[], None] = lambda: None) -> Reading:
     """Ask for every GPU; the failure of one never hides another.
 
     Args:
         nvml: the open driver.
         numa: where NUMA nodes come from.
+        capabilities: where the device nodes of MIG instances come from.
         between: called before each GPU, since a reading can take long.
 
     Raises:
@@ -100,7 +112,7 @@ def read(nvml: Nvml, numa: NumaNodes, between: Callable[[], None] = lambda: None
     for index in range(nvml.count()):
         between()
         try:
-            card = _read_card(nvml, numa, index, warnings)
+            card = _read_card(nvml, numa, capabilities, index, warnings)
         except NvmlError as err:
             failures.append(f"{index}: {err}")
         else:
@@ -109,39 +121,48 @@ def read(nvml: Nvml, numa: NumaNodes, between: Callable[[], None] = lambda: None
     return Reading(tuple(cards), tuple(failures), tuple(warnings))
 
 
-def merge(known: Sequence[Gpu], reading: Reading, healths: Mapping[str, Health]) -> tuple[Gpu, ...]:
+def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
     """The GPUs of the next inventory: those of the reading, and at their old places those that were known and did not answer.
+
+    How they are is not touched: a GPU keeps the health that it had, and a new one has none yet.
 
     Args:
         known: the GPUs of the inventory before.
         reading: what answers now.
-        healths: by UUID, for every GPU of either.
     """
+    before = {gpu.uuid: gpu for gpu in known}
     answering = {card.gpu.uuid for card in reading.cards}
-    gpus = [dataclasses.replace(card.gpu, health=healths[card.gpu.uuid]) for card in sorted(reading.cards, key=lambda card: card.gpu.index)]
+    gpus = [_joined(before.get(card.gpu.uuid), card) for card in sorted(reading.cards, key=lambda card: card.gpu.index)]
     for gpu in sorted((gpu for gpu in known if gpu.uuid not in answering), key=lambda gpu: gpu.pci_bus_id):
         # NVML numbers cards in the order of the bus, and moves the numbers up when one is pulled; the place on the bus stays.
         place = next((place for place, other in enumerate(gpus) if other.pci_bus_id > gpu.pci_bus_id), len(gpus))
-        gpus.insert(place, dataclasses.replace(gpu, present=False, health=healths[gpu.uuid]))
+        gpus.insert(place, dataclasses.replace(gpu, present=False))
     return tuple(gpus)
 
 
-def profile_name(name: str, gpu_slices: int, compute_slices: int, memory_mib: int, gpu_memory_mib: int) -> str:
-    """``1g.10gb``: what follows ``MIG`` in the device's name, or what NVIDIA's formula makes of its size where the name has none.
-
-    The gigabytes of the formula are the eighths of the GPU's memory that the slice takes, times the GPU's memory in whole GiB
-    (nvidia contract §3); a compute instance smaller than its GPU instance is put in front.
-    """
-    _, found, profile = name.partition(" MIG ")
-    if found and profile.strip():
-        return profile.strip()
-    eighths = math.ceil(8 * memory_mib / gpu_memory_mib) / 8 if gpu_memory_mib else 0.0
-    gigabytes = round(eighths * math.ceil(gpu_memory_mib / 1024))
-    profile = f"{gpu_slices}g.{gigabytes}gb"
-    return profile if compute_slices == gpu_slices else f"{compute_slices}c.{profile}"
+def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
+    """The MIG instances of ``gpu`` that did not describe themselves in this reading: UUID → what the driver said."""
+    known = {instance.index: instance for instance in gpu.mig_instances}
+    return {known[slot.index].uuid: problem for slot, problem in card.mig.failures if _is_of(slot, known.get(slot.index))}
 
 
-def _read_card(nvml: Nvml, numa: NumaNodes, index: int, warnings: list[str]) -> Card | None:
+def _joined(known: Gpu | None, card: Card) -> Gpu:
+    """The GPU of a card, with what is to be kept of what was known of it."""
+    if known is None:
+        return card.gpu
+    if not card.mig.settled:  # it is being cut anew: what was is nearer to the truth than half of what will be
+        return dataclasses.replace(card.gpu, health=known.health, mig_enabled=known.mig_enabled, mig_instances=known.mig_instances)
+    silent = [instance for instance in known.mig_instances for slot, _ in card.mig.failures if _is_of(slot, instance)]
+    instances = sorted([*card.gpu.mig_instances, *silent], key=lambda instance: instance.index)
+    return dataclasses.replace(card.gpu, health=known.health, mig_instances=tuple(instances))
+
+
+def _is_of(slot: Slot, instance: MigInstance | None) -> bool:
+    """Whether the slot holds this instance, as far as the slot says who it is."""
+    return instance is not None and slot.index == instance.index and slot.uuid in {"", instance.uuid}
+
+
+def _read_card(nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, index: int, warnings: list[str]) -> Card | None:
     """One GPU, None for a card that is not for work."""
     handle = nvml.handle(index)
     uuid = nvml.uuid(handle, index=index)
@@ -154,41 +175,21 @@ def _read_card(nvml: Nvml, numa: NumaNodes, index: int, warnings: list[str]) -> 
     if warning:
         warnings.append(warning)
     memory_mib, _ = nvml.memory_mib(handle)
-    mig_enabled = nvml.mig_enabled(handle)
+    minor = nvml.minor(handle)
+    instances = mig.read(nvml, handle, memory_mib=memory_mib, minor=minor, capabilities=capabilities)
     gpu = Gpu(
         uuid=uuid,
         index=index,
-        minor=nvml.minor(handle),
+        minor=minor,
         name=name,
         memory_mib=memory_mib,
         pci_bus_id=pci_bus_id,
         numa_node=numa_node,
         compute_capability=nvml.compute_capability(handle),
-        mig_enabled=mig_enabled,
-        mig_instances=_read_mig(nvml, handle, memory_mib) if mig_enabled else (),
+        mig_enabled=instances.layout.enabled,
+        mig_instances=instances.instances,
     )
-    return Card(gpu, handle, _probe(nvml, handle))
-
-
-def _read_mig(nvml: Nvml, handle: Handle, gpu_memory_mib: int) -> tuple[MigInstance, ...]:
-    instances: list[MigInstance] = []
-    for index in range(nvml.mig_slots(handle)):
-        mig = nvml.mig_handle(handle, index)
-        if mig is None:
-            continue
-        gpu_instance_id, compute_instance_id = nvml.mig_instance_ids(mig)
-        gpu_slices, compute_slices, memory_mib = nvml.mig_slices(mig)
-        instances.append(
-            MigInstance(
-                uuid=nvml.uuid(mig),
-                index=index,
-                gpu_instance_id=gpu_instance_id,
-                compute_instance_id=compute_instance_id,
-                profile=profile_name(nvml.name(mig), gpu_slices, compute_slices, memory_mib, gpu_memory_mib),
-                memory_mib=memory_mib,
-            )
-        )
-    return tuple(instances)
+    return Card(gpu, handle, _probe(nvml, handle), instances)
 
 
 def _probe(nvml: Nvml, handle: Handle) -> Probe:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Handle = NewType("Handle", object)
 EventSet = NewType("EventSet", object)
 
+INVALID_ARGUMENT = 2
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 NOT_FOUND = 6
@@ -48,9 +49,9 @@ _MIB = 1024 * 1024
 _NO_INSTANCE = 0xFFFFFFFF
 _LARGEST_PID = 1 << 22  # the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
 
-# Events that tell of a card's trouble. XIDs carry the number; the other two, which newer drivers know, only call for a look at the card.
+# Events that tell of a card's trouble, or that it was cut anew; all but XIDs only call for a look at the card.
 XID_EVENT = pynvml.nvmlEventTypeXidCriticalError
-_WANTED_EVENTS = XID_EVENT | pynvml.nvmlEventTypeGpuUnavailableError | pynvml.nvmlEventTypeGpuRecoveryAction
+_LOOK_EVENTS = pynvml.nvmlEventMigConfigChange | pynvml.nvmlEventTypeGpuUnavailableError | pynvml.nvmlEventTypeGpuRecoveryAction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,10 +189,10 @@ class Nvml:
 
     # ---- MIG
 
-    def mig_enabled(self, handle: Handle) -> bool:
-        """MIG mode is on now."""
+    def mig_mode(self, handle: Handle) -> bool | None:
+        """MIG mode is on now; None for a card that does not know MIG."""
         modes = self._optional("nvmlDeviceGetMigMode", handle)
-        return bool(modes and modes[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+        return None if modes is None else bool(modes[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
 
     def mig_slots(self, handle: Handle) -> int:
         """How many MIG devices the GPU could have."""
@@ -300,7 +301,7 @@ class Nvml:
         if not supported or not supported & XID_EVENT:
             return False
         try:
-            self._call("nvmlDeviceRegisterEvents", handle, supported & _WANTED_EVENTS, events)
+            self._call("nvmlDeviceRegisterEvents", handle, supported & (XID_EVENT | _LOOK_EVENTS), events)
         except NvmlError as err:
             if err.code == NOT_SUPPORTED:
                 return False

@@ -13,7 +13,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import NvmlError
-from vgpu_agent.gpu import inventory, topology
+from vgpu_agent.gpu import inventory, mig, topology
+from vgpu_agent.gpu.capabilities import Capabilities
 from vgpu_agent.model import GpuUsage
 
 if TYPE_CHECKING:
@@ -57,24 +58,28 @@ class Session:
     worth keeping.
     """
 
-    def __init__(self, nvml: Nvml, *, driver_root: Path, sysfs_root: Path, report: Callable[[DeviceEvent], None]) -> None:
+    def __init__(self, nvml: Nvml, *, driver_root: Path, sysfs_root: Path, proc_root: Path, report: Callable[[DeviceEvent], None]) -> None:
         """Begin closed.
 
         Args:
             nvml: the driver.
             driver_root: where it is installed.
             sysfs_root: where sysfs is mounted.
+            proc_root: where procfs is mounted.
             report: takes the events that come while GPUs are read; called in the owner thread.
         """
         self._nvml = nvml
         self._report = report
         self._driver_root = driver_root
         self._numa = inventory.NumaNodes(sysfs_root)
+        self._capabilities = Capabilities(proc_root)
         self._bound = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
         self._open = False
         self._events: EventSet | None = None
         self._heard: dict[str, bool] = {}  # by UUID: registered for events, or known to have none
         self._handles: dict[str, Handle] = {}
+        self._layouts: dict[str, mig.Layout | None] = {}  # of the last reading, by UUID; None for a GPU that was being cut anew
+        self._mig_troubles: dict[str, tuple[str, ...]] = {}
         self._links_of: frozenset[tuple[str, str]] | None = None
 
     def read(self, *, reopen: bool = False) -> Snapshot:
@@ -93,9 +98,10 @@ class Session:
         if not self._open:
             self._nvml.load(self._driver_root)
             self._open = True
-        reading = inventory.read(self._nvml, self._numa, between=self._pass_on_events)
-        warnings = [*reading.warnings, *self._listen(reading)]
+        reading = inventory.read(self._nvml, self._numa, self._capabilities, between=self._pass_on_events)
+        warnings = [*reading.warnings, *self._listen(reading), *self._news_of_instances(reading)]
         self._handles = {card.gpu.uuid: card.handle for card in reading.cards}
+        self._layouts = {card.gpu.uuid: card.mig.layout if card.mig.settled else None for card in reading.cards}
         links = self._read_links(reading, warnings)
         return Snapshot(
             reading=reading,
@@ -106,6 +112,16 @@ class Session:
             cuda_version=self._nvml.cuda_version(),
             simulated=self._nvml.simulated,
         )
+
+    def read_if_cut_anew(self) -> Snapshot | None:
+        """Read everything if a GPU has other MIG instances than in the last reading, or another MIG mode; else None.
+
+        Made of the same calls as a reading, and few of them: one for a GPU that could be cut, some thirty for one that is cut into seven.
+
+        Raises:
+            AgentError: as `read`.
+        """
+        return self.read() if any(map(self._is_cut_anew, self._handles)) else None
 
     def usage(self) -> tuple[GpuUsage, ...]:
         """What each GPU that answered last time is doing; a GPU that fails now is left out."""
@@ -141,7 +157,27 @@ class Session:
         self._events, self._open = None, False
         self._heard.clear()
         self._handles.clear()
+        self._layouts.clear()
         self._links_of = None
+
+    def _is_cut_anew(self, uuid: str) -> bool:
+        before = self._layouts[uuid]
+        if before is not None and not before.capable:
+            return False
+        try:
+            return mig.look(self._nvml, self._handles[uuid]) != before or before is None
+        except NvmlError:  # the next poll finds out what is wrong with it
+            return False
+
+    def _news_of_instances(self, reading: inventory.Reading) -> list[str]:
+        """What instances would not tell, where that has changed."""
+        troubles: dict[str, tuple[str, ...]] = {}
+        for card in reading.cards:
+            uuid = card.gpu.uuid
+            troubles[uuid] = tuple(f"MIG instance {slot.uuid or slot.index} of {uuid}: {problem}" for slot, problem in card.mig.failures)
+        news = [text for uuid, texts in troubles.items() for text in texts if text not in self._mig_troubles.get(uuid, ())]
+        self._mig_troubles = troubles
+        return news
 
     def _pass_on_events(self) -> None:
         """Report what is queued: a slow driver takes minutes for a reading, and an XID must not wait for its end."""

@@ -2,7 +2,8 @@
 
 `GpuWatch` keeps two snapshots that anybody may read or wait for: what GPUs there are and how healthy they are (`inventory`), and what
 they do (`usage`). It hears of trouble in three ways, because each alone misses some: events from the driver, a regular look at every
-card, since a card can vanish without an event, and calls that do not return.
+card, since a card can vanish without an event, and calls that do not return. Between the polls it looks, more often and with few calls,
+whether a GPU was cut into other MIG instances.
 
 Built and started by `agent`, which runs `run` under its supervisor and hands `inventory` to the ledger and the plugin servers.
 """
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import AgentError, DriverMissingError, NvmlError, NvmlHungError
+from vgpu_agent.gpu import changes
 from vgpu_agent.gpu import inventory as inventories
-from vgpu_agent.gpu.health import GpuHealth, Probe, RecoveryPolicy
+from vgpu_agent.gpu.health import Probe, RecoveryPolicy
+from vgpu_agent.gpu.healths import Healths
 from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.gpu.reopening import Reopening
 from vgpu_agent.gpu.session import Session
@@ -45,6 +48,8 @@ _logger = log.get(__name__)
 # A poll that something calls for comes no sooner than this part of the regular interval after the one before: a card may send a
 # thousand events a second.
 _SHORTEST_INTERVAL = 0.1
+# New MIG instances reach kubelet within two seconds (docs/architecture.md); this is what may pass until they are seen.
+_MIG_LOOK_SECONDS = 1.0
 # Of the same XID on the same GPU one entry in so long: a storm of them must not push everything else out of the journal.
 _XID_PAUSE_SECONDS = 10.0
 
@@ -69,6 +74,7 @@ class GpuWatch:
             self._nvml,
             driver_root=Path(settings.driver_root),
             sysfs_root=Path(settings.sysfs_root),
+            proc_root=Path(settings.proc_root),
             report=self._pass_on,
         )
         self._thread = NvmlThread(
@@ -78,14 +84,14 @@ class GpuWatch:
             event_wait_seconds=settings.event_wait_milliseconds / 1000,
             call_timeout_seconds=settings.call_timeout_seconds,
         )
-        self._healths: dict[str, GpuHealth] = {}
+        self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
         self._links: dict[tuple[str, str], Link] = {}
         self._reopening = Reopening(settings.poll_seconds)
         self._xids: dict[tuple[str, int], tuple[float, int]] = {}  # (GPU, XID) → when last recorded (monotonic), how many since
         self._wait_trouble = ""
         self._driver_problem = ""
         self._wake = asyncio.Event()
-        self._polled_at = self._next_poll = self._next_usage = 0.0  # monotonic
+        self._polled_at = self._next_poll = self._next_usage = self._looked_at = self._next_look = 0.0  # monotonic
         self.apply(settings)
 
     # ---- what `agent` calls
@@ -120,10 +126,13 @@ class GpuWatch:
             if now >= self._next_poll:
                 with contextlib.suppress(AgentError):  # said and shown where it was noticed; the next round tries again
                     await self._poll()
+            elif now >= self._next_look:
+                with contextlib.suppress(AgentError):  # the poll meets it again
+                    await self._look()
             elif now >= self._next_usage:
                 await self._measure()
             else:
-                await self._sleep(min(self._next_poll, self._next_usage) - now)
+                await self._sleep(min(self._next_poll, self._next_look, self._next_usage) - now)
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Close the driver; False when a call still hangs after ``timeout_seconds``, which keeps nobody from exiting."""
@@ -131,15 +140,14 @@ class GpuWatch:
         return await self._thread.stopped(timeout_seconds)
 
     def apply(self, settings: GpuSettings) -> None:
-        """Use other settings from now on; `driver_root` and `sysfs_root` stay as they were until a restart."""
+        """Use other settings from now on; where driver, sysfs and procfs lie stays as it was until a restart."""
         self._settings = settings
         self._policy = XidPolicy.from_lists(settings.disable_health_checks, settings.enable_health_checks)
         for warning in self._policy.warnings:
             _logger.warning("gpu.xid_list", problem=warning)
         if not self._policy.watches:
             _logger.warning("gpu.xids_unwatched", meaning="gpu.disableHealthChecks: no XID makes a GPU Unhealthy")
-        for health in self._healths.values():
-            health.policy = _recovery_policy(settings.recovery)
+        self._healths.follow(_recovery_policy(settings.recovery))
         self._thread.event_wait_seconds = settings.event_wait_milliseconds / 1000
         self._thread.call_timeout_seconds = settings.call_timeout_seconds
         self._reopening.interval_seconds = settings.poll_seconds
@@ -184,11 +192,29 @@ class GpuWatch:
             raise
         self._schedule_poll()
 
+    async def _look(self) -> None:
+        """Read the GPUs if one was cut anew.
+
+        Raises:
+            AgentError: nothing could be read.
+        """
+        self._looked_at = time.monotonic()
+        self._next_look = self._looked_at + _MIG_LOOK_SECONDS
+        snapshot = await self._thread.call("look for other MIG instances", self._session.read_if_cut_anew)
+        if snapshot is not None:
+            self._learn(snapshot)
+
     async def _read(self, *, reopen: bool) -> None:
         snapshot = await self._thread.call("read the GPUs", functools.partial(self._session.read, reopen=reopen))
         if reopen:
             self._wait_trouble = ""
-        self._reopening.read(snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopen, now=time.monotonic())
+        self._learn(snapshot, reopened=reopen)
+
+    def _learn(self, snapshot: Snapshot, *, reopened: bool = False) -> None:
+        now = time.monotonic()
+        self._reopening.read(snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopened, now=now)
+        settled = all(card.mig.settled for card in snapshot.reading.cards)
+        self._next_look = now + _MIG_LOOK_SECONDS * (1.0 if settled else _SHORTEST_INTERVAL)
         self._take(snapshot)
 
     def _take(self, snapshot: Snapshot) -> None:
@@ -201,21 +227,21 @@ class GpuWatch:
         for warning in snapshot.warnings:
             _logger.warning("gpu.fact_missing", problem=warning)
         answering = {card.gpu.uuid: card for card in snapshot.reading.cards}
-        for card in snapshot.reading.cards:
-            self._health(card.gpu.uuid).probed(card.probe, now)
-        for gpu in self.inventory.value.gpus:
-            if gpu.uuid not in answering:
-                self._health(gpu.uuid).probed(Probe(trouble=_why_missing(gpu, snapshot.reading.failures)), now)
+        gpus = inventories.merge(self.inventory.value.gpus, snapshot.reading)
+        for gpu in gpus:
+            card = answering.get(gpu.uuid)
+            if card is None:
+                self._healths.probed(gpu, Probe(trouble=_why_missing(gpu, snapshot.reading.failures)), now)
+            else:
+                silent = {uuid: Probe(trouble=problem) for uuid, problem in inventories.silent_instances(gpu, card).items()}
+                self._healths.probed(gpu, card.probe, now, silent)
         if snapshot.links is not None:
             kept = {pair: link for pair, link in self._links.items() if not answering.keys() >= set(pair)}
             self._links = kept | snapshot.links
-        gpus = inventories.merge(
-            self.inventory.value.gpus, snapshot.reading, {uuid: health.health for uuid, health in self._healths.items()}
-        )
         self._publish(
             dataclasses.replace(
                 self.inventory.value,
-                gpus=gpus,
+                gpus=self._healths.applied(gpus),
                 links=self._links,
                 failures=snapshot.reading.failures,
                 driver_version=snapshot.driver_version,
@@ -230,16 +256,10 @@ class GpuWatch:
             self._journal.record("nvml.missing" if state is NvmlState.MISSING else "nvml.failed", level="error", problem=problem)
         self._driver_problem = self._status.last_error = problem
         self._status.state = state
-        for health in self._healths.values():
-            health.probed(Probe(trouble=problem), time.monotonic())
-        self._publish(
-            dataclasses.replace(
-                self.inventory.value,
-                gpus=tuple(
-                    dataclasses.replace(gpu, present=False, health=self._health(gpu.uuid).health) for gpu in self.inventory.value.gpus
-                ),
-            )
-        )
+        gpus = [dataclasses.replace(gpu, present=False) for gpu in self.inventory.value.gpus]
+        for gpu in gpus:
+            self._healths.probed(gpu, Probe(trouble=problem), time.monotonic())
+        self._publish(dataclasses.replace(self.inventory.value, gpus=self._healths.applied(gpus)))
 
     async def _measure(self) -> None:
         self._next_usage = time.monotonic() + self._settings.usage_seconds
@@ -258,12 +278,16 @@ class GpuWatch:
     def _on_event(self, event: DeviceEvent) -> None:
         self._wait_trouble = ""
         self._want_poll()
-        if event.xid is None:
+        if event.xid is None:  # it may be about MIG instances
+            self._next_look = min(self._next_look, self._looked_at + _MIG_LOOK_SECONDS * _SHORTEST_INTERVAL)
             return
         counts = self._policy.counts(event.xid)
         self._record_xid(event, event.xid, counts=counts)
-        if counts and event.gpu in self._healths:  # an event that the driver cannot place marks nobody: the poll finds out whose it was
-            self._healths[event.gpu].reported(describe(event.xid), time.monotonic())
+        if counts:
+            reason = describe(event.xid) if event.gpu else f"{describe(event.xid)} (the driver does not say on which GPU)"
+            for gpu in self.inventory.value.gpus:
+                if event.gpu in {gpu.uuid, ""}:  # one that cannot be placed may have hit any (nvidia contract §10.6)
+                    self._healths.reported(gpu, event.gpu_instance, event.compute_instance, reason, time.monotonic())
             self._publish_healths()
 
     def _record_xid(self, event: DeviceEvent, xid: int, *, counts: bool) -> None:
@@ -303,8 +327,7 @@ class GpuWatch:
     def _on_answering(self, call: CallInFlight, seconds: float) -> None:
         self._status.state, self._status.call, self._status.gpu, self._status.since = NvmlState.ANSWERING, "", "", 0.0
         self._journal.record("nvml.answering", call=call.name, gpu=call.gpu, after_seconds=round(seconds, 3))
-        for health in self._healths.values():
-            health.answering(time.monotonic())
+        self._healths.answering(time.monotonic())
         self._want_poll()
 
     def _judge_hang(self) -> None:
@@ -312,44 +335,20 @@ class GpuWatch:
         call = self._thread.hang
         if call is None or time.monotonic() - call.started < self._settings.hung_unhealthy_seconds:
             return
-        health = self._healths.get(call.gpu)
-        if health is not None and health.hung(f"the NVIDIA driver does not return from {call.name}", time.monotonic()):
+        gpu = self.inventory.value.gpu(call.gpu)
+        if gpu is not None and self._healths.hung(gpu, f"the NVIDIA driver does not return from {call.name}", time.monotonic()):
             self._publish_healths()
 
     # ---- publishing
 
-    def _health(self, uuid: str) -> GpuHealth:
-        if uuid not in self._healths:
-            self._healths[uuid] = GpuHealth(_recovery_policy(self._settings.recovery), wall=time.time)
-        return self._healths[uuid]
-
     def _publish_healths(self) -> None:
-        gpus = tuple(dataclasses.replace(gpu, health=self._health(gpu.uuid).health) for gpu in self.inventory.value.gpus)
-        self._publish(dataclasses.replace(self.inventory.value, gpus=gpus))
+        self._publish(dataclasses.replace(self.inventory.value, gpus=self._healths.applied(self.inventory.value.gpus)))
 
     def _publish(self, new: Inventory) -> None:
         old = self.inventory.value
-        if new == old:
-            return
-        if new.simulated and not old.simulated:
-            self._journal.record("gpu.simulated", level="warning", meaning="these GPUs are simulated; no work runs on them")
-        if news := [failure for failure in new.failures if failure not in old.failures]:
-            self._journal.record("gpu.not_answering", level="error", failures=news)
-        for gpu in new.gpus:
-            self._record_change(old.gpu(gpu.uuid), gpu)
-        self.inventory.publish(dataclasses.replace(new, version=old.version + 1, taken_at=time.time()))
-
-    def _record_change(self, old: Gpu | None, new: Gpu) -> None:
-        facts: dict[str, Any] = {"gpu": new.uuid, "index": new.index}
-        was_present, was_ok = (old.present, old.health.ok) if old else (False, True)
-        if new.present and not was_present:
-            self._journal.record("gpu.appeared", **facts, name=new.name, pci=new.pci_bus_id)
-        if was_present and not new.present:
-            self._journal.record("gpu.lost", level="error", **facts, reason=new.health.reason)
-        if was_ok and not new.health.ok:
-            self._journal.record("gpu.unhealthy", level="error", **facts, reason=new.health.reason)
-        if new.health.ok and not was_ok:
-            self._journal.record("gpu.recovered", **facts, was=old.health.reason if old else "")
+        if new != old:
+            changes.record(self._journal, old, new)
+            self.inventory.publish(dataclasses.replace(new, version=old.version + 1, taken_at=time.time()))
 
     # ---- time
 
@@ -360,9 +359,8 @@ class GpuWatch:
     def _schedule_poll(self) -> None:
         """The regular interval, or sooner when a GPU could recover before."""
         now = time.monotonic()
-        recoveries = [at for health in self._healths.values() if (at := health.recovers_at) is not None]
         soonest = now + self._settings.poll_seconds * _SHORTEST_INTERVAL
-        self._next_poll = max(soonest, min([now + self._settings.poll_seconds, *recoveries]))
+        self._next_poll = max(soonest, min([now + self._settings.poll_seconds, *self._healths.recoveries]))
 
     async def _sleep(self, seconds: float) -> None:
         """Until something happens, and never so long that a hang goes unseen."""

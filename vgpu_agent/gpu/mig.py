@@ -1,0 +1,197 @@
+"""The MIG instances of a GPU, read so that what comes out was true at one moment.
+
+Somebody may cut a GPU anew while it is read: then handles die between two calls, or a slot holds another instance than a call before. So
+a reading counts only when the layout is the same after it as it was read; else it is made again, and if it will not settle, the caller
+keeps what it knew and looks again soon. A change of layout never costs the GPU.
+
+Called by `inventory` for each GPU, and by `session` for the light look between two readings; inside the owner thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import NvmlError
+from vgpu_agent.gpu.nvml import GPU_IS_LOST, INVALID_ARGUMENT, NOT_FOUND
+from vgpu_agent.model import MigInstance
+
+if TYPE_CHECKING:
+    from vgpu_agent.gpu.capabilities import Capabilities, CapabilityMinors
+    from vgpu_agent.gpu.nvml import Handle, Nvml
+
+_TRIES = 3
+_PAUSE_SECONDS = 0.002  # between two tries; a tool that cuts a GPU anew takes longer, and the next look comes soon
+
+# What a call about an instance answers that has just been destroyed.
+_GONE = frozenset({NOT_FOUND, INVALID_ARGUMENT})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One MIG device of a GPU: where it is and who; the UUID is empty and the ids are -1 where the driver does not say."""
+
+    index: int
+    uuid: str = ""
+    gpu_instance_id: int = -1
+    compute_instance_id: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How a GPU is cut: what the light look compares.
+
+    Attributes:
+        capable: the card knows MIG at all; one that does not never will.
+        enabled: MIG mode is on now.
+        slots: the instances there are.
+    """
+
+    capable: bool = False
+    enabled: bool = False
+    slots: tuple[Slot, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MigReading:
+    """What a GPU's instances are.
+
+    Attributes:
+        layout: how it is cut.
+        instances: those that answered every question, by index.
+        failures: those that did not, each with the reason.
+        settled: the GPU was not cut anew meanwhile; if it was, nothing else here is to be believed.
+    """
+
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    instances: tuple[MigInstance, ...] = ()
+    failures: tuple[tuple[Slot, str], ...] = ()
+    settled: bool = True
+
+
+class _LayoutMovedError(Exception):
+    """An instance went away between two calls."""
+
+
+def look(nvml: Nvml, handle: Handle) -> Layout | None:
+    """How the GPU is cut now; None when that changed during the look.
+
+    Raises:
+        NvmlError: the card is lost, or the driver does not say whether MIG mode is on.
+    """
+    try:
+        return _look(nvml, handle)
+    except _LayoutMovedError:
+        return None
+
+
+def read(nvml: Nvml, handle: Handle, *, memory_mib: int, minor: int, capabilities: Capabilities) -> MigReading:
+    """The GPU's instances with all their facts.
+
+    Args:
+        nvml: the open driver.
+        handle: the GPU.
+        memory_mib: of the whole GPU, for names of profiles.
+        minor: of the GPU, the key of its capability numbers.
+        capabilities: where those are found.
+
+    Raises:
+        NvmlError: the card is lost, or the driver does not say whether MIG mode is on; what is wrong with one instance is in ``failures``.
+    """
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_PAUSE_SECONDS)
+        try:
+            layout = _look(nvml, handle)
+            if not layout.slots:
+                return MigReading(layout)
+            instances, failures = _describe(nvml, handle, layout, memory_mib, minor, capabilities.read())
+            if _look(nvml, handle) == layout:
+                return MigReading(layout, instances, failures)
+        except _LayoutMovedError:
+            continue
+    return MigReading(Layout(capable=True, enabled=True), settled=False)
+
+
+def profile_name(name: str, gpu_slices: int, compute_slices: int, memory_mib: int, gpu_memory_mib: int) -> str:
+    """``1g.10gb``: what follows ``MIG`` in the device's name, or what NVIDIA's formula makes of its size where the name has none.
+
+    The gigabytes of the formula are the eighths of the GPU's memory that the slice takes, times the GPU's memory in whole GiB
+    (nvidia contract §3); a compute instance smaller than its GPU instance is put in front.
+    """
+    _, found, profile = name.partition(" MIG ")
+    if found and profile.strip():
+        return profile.strip()
+    eighths = math.ceil(8 * memory_mib / gpu_memory_mib) / 8 if gpu_memory_mib else 0.0
+    gigabytes = round(eighths * math.ceil(gpu_memory_mib / 1024))
+    profile = f"{gpu_slices}g.{gigabytes}gb"
+    return profile if compute_slices == gpu_slices else f"{compute_slices}c.{profile}"
+
+
+def _look(nvml: Nvml, handle: Handle) -> Layout:
+    enabled = nvml.mig_mode(handle)
+    if not enabled:
+        return Layout(capable=enabled is not None)
+    slots: list[Slot] = []
+    for index in range(nvml.mig_slots(handle)):
+        slot = Slot(index)
+        try:
+            mig = nvml.mig_handle(handle, index)
+            if mig is None:
+                continue
+            slot = Slot(index, nvml.uuid(mig), *nvml.mig_instance_ids(mig))
+        except NvmlError as err:
+            _unless_gone(err)
+        slots.append(slot)
+    return Layout(capable=True, enabled=True, slots=tuple(slots))
+
+
+def _describe(
+    nvml: Nvml, handle: Handle, layout: Layout, gpu_memory_mib: int, minor: int, minors: CapabilityMinors
+) -> tuple[tuple[MigInstance, ...], tuple[tuple[Slot, str], ...]]:
+    """All facts of the instances in ``layout``, and what is wrong with those that do not tell them."""
+    instances: list[MigInstance] = []
+    failures: list[tuple[Slot, str]] = []
+    for slot in layout.slots:
+        try:
+            mig = nvml.mig_handle(handle, slot.index)
+            if mig is None:
+                raise _LayoutMovedError
+            uuid, ids = nvml.uuid(mig), nvml.mig_instance_ids(mig)
+            gpu_slices, compute_slices, memory_mib = nvml.mig_slices(mig)
+            name = nvml.name(mig)
+        except NvmlError as err:
+            _unless_gone(err)
+            failures.append((slot, str(err)))
+            continue
+        nodes, trouble = minors.nodes(minor, *ids)
+        instances.append(
+            MigInstance(
+                uuid=uuid,
+                index=slot.index,
+                gpu_instance_id=ids[0],
+                compute_instance_id=ids[1],
+                profile=profile_name(name, gpu_slices, compute_slices, memory_mib, gpu_memory_mib),
+                memory_mib=memory_mib,
+                gpu_slices=gpu_slices,
+                compute_slices=compute_slices,
+                capability_nodes=nodes,
+                trouble=trouble,
+            )
+        )
+    return tuple(instances), tuple(failures)
+
+
+def _unless_gone(err: NvmlError) -> None:
+    """Let an error that concerns one instance pass.
+
+    Raises:
+        NvmlError: the whole card is lost.
+        _LayoutMovedError: the instance has been destroyed.
+    """
+    if err.code == GPU_IS_LOST:
+        raise err
+    if err.code in _GONE:
+        raise _LayoutMovedError from err
