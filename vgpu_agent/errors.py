@@ -88,6 +88,18 @@ class CarrierError(AgentError):
     """A file that a container needs before it starts could not be put into place."""
 
 
+class MpsError(AgentError):
+    """An MPS control daemon, or a tool that it needs, is missing, silent or not doing what it was told."""
+
+
+class MpsDaemonGoneError(MpsError):
+    """There is no MPS control daemon where there should be one."""
+
+
+class MigError(AgentError):
+    """A GPU could not be divided into MIG instances as a container needs it; the container may try again."""
+
+
 class ClusterError(AgentError):
     """The API server did not answer, or not with what was asked for.
 
@@ -99,3 +111,7 @@ class ClusterError(AgentError):
     def __init__(self, text: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:
         self.status, self.retry_after_seconds = status, retry_after_seconds
         super().__init__(text)
+
+
+class CdiError(AgentError):
+    """There is no usable CDI spec of a node's devices: it cannot be made, is refused, or cannot be written."""

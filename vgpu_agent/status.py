@@ -146,6 +146,42 @@ class ContainerUsage:
     last_kernel_at: int = 0
 
 
+class MpsState(enum.StrEnum):
+    """Where an MPS control daemon stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclasses.dataclass
+class MpsStatus:
+    """One MPS control daemon: one resource.
+
+    Attributes:
+        trouble: why new containers must not be sent to it, with the remedy; empty while its limits are proven to be in force.
+        adopted: it was running already when this agent started.
+        limits: (GPU, MiB that each client may take), of the daemon that runs.
+        clients: process ids of its clients when they were last asked for.
+        clients_lost: how many clients ended with a daemon, since the agent started.
+        lent: GPUs that serve somebody else now and are therefore not in exclusive mode.
+    """
+
+    resource: str
+    state: MpsState = MpsState.STARTING
+    trouble: str = ""
+    adopted: bool = False
+    running_since: float = 0.0
+    proven_at: float = 0.0
+    thread_percentage: int = 0
+    limits: tuple[tuple[str, int], ...] = ()
+    clients: tuple[int, ...] = ()
+    restarts: int = 0
+    clients_lost: int = 0
+    lent: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass
 class FamilyStatus:
     """One family that is switched on."""
@@ -170,6 +206,42 @@ class BindingStatus:
     volcano_vgpu_origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of those that one of the two has set: which
     foreign_problems: tuple[str, ...] = ()  # what is wrong with those two
     cautions: tuple[str, ...] = ()  # what will go wrong for some pods with what is offered
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CdiSpecStatus:
+    """One CDI spec of this node's devices.
+
+    Attributes:
+        kind: vendor and class, e.g. ``nvidia.com/gpu``.
+        path: its file.
+        devices: their names.
+        made_at: unix seconds when its content was made (or last changed, where somebody else keeps it); 0 when it never was.
+        error: why it is not as it should be; empty when it is.
+    """
+
+    kind: str
+    path: str
+    devices: tuple[str, ...] = ()
+    made_at: float = 0.0
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CdiStatus:
+    """How containers are told of devices by CDI.
+
+    Attributes:
+        source: ``generated``, ``toolkit``, or empty where no CDI names are needed.
+        strategies: how containers are told of their devices.
+        specs: those that this node's devices have.
+        names: the qualified names that runtimes can resolve now.
+    """
+
+    source: str = ""
+    strategies: tuple[str, ...] = ()
+    specs: tuple[CdiSpecStatus, ...] = ()
+    names: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -248,6 +320,7 @@ class AgentStatus:
     ledger: LedgerStatus = dataclasses.field(default_factory=LedgerStatus)
     binding: BindingStatus = dataclasses.field(default_factory=BindingStatus)
     cluster: ClusterStatus = dataclasses.field(default_factory=ClusterStatus)
+    mps: tuple[MpsStatus, ...] = ()  # one for each MPS control daemon, by resource
     tasks: tuple[TaskReport, ...] = ()
     events: tuple[Entry, ...] = ()
     loop_lag_seconds: float = 0.0

@@ -78,6 +78,25 @@ def test_the_largest_number_of_replicas_decides_about_compute() -> None:
     )
 
 
+def test_a_daemon_that_knows_a_lost_gpu_still_covers_the_others() -> None:
+    """A card that falls off the bus must not cost the clients of the others their daemon; other limits or another index must."""
+    both = mps.daemon_plan(_resource(), golden_inventory(), OPTIONS)
+    one = dataclasses.replace(both, devices=both.devices[1:])
+    assert both.covers(one)
+    assert not one.covers(both)
+    assert not both.covers(dataclasses.replace(one, thread_percentage=50))
+    assert not both.covers(dataclasses.replace(both, devices=(dataclasses.replace(both.devices[1], index=0),)))
+
+
+def test_a_family_can_have_its_pipe_elsewhere() -> None:
+    """Old clients look for the pipe in a place of their own, which has the same name on the host."""
+    options = MpsOptions(pipe_directory="/tmp/nvidia-mps")
+    plan = mps.daemon_plan(_resource(), golden_inventory(), options)
+    assert plan.environment == {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps", "CUDA_MPS_LOG_DIRECTORY": "/mps/nvidia.com/gpu/log"}
+    edits = mps.mps_edits(_resource(), [U0], golden_inventory(), options)
+    assert edits.mounts[0] == Mount("/tmp/nvidia-mps", "/tmp/nvidia-mps")
+
+
 def test_a_container_joins_its_daemon_by_a_variable_and_two_mounts() -> None:
     """nvidia:A19: the pipe directory under the same name, and the shared memory of all clients as /dev/shm, both writable."""
     assert mps.mps_edits(_resource(), [U0], golden_inventory(), OPTIONS) == Edits(

@@ -30,7 +30,7 @@ DEFAULT = "DEFAULT"
 PROBE = "get_default_active_thread_percentage"
 QUIT = "quit"
 
-# Processes that one MPS server takes: since Volta, and before it (nvidia contract §11.2; 7.0 is Volta: nvidia:D6).
+# Processes that one MPS server takes: since Volta, and before it (nvidia contract §11.2; 7.0 is Volta: D6).
 VOLTA = (7, 0)
 MOST_CLIENTS = 48
 MOST_CLIENTS_BEFORE_VOLTA = 16
@@ -48,12 +48,14 @@ class MpsOptions:
         per_container_limits: several replicas in one container are several shares, told to the container in variables. A daemon knows one
             limit for all of its clients, so it then leaves them the whole GPU where a container may ask for more than one replica.
         single: a container gets one replica only, so the daemon's own limit is that of one replica in any case.
+        pipe_directory: another place for the pipe, under the same path on the host and in containers; empty for one below the roots.
     """
 
     root: str = "/run/nvidia/mps"
     container_root: str = "/mps"
     per_container_limits: bool = False
     single: bool = False
+    pipe_directory: str = ""
 
     @property
     def limits_in_containers(self) -> bool:
@@ -66,11 +68,11 @@ class MpsOptions:
 
     def pipe(self, resource: str) -> str:
         """The directory of the daemon's control pipe, as daemon and containers see it."""
-        return f"{self.container_root}/{resource}/pipe"
+        return self.pipe_directory or f"{self.container_root}/{resource}/pipe"
 
     def host_pipe(self, resource: str) -> str:
         """The same, as the host sees it."""
-        return f"{self.root}/{resource}/pipe"
+        return self.pipe_directory or f"{self.root}/{resource}/pipe"
 
     @property
     def host_shared_memory(self) -> str:
@@ -95,22 +97,35 @@ class DeviceLimit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DaemonPlan:
-    """What one control daemon is told (nvidia:§17.3), as plain values: two equal plans are the same daemon.
+    """What one control daemon is told (nvidia contract §17.3), as plain values: two equal plans are the same daemon.
 
     Attributes:
         directory: its files, see `MpsOptions.directory`.
+        pipe: the directory of its control pipe.
+        devices: its GPUs, by index.
         thread_percentage: what each client may take of each GPU's compute.
     """
 
     resource: str
     directory: str
+    pipe: str
     devices: tuple[DeviceLimit, ...]
     thread_percentage: int
 
     @property
+    def log(self) -> str:
+        """The directory of its logs."""
+        return f"{self.directory}/log"
+
+    @property
     def environment(self) -> dict[str, str]:
         """All of the daemon's environment; a variable more could change which GPUs it serves."""
-        return {PIPE_VARIABLE: f"{self.directory}/pipe", LOG_VARIABLE: f"{self.directory}/log"}
+        return {PIPE_VARIABLE: self.pipe, LOG_VARIABLE: self.log}
+
+    def covers(self, wanted: DaemonPlan) -> bool:
+        """Whether a daemon by this plan does all that ``wanted`` asks for; that it knows a GPU more, which is gone, does no harm."""
+        here = dataclasses.replace(self, devices=())
+        return here == dataclasses.replace(wanted, devices=()) and set(wanted.devices) <= set(self.devices)
 
     @property
     def commands(self) -> tuple[str, ...]:
@@ -120,7 +135,7 @@ class DaemonPlan:
 
 
 def most_clients(gpu: Gpu) -> int:
-    """How many processes one MPS server of that GPU takes (nvidia:D6)."""
+    """How many processes one MPS server of that GPU takes (nvidia contract D6)."""
     return MOST_CLIENTS if gpu.compute_capability >= VOLTA else MOST_CLIENTS_BEFORE_VOLTA
 
 
@@ -140,7 +155,7 @@ def replicas_of(resource: Resource) -> dict[str, int]:
 
 
 def why_not(resource: Resource, inventory: Inventory) -> str:
-    """Why ``resource`` cannot be shared by MPS as it is offered, one sentence with the remedy; empty when it can (nvidia:G14, G15)."""
+    """Why ``resource`` cannot be shared by MPS as it is offered, with the remedy; empty when it can (nvidia contract G14, G15)."""
     for uuid, replicas in replicas_of(resource).items():
         found = inventory.device(uuid)
         if found is None:
@@ -174,13 +189,14 @@ def daemon_plan(resource: Resource, inventory: Inventory, options: MpsOptions) -
     return DaemonPlan(
         resource.name,
         options.directory(resource.name),
+        options.pipe(resource.name),
         tuple(sorted(devices, key=lambda limit: limit.index)),
         thread_share(1 if whole else most),
     )
 
 
 def mps_edits(resource: Resource, devices: Sequence[str], inventory: Inventory, options: MpsOptions) -> Edits:
-    """What makes a container a client of its resource's daemon (nvidia:A19, A20, A21).
+    """What makes a container a client of its resource's daemon (nvidia contract A19, A20, A21).
 
     Args:
         resource: as it is offered; its ids say how many replicas a GPU has.

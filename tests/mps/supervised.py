@@ -1,0 +1,99 @@
+"""A node with simulated GPUs, the stand-in tools and a supervision of MPS daemons, for the tests of this room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from tests.simulated import simulated_node
+from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config.mps import Mps
+from vgpu_agent.isolation.mps import DaemonPlan, DeviceLimit
+from vgpu_agent.journal import Journal
+from vgpu_agent.mps.supervision import Supervision
+from vgpu_agent.sim.mps_tools import MpsTools, end_daemon
+from vgpu_agent.sim.state import SimulatedNode
+from vgpu_agent.status import MpsState, MpsStatus
+
+RESOURCE = "nvidia.com/gpu"
+
+
+class Node:
+    """One node. ``pods`` are those that hold a share; ``changes`` counts how often the offer had to be looked at again."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.gpus = simulated_node(tmp_path)
+        self.tools = MpsTools.install(tmp_path / "tools", self.gpus.directory)
+        self.root = tmp_path / "mps"
+        self.pods: tuple[str, ...] = ()
+        self.changes = 0
+        self.journal = Journal()
+        self.settings = Mps(
+            container_root=str(self.root),
+            control_binary=str(self.tools.control),
+            smi_binary=str(self.tools.smi),
+            command_timeout_seconds=5.0,
+            probe_seconds=0.05,
+            backoff_min_seconds=0.05,
+            backoff_max_seconds=0.2,
+        )
+
+    @property
+    def pipe(self) -> Path:
+        """Where the daemon of `RESOURCE` has its pipe."""
+        return self.root / RESOURCE / "pipe"
+
+    def plan(self, replicas: int = 4, resource: str = RESOURCE) -> DaemonPlan:
+        """The plan of that many replicas of both GPUs."""
+        limits = tuple(DeviceLimit(uuid, index, 81920 // replicas) for index, uuid in enumerate(self.gpus.uuids))
+        directory = f"{self.root}/{resource}"
+        return DaemonPlan(resource, directory, f"{directory}/pipe", limits, 100 // replicas)
+
+    @property
+    def compute_modes(self) -> list[int]:
+        """As NVML would show them: 0 default, 3 exclusive process."""
+        state = SimulatedNode.open(self.gpus.directory).state
+        return [state.gpus[number].compute_mode for number in range(2)]
+
+    @contextlib.asynccontextmanager
+    async def agent(self) -> AsyncIterator[Supervision]:
+        """A supervision as one run of the agent has it; it stops in order."""
+        async with Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1.0) as supervisor:
+            supervision = Supervision(
+                self.settings, supervisor, self.journal, holders=lambda _: self.pods, changed=self._changed, share_memory=_no_memory
+            )
+            yield supervision
+            await supervision.stop()
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        end_daemon(self.pipe)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The facts of each such event."""
+        return [entry.facts for entry in self.journal.entries if entry.event == name]
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+def _no_memory(root: str, **_: object) -> None:
+    Path(root).mkdir(exist_ok=True)
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for something that other processes do."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "this did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+async def until_running(supervision: Supervision) -> MpsStatus:
+    """Wait for the one daemon to be up with proven limits."""
+    await until(lambda: supervision.statuses and supervision.statuses[0].state is MpsState.RUNNING)
+    return supervision.statuses[0]

@@ -1,0 +1,85 @@
+"""Directories, marks, labels and the shared memory of MPS daemons."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.errors import MpsError
+from vgpu_agent.isolation.mps import DaemonPlan
+from vgpu_agent.mps import directories
+
+
+def _plan(root: Path) -> DaemonPlan:
+    return DaemonPlan("nvidia.com/gpu", f"{root}/nvidia.com/gpu", f"{root}/nvidia.com/gpu/pipe", (), 25)
+
+
+def test_the_pipe_directory_is_open_to_all_and_what_is_in_it_stays(tmp_path: Path) -> None:
+    """Mode 0755 whatever the umask; an earlier daemon's socket is not touched, since that daemon may be alive."""
+    pipe = Path(_plan(tmp_path).pipe)
+    pipe.mkdir(parents=True, mode=0o700)
+    (pipe / "control").touch()
+    directories.prepare(_plan(tmp_path), sysfs_root=str(tmp_path))
+    assert pipe.stat().st_mode & 0o777 == 0o755
+    assert (pipe / "control").exists()
+    assert Path(_plan(tmp_path).log).is_dir()
+
+
+def test_with_selinux_containers_may_use_the_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where selinuxfs is mounted, the pipe directory and all in it get the type of container files; elsewhere nothing is labelled."""
+    labelled: list[tuple[str, bytes]] = []
+    monkeypatch.setattr(os, "setxattr", lambda path, name, value, **_: labelled.append((f"{path} {name}", value)))
+    directories.prepare(_plan(tmp_path), sysfs_root=str(tmp_path))
+    assert labelled == []
+    (tmp_path / "fs/selinux").mkdir(parents=True)
+    (tmp_path / "fs/selinux/enforce").touch()
+    (Path(_plan(tmp_path).pipe) / "control").touch()
+    directories.prepare(_plan(tmp_path), sysfs_root=str(tmp_path))
+    label = b"system_u:object_r:container_file_t:s0\0"
+    pipe = _plan(tmp_path).pipe
+    assert labelled == [(f"{pipe} security.selinux", label), (f"{pipe}/control security.selinux", label)]
+
+
+def test_a_directory_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """The message has path, reason and remedy, since it is why the resource is withheld."""
+    (tmp_path / "nvidia.com").touch()
+    with pytest.raises(MpsError, match=r"cannot prepare .*/nvidia.com.* for an MPS control daemon: Not a directory; .*mps\.root"):
+        directories.prepare(_plan(tmp_path))
+
+
+def test_shared_memory_is_half_of_the_nodes(tmp_path: Path) -> None:
+    """A tmpfs of half of MemTotal, or of the size that is set, and of NVIDIA's fallback where the memory is not known."""
+    (tmp_path / "meminfo").write_text("MemTotal:       16384000 kB\nMemFree: 1 kB\n")
+    mounted: list[tuple[str, str]] = []
+
+    def mount(target: str, options: str) -> None:
+        mounted.append((target, options))
+
+    directories.share_memory(str(tmp_path), size_mib=0, proc_root=str(tmp_path), mount=mount)
+    directories.share_memory(str(tmp_path), size_mib=64, proc_root=str(tmp_path), mount=mount)
+    directories.share_memory(str(tmp_path), size_mib=0, proc_root=str(tmp_path / "no"), mount=mount)
+    assert mounted == [(f"{tmp_path}/shm", f"mode=1777,size={kib}k") for kib in (8192000, 65536, 65536)]
+
+
+def test_shared_memory_that_is_mounted_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers have it mounted; a second tmpfs on top would part them from their daemon."""
+    monkeypatch.setattr(os.path, "ismount", lambda _: True)
+    directories.share_memory(str(tmp_path), size_mib=1, mount=lambda *_: pytest.fail("it was mounted again"))
+
+
+def test_who_may_not_mount_is_told_how_somebody_else_can(tmp_path: Path) -> None:
+    """Without root the reason has the command that an administrator may run instead."""
+
+    def refuse(target: str, _: str) -> None:
+        raise PermissionError(1, "Operation not permitted", target)
+
+    with pytest.raises(MpsError, match=r"Operation not permitted; run the agent as root .* mount -t tmpfs -o mode=1777,size=65536k shm "):
+        directories.share_memory(str(tmp_path), size_mib=64, mount=refuse)
+
+
+def test_the_kernels_refusal_to_mount_is_an_error_with_its_number(tmp_path: Path) -> None:
+    """mount(2) through the C library: a target that is not there gives ENOENT, or EPERM to those who may not mount at all."""
+    with pytest.raises(OSError, match=r"No such file|not permitted"):
+        directories.mount_tmpfs(str(tmp_path / "no"), "size=4k")

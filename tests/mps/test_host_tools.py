@@ -1,0 +1,61 @@
+"""Host tools that print too much, leave a child with their stdout, or cannot even be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.errors import MpsError
+from vgpu_agent.mps.host_tools import HostTool
+
+
+def _tool(tmp_path: Path, script: str, *, seconds: float = 5.0) -> HostTool:
+    path = tmp_path / "tool"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return HostTool(str(path), "mps.controlBinary", timeout_seconds=seconds)
+
+
+async def test_stdin_environment_and_output_go_through(tmp_path: Path) -> None:
+    """The tool sees the text and exactly the environment that it is given."""
+    tool = await asyncio.to_thread(_tool, tmp_path, 'read line; echo "$line $ONLY $HOME"')
+    assert await tool.run(text="hello\n", environment={"ONLY": "this"}) == "hello this \n"
+
+
+async def test_output_without_end_is_cut(tmp_path: Path) -> None:
+    """A tool that prints for ever fills its file and fails or is killed; the agent keeps 64 KiB of it at most."""
+    tool = await asyncio.to_thread(_tool, tmp_path, "yes", seconds=0.5)
+    with pytest.raises(MpsError) as raised:
+        await tool.run()
+    assert len(str(raised.value)) < 500
+
+
+async def test_a_child_that_keeps_stdout_open_holds_nobody_up(tmp_path: Path) -> None:
+    """A daemon that does not close its parent's stdout is started all the same."""
+    tool = await asyncio.to_thread(_tool, tmp_path, "echo started; sleep 5 &")
+    async with asyncio.timeout(3):
+        assert await tool.run() == "started\n"
+
+
+async def test_what_it_complains_of_is_in_the_error(tmp_path: Path) -> None:
+    """On one line, printable, and with the exit status."""
+    tool = await asyncio.to_thread(_tool, tmp_path, "printf 'no\\n\\001 GPU' >&2; exit 9")
+    with pytest.raises(MpsError, match=r"/tool -i 1 ended with status 9: 'no GPU'"):
+        await tool.run("-i", "1")
+
+
+async def test_a_program_that_cannot_be_killed_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that wait for a dead driver in the kernel do not end; one of them is enough."""
+    monkeypatch.setattr("vgpu_agent.mps.host_tools._KILL_SECONDS", 0.05)
+    monkeypatch.setattr(asyncio.subprocess.Process, "kill", lambda _: None)
+    tool = await asyncio.to_thread(_tool, tmp_path, "exec sleep 0.4", seconds=0.05)
+    with pytest.raises(MpsError, match=r"has not ended after 0\.05 s and was killed"):
+        await tool.run()
+    with pytest.raises(MpsError, match=r"does not even end when killed; the driver hangs"):
+        await tool.run()
+    await asyncio.sleep(0.5)
+    with pytest.raises(MpsError, match="has not ended"):
+        await tool.run()
+    await asyncio.sleep(0.5)

@@ -1,0 +1,171 @@
+"""Talks to one MPS control daemon: through the control binary, one process a command, as NVIDIA's own plugin does (nvidia contract §11.2).
+
+Called by `daemon`. What the daemon answers is checked, since a limit that was only sent is not yet a limit: NVIDIA's plugin offered
+resources whose daemon had none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import MpsDaemonGoneError, MpsError
+from vgpu_agent.isolation.mps import PROBE, QUIT
+from vgpu_agent.mps.host_tools import shown
+
+if TYPE_CHECKING:
+    from vgpu_agent.isolation.mps import DaemonPlan, DeviceLimit
+    from vgpu_agent.mps.host_tools import HostTool
+
+_NO_DAEMON = "Cannot find MPS control daemon process"
+_PID_FILE = "nvidia-cuda-mps-control.pid"
+_MEMORY = re.compile(r"(\d{1,12})([MG])", re.ASCII)
+_GIB_MIB = 1024
+_PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just started answers
+
+
+class Control:
+    """The daemon of one plan, running or not. Keeps nothing: what holds is what the daemon answers."""
+
+    def __init__(self, plan: DaemonPlan, tool: HostTool, *, timeout_seconds: float) -> None:
+        self._plan, self._tool, self._timeout = plan, tool, timeout_seconds
+
+    async def start(self) -> None:
+        """Start the daemon and wait until it answers.
+
+        Raises:
+            MpsError: it does not start, or ends at once.
+        """
+        await self._tool.run("-d", environment=self._plan.environment)
+        try:
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    try:
+                        await self.tell(PROBE)
+                    except MpsDaemonGoneError:
+                        await asyncio.sleep(_PAUSE_SECONDS)
+                    else:
+                        return
+        except TimeoutError as err:
+            raise MpsError(f"the daemon was started and does not answer; what it says is in {self._plan.log}/control.log") from err
+
+    async def tell(self, command: str) -> str:
+        """Give one command and return the answer.
+
+        Raises:
+            MpsDaemonGoneError: there is no daemon.
+            MpsError: the control binary is missing, hangs or fails.
+        """
+        try:
+            return await self._tool.run(text=command + "\n", environment=self._plan.environment)
+        except MpsError as err:
+            if _NO_DAEMON in str(err):
+                raise MpsDaemonGoneError(f"there is no MPS control daemon at {self._plan.pipe}") from err
+            raise
+
+    async def difference(self, devices: tuple[DeviceLimit, ...] | None = None) -> str:
+        """In what the daemon's limits differ from the plan's, in words; empty when they are in force.
+
+        Args:
+            devices: whose memory limits are looked at; None for all of the plan.
+
+        Raises:
+            MpsError: it does not answer, or nothing that a daemon says.
+        """
+        differences: list[str] = []
+        if (threads := await self._threads()) != self._plan.thread_percentage:
+            differences.append(f"{threads:g} % of compute instead of {self._plan.thread_percentage} %")
+        differences += [
+            f"{found} on GPU {limit.index} instead of {limit.memory_mib}M"
+            for limit in (self._plan.devices if devices is None else devices)
+            if limit.memory_mib and (found := await self._memory(limit))
+        ]
+        return ", ".join(differences)
+
+    async def clients(self) -> tuple[int, ...]:
+        """Process ids of the daemon's clients, as the daemon sees them.
+
+        Raises:
+            MpsError: it does not answer, or no list of process ids.
+        """
+        clients: list[int] = []
+        for server in await self._numbers("get_server_list"):
+            clients += await self._numbers(f"get_client_list {server}")
+        return tuple(sorted(clients))
+
+    async def quit(self) -> None:
+        """End the daemon; fine when there is none. One that does not listen is killed.
+
+        Raises:
+            MpsError: it cannot be ended.
+        """
+        try:
+            await self.tell(QUIT)
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    await self.tell(PROBE)
+                    await asyncio.sleep(_PAUSE_SECONDS)
+        except MpsDaemonGoneError:
+            return
+        except (MpsError, TimeoutError):
+            await asyncio.to_thread(self._kill)
+
+    def has_process(self) -> bool:
+        """Whether the process lives that the daemon has written down as itself. Blocks; for a thread."""
+        return self._process() is not None
+
+    def _kill(self) -> None:
+        pid = self._process()
+        if pid is None:
+            path = Path(self._plan.pipe) / _PID_FILE
+            raise MpsError(f"the MPS control daemon does not listen, and {path} does not say which process it is; end it by hand")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def _process(self) -> int | None:
+        try:
+            pid = int((Path(self._plan.pipe) / _PID_FILE).read_text(encoding="ascii"))
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            return None
+        # The number may be an old one, of which the kernel has made another process since.
+        return pid if b"mps-control" in words.replace(b"_", b"-") else None
+
+    async def _threads(self) -> float:
+        answer = await self.tell(PROBE)
+        try:
+            percentage = float(answer)
+        except ValueError as err:
+            raise MpsError(self._nonsense(PROBE, answer, "a percentage")) from err
+        if not 0 <= percentage <= 100:
+            raise MpsError(self._nonsense(PROBE, answer, "a percentage"))
+        return percentage
+
+    async def _memory(self, limit: DeviceLimit) -> str:
+        """The memory limit that the daemon shows for a GPU, when it is another than the plan's; else empty."""
+        command = f"get_default_device_pinned_mem_limit {limit.index}"
+        answer = await self.tell(command)
+        found = _MEMORY.fullmatch(answer.strip())
+        if found is None:
+            raise MpsError(self._nonsense(command, answer, "a limit such as 10240M"))
+        # Drivers from 595 on show whole GiB, rounded down.
+        as_shown = limit.memory_mib // _GIB_MIB if found[2] == "G" else limit.memory_mib
+        return "" if int(found[1]) == as_shown else found[0]
+
+    async def _numbers(self, command: str) -> list[int]:
+        answer = await self.tell(command)
+        try:
+            return [int(word) for word in answer.split()]
+        except ValueError as err:
+            raise MpsError(self._nonsense(command, answer, "process ids")) from err
+
+    def _nonsense(self, command: str, answer: str, expected: str) -> str:
+        return (
+            f"the control binary answered {shown(answer)} to {command}, expected {expected}; "
+            "see that it is NVIDIA's own, of the installed driver's version"
+        )

@@ -1,0 +1,291 @@
+"""The life of one MPS control daemon: found or started, told its limits, proven, watched, and ended when nobody needs it.
+
+A daemon that ends takes the CUDA programs of its clients with it (NVIDIA's issue 669), so the rule above all is: none is ended, replaced or
+killed while somebody holds a share through it. An agent that starts adopts the daemon that is there. Whatever keeps the limits from being
+in force is the daemon's *trouble*, and as long as there is one the resource is not offered (issue 1946: early pods without limits).
+
+Run by `supervision`, one loop a resource, under the agent's supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from vgpu_agent import log
+from vgpu_agent.errors import MpsDaemonGoneError, MpsError
+from vgpu_agent.mps import directories
+from vgpu_agent.mps.compute_mode import ComputeModes
+from vgpu_agent.mps.control import Control
+from vgpu_agent.mps.host_tools import HostTool
+from vgpu_agent.mps.log_tail import LogTail
+from vgpu_agent.status import MpsState, MpsStatus
+
+if TYPE_CHECKING:
+    from vgpu_agent.config.mps import Mps
+    from vgpu_agent.isolation.mps import DaemonPlan
+    from vgpu_agent.journal import Journal
+
+_logger = log.get(__name__)
+
+# One late answer on a busy node is no reason to keep new pods away.
+_MOST_MISSES = 2
+
+
+class Surroundings(Protocol):
+    """What a daemon needs to know of the node and has to tell."""
+
+    def holders(self, resource: str) -> tuple[str, ...]:
+        """Who holds a share through the resource, ``namespace/pod`` each."""
+        ...
+
+    async def prepare(self, plan: DaemonPlan) -> None:
+        """Make directories and shared memory; raises `MpsError`."""
+        ...
+
+    async def changed(self) -> None:
+        """Whether the resource may be offered has changed."""
+        ...
+
+
+class Daemon:
+    """One control daemon.
+
+    State: the daemon itself is the state; after a restart of the agent everything here is asked anew. `status` is what was found last.
+    """
+
+    def __init__(self, plan: DaemonPlan, settings: Mps, journal: Journal, surroundings: Surroundings) -> None:
+        self._settings, self._journal, self._surroundings = settings, journal, surroundings
+        self._plan = plan  # of the daemon that runs or is about to
+        self._wanted: DaemonPlan | None = plan
+        self._lent: frozenset[str] = frozenset()
+        self._news = asyncio.Event()
+        seconds = settings.command_timeout_seconds
+        self._control_binary = HostTool(settings.control_binary, "mps.controlBinary", timeout_seconds=seconds)
+        self._modes = ComputeModes(HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds))
+        self._tail: LogTail | None = None
+        self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
+
+    def want(self, plan: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
+        """From now on there should be a daemon by ``plan``, or none; ``lent`` are GPUs that serve somebody else at the moment."""
+        if (plan, lent) != (self._wanted, self._lent):
+            self._wanted, self._lent = plan, lent
+            self._news.set()
+
+    def why_not(self, plan: DaemonPlan) -> str:
+        """Why a resource with that plan must not be offered now; empty when its limits are in force."""
+        return self.status.trouble or ("" if self._plan.covers(plan) else "its MPS control daemon is about to be told other limits")
+
+    async def run(self) -> None:
+        """Have a daemon as long as one is wanted; returns when none is and the last holder is gone."""
+        clock = asyncio.get_running_loop().time
+        delay = self._settings.backoff_min_seconds
+        while True:
+            began = clock()
+            try:
+                if self._wanted is not None:
+                    self._plan = self._wanted
+                if self._wanted is not None or self._busy:
+                    await self._bring_up()
+                    await self._stay_up()
+                if self._wanted is None and not self._busy:
+                    await self.retire()
+                    if self._wanted is None:
+                        return
+            except MpsError as err:
+                await self._fail(err)
+                if clock() - began > self._settings.backoff_max_seconds:
+                    delay = self._settings.backoff_min_seconds
+                await self._pause(delay)
+                delay = min(2 * delay, self._settings.backoff_max_seconds)
+
+    async def retire(self) -> None:
+        """End the daemon and give its GPUs back; only while nobody holds a share.
+
+        Raises:
+            MpsError: something of it cannot be done.
+        """
+        await self._control().quit()
+        self._modes.forget()
+        await self._modes.release(limit.uuid for limit in self._plan.devices)
+        await asyncio.to_thread(directories.clear, self._plan)
+        self.status.state, self.status.trouble, self.status.clients = MpsState.STOPPED, "its MPS control daemon has been stopped", ()
+        self._journal.record("mps.daemon_stopped", resource=self._plan.resource)
+        await self._surroundings.changed()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the daemon can be ended without harm to anybody."""
+        return not self._busy
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._surroundings.holders(self._plan.resource) or self.status.clients)
+
+    def _control(self) -> Control:
+        return Control(self._plan, self._control_binary, timeout_seconds=self._settings.command_timeout_seconds)
+
+    # -- coming up --------------------------------------------------------------------------------------------------------------------
+
+    async def _bring_up(self) -> None:
+        control = self._control()
+        await self._surroundings.prepare(self._plan)
+        try:
+            difference = await control.difference()
+            self.status.clients = await control.clients()
+        except MpsDaemonGoneError:
+            await self._start(control)
+            return
+        except MpsError as err:
+            await self._replace_silent(control, err)
+            return
+        if not difference:
+            await self._bring_modes()
+            await self._up(adopted=True)
+        elif self._busy:
+            raise MpsError(f"its MPS control daemon has {difference}; it gets its new limits once {self._holders()} have ended")
+        else:
+            self._journal.record("mps.daemon_replaced", resource=self._plan.resource, reason=difference)
+            await control.quit()
+            await self._start(control)
+
+    async def _replace_silent(self, control: Control, err: MpsError) -> None:
+        if not await asyncio.to_thread(control.has_process):
+            raise err
+        # Its clients cannot be asked for now, so it is the pods that count.
+        if pods := self._surroundings.holders(self._plan.resource):
+            raise MpsError(f"{err}; the daemon is left alone while these run: {', '.join(pods)}") from err
+        self._journal.record("mps.daemon_replaced", level="warning", resource=self._plan.resource, reason=str(err))
+        await control.quit()
+        await self._start(control)
+
+    async def _start(self, control: Control) -> None:
+        self.status.clients = ()
+        await self._bring_modes()
+        await control.start()
+        for command in self._plan.commands:
+            await control.tell(command)
+        if difference := await control.difference():
+            raise MpsError(f"its MPS control daemon was told its limits and has {difference}; see {self._plan.log}/control.log")
+        await self._up(adopted=False)
+
+    async def _bring_modes(self) -> None:
+        self._modes.forget()
+        await self._modes.bring((limit.uuid for limit in self._plan.devices), self._lent)
+
+    async def _up(self, *, adopted: bool) -> None:
+        plan, status = self._plan, self.status
+        self._tail = LogTail(f"{plan.log}/control.log", from_the_end=adopted)
+        status.state, status.trouble, status.adopted = MpsState.RUNNING, "", adopted
+        status.running_since = status.proven_at = time.time()
+        status.thread_percentage = plan.thread_percentage
+        status.limits = tuple((limit.uuid, limit.memory_mib) for limit in plan.devices)
+        status.lent = tuple(sorted(self._lent))
+        await asyncio.to_thread(directories.mark, plan.directory, directories.STARTED)
+        self._journal.record(
+            "mps.daemon_adopted" if adopted else "mps.daemon_started",
+            resource=plan.resource,
+            gpus=len(plan.devices),
+            thread_percentage=plan.thread_percentage,
+            clients=list(status.clients),
+        )
+        await self._surroundings.changed()
+
+    # -- staying up -------------------------------------------------------------------------------------------------------------------
+
+    async def _stay_up(self) -> None:
+        """Prove every few seconds that the limits are in force; returns when the daemon is to be ended or replaced and can be."""
+        misses = turn = 0
+        while True:
+            await self._pause(self._settings.probe_seconds)
+            try:
+                await self._prove(turn)
+                misses, turn = 0, turn + 1
+            except MpsDaemonGoneError:
+                raise
+            except MpsError as err:
+                misses += 1
+                _logger.warning("mps.probe_failed", resource=self._plan.resource, misses=misses, error=str(err))
+                if misses >= _MOST_MISSES:
+                    raise
+            await self._lend()
+            if await self._is_outdated():
+                return
+
+    async def _prove(self, turn: int) -> None:
+        """Ask for the compute limit and, GPU by GPU in turn, for a memory limit; what somebody has changed is set anew."""
+        control, devices = self._control(), self._plan.devices
+        one = (devices[turn % len(devices)],) if devices else ()
+        if difference := await control.difference(one):
+            for command in self._plan.commands:
+                await control.tell(command)
+            if still := await control.difference():
+                raise MpsError(f"its MPS control daemon has {still} and does not take its limits again")
+            self._journal.record("mps.limits_restored", level="warning", resource=self._plan.resource, had=difference)
+        self.status.clients = await control.clients()
+        self.status.proven_at = time.time()
+        for line in await asyncio.to_thread(self._tail.read) if self._tail else ():
+            _logger.info("mps.control_log", resource=self._plan.resource, line=line)
+
+    async def _lend(self) -> None:
+        """GPUs that serve somebody else take any process; a mode that cannot be set ends no daemon, but is told."""
+        try:
+            await self._modes.bring((limit.uuid for limit in self._plan.devices), self._lent)
+        except MpsError as err:
+            _logger.warning("mps.compute_mode_failed", resource=self._plan.resource, error=str(err))
+        self.status.lent = tuple(sorted(self._lent))
+
+    async def _is_outdated(self) -> bool:
+        """Whether this daemon is to give way now. One that has to wait for its holders says so."""
+        wanted, trouble = self._wanted, ""
+        if wanted is None or not self._plan.covers(wanted):
+            if not self._busy:
+                if wanted is not None:
+                    self._journal.record("mps.daemon_replaced", resource=self._plan.resource, reason="its limits have changed")
+                    await self._control().quit()
+                return True
+            what = "ends" if wanted is None else "gets its new limits"
+            trouble = f"its MPS control daemon {what} once {self._holders()} have ended"
+        if trouble != self.status.trouble:
+            self.status.trouble = trouble
+            await self._surroundings.changed()
+        return False
+
+    # -- failing ----------------------------------------------------------------------------------------------------------------------
+
+    async def _fail(self, err: MpsError) -> None:
+        status, resource = self.status, self._plan.resource
+        holders = list(self._surroundings.holders(resource))
+        if status.state is MpsState.RUNNING:
+            status.restarts += 1
+            gone = isinstance(err, MpsDaemonGoneError)
+            if gone:
+                status.clients_lost += len(status.clients)
+            self._journal.record(
+                "mps.daemon_lost" if gone else "mps.daemon_silent",
+                level="error",
+                resource=resource,
+                reason=str(err),
+                clients=list(status.clients),
+                pods=holders,
+            )
+            if gone:
+                status.clients = ()
+        elif str(err) != status.trouble:
+            self._journal.record("mps.daemon_failed", level="error", resource=resource, reason=str(err), pods=holders)
+        status.state, status.trouble = MpsState.FAILED, str(err)
+        await asyncio.to_thread(directories.unmark, self._plan.directory, directories.STARTED)
+        await self._surroundings.changed()
+
+    def _holders(self) -> str:
+        pods = self._surroundings.holders(self._plan.resource)
+        return ", ".join(pods) if pods else f"processes {', '.join(map(str, self.status.clients))}"
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait that long, or until something else is wanted."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        self._news.clear()

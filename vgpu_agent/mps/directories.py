@@ -1,0 +1,124 @@
+"""Directories, marks and shared memory of MPS control daemons, and the label that lets containers use them under SELinux.
+
+Called by `daemon` and `supervision`, in threads, because every call may block on a disk. Paths: nvidia contract §11.1 and §11.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import MpsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.isolation.mps import DaemonPlan
+
+STARTED = ".started"
+READY = ".ready"
+# What containers may read and write under SELinux; as an attribute it ends in a zero byte.
+_LABEL = b"system_u:object_r:container_file_t:s0\0"
+_FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8  # mount(2)
+
+
+def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
+    """Make the daemon's directories, with the label where the node has SELinux; what an earlier daemon has left there stays.
+
+    Raises:
+        MpsError: they cannot be made.
+    """
+    pipe, log = Path(plan.pipe), Path(plan.log)
+    try:
+        pipe.mkdir(mode=0o755, parents=True, exist_ok=True)
+        pipe.chmod(0o755)
+        if _has_selinux(sysfs_root):
+            for path in (pipe, *pipe.rglob("*")):
+                os.setxattr(path, "security.selinux", _LABEL, follow_symlinks=False)
+        log.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as err:
+        raise MpsError(
+            f"cannot prepare {err.filename or plan.directory} for an MPS control daemon: {err.strerror}; {_remedy(err)}"
+        ) from err
+
+
+def mark(directory: str, name: str) -> None:
+    """Make the mark `STARTED` or `READY` in a directory. Others may wait for it, we do not, so that it cannot be made is no error."""
+    with contextlib.suppress(OSError):
+        (Path(directory) / name).touch()
+
+
+def unmark(directory: str, name: str) -> None:
+    """Take such a mark away."""
+    with contextlib.suppress(OSError):
+        (Path(directory) / name).unlink()
+
+
+def clear(plan: DaemonPlan) -> None:
+    """Take away what belongs to a daemon that has ended: its mark and its logs. The pipe stays, since containers may have it mounted."""
+    unmark(plan.directory, STARTED)
+    shutil.rmtree(plan.log, ignore_errors=True)
+
+
+def mount_tmpfs(target: str, options: str) -> None:
+    """Mount a tmpfs, as mount(2) does.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.mount(b"shm", target.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options.encode()):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), target)
+
+
+def share_memory(root: str, *, size_mib: int, proc_root: str = "/proc", mount: Callable[[str, str], None] = mount_tmpfs) -> None:
+    """Make ``<root>/shm`` a tmpfs that all daemons and containers see as /dev/shm; one that is mounted there stays as it is.
+
+    Args:
+        root: the agent's view of ``mps.root``.
+        size_mib: 0 for half of the node's memory.
+        proc_root: where the node's memory is read.
+        mount: tests of those who may not mount.
+
+    Raises:
+        MpsError: it cannot be mounted; says what to do by hand.
+    """
+    path = Path(root) / "shm"
+    size = f"{size_mib << 10}k" if size_mib else f"{_half_of_memory_kib(proc_root)}k"
+    try:
+        path.mkdir(mode=0o1777, parents=True, exist_ok=True)
+        if os.path.ismount(path):
+            return
+        mount(str(path), f"mode=1777,size={size}")
+    except OSError as err:
+        raise MpsError(
+            f"cannot mount the shared memory of MPS at {path}: {err.strerror}; {_remedy(err)}, or mount it yourself: "
+            f"mount -t tmpfs -o mode=1777,size={size} shm {path}"
+        ) from err
+
+
+def _half_of_memory_kib(proc_root: str) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(proc_root, "meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemTotal:"):
+                return int(line.split()[1]) // 2
+    return _FALLBACK_KIB
+
+
+def _has_selinux(sysfs_root: str) -> bool:
+    return Path(sysfs_root, "fs/selinux/enforce").exists()
+
+
+def _remedy(err: OSError) -> str:
+    if err.errno == errno.EROFS:
+        return "mount mps.root writable into the agent at mps.containerRoot"
+    if err.errno in (errno.EPERM, errno.EACCES):
+        return "run the agent as root with the capability SYS_ADMIN"
+    return "look after that file system, or set mps.root and mps.containerRoot"

@@ -1,0 +1,125 @@
+"""Runs ``nvidia-cuda-mps-control`` and ``nvidia-smi``, which may be missing, hang, die or print anything.
+
+Called by `control` and `compute_mode`. What they print goes into files in memory of a fixed size: no output can fill the agent, and a
+daemon that keeps its parent's stdout open holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import MpsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_LONGEST_OUTPUT = 65536  # bytes; a list of all processes of a node is shorter
+_SHOWN_CHARACTERS = 200
+# How long a killed program may take to disappear; one that waits for the driver in the kernel does not, whatever we do.
+_KILL_SECONDS = 1.0
+
+
+class HostTool:
+    """One host program of one daemon.
+
+    State: a call that was killed and did not end. While it is there no other is started, or a hung driver would collect processes.
+    """
+
+    def __init__(self, program: str, setting: str, *, timeout_seconds: float) -> None:
+        self._program, self._setting, self._timeout = program, setting, timeout_seconds
+        self._stuck: asyncio.subprocess.Process | None = None
+
+    async def run(self, *arguments: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
+        """Run the program to its end and return what it printed.
+
+        Args:
+            arguments: of the program.
+            text: its stdin.
+            environment: all that it sees; None for the agent's own.
+
+        Raises:
+            MpsError: it cannot be started, does not end in time, or fails; the message has what it said and what helps.
+        """
+        said = self._name(arguments, text)
+        if self._stuck is not None and self._stuck.returncode is None:
+            raise MpsError(
+                f"an earlier {self._program} (process {self._stuck.pid}) does not even end when killed; the driver hangs, see dmesg"
+            )
+        self._stuck = None
+        with _file(text.encode()) as source, _file() as output, _file() as errors:
+            process = await self._start(arguments, source, output, errors, environment)
+            try:
+                await asyncio.wait_for(process.wait(), self._timeout)
+            except TimeoutError as err:
+                await self._kill(process)
+                raise MpsError(
+                    f"{said} has not ended after {self._timeout:g} s and was killed; see whether the driver answers (nvidia-smi, dmesg)"
+                ) from err
+            except asyncio.CancelledError:
+                await self._kill(process)
+                raise
+            printed, complained = _content(output), _content(errors)
+        if process.returncode:
+            how = f"ended with status {process.returncode}" if process.returncode > 0 else f"was ended by signal {-process.returncode}"
+            raise MpsError(f"{said} {how}: {shown(complained or printed)}")
+        return printed
+
+    async def _start(
+        self, arguments: Sequence[str], source: int, output: int, errors: int, environment: Mapping[str, str] | None
+    ) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                self._program,
+                *arguments,
+                stdin=source,
+                stdout=output,
+                stderr=errors,
+                env=environment if environment is None else dict(environment),
+                start_new_session=True,
+            )
+        except OSError as err:
+            raise MpsError(
+                f"cannot run {self._program}: {err.strerror}; it comes with NVIDIA's driver: give the agent's container the capabilities "
+                f"compute,utility, or name the program in {self._setting}"
+            ) from err
+
+    async def _kill(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        try:
+            await asyncio.wait_for(process.wait(), _KILL_SECONDS)
+        except TimeoutError:
+            self._stuck = process
+
+    def _name(self, arguments: Sequence[str], text: str) -> str:
+        told = f" ({text.strip()})" if text.strip() else ""
+        return " ".join([self._program, *arguments]) + told
+
+
+def shown(text: str) -> str:
+    """What a program printed, on one line and short enough for a message."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return repr(line[:_SHOWN_CHARACTERS]) if line else "it said nothing"
+
+
+@contextlib.contextmanager
+def _file(content: bytes | None = None) -> Iterator[int]:
+    """A file in memory: with ``content``, or empty and unable to grow beyond the longest output."""
+    descriptor = os.memfd_create("mps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        if content is None:
+            os.ftruncate(descriptor, _LONGEST_OUTPUT)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        elif content:
+            os.pwrite(descriptor, content, 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _content(descriptor: int) -> str:
+    return os.pread(descriptor, _LONGEST_OUTPUT, 0).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,63 @@
+"""Brings what an MPS control daemon writes into ``control.log`` into the agent's log, and keeps that file small.
+
+The file lies in memory (``/run``), the daemon never shortens it, and each of our own probes adds lines to it. So lines that only say that
+somebody asked are passed over, and a file that has become large is emptied. Called by `daemon` after each probe, in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+
+_LONGEST_READ = 65536  # bytes at once; what is more waits for the next look
+_LONGEST_LINE = 500  # characters
+_LARGEST_FILE = 8 << 20  # bytes on the disk
+_OURS = ("Accepting connection...", "NEW UI", "UI closed")
+_QUESTION = "Cmd:get_"
+
+
+class LogTail:
+    """How far one ``control.log`` has been read.
+
+    Args:
+        path: need not exist yet.
+        from_the_end: what stands there already was told by an earlier agent.
+    """
+
+    def __init__(self, path: str, *, from_the_end: bool) -> None:
+        self._path, self._skip = path, from_the_end
+        self._inode, self._offset = 0, 0
+
+    def read(self) -> list[str]:
+        """The lines that are new, without those about questions; empty when there is no file or it cannot be read."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return []
+        try:
+            return self._read(descriptor)
+        except OSError:
+            return []
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int) -> list[str]:
+        status = os.fstat(descriptor)
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._inode, self._offset = status.st_ino, status.st_size if self._skip else 0
+            self._skip = False
+        chunk = os.pread(descriptor, _LONGEST_READ, self._offset)
+        end = chunk.rfind(b"\n") + 1
+        if not end and len(chunk) == _LONGEST_READ:
+            end = len(chunk)  # one line without an end, longer than anybody reads
+        self._offset += end
+        # By blocks, not by size: a daemon that goes on writing at its old place leaves a hole, and the file looks as large as before.
+        if status.st_blocks * 512 > _LARGEST_FILE and self._offset >= status.st_size:
+            os.ftruncate(descriptor, 0)
+            self._offset = 0
+        lines = chunk[:end].replace(b"\0", b"").decode(errors="replace").splitlines()
+        return [line[:_LONGEST_LINE] for line in lines if line and not _is_ours(line)]
+
+
+def _is_ours(line: str) -> bool:
+    text = line.partition("] ")[2]
+    return text in _OURS or text.startswith(_QUESTION)

@@ -1,0 +1,129 @@
+"""All MPS control daemons of the node: one for each resource that is shared with MPS, and none that nobody needs.
+
+`agent` says with each change which daemons there should be (`want`), asks for each such resource whether it may be offered (`why_not`), and
+stops the whole when it ends (`stop`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.errors import MpsError
+from vgpu_agent.mps import directories
+from vgpu_agent.mps.daemon import Daemon
+from vgpu_agent.status import MpsState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.config.mps import Mps
+    from vgpu_agent.isolation.mps import DaemonPlan
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.status import MpsStatus
+
+_logger = log.get(__name__)
+
+
+class Supervision:
+    """The daemons, and what they share.
+
+    State: one `Daemon` and one supervised task a resource, from the first time that it is wanted until it has ended.
+
+    Args:
+        settings: where and how often.
+        supervisor: runs the loops.
+        journal: gets every start, loss and end.
+        holders: who holds a share through a resource, ``namespace/pod`` each.
+        changed: called when `why_not` may have another answer.
+        sysfs_root: where SELinux is seen.
+        proc_root: where the node's memory is seen.
+        share_memory: makes the shared memory; tests without the right to mount give another.
+    """
+
+    def __init__(
+        self,
+        settings: Mps,
+        supervisor: Supervisor,
+        journal: Journal,
+        *,
+        holders: Callable[[str], tuple[str, ...]],
+        changed: Callable[[], None],
+        sysfs_root: str = "/sys",
+        proc_root: str = "/proc",
+        share_memory: Callable[..., None] = directories.share_memory,
+    ) -> None:
+        self._settings, self._supervisor, self._journal = settings, supervisor, journal
+        self.holders = holders
+        self._changed = changed
+        self._sysfs_root, self._proc_root, self._share_memory = sysfs_root, proc_root, share_memory
+        self._daemons: dict[str, Daemon] = {}
+        self._preparing = asyncio.Lock()
+
+    @property
+    def statuses(self) -> tuple[MpsStatus, ...]:
+        """One for each daemon, by resource."""
+        return tuple(self._daemons[name].status for name in sorted(self._daemons))
+
+    def want(self, wanted: Mapping[str, tuple[DaemonPlan, frozenset[str]]]) -> None:
+        """Have exactly these daemons: resource → its plan, and those of its GPUs that serve somebody else now.
+
+        One that is no longer wanted ends when its last holder has gone.
+        """
+        for resource, daemon in list(self._daemons.items()):
+            if daemon.status.state is MpsState.STOPPED:
+                del self._daemons[resource]
+            elif resource not in wanted:
+                daemon.want(None)
+        for resource, (plan, lent) in wanted.items():
+            known = self._daemons.get(resource)
+            daemon = known or Daemon(plan, self._settings, self._journal, self)
+            daemon.want(plan, lent)
+            if known is None:
+                self._daemons[resource] = daemon
+                self._supervisor.start(_task(resource), daemon.run)
+
+    def why_not(self, plan: DaemonPlan) -> str:
+        """Why the plan's resource must not be offered now; empty when its limits are proven to be in force."""
+        daemon = self._daemons.get(plan.resource)
+        return daemon.why_not(plan) if daemon else "its MPS control daemon is about to be started"
+
+    async def stop(self) -> None:
+        """The agent ends. Daemons whose shares somebody holds go on, and the next agent adopts them; the others end."""
+        for resource, daemon in self._daemons.items():
+            await self._supervisor.stop(_task(resource))
+            if daemon.status.state is MpsState.STOPPED:
+                continue
+            if daemon.idle:
+                try:
+                    await daemon.retire()
+                except MpsError as err:
+                    _logger.warning("mps.stop_failed", resource=resource, error=str(err))
+            else:
+                _logger.info("mps.daemon_left_running", resource=resource, pods=list(self.holders(resource)))
+
+    async def prepare(self, plan: DaemonPlan) -> None:
+        """Make a daemon's directories and the shared memory, which two daemons must not mount twice.
+
+        Raises:
+            MpsError: they cannot be made.
+        """
+        async with self._preparing:
+            await asyncio.to_thread(
+                self._share_memory, self._settings.container_root, size_mib=self._settings.shm_size_mib, proc_root=self._proc_root
+            )
+            await asyncio.to_thread(functools.partial(directories.prepare, plan, sysfs_root=self._sysfs_root))
+
+    async def changed(self) -> None:
+        """A daemon has come up, failed or ended."""
+        up = bool(self._daemons) and all(daemon.status.state is MpsState.RUNNING for daemon in self._daemons.values())
+        put = directories.mark if up else directories.unmark
+        await asyncio.to_thread(put, self._settings.container_root, directories.READY)
+        self._changed()
+
+
+def _task(resource: str) -> str:
+    return f"mps {resource}"
