@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.model import Grant, Owner, Share
@@ -66,6 +66,18 @@ class GrantRecord:
     by: str
     decided_at: float
     collected: str = ""
+
+
+class Inlined(NamedTuple):
+    """What stands behind CDI names, to be written into the spec of a grant.
+
+    Attributes:
+        version: of CDI that it takes.
+        container_edits: in CDI's own form.
+    """
+
+    version: str
+    container_edits: Mapping[str, Any]
 
 
 class Carrier(Protocol):

@@ -1,0 +1,174 @@
+"""The adapter of the host tool, against a process that plays it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.cdi.conftest import Tool
+from tests.golden import U0, U1
+from tests.runtime.cdi_schema import SCHEMA
+from vgpu_agent.cdi.document import Spec, encode
+from vgpu_agent.cdi.nvidia_ctk import CtkOptions, generate
+from vgpu_agent.cdi.roots import Roots
+from vgpu_agent.errors import CdiError
+
+Prepare = Callable[[Tool], Awaitable[CtkOptions]]
+VENDOR = "k8s.device-plugin.nvidia.com"
+
+
+async def _gpus(options: CtkOptions, id_strategy: str = "uuid") -> Spec:
+    spec = await generate(options, vendor=VENDOR, name="gpu", mode="auto", id_strategy=id_strategy)
+    assert spec is not None
+    return spec
+
+
+def _device(spec: Spec, name: str) -> list[str]:
+    (device,) = [device for device in spec.devices if device.name == name]
+    return [node.path for node in device.container_edits.device_nodes]
+
+
+async def test_gpus_are_described_by_uuid(tool: Tool) -> None:
+    """Each GPU and ``all``; common edits void the variable of the old runtime, and the text is what a runtime takes."""
+    spec = await _gpus(tool.options)
+    assert spec.kind == f"{VENDOR}/gpu"
+    assert [device.name for device in spec.devices] == [U0, U1, "all"]
+    assert _device(spec, U1) == ["/dev/nvidia1"]
+    assert _device(spec, "all") == ["/dev/nvidia0", "/dev/nvidia1"]
+    assert "NVIDIA_VISIBLE_DEVICES=void" in spec.container_edits.env
+    assert "/dev/nvidiactl" in [node.path for node in spec.container_edits.device_nodes]
+    jsonschema.validate(json.loads(encode(spec)), SCHEMA)
+
+
+async def test_slices_are_described_by_index_with_their_capabilities(tool: Tool) -> None:
+    """A GPU in MIG mode gives way to its slices, each with its GPU's node and two capabilities."""
+    await tool.set_mig(1, ["1g.5gb", "2g.10gb"])
+    spec = await _gpus(tool.options, "index")
+    assert [device.name for device in spec.devices] == ["0", "1:0", "1:1", "all"]
+    nodes = _device(spec, "1:1")
+    assert nodes[0] == "/dev/nvidia1"
+    assert len(nodes) == 3
+    assert all(node.startswith("/dev/nvidia-caps/nvidia-cap") for node in nodes[1:])
+
+
+async def test_paths_are_those_of_the_node(tool: Tool) -> None:
+    """What the tool finds in the agent's container is written down as the runtime finds it on the node (nvidia contract §8)."""
+    seen = str(tool.node.directory)
+    await tool.misbehave(edits={"mounts": [{"hostPath": f"{seen}/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1"}]})
+    spec = await _gpus(dataclasses.replace(tool.options, roots=Roots(seen, "/run/nvidia/driver", seen, "/")))
+    assert [mount.host_path for mount in spec.container_edits.mounts] == ["/run/nvidia/driver/usr/lib/libcuda.so.1"]
+    (gpu,) = spec.devices[0].container_edits.device_nodes
+    assert gpu.path == "/dev/nvidia0"
+    assert not gpu.host_path, "the same path on the node needs no second one"
+
+
+async def test_options_are_handed_on(tool: Tool) -> None:
+    """Hook program, feature flags and hooks that are left out, with the one that upstream always leaves out."""
+    options = dataclasses.replace(
+        tool.options, hook_path="/opt/hook", feature_flags=("disable-nvsandboxutils",), disable_hooks=("update-ldcache",)
+    )
+    await _gpus(options)
+    (call,) = await tool.calls()
+    assert "--nvidia-cdi-hook-path=/opt/hook" in call
+    assert "--feature-flag=disable-nvsandboxutils" in call
+    assert call[-2:] == ["--disable-hook=enable-cuda-compat", "--disable-hook=update-ldcache"]
+
+
+async def test_a_mode_that_the_node_does_not_have_gives_no_spec(tool: Tool) -> None:
+    """No GDS devices: nothing to inject, which is no error (nvidia contract §8); with them there is a device ``all``."""
+    assert await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid") is None
+    tool.device("nvidia-fs0")
+    spec = await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid")
+    assert spec is not None
+    assert _device(spec, "all") == ["/dev/nvidia-fs0"]
+
+
+async def _missing(tool: Tool) -> CtkOptions:
+    return dataclasses.replace(tool.options, command=("/nonexistent/nvidia-ctk",))
+
+
+async def _failing(tool: Tool) -> CtkOptions:
+    await tool.misbehave(fail="failed to initialize NVML: ERROR_DRIVER_NOT_LOADED")
+    return tool.options
+
+
+async def _hanging(tool: Tool) -> CtkOptions:
+    await tool.misbehave(hang_seconds=60)
+    return dataclasses.replace(tool.options, timeout_seconds=0.5)
+
+
+def _printing(text: str) -> Prepare:
+    async def prepared(tool: Tool) -> CtkOptions:
+        await tool.misbehave(print_text=text)
+        return tool.options
+
+    return prepared
+
+
+async def _endless(tool: Tool) -> CtkOptions:
+    script = tool.node.directory / "endless"
+    script.write_text("#!/bin/sh\nexec yes\n")
+    script.chmod(0o755)
+    return dataclasses.replace(tool.options, command=(str(script),))
+
+
+def _spec(**changes: Any) -> str:
+    edits = {"env": ["A=b"]}
+    return json.dumps({"cdiVersion": "0.5.0", "kind": f"{VENDOR}/gpu", "devices": [{"name": "0", "containerEdits": edits}]} | changes)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (_missing, r"cannot run /nonexistent/nvidia-ctk: No such file or directory; mount .* set cdi\.nvidiaCtk"),
+        (
+            _failing,
+            r"failed with status 1: failed to generate CDI spec: failed to initialize NVML: ERROR_DRIVER_NOT_LOADED; run it by hand",
+        ),
+        (_hanging, r"did not end within 0\.5 s \(cdi\.generateTimeoutSeconds\)"),
+        (_endless, r"prints without end"),
+        (_printing("GPU 0: A100"), r"is no CDI spec: .*check cdi\.nvidiaCtk"),
+        (_printing(""), r"is no CDI spec"),
+        (_printing(_spec(kind="vendor.com/gpu")), r"is of kind 'vendor\.com/gpu'"),
+        (_printing(_spec(devices=[])), r"would be refused by container runtimes: there are no devices"),
+        (_printing(_spec(devices=[{"name": "a/b", "containerEdits": {"env": ["A=b"]}}])), r"device name 'a/b'"),
+        (_printing(_spec(surprise=1)), r"is no CDI spec: .*surprise"),
+    ],
+)
+async def test_a_tool_that_does_not_do_its_work_is_one_clear_error(prepare: Prepare, said: str, tool: Tool) -> None:
+    """Absent, failing, hanging, endless or printing nonsense."""
+    options = await prepare(tool)
+    with pytest.raises(CdiError, match=said):
+        await _gpus(options)
+
+
+async def test_a_tool_that_hangs_is_ended_with_all_that_it_started(tool: Tool) -> None:
+    """Nothing of it is left on the node, also where the program is a script around another."""
+    script, child = tool.node.directory / "wrapper", tool.node.directory / "child"
+    script.write_text(f"#!/bin/sh\n sleep 30 & echo $! > {child}; wait\n")
+    script.chmod(0o755)
+    with pytest.raises(CdiError, match="did not end"):
+        await _gpus(dataclasses.replace(tool.options, command=(str(script),), timeout_seconds=0.5))
+    assert await asyncio.to_thread(_ends, child)
+
+
+def _ends(written: Path) -> bool:
+    """Whether the process whose number stands in a file is gone, or dead and not collected, within some seconds."""
+    status = Path(f"/proc/{written.read_text().strip()}/stat")
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if ") Z " in status.read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False

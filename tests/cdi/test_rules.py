@@ -1,0 +1,92 @@
+"""Which specs are refused before a runtime has to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgpu_agent.cdi.document import Spec, decode, encode
+from vgpu_agent.cdi.rules import problems, with_sufficient_version
+from vgpu_agent.errors import CdiError
+
+EDITS = {"env": ["A=b"]}
+GOOD = {"cdiVersion": "0.6.0", "kind": "vendor.com/gpu", "devices": [{"name": "0", "containerEdits": EDITS}]}
+
+
+def _spec(**changes: Any) -> Spec:
+    return decode(json.dumps({**GOOD, **changes}).encode())
+
+
+def _edited(**edits: Any) -> dict[str, Any]:
+    return {"devices": [{"name": "0", "containerEdits": edits}]}
+
+
+def test_a_good_spec_has_no_problems() -> None:
+    """All kinds of edits, written and read back as they were."""
+    spec = _spec(
+        containerEdits={
+            "env": ["A=b=c"],
+            "deviceNodes": [{"path": "/dev/a", "hostPath": "/h/dev/a", "type": "c", "major": 1, "minor": 3, "permissions": "rwm"}],
+            "mounts": [{"hostPath": "/h", "containerPath": "/c", "options": ["ro"]}],
+            "hooks": [{"hookName": "createContainer", "path": "/hook", "args": ["hook", "x"], "env": ["A=b"], "timeout": 3}],
+        }
+    )
+    assert problems(spec) == []
+    assert decode(encode(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cdiVersion": "9.0.0"}, "cdiVersion '9.0.0' is none of"),
+        ({"cdiVersion": "0.3.0"}, "does not know all that is used; it takes 0.5.0"),
+        ({"kind": "gpu"}, "kind 'gpu' is not of the form"),
+        ({"devices": []}, "there are no devices"),
+        ({"devices": [*GOOD["devices"], *GOOD["devices"]]}, "device 0 is there twice"),
+        ({"devices": [{"name": "a b", "containerEdits": EDITS}]}, "device name 'a b'"),
+        ({"devices": [{"name": "0", "containerEdits": {}}]}, "device 0 changes nothing"),
+        ({"annotations": {"a/b/c": "d"}}, "no annotation key"),
+        (_edited(env=["NOVALUE"]), "env 'NOVALUE' is not of the form"),
+        (_edited(deviceNodes=[{"path": "dev/a"}]), "device node 'dev/a' is no absolute path"),
+        (_edited(deviceNodes=[{"path": "/dev/a", "type": "x"}]), "of type 'x'"),
+        (_edited(deviceNodes=[{"path": "/dev/a", "permissions": "rx"}]), "permissions 'rx'"),
+        (_edited(mounts=[{"hostPath": "", "containerPath": "/a"}]), "has no two paths"),
+        (_edited(hooks=[{"hookName": "later", "path": "/a"}]), "hook 'later' is none of"),
+        (_edited(hooks=[{"hookName": "poststop", "path": "a"}]), "hook program 'a' is no absolute path"),
+        (_edited(additionalGids=[44]), "it takes 0.7.0"),
+    ],
+)
+def test_what_a_runtime_would_refuse_is_named(changes: dict[str, Any], said: str) -> None:
+    """One sentence that says what and where."""
+    (found,) = problems(_spec(**changes))
+    assert said in found
+
+
+def test_a_version_that_is_too_low_is_raised_to_what_is_needed() -> None:
+    """Paths of the node, which we add, are not known to the oldest version; a spec that needs nothing keeps its version."""
+    spec = _spec(cdiVersion="0.3.0", **_edited(deviceNodes=[{"path": "/dev/a", "hostPath": "/h/dev/a"}]))
+    assert with_sufficient_version(spec).cdi_version == "0.5.0"
+    assert with_sufficient_version(_spec()).cdi_version == "0.6.0"
+
+
+@pytest.mark.parametrize("text", ["kind: a.com/b\ncdiVersion: 0.5.0\ndevices:\n- name: x\n  containerEdits: {env: [A=b]}\n"])
+def test_a_spec_may_be_yaml(text: str) -> None:
+    """As the container toolkit writes it by default."""
+    assert decode(text.encode(), is_yaml=True).names == ("a.com/b=x",)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode) | st.just(b"[" * 5000), st.booleans())
+def test_junk_never_raises_anything_else(content: bytes, is_yaml: bool) -> None:
+    """Whatever a tool prints or a file holds."""
+    with pytest.raises(CdiError):
+        decode(content, is_yaml=is_yaml)
+
+
+def test_a_spec_is_encoded_the_same_each_time() -> None:
+    """So that an unchanged spec is not written again."""
+    assert encode(_spec()) == encode(msgspec.structs.replace(_spec()))

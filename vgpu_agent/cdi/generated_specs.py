@@ -1,0 +1,230 @@
+"""The specs that this agent has made for its node: a file for the GPUs, and one each for IMEX channels, GDRCopy, GDS and Mellanox devices.
+
+Made when the GPUs that containers can get have changed, and then only, because it takes a tool and a second; a file that somebody has
+removed is written again from memory. Whatever goes wrong is tried again with growing pauses, and what was made before stays in use
+meanwhile. `agent` says what is wanted, runs the loop, and keeps resources from being offered whose names are not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cdi import spec_files
+from vgpu_agent.cdi.document import Spec, encode
+from vgpu_agent.cdi.imex import channel_spec
+from vgpu_agent.cdi.nvidia_ctk import CtkOptions, generate
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import CdiError
+from vgpu_agent.status import CdiSpecStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from vgpu_agent.journal import Journal
+
+VENDOR = "k8s.device-plugin.nvidia.com"
+GPU_KIND = f"{VENDOR}/gpu"
+_CHANNEL_KIND = f"{VENDOR}/imex-channel"
+_MODES = ("gdrcopy", "gds", "mofed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the specs are to be made for.
+
+    Attributes:
+        devices: all that the GPUs' spec depends on: the spec is made anew when it differs.
+        id_strategy: ``uuid`` or ``index``: how GPUs and slices are named.
+        modes: of `gdrcopy`, `gds` and `mofed`.
+        channels: IMEX channels.
+        channel_root: directory on the node below which their device nodes are.
+        ctk: how the tool is run.
+    """
+
+    devices: Hashable
+    id_strategy: str = "uuid"
+    modes: tuple[str, ...] = ()
+    channels: tuple[int, ...] = ()
+    channel_root: str = "/"
+    ctk: CtkOptions = dataclasses.field(default_factory=CtkOptions)
+
+
+@dataclasses.dataclass(slots=True)
+class _Made:
+    """The content of one file: what for, when, and whether it is where runtimes look for it."""
+
+    made_for: Hashable
+    spec: Spec | None
+    at: float
+    written: bool = True
+
+
+class GeneratedSpecs:
+    """Keeps the files of one directory as they should be.
+
+    State: what was made, by kind. Files of an earlier agent are replaced, and not gone by: the driver may have changed since.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        journal: Journal,
+        *,
+        look_seconds: float,
+        retry_min_seconds: float,
+        retry_max_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Build it.
+
+        Args:
+            directory: where runtimes look for specs.
+            journal: told of each spec that is made, and of each new trouble.
+            look_seconds: how often it is looked whether the files are still there.
+            retry_min_seconds: first pause after trouble; it doubles each time.
+            retry_max_seconds: longest pause.
+            clock: unix seconds.
+        """
+        self._directory = directory
+        self._journal = journal
+        self._look_seconds = look_seconds
+        self._retry_min_seconds, self._retry_max_seconds = retry_min_seconds, retry_max_seconds
+        self._clock = clock
+        self._wanted: Latest[Wanted | None] = Latest(None)
+        self._made: dict[str, _Made] = {}
+        self._unwritten: dict[str, _Made] = {}
+        self._errors: dict[str, str] = {}
+        self.settled = asyncio.Event()  # what is wanted now was tried at least once
+        self.revision: Latest[int] = Latest(0)  # of the names and errors
+
+    def want(self, wanted: Wanted) -> None:
+        """Have the specs made for this, unless they are."""
+        if wanted != self._wanted.value:
+            self.settled.clear()
+            self._wanted.publish(wanted)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The qualified names that runtimes can resolve."""
+        return frozenset(name for spec in self.specs for name in spec.names)
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs that are in their files."""
+        return tuple(made.spec for made in self._made.values() if made.spec is not None and made.written)
+
+    @property
+    def error(self) -> str:
+        """Why the GPUs' spec is not as it should be; empty when it is."""
+        return self._errors.get(GPU_KIND, "")
+
+    @property
+    def statuses(self) -> tuple[CdiSpecStatus, ...]:
+        """One for each spec that is wanted."""
+        kinds = dict.fromkeys([*self._kinds(self._wanted.value), *self._made, *self._errors])
+        return tuple(self._status(kind) for kind in kinds)
+
+    def knows(self, mode: str) -> bool:
+        """Whether a mode has a spec on this node."""
+        return f"{VENDOR}/{mode}=all" in self.names
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Make what is wanted, for ever."""
+        pause = self._retry_min_seconds
+        while True:
+            beat()
+            version, wanted = self._wanted.version, self._wanted.value
+            well = wanted is None or await self._bring_about(wanted, beat)
+            if version == self._wanted.version and wanted is not None:
+                self.settled.set()
+            wait, pause = (self._look_seconds, self._retry_min_seconds) if well else (pause, min(pause * 2, self._retry_max_seconds))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._wanted.newer_than(version)
+                    pause = self._retry_min_seconds
+
+    async def remove(self) -> None:
+        """Remove all files that this or an earlier agent has made here; for a node that the agent leaves for good.
+
+        Raises:
+            CdiError: one cannot be removed.
+        """
+        for kind in (GPU_KIND, _CHANNEL_KIND, *(f"{VENDOR}/{mode}" for mode in _MODES)):
+            await asyncio.to_thread(spec_files.remove, self._path(kind))
+        self._made = {}
+
+    # -- how it is done ---------------------------------------------------------------------------------------------------------------
+
+    async def _bring_about(self, wanted: Wanted, beat: Callable[[], None]) -> bool:
+        """Whether all is as wanted now; `CdiError` of one spec keeps no other from being made."""
+        before = self.statuses
+        errors: dict[str, str] = {}
+        for kind in self._kinds(wanted):
+            beat()
+            try:
+                await self._bring_about_one(kind, wanted)
+            except CdiError as err:
+                errors[kind] = str(err)
+                if self._errors.get(kind) != errors[kind]:
+                    self._journal.record("cdi.trouble", level="error", kind=kind, error=errors[kind])
+        self._errors = errors
+        wanted_kinds = set(self._kinds(wanted))
+        self._made = {kind: made for kind, made in self._made.items() if kind in wanted_kinds}
+        if self.statuses != before:
+            self.revision.publish(self.revision.value + 1)
+        return not errors
+
+    async def _bring_about_one(self, kind: str, wanted: Wanted) -> None:
+        made_for, made = self._made_for(kind, wanted), self._made.get(kind)
+        if made is not None and made.spec is not None:
+            made.written = await self._is_written(kind, made.spec)
+            if not made.written:
+                await self._write(kind, made.spec)
+                made.written = True
+        if made is not None and made.made_for == made_for:
+            return
+        fresh = self._unwritten.get(kind)
+        if fresh is None or fresh.made_for != made_for:
+            fresh = self._unwritten[kind] = _Made(made_for, await self._make(kind, wanted), self._clock())
+        if fresh.spec is not None and not await self._is_written(kind, fresh.spec):
+            await self._write(kind, fresh.spec)  # the old file is good until this one has taken its place
+        self._made[kind] = self._unwritten.pop(kind)
+        devices = len(fresh.spec.devices) if fresh.spec else 0
+        self._journal.record("cdi.spec_made", kind=kind, path=self._path(kind), devices=devices)
+
+    async def _make(self, kind: str, wanted: Wanted) -> Spec | None:
+        if kind == _CHANNEL_KIND:
+            return channel_spec(kind, wanted.channels, wanted.channel_root)
+        name = kind.partition("/")[2]
+        mode = "auto" if kind == GPU_KIND else name
+        return await generate(wanted.ctk, vendor=VENDOR, name=name, mode=mode, id_strategy=wanted.id_strategy)
+
+    async def _is_written(self, kind: str, spec: Spec) -> bool:
+        return await asyncio.to_thread(spec_files.has, self._path(kind), encode(spec))
+
+    async def _write(self, kind: str, spec: Spec) -> None:
+        await asyncio.to_thread(spec_files.write, self._path(kind), encode(spec))
+
+    def _kinds(self, wanted: Wanted | None) -> list[str]:
+        if wanted is None:
+            return []
+        channels = [_CHANNEL_KIND] if wanted.channels else []
+        return [GPU_KIND, *channels, *(f"{VENDOR}/{mode}" for mode in _MODES if mode in wanted.modes)]
+
+    def _made_for(self, kind: str, wanted: Wanted) -> Hashable:
+        if kind == GPU_KIND:
+            return wanted.devices, wanted.id_strategy, wanted.ctk
+        return (wanted.channels, wanted.channel_root) if kind == _CHANNEL_KIND else wanted.ctk
+
+    def _path(self, kind: str) -> str:
+        return os.path.join(self._directory, spec_files.file_name(kind))
+
+    def _status(self, kind: str) -> CdiSpecStatus:
+        made = self._made.get(kind)
+        devices = tuple(device.name for device in made.spec.devices) if made and made.spec and made.written else ()
+        return CdiSpecStatus(kind, self._path(kind), devices, made.at if made else 0.0, self._errors.get(kind, ""))

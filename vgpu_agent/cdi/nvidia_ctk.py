@@ -1,0 +1,180 @@
+"""The host tool that knows what a container needs of the driver: ``nvidia-ctk cdi generate``, behind one adapter.
+
+Nobody but NVIDIA can say which libraries, device nodes and hooks a driver version takes, so we ask their tool and write none of it down
+ourselves. It is a program of somebody else's: it may be missing, hang, fail, or print what is no spec. All of that becomes one `CdiError`,
+and nothing of ours waits for it. Called by `generated_specs`. Options: those of version 1.20; older ones know all that we always pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.cdi import rules
+from vgpu_agent.cdi.document import LARGEST_BYTES, Spec, decode
+from vgpu_agent.cdi.roots import Roots, on_the_node
+from vgpu_agent.errors import CdiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# The plugin that is replaced leaves it out as well (nvidia contract §8): it changes which libcuda a container gets.
+_LEFT_OUT_BY_DEFAULT = "enable-cuda-compat"
+# What keeps an NVIDIA runtime of the old kind from adding devices of its own.
+_VOID = "NVIDIA_VISIBLE_DEVICES=void"
+_NOTHING_TO_INJECT = "empty device edits"  # how the tool says that a node has no GDS, GDRCopy or Mellanox devices
+_KEPT_STDERR = 64 * 1024
+_MESSAGE = re.compile(r'\bmsg="((?:[^"\\]|\\.)*)"')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CtkOptions:
+    """How the tool is run.
+
+    Attributes:
+        command: the program, and what comes before our arguments.
+        timeout_seconds: how long it may take.
+        roots: where the driver is.
+        hook_path: path on the node of the program that runtimes run as a hook.
+        feature_flags: handed on.
+        disable_hooks: hooks that are left out.
+    """
+
+    command: tuple[str, ...] = ("/usr/bin/nvidia-ctk",)
+    timeout_seconds: float = 30.0
+    roots: Roots = dataclasses.field(default_factory=Roots)
+    hook_path: str = "/usr/bin/nvidia-cdi-hook"
+    feature_flags: tuple[str, ...] = ()
+    disable_hooks: tuple[str, ...] = ()
+
+
+async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id_strategy: str) -> Spec | None:
+    """Have the tool describe this node's devices.
+
+    Args:
+        options: how.
+        vendor: of the spec's kind.
+        name: class of the spec's kind.
+        mode: what is looked for: ``auto`` for GPUs, or one of ``gds``, ``mofed``, ``gdrcopy``.
+        id_strategy: ``uuid`` or ``index``: how devices are named.
+
+    Returns:
+        the spec, with paths of the node; None when the node has nothing of that mode.
+
+    Raises:
+        CdiError: the tool is missing, failed, did not end in time, or did not print a spec that a runtime takes.
+    """
+    arguments = _arguments(options, vendor=vendor, name=name, mode=mode, id_strategy=id_strategy)
+    shown = options.command[-1]
+    status, out, err = await _run([*options.command, *arguments], options, shown)
+    if status != 0:
+        if _NOTHING_TO_INJECT in err and mode != "auto":
+            return None
+        raise CdiError(
+            f"{shown} cdi generate (mode {mode}) failed with status {status}: {_reason(err)}; run it by hand on this node "
+            f"to see more: {shown} {' '.join(arguments)}"
+        )
+    try:
+        spec = decode(out)
+    except CdiError as problem:
+        raise CdiError(f"what {shown} cdi generate printed {problem}; check cdi.nvidiaCtk and the tool's version") from problem
+    return _finished(spec, options, f"{vendor}/{name}", shown)
+
+
+def _arguments(options: CtkOptions, *, vendor: str, name: str, mode: str, id_strategy: str) -> list[str]:
+    arguments = [
+        "cdi",
+        "generate",
+        "--format=json",
+        f"--mode={mode}",
+        f"--vendor={vendor}",
+        f"--class={name}",
+        f"--device-name-strategy={id_strategy}",
+        f"--driver-root={options.roots.driver}",
+        f"--dev-root={options.roots.dev}",
+        f"--nvidia-cdi-hook-path={options.hook_path}",
+    ]
+    arguments += [f"--feature-flag={flag}" for flag in options.feature_flags]
+    if options.disable_hooks:  # named by nobody, the default goes through the environment, which older tools pass over
+        arguments += [f"--disable-hook={hook}" for hook in dict.fromkeys([_LEFT_OUT_BY_DEFAULT, *options.disable_hooks])]
+    return arguments
+
+
+def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
+    """The spec with paths of the node, checked."""
+    if spec.kind != kind:
+        raise CdiError(f"what {shown} cdi generate printed is of kind {spec.kind!r}, not {kind}; check cdi.nvidiaCtk")
+    spec = on_the_node(spec, options.roots)
+    edits = spec.container_edits
+    if _VOID not in edits.env:
+        others = tuple(line for line in edits.env if not line.startswith("NVIDIA_VISIBLE_DEVICES="))
+        spec = msgspec.structs.replace(spec, container_edits=msgspec.structs.replace(edits, env=(*others, _VOID)))
+    spec = rules.with_sufficient_version(spec)
+    if found := rules.problems(spec):
+        raise CdiError(f"what {shown} cdi generate printed would be refused by container runtimes: {'; '.join(found[:3])}")
+    return spec
+
+
+async def _run(command: Sequence[str], options: CtkOptions, shown: str) -> tuple[int, bytes, str]:
+    environment = {**os.environ, "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS": _LEFT_OUT_BY_DEFAULT}
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # what it starts itself is ended with it
+        )
+    except OSError as err:
+        raise CdiError(
+            f"cannot run {shown}: {err.strerror or err}; mount the NVIDIA container toolkit's program into the agent and set "
+            "cdi.nvidiaCtk to its path, or choose cdi.source: toolkit or the device list strategy envvar"
+        ) from err
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    try:
+        async with asyncio.timeout(options.timeout_seconds):
+            out, err_bytes = await asyncio.gather(
+                _read(process.stdout, LARGEST_BYTES, too_much=end), _read(process.stderr, _KEPT_STDERR, too_much=None)
+            )
+            status = await process.wait()
+    except TimeoutError:
+        raise CdiError(
+            f"{shown} cdi generate did not end within {options.timeout_seconds:g} s (cdi.generateTimeoutSeconds); it was ended; "
+            "a driver that hangs shows in nvidia-smi as well"
+        ) from None
+    finally:
+        if process.returncode is None:
+            end()
+            await process.wait()
+    if len(out) > LARGEST_BYTES:
+        raise CdiError(f"{shown} cdi generate prints without end; check cdi.nvidiaCtk")
+    return status, out, err_bytes.decode(errors="replace")
+
+
+async def _read(stream: asyncio.StreamReader | None, most: int, *, too_much: Callable[[], None] | None) -> bytes:
+    """The first bytes of a stream, up to ``most`` and one more; the rest is read and dropped, and ``too_much`` called."""
+    kept = bytearray()
+    while stream is not None and (chunk := await stream.read(65536)):
+        kept += chunk[: most + 1 - len(kept)]
+        if len(kept) > most and too_much is not None:
+            too_much()
+    return bytes(kept)
+
+
+def _reason(err: str) -> str:
+    """What the tool complained of, without its time stamps and help text."""
+    lines = [line for line in err.splitlines() if "level=error" in line] or err.strip().splitlines()[-1:]
+    found = [match[1].replace('\\"', '"') if (match := _MESSAGE.search(line)) else line.strip() for line in lines]
+    return "; ".join(found)[:500] or "it said nothing"

@@ -1,0 +1,171 @@
+"""The specs that somebody else keeps on this node: which names they have, looked at again and again.
+
+With ``cdi.source: toolkit`` containers refer to the spec of NVIDIA's container toolkit, which its own service keeps up to date. We write
+nothing; we only make sure that a name is there before kubelet may give it out. Same shape as `generated_specs` towards `agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cdi import rules
+from vgpu_agent.cdi.document import LARGEST_BYTES, Spec, decode
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import CdiError
+from vgpu_agent.status import CdiSpecStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vgpu_agent.journal import Journal
+
+VENDOR = "nvidia.com"
+GPU_KIND = f"{VENDOR}/gpu"
+STATIC_DIRECTORY = "/etc/cdi"  # besides the directory of the settings; runtimes look into both
+_ENDS = (".json", ".yaml", ".yml")
+_OURS = (".", "vgpu-agent-")  # specs of grants, of which there may be a thousand
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Read:
+    """One file: its change marks, its spec, or what is wrong with it."""
+
+    signature: tuple[int, int, int]
+    changed_at: float
+    spec: Spec | None = None
+    error: str = ""
+
+
+class ToolkitSpecs:
+    """Reads the specs of vendor ``nvidia.com`` in some directories.
+
+    State: what was read last, by path; a file is read again when it has changed.
+    """
+
+    def __init__(self, directories: Sequence[str], journal: Journal, *, look_seconds: float) -> None:
+        """Build it.
+
+        Args:
+            directories: where runtimes look for specs, the one that wins last.
+            journal: told of files that cannot be used.
+            look_seconds: how often they are looked at.
+        """
+        self._directories = tuple(dict.fromkeys(directories))
+        self._journal = journal
+        self._look_seconds = look_seconds
+        self._files: dict[str, _Read] = {}
+        self.settled = asyncio.Event()  # they were looked at
+        self.revision: Latest[int] = Latest(0)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The qualified names that runtimes can resolve."""
+        return frozenset(name for spec in self.specs for name in spec.names)
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs that a runtime would take."""
+        return tuple(read.spec for read in self._files.values() if read.spec is not None)
+
+    @property
+    def error(self) -> str:
+        """Why the GPUs have no names; empty when there is a spec of them."""
+        if any(spec.kind == GPU_KIND for spec in self.specs):
+            return ""
+        broken = "; ".join(f"{path} {read.error}" for path, read in self._files.items() if read.error)
+        return broken or (
+            f"there is no CDI spec of kind {GPU_KIND} in {' or '.join(self._directories)}; let the container toolkit make it "
+            "(service nvidia-cdi-refresh, or nvidia-ctk cdi generate), or set cdi.source: generated"
+        )
+
+    @property
+    def statuses(self) -> tuple[CdiSpecStatus, ...]:
+        """One for each file."""
+        found = [
+            CdiSpecStatus(
+                read.spec.kind if read.spec else VENDOR,
+                path,
+                tuple(device.name for device in read.spec.devices) if read.spec else (),
+                read.changed_at,
+                read.error,
+            )
+            for path, read in self._files.items()
+            if read.spec is not None or read.error
+        ]
+        return tuple(found) or (CdiSpecStatus(GPU_KIND, self._directories[-1], error=self.error),)
+
+    def knows(self, mode: str) -> bool:
+        """Whether a mode has a spec on this node."""
+        return f"{VENDOR}/{mode}=all" in self.names
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Look for ever."""
+        while True:
+            beat()
+            await self.look()
+            await asyncio.sleep(self._look_seconds)
+
+    async def look(self) -> None:
+        """Look at the directories once."""
+        files = await asyncio.to_thread(self._look)
+        for path, read in files.items():
+            before = self._files.get(path)
+            if read.error and (before is None or before.error != read.error):
+                self._journal.record("cdi.unusable_spec", level="warning", path=path, error=read.error)
+        changed = files != self._files
+        self._files = files
+        self.settled.set()
+        if changed:
+            self.revision.publish(self.revision.value + 1)
+
+    def _look(self) -> dict[str, _Read]:
+        files: dict[str, _Read] = {}
+        for directory in self._directories:
+            names: list[str] = []
+            with contextlib.suppress(OSError):
+                names = sorted(os.listdir(directory))
+            for name in names:
+                if name.endswith(_ENDS) and not name.startswith(_OURS):
+                    path = os.path.join(directory, name)
+                    with contextlib.suppress(FileNotFoundError):
+                        files[path] = self._file(path)
+        return files
+
+    def _file(self, path: str) -> _Read:
+        """What is in the file; nothing at all where it is another vendor's.
+
+        Raises:
+            FileNotFoundError: it is gone.
+        """
+        try:
+            status = os.stat(path)
+            signature = status.st_ino, status.st_size, status.st_mtime_ns
+            known = self._files.get(path)
+            if known is not None and known.signature == signature:
+                return known
+            with open(path, "rb") as file:
+                content = file.read(LARGEST_BYTES + 1)
+        except FileNotFoundError:
+            raise
+        except OSError as err:
+            return _Read((0, 0, 0), 0.0, error=f"cannot be read: {err.strerror or err}")
+        spec, error = _spec(content, is_yaml=not path.endswith(".json"))
+        return _Read(signature, status.st_mtime, spec, error)
+
+
+def _spec(content: bytes, *, is_yaml: bool) -> tuple[Spec | None, str]:
+    """The spec, if it is one of NVIDIA's, and what is wrong with it."""
+    if f"{VENDOR}/".encode() not in content:
+        return None, ""
+    try:
+        spec = decode(content, is_yaml=is_yaml)
+    except CdiError as err:
+        return None, str(err)
+    if not spec.kind.startswith(f"{VENDOR}/"):
+        return None, ""
+    found = rules.problems(spec)
+    return (None, f"would be refused by runtimes: {'; '.join(found[:3])}") if found else (spec, "")

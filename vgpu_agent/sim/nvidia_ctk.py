@@ -1,0 +1,181 @@
+"""A stand-in for ``nvidia-ctk cdi generate``: describes simulated GPUs in a CDI spec, as NVIDIA's tool describes real ones.
+
+With ``--simulate`` the agent runs it in place of the real tool, as a process and with the same options, so that only the program is
+another. What a container gets by it is there on this machine: the simulated device nodes (or /dev/null, where no device may be made) and
+the simulated driver's library. Tests let it hang, fail or print nonsense, and read how it was called (`StandInCtk`).
+
+usage: python -m vgpu_agent.sim.nvidia_ctk cdi generate [OPTIONS]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.build import LIBRARY, build
+from vgpu_agent.sim.state import SimulatedNode
+from vgpu_agent.sim.trees import capability_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+COMMAND: Final = (sys.executable, "-m", "vgpu_agent.sim.nvidia_ctk")
+
+_FAULTS: Final = "nvidia-ctk.faults.json"
+_CALLS: Final = "nvidia-ctk.calls.jsonl"
+_CONTROL: Final = ("nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl")
+_OPTIONS: Final = frozenset(
+    {"format", "mode", "vendor", "class", "device-name-strategy", "driver-root", "dev-root", "nvidia-cdi-hook-path"}
+    | {"disable-hook", "feature-flag"}
+)
+# What the real tool looks for, mode by mode.
+_MODE_NODES: Final = {"gdrcopy": ("gdrdrv",), "gds": ("nvidia-fs*",), "mofed": ("infiniband/*",)}
+_LIBRARY_FOLDER: Final = "/usr/lib/x86_64-linux-gnu"
+
+
+class StandInCtk:
+    """What tests do with the stand-in of one simulated node.
+
+    State: two files beside the node's, one that says what goes wrong, and one with a line for each call.
+    """
+
+    def __init__(self, node_directory: Path) -> None:
+        self._faults, self._calls = node_directory / _FAULTS, node_directory / _CALLS
+
+    def misbehave(
+        self, *, hang_seconds: float = 0.0, print_text: str | None = None, fail: str = "", without: Iterable[str] = (), edits: Any = None
+    ) -> None:
+        """From now on be slow, print this instead of a spec, fail with this error, leave out these devices, or add to the edits."""
+        faults = {"hang": hang_seconds, "print": print_text, "fail": fail, "without": list(without), "edits": edits}
+        unfinished = self._faults.with_suffix(".new")
+        unfinished.write_text(json.dumps(faults))
+        unfinished.replace(self._faults)
+
+    def behave(self) -> None:
+        """Be as the real one again."""
+        self._faults.unlink(missing_ok=True)
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """The arguments of each call, oldest first."""
+        if not self._calls.exists():
+            return []
+        return [json.loads(line) for line in self._calls.read_text().splitlines()]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the tool; returns its exit status."""
+    try:
+        sys.stdout.write(_output(arguments) + "\n")
+    except SimulationError as err:
+        text = str(err).replace('"', '\\"')
+        sys.stderr.write(f'time="2026-01-01T00:00:00Z" level=error msg="{text}"\n')
+        return 1
+    return 0
+
+
+def _output(arguments: Sequence[str]) -> str:
+    if list(arguments[:2]) != ["cdi", "generate"]:
+        raise SimulationError(f"No help topic for '{' '.join(arguments)}'")
+    options: dict[str, str] = {}
+    for argument in arguments[2:]:
+        name, _, value = argument.removeprefix("--").partition("=")
+        if name not in _OPTIONS:
+            raise SimulationError(f"flag provided but not defined: -{name}")
+        options[name] = value
+    directory = Path(options["driver-root"])
+    with (directory / _CALLS).open("a") as calls:
+        calls.write(json.dumps(list(arguments)) + "\n")
+    faults: dict[str, Any] = json.loads((directory / _FAULTS).read_text()) if (directory / _FAULTS).exists() else {}
+    time.sleep(faults.get("hang") or 0)
+    if faults.get("fail"):
+        raise SimulationError(f"failed to generate CDI spec: {faults['fail']}")
+    if faults.get("print") is not None:
+        return str(faults["print"])
+    try:
+        spec = _spec(options, faults)
+    except SimulationError as err:
+        raise SimulationError(f"failed to generate CDI spec: failed to create device CDI specs: {err}") from err
+    if not spec["devices"]:
+        raise SimulationError('failed to write CDI spec to STDOUT: failed add device "all": invalid device, empty device edits')
+    return json.dumps(spec)
+
+
+def _spec(options: Mapping[str, str], faults: Mapping[str, Any]) -> dict[str, Any]:
+    dev = Path(options["dev-root"]) / "dev"
+    kind = f"{options['vendor']}/{options['class']}"
+    edits: dict[str, Any] = {}
+    if options["mode"] in _MODE_NODES:
+        found = [path for pattern in _MODE_NODES[options["mode"]] for path in sorted(dev.glob(pattern))]
+        devices = [("all", [_node(path, dev) for path in found])] if found else []
+    else:
+        left_out = faults.get("without") or ()
+        node = SimulatedNode.open(Path(options["driver-root"]))
+        devices = [(name, nodes) for name, nodes in _devices(node, options["device-name-strategy"], dev) if name not in left_out]
+        everything = {each["path"]: each for _, nodes in devices for each in nodes}
+        devices.append(("all", list(everything.values())))
+        edits = _common_edits(options, dev) | (faults.get("edits") or {})
+    named = [{"name": name, "containerEdits": {"deviceNodes": nodes}} for name, nodes in devices]
+    return {"cdiVersion": "0.5.0", "kind": kind, "devices": named} | ({"containerEdits": edits} if edits else {})
+
+
+def _devices(node: SimulatedNode, strategy: str, dev: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Name and device nodes of each GPU that is not in MIG mode, and of each slice; like the driver it answers for all GPUs or for none."""
+    present = [gpu for gpu in node.state.gpus[: node.state.gpu_count] if gpu.present]
+    for index, gpu in enumerate(present):
+        if gpu.lost:
+            raise SimulationError(f"error getting device handle for index '{index}': GPU is lost")
+        own = _node(dev / f"nvidia{gpu.minor}", dev)
+        if not gpu.mig_current:
+            yield gpu.uuid.decode() if strategy == "uuid" else str(index), [own]
+            continue
+        for number, mig in enumerate(each for each in gpu.mig_devices if each.used):
+            caps = [
+                capability_number(gpu.minor, mig.gpu_instance),
+                capability_number(gpu.minor, mig.gpu_instance, mig.compute_instance),
+            ]
+            nodes = [own, *(_node(dev / "nvidia-caps" / f"nvidia-cap{cap}", dev) for cap in caps)]
+            yield mig.uuid.decode() if strategy == "uuid" else f"{index}:{number}", nodes
+
+
+def _common_edits(options: Mapping[str, str], dev: Path) -> dict[str, Any]:
+    edits: dict[str, Any] = {
+        "env": ["NVIDIA_VISIBLE_DEVICES=void"],
+        "deviceNodes": [_node(dev / name, dev) for name in _CONTROL if (dev / name).exists()],
+    }
+    target, how = f"{_LIBRARY_FOLDER}/{LIBRARY}", ["ro", "nosuid", "nodev", "rbind", "rprivate"]
+    edits["mounts"] = [{"hostPath": str(build()), "containerPath": target, "options": how}]
+    hook = options.get("nvidia-cdi-hook-path", "")
+    if os.access(hook, os.X_OK):  # a hook that is not there would keep every container from starting
+        arguments = [os.path.basename(hook), "update-ldcache", "--folder", _LIBRARY_FOLDER]
+        edits["hooks"] = [{"hookName": "createContainer", "path": hook, "args": arguments}]
+    return edits
+
+
+def _node(path: Path, dev: Path) -> dict[str, Any]:
+    """A device node of the container; where none could be made on this machine, the container gets /dev/null under its name."""
+    within = f"/dev/{path.relative_to(dev)}"
+    found = path if path.exists() and stat.S_ISCHR(path.stat().st_mode) else Path("/dev/null")
+    number = found.stat().st_rdev
+    return {
+        "path": within,
+        "hostPath": str(found),
+        "major": os.major(number),
+        "minor": os.minor(number),
+        "fileMode": 0o666,
+        "permissions": "rwm",
+    }
+
+
+def _run() -> NoReturn:
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    _run()
