@@ -144,6 +144,11 @@ class Inventory:
         """The GPU of that UUID, or None."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
+    @property
+    def devices(self) -> frozenset[str]:
+        """The UUIDs of all GPUs and MIG instances."""
+        return frozenset(device.uuid for gpu in self.gpus for device in (gpu, *gpu.mig_instances))
+
     def device(self, uuid: str) -> tuple[Gpu, MigInstance | None] | None:
         """The device of that UUID: a GPU (and no instance), or a MIG instance with the GPU that it is a slice of; None when unknown."""
         for gpu in self.gpus:

@@ -30,6 +30,7 @@ from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offering import Offering
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
+from vgpu_agent.agent.vanished import VanishedDevices
 from vgpu_agent.agent.verification import Verification
 from vgpu_agent.agent.witness import KubeletWitness
 from vgpu_agent.allocation.allocator import Allocator
@@ -252,6 +253,8 @@ class Agent:
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
+        vanished = VanishedDevices(ledger=self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
+        self._supervisor.start("vanished devices", vanished.run)
         kubelet = settings.kubelet
         self._supervisor.start(
             "verification",

@@ -17,6 +17,7 @@ from vgpu_agent.web.metric import Kind, Metric
 
 _G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
 _GPU, _RESOURCE, _TASK = ("gpu",), ("resource",), ("task",)
+_INSTANCE = ("gpu", "instance", "profile")
 _GPU_INFO = ("gpu", "index", "minor", "name", "pci_bus_id", "numa_node", "mig")
 _GRANT_INFO = ("namespace", "pod", "container", "resource", "gpu", "device", "state")
 
@@ -106,6 +107,13 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.each_gpu(lambda gpu: gpu.health.since),
     ),
     Metric(
+        "vgpu_agent_mig_instance_healthy",
+        _G,
+        _INSTANCE,
+        "1 when the MIG instance may be given to new containers; /debug/devices names the reason when it may not.",
+        readings.mig_instances_healthy,
+    ),
+    Metric(
         "vgpu_agent_gpu_enumeration_failures",
         _G,
         (),
@@ -166,6 +174,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "A share that a container holds; 1, or the number of shares that have all labels in common. "
         "namespace, pod and container are empty until kubelet's records name them; device differs from gpu for a MIG instance.",
         readings.grant_info,
+    ),
+    Metric(
+        "vgpu_agent_grants_on_vanished_devices",
+        _G,
+        _RESOURCE,
+        "Shares that containers hold of devices which this node no longer has, e.g. MIG instances that were cut away; "
+        "the event grant.device_vanished names the pods.",
+        readings.grants_on_vanished_devices,
     ),
     Metric("vgpu_agent_gpu_grants", _G, _GPU, "How many shares of the GPU containers hold.", readings.gpu_grants),
     Metric("vgpu_agent_gpu_grants_allowed", _G, _GPU, "How many device ids of the GPU may be held at once.", readings.gpu_grants_allowed),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.status import NvmlState
+from vgpu_agent.web import slices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,7 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
     found = [*verdicts, *_gpus(status.inventory)]
     if not any(problem.part == "nvml" for problem in verdicts):
         found += _nvml(status.nvml, now)
-    found += [*_kubelet(status), *_api_server(status.cluster, now), *_config(status), *_ledger(status.ledger)]
+    found += [*_kubelet(status), *_api_server(status.cluster, now), *_config(status), *_ledger(status.ledger), *_vanished(status)]
     return tuple(dict.fromkeys(found))
 
 
@@ -44,6 +45,10 @@ def _gpus(inventory: Inventory) -> Iterator[Problem]:
             yield Problem(f"gpu {gpu.index}", f"{gpu.uuid} is gone: {gpu.health.reason or 'it no longer answers'}")
         elif not gpu.health.ok:
             yield Problem(f"gpu {gpu.index}", f"{gpu.uuid} is unhealthy: {gpu.health.reason}")
+        else:
+            for instance in gpu.mig_instances:
+                if reason := slices.why_withheld(gpu, instance):
+                    yield Problem(f"gpu {gpu.index}", f"MIG instance {instance.uuid} ({instance.profile}) is not given out: {reason}")
     for failure in inventory.failures:
         yield Problem("gpu", f"a GPU did not answer: {failure}")
 
@@ -97,3 +102,9 @@ def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
     if ledger.foreign:
         more = f" and {len(ledger.foreign) - _SHOWN_IDS} more" if len(ledger.foreign) > _SHOWN_IDS else ""
         yield Problem("ledger", f"kubelet's records hold ids that this node does not offer: {', '.join(ledger.foreign[:_SHOWN_IDS])}{more}")
+
+
+def _vanished(status: AgentStatus) -> Iterator[Problem]:
+    for grant, device in slices.on_vanished_devices(status):
+        who = grant.owner.pod_name if grant.owner else "a container that kubelet has not named yet"
+        yield Problem(f"resource {grant.resource}", f"{who} runs on {device}, which this node no longer has")

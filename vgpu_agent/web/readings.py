@@ -11,7 +11,7 @@ import platform
 from typing import TYPE_CHECKING
 
 from vgpu_agent.status import NvmlState
-from vgpu_agent.web import views
+from vgpu_agent.web import slices, views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,6 +96,20 @@ def gpu_info(moment: Moment) -> Iterator[Row]:
     for gpu in moment.status.inventory.gpus:
         numa = "" if gpu.numa_node is None else str(gpu.numa_node)
         yield (gpu.uuid, str(gpu.index), str(gpu.minor), gpu.name, gpu.pci_bus_id, numa, "true" if gpu.mig_enabled else "false"), 1
+
+
+def mig_instances_healthy(moment: Moment) -> Iterator[Row]:
+    """Whether each MIG instance may be given away."""
+    for gpu in moment.status.inventory.gpus:
+        for instance in gpu.mig_instances:
+            yield (gpu.uuid, instance.uuid, instance.profile), not slices.why_withheld(gpu, instance)
+
+
+def grants_on_vanished_devices(moment: Moment) -> Iterator[Row]:
+    """By resource, also for one that is no longer offered because its devices are gone."""
+    counts = collections.Counter(grant.resource for grant, _ in slices.on_vanished_devices(moment.status))
+    names = {plugin.resource for plugin in moment.status.plugins} | counts.keys()
+    return (((name,), counts[name]) for name in sorted(names))
 
 
 def gpu_grants(moment: Moment) -> Iterator[Row]:

@@ -16,7 +16,7 @@ import msgspec
 from vgpu_agent.model import GrantState
 from vgpu_agent.status import NvmlState
 from vgpu_agent.web import binding as how_bound
-from vgpu_agent.web import problems
+from vgpu_agent.web import problems, slices
 from vgpu_agent.web.binding import BindingView, RefusalView
 from vgpu_agent.web.moments import When, when
 
@@ -42,17 +42,6 @@ class UsageView(msgspec.Struct, frozen=True):
     processes: tuple[dict[str, int], ...] = ()
 
 
-class MigView(msgspec.Struct, frozen=True):
-    """A MIG instance."""
-
-    uuid: str
-    index: int
-    gpu_instance_id: int
-    compute_instance_id: int
-    profile: str
-    memory_mib: int
-
-
 class GpuView(msgspec.Struct, frozen=True):
     """A GPU, its health and who holds a share of it."""
 
@@ -72,7 +61,7 @@ class GpuView(msgspec.Struct, frozen=True):
     holders: tuple[str, ...] = ()
     holders_allowed: int | None = None
     mig_enabled: bool = False
-    mig_instances: tuple[MigView, ...] = ()
+    mig_instances: tuple[slices.MigView, ...] = ()
     links: dict[str, dict[str, int]] = {}
 
 
@@ -273,10 +262,7 @@ def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[s
         holders=holders,
         holders_allowed=holders_allowed(gpu, status),
         mig_enabled=gpu.mig_enabled,
-        mig_instances=tuple(
-            MigView(mig.uuid, mig.index, mig.gpu_instance_id, mig.compute_instance_id, mig.profile, mig.memory_mib)
-            for mig in gpu.mig_instances
-        ),
+        mig_instances=tuple(slices.view(gpu, instance) for instance in gpu.mig_instances),
         links={far: {"pci": link.pci, "nvlinks": link.nvlinks} for (near, far), link in status.inventory.links.items() if near == gpu.uuid},
     )
 

@@ -1,0 +1,65 @@
+"""Says which pods run on a device that the node no longer has, e.g. because somebody cut its GPU into other MIG instances.
+
+Nothing can be taken from such a pod, and nothing is: its work fails or ends by itself, and kubelet keeps its ids until then. But the
+operator who changed the geometry should read whom it hit. A loop of `composition`; the number of such grants is a metric of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Grant, Inventory
+
+
+class VanishedDevices:
+    """Watches the ledger for grants whose device is gone.
+
+    State: what was told, so that each pod is named once for each device; after a restart it is told again.
+    """
+
+    def __init__(self, *, ledger: Ledger, inventory: Callable[[], Inventory], journal: Journal) -> None:
+        self._ledger = ledger
+        self._inventory = inventory
+        self._journal = journal
+        self._told: dict[tuple[int, str], str] = {}  # (number of the grant, device) → pod
+
+    async def run(self) -> None:
+        """Look at every change of devices or grants, for ever; a loop for the supervisor."""
+        async for _ in self._ledger.revision.changes():
+            self.look()
+
+    def look(self) -> None:
+        """Tell what is new: a pod that lost its device, or a device that came back to its pod."""
+        live = {grant.number: grant for grant in self._ledger.grants}
+        vanished = dict(self._vanished(live.values()))
+        for (number, device), grant in vanished.items():
+            if (number, device) not in self._told and grant.owner is not None:  # who holds it is known a second later at the latest
+                self._told[number, device] = grant.owner.pod_name
+                self._journal.record(
+                    "grant.device_vanished",
+                    level="warning",
+                    pod=grant.owner.pod_name,
+                    container=grant.owner.container,
+                    resource=grant.resource,
+                    device=device,
+                    ids=list(grant.ids),
+                    grant=number,
+                    meaning="the pod runs on a device that this node no longer has; delete it when its work has failed",
+                )
+        for number, device in [key for key in self._told if key not in vanished]:
+            pod = self._told.pop((number, device))
+            if number in live:
+                self._journal.record("grant.device_back", pod=pod, device=device, grant=number)
+
+    def _vanished(self, grants: Iterable[Grant]) -> Iterator[tuple[tuple[int, str], Grant]]:
+        inventory = self._inventory()
+        if not inventory.gpus:  # the driver has not answered yet, which says nothing about any device
+            return
+        present = inventory.devices
+        for grant in grants:
+            yield from (((grant.number, share.device), grant) for share in grant.shares if share.device not in present)

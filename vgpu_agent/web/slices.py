@@ -1,0 +1,66 @@
+"""MIG instances seen from outside: their JSON shape, whether they may be given away, and who still holds one that is gone.
+
+Used by `views`, `problems` and the table of metrics; the shapes keep the promises of `views`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.model import UNHEALTHY, GrantState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vgpu_agent.model import Gpu, Grant, MigInstance
+    from vgpu_agent.status import AgentStatus
+
+
+class MigView(msgspec.Struct, frozen=True):
+    """A MIG instance; ``health`` counts what is wrong with its GPU and with its device nodes too."""
+
+    uuid: str
+    index: int
+    gpu_instance_id: int
+    compute_instance_id: int
+    profile: str
+    memory_mib: int
+    health: str = ""
+    health_reason: str = ""
+    device_nodes: tuple[str, ...] = ()
+
+
+def view(gpu: Gpu, instance: MigInstance) -> MigView:
+    """The instance as ``/debug`` shows it."""
+    reason = why_withheld(gpu, instance)
+    return MigView(
+        uuid=instance.uuid,
+        index=instance.index,
+        gpu_instance_id=instance.gpu_instance_id,
+        compute_instance_id=instance.compute_instance_id,
+        profile=instance.profile,
+        memory_mib=instance.memory_mib,
+        health=UNHEALTHY if reason else instance.health.word,
+        health_reason=reason,
+        device_nodes=instance.capability_nodes,
+    )
+
+
+def why_withheld(gpu: Gpu, instance: MigInstance) -> str:
+    """Why the instance may not be given to a new container; empty when it may."""
+    if not gpu.present or not gpu.health.ok:
+        return gpu.health.reason or "its GPU no longer answers"
+    return instance.trouble if instance.health.ok else instance.health.reason
+
+
+def on_vanished_devices(status: AgentStatus) -> Iterator[tuple[Grant, str]]:
+    """Live grants on devices that the node no longer has, each with the device; nothing while no GPU has been read."""
+    inventory = status.inventory
+    if not inventory.gpus:
+        return
+    present = inventory.devices
+    for grant in status.ledger.grants:
+        if grant.state is not GrantState.RELEASED:
+            yield from ((grant, share.device) for share in grant.shares if share.device not in present)
