@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import jsonschema
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.cdi_schema import SCHEMA
 from tests.runtime.conftest import MakeGrant
-from vgpu_agent.allocation.carrier import cdi_name
+from vgpu_agent.allocation.carrier import Inlined, cdi_name
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.model import Share
@@ -71,8 +72,52 @@ def test_the_same_grant_gives_the_same_text(grant: MakeGrant) -> None:
 @pytest.mark.parametrize("edits", [Edits(annotations={"cdi.k8s.io/x": "y"}), Edits(cdi_names=("vendor.com/gpu=1",))])
 def test_what_a_spec_cannot_carry_is_refused(edits: Edits, grant: MakeGrant) -> None:
     """Rather than left out, which nobody would notice before the program misses it."""
-    with pytest.raises(CarrierError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*envvar"):
+    with pytest.raises(CarrierError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*binding\.mode early"):
         cdi.spec_text(grant()[0], edits)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        Edits(cdi_names=("vendor.com/gpu=a", "vendor.com/channel=0")),
+        Edits(annotations={"cdi.k8s.io/nvidia-device-plugin_1": "vendor.com/gpu=a,vendor.com/channel=0"}),
+        Edits(cdi_names=("vendor.com/gpu=a",), annotations={"example.org/x": "vendor.com/gpu=a,vendor.com/channel=0"}),
+    ],
+)
+def test_names_are_replaced_by_what_stands_behind_them(named: Edits, grant: MakeGrant) -> None:
+    """A grant's spec cannot refer to names, however the list strategy gives them; the container gets the same devices by its own spec."""
+    asked: list[list[str]] = []
+    hook = {"hookName": "createContainer", "path": "/hook"}
+    behind = {
+        "env": ["NVIDIA_VISIBLE_DEVICES=void"],
+        "deviceNodes": [{"path": "/dev/nvidia0"}],
+        "mounts": [{"hostPath": "/h", "containerPath": "/c"}],
+        "hooks": [hook],
+    }
+
+    def inline(names: Sequence[str]) -> Inlined:
+        asked.append(list(names))
+        return Inlined("0.5.0", behind)
+
+    own = Edits({"A": "1", "NVIDIA_VISIBLE_DEVICES": "GPU-1"}, (Mount("/l", "/l"),), (DeviceNode("/dev/nvidia0", "/dev/nvidia0"),))
+    spec = json.loads(cdi.spec_text(grant()[0], own.joined(named), inline))
+    jsonschema.validate(spec, SCHEMA)
+    assert asked == [["vendor.com/gpu=a", "vendor.com/channel=0"]]
+    assert spec["cdiVersion"] == "0.6.0"
+    edits = spec["devices"][0]["containerEdits"]
+    assert edits["env"] == ["A=1", "NVIDIA_VISIBLE_DEVICES=void"]
+    assert edits["deviceNodes"] == [{"path": "/dev/nvidia0"}]
+    assert [mount["containerPath"] for mount in edits["mounts"]] == ["/l", "/c"]
+    assert edits["hooks"] == [hook]
+
+
+def test_what_is_inlined_may_take_a_newer_version(grant: MakeGrant) -> None:
+    """Groups of device nodes are known from 0.7 on; the runtime would refuse them under an older version."""
+    text = cdi.spec_text(grant()[0], Edits(cdi_names=("vendor.com/gpu=a",)), lambda _: Inlined("0.7.0", {"additionalGids": [44]}))
+    spec = json.loads(text)
+    assert spec["cdiVersion"] == "0.7.0"
+    assert spec["devices"][0]["containerEdits"]["additionalGids"] == [44]
+    assert cdi.read_record(text, grant()[0].token)
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,36 @@ refuses a whole file over one field it does not know, so there is nothing else o
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord
+from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord, Inlined
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.model import Owner, Share
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from vgpu_agent.isolation.edits import Edits
 
+    Inline = Callable[[Sequence[str]], Inlined]
+
 CDI_VERSION = "0.6.0"
+_NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")  # which edits behind other names may take
 
 # CDI demands the form of Kubernetes annotations: a DNS prefix, a slash, a short name; 256 KiB in all.
 _PREFIX = CDI_KIND.partition("/")[0] + "/"
+
+_NAMES = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+(,[A-Za-z0-9._-]+/[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+)*")
+
+# Of the fields that both a grant and devices have: what may be there once.
+_KEYS: dict[str, Callable[[Any], str]] = {
+    "env": lambda line: str(line.partition("=")[0]),
+    "deviceNodes": lambda node: str(node["path"]),
+    "mounts": lambda mount: str(mount["containerPath"]),
+}
 
 
 class _Device(msgspec.Struct):
@@ -37,23 +52,38 @@ class _Spec(msgspec.Struct):
     annotations: dict[str, str]
 
 
-def spec_text(record: GrantRecord, edits: Edits) -> bytes:
-    """The content of the grant's spec file; the same for the same grant.
+def inline_nothing(names: Sequence[str]) -> Inlined:
+    """Where nobody knows what stands behind other CDI names.
 
     Raises:
-        CarrierError: the edits contain what a CDI spec cannot bring into a container.
+        CarrierError: always; a spec cannot refer to them.
     """
-    if edits.annotations or edits.cdi_names:
-        carried = ", ".join([*edits.annotations, *edits.cdi_names])
-        raise CarrierError(
-            f"a CDI spec cannot carry annotations or other CDI names ({carried}); "
-            "choose the device list strategy envvar, or binding.mode early"
-        )
+    raise CarrierError(
+        f"a CDI spec cannot carry other CDI names ({', '.join(names)}); choose the device list strategy envvar, or binding.mode early"
+    )
+
+
+def spec_text(record: GrantRecord, edits: Edits, inline: Inline = inline_nothing) -> bytes:
+    """The content of the grant's spec file; the same for the same grant.
+
+    Args:
+        record: stands in it as annotations.
+        edits: what the container gets. Instead of other CDI names, be they in annotations, it gets what stands behind them.
+        inline: says what does.
+
+    Raises:
+        CarrierError: the edits contain what a CDI spec cannot bring into a container, or a name that nothing stands behind.
+    """
+    others = {key: value for key, value in edits.annotations.items() if not _NAMES.fullmatch(value)}
+    if others:
+        raise CarrierError(f"a CDI spec cannot carry annotations ({', '.join(others)}); choose binding.mode early")
+    names = [*edits.cdi_names, *(name for value in edits.annotations.values() for name in value.split(","))]
+    inlined = inline(list(dict.fromkeys(names))) if names else Inlined(CDI_VERSION, {})
     spec = {
-        "cdiVersion": CDI_VERSION,
+        "cdiVersion": inlined.version if inlined.version in _NEWER else CDI_VERSION,
         "kind": CDI_KIND,
         "annotations": _annotations(record),
-        "devices": [{"name": record.token, "containerEdits": _container_edits(record, edits)}],
+        "devices": [{"name": record.token, "containerEdits": _joined(_container_edits(record, edits), inlined.container_edits)}],
     }
     return msgspec.json.format(msgspec.json.encode(spec), indent=1) + b"\n"
 
@@ -94,6 +124,17 @@ def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
             }
             for mount in edits.mounts
         ]
+    return made
+
+
+def _joined(own: dict[str, Any], inlined: Mapping[str, Any]) -> dict[str, Any]:
+    """Both; where they set the same variable or path, what is inlined wins, as it does with a runtime that resolves the names itself."""
+    if not inlined:
+        return own
+    made: dict[str, Any] = {**own, **inlined}
+    for field, key in _KEYS.items():
+        if both := {key(each): each for each in (*own.get(field, ()), *inlined.get(field, ()))}:
+            made[field] = list(both.values())
     return made
 
 

@@ -41,7 +41,15 @@ class GrantDirectory:
     one thread at a time.
     """
 
-    def __init__(self, cdi_directory: str, journal: Journal, *, kept_directory: str, proc_root: str = "/proc") -> None:
+    def __init__(
+        self,
+        cdi_directory: str,
+        journal: Journal,
+        *,
+        kept_directory: str,
+        proc_root: str = "/proc",
+        inline: cdi.Inline = cdi.inline_nothing,
+    ) -> None:
         """Use these directories.
 
         Args:
@@ -49,9 +57,11 @@ class GrantDirectory:
             journal: where damaged files are told of.
             kept_directory: where the records of grants without a spec are kept, those that were answered in full in Allocate.
             proc_root: where procfs is mounted, for what is mounted by whom.
+            inline: what stands behind CDI names, which a spec cannot refer to; may be asked in a thread.
         """
         self._directory = cdi_directory
         self._kept = kept_directory
+        self._inline = inline
         self._journal = journal
         self._mounts = MountTables(proc_root)
         # Replaced as a whole by the thread that has changed a file, so that the event loop reads it without a lock.
@@ -207,7 +217,7 @@ class GrantDirectory:
 
     def _deliver(self, record: GrantRecord, provision: Provision, *, only_missing: bool = False) -> bool:
         """Whether it was delivered; with ``only_missing`` not where a start has put a spec of that name meanwhile."""
-        content = cdi.spec_text(record, provision.edits)
+        content = cdi.spec_text(record, provision.edits, self._inline)
         path = self._path(record.token)
         with self._lock(record.token), self._lock_of(provision.collected):
             before = self._records.get(record.token)
