@@ -138,7 +138,7 @@ TIME_SLICING = [
         "plugin: {deviceListStrategy: envvar}",
         ('config.yaml:2: plugin.deviceListStrategy: expected a list of envvar, volume-mounts, cdi-annotations and cdi-cri, got "envvar"'),
     ),
-    ("plugin: {imexChannelIds: [1]}", "config.yaml:2: plugin.imexChannelIds: expected [] or [0], got a list"),
+    ("plugin: {imexChannelIds: [1]}", "config.yaml:2: plugin.imexChannelIds: expected [] or [0], got [1]"),
     (
         RESOURCES.replace("timeSlicing", "mps") + "    - {name: gpu, replicas: 2}\nplugin:\n  migStrategy: mixed",
         'config.yaml:7: plugin.migStrategy: MPS cannot share MIG slices; expected none or single with sharing.mps, got "mixed"',
@@ -358,16 +358,8 @@ SHARE = "version: v1\nfamilies: {nvidia: false, volcanoGpushare: true}\n"
 @pytest.mark.parametrize(
     ("text", "variable", "value", "instead"),
     [
-        (VGPU, "GDRCOPY_ENABLED", "false", "set volcanoVgpu.gdrcopyEnabled to that"),
-        (VGPU, "GDS_ENABLED", "0", "set volcanoVgpu.gdsEnabled to that"),
-        (VGPU, "MOFED_ENABLED", "False", "set volcanoVgpu.mofedEnabled to that"),
-        (VGPU, "NVIDIA_DRIVER_ROOT", "/run/nvidia/driver", "set gpu.driverRoot to that, and mount the path"),
-        (VGPU, "NVIDIA_DEV_ROOT", "/run/nvidia/driver", "set gpu.devRoot to that, and mount the path"),
         (VGPU, "HOOK_PATH", "/opt/vgpu", "set hamiCore.hostDirectory to that, and mount the path"),
-        (VGPU, "DEVICE_LIST_STRATEGY", "cdi-annotations", "this version has nothing like it"),
-        (VGPU, "MIG_STRATEGY", "mixed", "this version has nothing like it"),
-        (VGPU, "CONFIG_FILE", "/etc/plugin.yaml", "write what it says into the file of --config"),
-        (VGPU, "KUBELET_SOCKET", "/data/kubelet/device-plugins/kubelet.sock", "set kubelet.directory"),
+        (VGPU, "DEVICE_DISCOVERY_STRATEGY", "tegra", "GPUs are found through NVML only"),
         (SHARE, "GPU_STRATEGY", "number", "set volcanoGpushare.strategy to that"),
         (SHARE, "GPU_MEMORY_FACTOR", "10", "set volcanoGpushare.gpuMemoryFactor to that"),
     ],

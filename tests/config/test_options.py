@@ -31,19 +31,48 @@ def test_a_flag_that_is_given_is_kept_as_text(parser: argparse.ArgumentParser) -
 
 def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) -> None:
     """The command line is an interface; what stands in people's manifests must not vanish."""
-    flags = {text for action in parser._actions for text in action.option_strings}
+    flags = {text for action in parser._actions for text in action.option_strings if text.startswith("--")}
 
     assert flags == {
-        *("-h", "--help", "--config", "--node-name", "--kubelet-dir", "--listen", "--debug-listen", "--kubeconfig"),
+        *("--help", "--config", "--node-name", "--kubelet-dir", "--listen", "--debug-listen", "--kubeconfig"),
         *("--driver-root", "--sysfs-root", "--proc-root", "--simulate", "--log-format", "--log-level"),
+        # nvidia contract §1
+        *("--mig-strategy", "--fail-on-init-error", "--nvidia-driver-root", "--dev-root", "--nvidia-dev-root", "--pass-device-specs"),
+        *("--device-list-strategy", "--device-id-strategy", "--gdrcopy-enabled", "--gds-enabled", "--mofed-enabled"),
+        *("--cdi-annotation-prefix", "--nvidia-cdi-hook-path", "--nvidia-ctk-path", "--driver-root-ctr-path", "--container-driver-root"),
+        *("--mps-root", "--shared-devices-allocation-policy", "--device-discovery-strategy", "--imex-channel-ids", "--imex-required"),
+        *("--kubelet-socket", "--config-file", "--cdi-feature-flags", "--cdi-disable-hooks"),
+        "--resource-config",  # iktos contract I.1
+        "--vgpu",  # aws contract II.1
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["-mig-strategy=mixed", "-vgpu", "4"], {"--mig-strategy": "mixed", "--vgpu": "4"}),
+        (["--pass-device-specs", "--gds-enabled=false"], {"--pass-device-specs": "true", "--gds-enabled": "false"}),
+        (["--nvidia-driver-root=/a", "--container-driver-root", "/b"], {"--driver-root": "/a", "--driver-root-ctr-path": "/b"}),
+        (
+            ["--device-list-strategy=envvar", "--device-list-strategy=cdi-cri,volume-mounts"],
+            {"--device-list-strategy": "envvar,cdi-cri,volume-mounts"},
+        ),
+        (["--device-discovery-strategy=nvml"], {"--device-discovery-strategy": "nvml"}),
+    ],
+)
+def test_flags_may_be_written_as_for_go(parser: argparse.ArgumentParser, words: list[str], flags: dict[str, str]) -> None:
+    """Arguments of a manifest for NVIDIA's plugin need not be rewritten (nvidia contract §1)."""
+    assert options.given(parser.parse_args(words)) == flags
 
 
 def test_every_flag_has_a_key_and_a_variable_of_its_own() -> None:
     """Nothing can be set in two ways by one name."""
-    assert {option.path for option in options.OPTIONS} <= set(schema.value_paths())
-    assert len({option.variable for option in options.OPTIONS}) == len(options.OPTIONS)
-    assert len({option.path for option in options.OPTIONS}) == len(options.OPTIONS)
+    variables = [variable for option in options.OPTIONS for variable in option.variables]
+    flags = [flag for option in options.OPTIONS for flag in option.flags]
+    paths = [path for option in options.OPTIONS if option.taken_from is None for path in (option.path, *option.also)]
+
+    assert set(paths) <= set(schema.value_paths())
+    assert [name for name in (variables, flags, paths) if len(set(name)) != len(name)] == []
 
 
 def test_the_help_names_variable_and_default(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.config.conftest import Load, Problems
 from vgpu_agent.config import schema
-from vgpu_agent.config.load import load
+from vgpu_agent.config.load import Contents, load
 from vgpu_agent.config.options import OPTIONS, Option
 
 FILE = "version: v1\nlog:\n  level: warning\n"
@@ -50,24 +50,65 @@ def test_every_value_has_an_origin(load_text: Load) -> None:
     assert loaded.origins["sharing.timeSlicing.renameByDefault"] == "default"
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.variable)
-def test_every_variable_reaches_its_key(load_text: Load, option: Option) -> None:
+TEXTS = {
+    "gpu.failOnInitError": "false",
+    "plugin.passDeviceSpecs": "true",
+    "plugin.deviceIdStrategy": "index",
+    "plugin.sharedDevicesAllocationPolicy": "packed",
+    "plugin.deviceListStrategy": "cdi-cri,envvar",
+    "plugin.migStrategy": "mixed",
+    "plugin.cdiAnnotationPrefix": "example.com/",
+    "plugin.gdrcopyEnabled": "true",
+    "plugin.gdsEnabled": "true",
+    "plugin.mofedEnabled": "true",
+    "plugin.imexChannelIds": "0",
+    "plugin.imexRequired": "true",
+    "cdi.featureFlags": "disable-nvsandboxutils",
+    "cdi.disableHooks": "enable-cuda-compat, chmod",
+    "namedConfig.label": "example.com/config",
+    "namedConfig.default": "a100",
+    "namedConfig.fallbackStrategies": "single,empty",
+    "iktos.resourceConfig": "gpu:shared:4",
+    "aws.vgpus": "4",
+    "log.level": "debug",
+    "log.format": "console",
+    "listen": ":1",
+    "debugListen": ":2",
+    "nodeName": "node-7",
+    "gpu.disableHealthChecks": "48",
+    "gpu.enableHealthChecks": "31",
+    "volcanoVgpu.configMapNamespace": "volcano",
+}
+
+
+@pytest.mark.parametrize(("option", "variable"), [(option, name) for option in OPTIONS for name in option.variables])
+def test_every_variable_reaches_its_key(load_text: Load, option: Option, variable: str) -> None:
     """The table of options names keys that exist, and each can be given as text."""
-    text = {"gpu.failOnInitError": "false", "plugin.passDeviceSpecs": "true", "log.level": "debug", "log.format": "console"} | {
-        "plugin.deviceIdStrategy": "index",
-        "plugin.sharedDevicesAllocationPolicy": "packed",
-        "listen": ":1",
-        "debugListen": ":2",
-        "nodeName": "node-7",
-        "gpu.disableHealthChecks": "48",
-        "gpu.enableHealthChecks": "31",
-        "volcanoVgpu.configMapNamespace": "volcano",
-    }
+    text = "/k/device-plugins/kubelet.sock" if option.taken_from else TEXTS.get(option.path, "/some/where")
 
-    loaded = load_text(environment={option.variable: text.get(option.path, "/some/where")})
+    loaded = load_text(environment={variable: text})
 
-    assert loaded.origins[option.path] == f"environment {option.variable}"
-    assert [path for path, origin in loaded.origins.items() if origin.startswith("environment")] == [option.path]
+    assert loaded.origins[option.path] == f"environment {variable}"
+    assert {path for path, origin in loaded.origins.items() if origin.startswith("environment")} == {option.path, *option.also}
+
+
+def test_the_kubelets_socket_says_where_its_directory_is(load_text: Load, problems_of: Problems) -> None:
+    """nvidia contract §1: the flag names the socket; our own flag beats it."""
+    socket = {"KUBELET_SOCKET": "/data/kubelet/device-plugins/kubelet.sock"}
+
+    assert load_text(environment=socket).settings.kubelet.directory == "/data/kubelet"
+    assert load_text(environment={**socket, "VGPU_AGENT_KUBELET_DIR": "/k"}).settings.kubelet.directory == "/k"
+    assert problems_of(flags={"--kubelet-socket": "/tmp/kubelet.sock"}) == [
+        '--kubelet-socket: expected the kubelet\'s directory with /device-plugins/kubelet.sock behind it, got "/tmp/kubelet.sock"'
+    ]
+
+
+@pytest.mark.parametrize(("text", "enabled"), [("", (False, True)), ("true", (True, True)), ("false", (False, False))])
+def test_a_variable_that_two_plugins_know_sets_both(load_text: Load, text: str, enabled: tuple[bool, bool]) -> None:
+    """nvidia contract §1 and volcano-vgpu contract §5.3: one name, two defaults."""
+    settings = load_text(environment={"GDRCOPY_ENABLED": text}).settings
+
+    assert (settings.plugin.gdrcopy_enabled, settings.volcano_vgpu.gdrcopy_enabled) == enabled
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("T", True), ("False", False), ("0", False), ("f", False)])
@@ -197,4 +238,4 @@ def test_without_a_file_the_defaults_are_in_force() -> None:
     """Nothing needs to be configured."""
     loaded = load({}, {"VGPU_AGENT_CONFIG": ""})
 
-    assert (loaded.sources.file, loaded.digest, set(loaded.origins.values())) == (None, "", {"default"})
+    assert (loaded.sources.file, loaded.contents, set(loaded.origins.values())) == (None, Contents(), {"default"})

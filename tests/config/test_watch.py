@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import structlog
 
-from vgpu_agent.config.load import Loaded, Sources, load
+from vgpu_agent.config.load import Contents, Loaded, Sources, load
 from vgpu_agent.config.watch import changes
 from vgpu_agent.errors import ConfigError
 
@@ -141,9 +141,36 @@ async def test_other_sources_are_a_change_whether_or_not_there_is_a_file(loaded:
     async def sources() -> Sources:
         return next(asked)
 
-    watched = cast("Changes", changes(dataclasses.replace(loaded, sources=first), interval_seconds=INTERVAL_SECONDS, sources=sources))
+    before = loaded if with_a_file else dataclasses.replace(loaded, sources=first, contents=Contents())
+    watched = cast("Changes", changes(before, interval_seconds=INTERVAL_SECONDS, sources=sources))
     assert await _next_name(watched) == "labelled"
     assert await _nothing(watched)
+
+
+async def test_the_file_of_nvidias_plugin_is_followed_as_ours(file: Path, tmp_path: Path) -> None:
+    """New content comes with ours, wrong content as the error, and a file that vanishes changes nothing."""
+    theirs = tmp_path / "v1.yaml"
+    theirs.write_text("flags: {migStrategy: single}\n")
+    loaded = await asyncio.to_thread(load, {"--config": str(file), "--config-file": str(theirs)}, {})
+    watched = cast("Changes", changes(loaded, interval_seconds=INTERVAL_SECONDS))
+
+    _replace(theirs, "flags: {migStrategy: mixed}\n")
+    found = await _next(watched)
+    assert isinstance(found, Loaded)
+    assert (found.settings.plugin.mig_strategy, found.settings.node_name) == ("mixed", "first")
+
+    _replace(theirs, "flags: {migStrategy: some}\n")
+    wrong = await _next(watched)
+    assert isinstance(wrong, ConfigError)
+    assert wrong.problems == [f'{theirs}:1: flags.migStrategy: expected none, single or mixed, got "some"']
+
+    theirs.unlink()
+    _replace(file, _text("second"))
+    assert isinstance(await _next(watched), ConfigError)  # what is wrong stays wrong
+
+    _replace(theirs, "{}\n")
+    assert await _next_name(watched) == "second"
+    await watched.aclose()
 
 
 async def test_content_that_changed_before_the_watch_began_is_not_lost(file: Path, loaded: Loaded) -> None:
@@ -224,7 +251,7 @@ async def test_a_file_that_is_empty_for_a_moment_does_not_mean_the_defaults(watc
     """A writer in place truncates first; content counts when two readings in a row agree."""
     half, whole = b"version: v1\nnodeName: sec", _text("second").encode()
     readings = itertools.chain([_text("first").encode(), b"", half], itertools.repeat(whole))
-    monkeypatch.setattr("vgpu_agent.config.load.read", lambda _: next(readings))
+    monkeypatch.setattr("vgpu_agent.config.load.read", lambda *_: next(readings))
 
     assert await _next_name(watched) == "second"
 

@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vgpu_agent.config import schema
+from vgpu_agent.config.mps import Aws
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.settings import split_address
 from vgpu_agent.config.sharing import NVIDIA_DOMAIN
@@ -117,6 +118,14 @@ def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]])
         if both := [word for word in devices if word in others]:
             return SharedTwice(index, "devices", f"{shown(both[0])} is shared twice, first on line {{line}}; keep it in one of them")
     return None
+
+
+def without_effect(settings: Settings) -> Iterator[str]:
+    """A sentence for each setting that another one takes the effect from."""
+    if settings.sharing.mps.resources and settings.sharing.time_slicing.resources:
+        yield "sharing.timeSlicing: has no effect beside sharing.mps, which wins as in NVIDIA's plugin; leave one of them out"
+    if settings.aws.vgpus != Aws().vgpus and not settings.families.aws:
+        yield "aws.vgpus: has no effect without the family; set families.aws: true"
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Environment variables of the plugins that are replaced, where they say something that this agent does not do because of them.
+"""Environment variables and flags of the plugins that are replaced, where they say something that this agent does not do.
 
 A DaemonSet that is moved over with its environment keeps those variables; some mean the same here and are `options`, the others are
 ignored. Ignoring is right only as long as nobody has to find out by himself, so each that would have had an effect is named once at the
@@ -29,12 +29,16 @@ class _Variable:
         concerns: whether it would have meant anything for the families that are on.
         in_force: what holds here, in the variable's own words; the variable is lost only where it says something else.
         instead: what to do, as the end of the sentence.
+        flag: the same as a flag, "" where there is none.
+        words: what it may be; anything else is refused, as by the replaced plugin. Empty: anything.
     """
 
     name: str
     concerns: Callable[[Settings], bool]
     in_force: Callable[[Settings], tuple[str, ...]]
     instead: str
+    flag: str = ""
+    words: tuple[str, ...] = ()
 
 
 def _vgpu(settings: Settings) -> bool:
@@ -54,31 +58,16 @@ def _limited(settings: Settings) -> bool:
     return settings.families.volcano_vgpu and settings.volcano_vgpu.isolation == "hami-core"
 
 
-def _nothing_but(*values: str) -> Callable[[Settings], tuple[str, ...]]:
-    return lambda _: values
-
-
-_NOT_YET = "this version has nothing like it; keep the plugin on nodes that need it, or take the variable out"
 _VARIABLES: Final = (
-    _Variable("GDRCOPY_ENABLED", _vgpu, lambda s: (str(s.volcano_vgpu.gdrcopy_enabled),), "set volcanoVgpu.gdrcopyEnabled to that"),
-    _Variable("GDS_ENABLED", _vgpu, lambda s: (str(s.volcano_vgpu.gds_enabled),), "set volcanoVgpu.gdsEnabled to that"),
-    _Variable("MOFED_ENABLED", _vgpu, lambda s: (str(s.volcano_vgpu.mofed_enabled),), "set volcanoVgpu.mofedEnabled to that"),
-    _Variable("NVIDIA_DRIVER_ROOT", _always, lambda s: (s.gpu.driver_root,), "set gpu.driverRoot to that, and mount the path"),
-    _Variable(
-        "NVIDIA_DEV_ROOT", _always, lambda s: (str(s.gpu.device_node_root), s.gpu.dev_root), "set gpu.devRoot to that, and mount the path"
-    ),
     _Variable("HOOK_PATH", _limited, lambda s: (s.hami_core.host_directory,), "set hamiCore.hostDirectory to that, and mount the path"),
     _Variable(
-        "KUBELET_SOCKET", _always, lambda s: (str(s.kubelet.kubelet_socket),), "set kubelet.directory to the kubelet's root directory"
+        "DEVICE_DISCOVERY_STRATEGY",
+        _always,
+        lambda _: ("auto", "nvml"),
+        "GPUs are found through NVML only; keep NVIDIA's plugin on Tegra nodes, or leave it out",
+        flag="--device-discovery-strategy",
+        words=("auto", "nvml", "tegra"),
     ),
-    _Variable(
-        "CONFIG_FILE", _always, _nothing_but(), "write what it says into the file of --config; vgpu-agent config example shows the keys"
-    ),
-    _Variable("DEVICE_LIST_STRATEGY", _always, _nothing_but("envvar"), _NOT_YET),
-    _Variable("MIG_STRATEGY", _always, _nothing_but("none"), _NOT_YET),
-    _Variable("DEVICE_DISCOVERY_STRATEGY", _always, _nothing_but("auto", "nvml"), _NOT_YET),
-    _Variable("IMEX_CHANNEL_IDS", _always, _nothing_but(), _NOT_YET),
-    _Variable("IMEX_REQUIRED", _always, _nothing_but("false"), _NOT_YET),
     _Variable("GPU_STRATEGY", _gpushare, lambda s: (s.volcano_gpushare.strategy,), "set volcanoGpushare.strategy to that"),
     _Variable(
         "GPU_MEMORY_FACTOR",
@@ -88,16 +77,38 @@ _VARIABLES: Final = (
     ),
 )
 NAMES: Final = frozenset(variable.name for variable in _VARIABLES)
+WITH_FLAG: Final = tuple(variable for variable in _VARIABLES if variable.flag)
 
 
-def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each variable that says something else than what holds here; an empty one counts as not set."""
+def without_effect(settings: Settings, flags: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each one that says something else than what holds here; an empty variable counts as not set."""
     for variable in _VARIABLES:
-        value = environment.get(variable.name, "")
+        who, value = _given(variable, flags, environment)
         if not value or not variable.concerns(settings):
             continue
         if _plain(value) not in {_plain(held) for held in variable.in_force(settings)}:
-            yield f"environment variable {variable.name}: {shown(value)} has no effect here; {variable.instead}"
+            yield f"{who}: {shown(value)} has no effect here; {variable.instead}"
+
+
+def refused(flags: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Who and why, for each one with a word that the replaced plugin would have refused as well."""
+    for variable in _VARIABLES:
+        if not variable.words:
+            continue
+        given = [
+            (f"environment variable {variable.name}", environment.get(variable.name) or None),
+            (variable.flag, flags.get(variable.flag)),
+        ]
+        for who, value in given:
+            if value is not None and value not in variable.words:
+                *others, last = variable.words
+                yield who, f"expected {', '.join(others)} or {last}, got {shown(value)}"
+
+
+def _given(variable: _Variable, flags: Mapping[str, str], environment: Mapping[str, str]) -> tuple[str, str]:
+    if variable.flag and variable.flag in flags:
+        return variable.flag, flags[variable.flag]
+    return f"environment variable {variable.name}", environment.get(variable.name, "")
 
 
 def _plain(value: str) -> str:

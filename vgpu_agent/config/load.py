@@ -1,7 +1,7 @@
-"""Settings from their four sources, each value with where it came from, or every problem at once.
+"""Settings from their sources, each value with where it came from, or every problem at once.
 
 Called by `cli` before anything else is built (a wrong configuration ends the command before a socket is opened), and by `watch` for new
-content of the file. Defaults < file < environment < flags; an empty variable counts as not set.
+content of the files. Defaults < file of NVIDIA's plugin < our file < environment < flags; an empty variable counts as not set.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from vgpu_agent.config import checks, foreign_variables, options
+from vgpu_agent.config import checks, foreign_variables, nvidia_plugin, options, yaml
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.reading import Reading
 from vgpu_agent.config.suggestions import nearest
 from vgpu_agent.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterator, Mapping
 
     from vgpu_agent.config.settings import Settings
 
@@ -28,7 +28,11 @@ LARGEST_FILE_BYTES = 1024 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What `load` was given, so that `watch` can do it again with new content of the file.
+    """What `load` was given, so that `watch` can do it again with new content of the files.
+
+    Another configuration of NVIDIA's plugin is chosen at run time by another flag ``--config-file``: replace `flags` with one in which
+    `options.NVIDIA_CONFIG_FLAG` names the file, or nothing ("") for none, and call `load_sources`, or hand `watch.changes` a function that
+    returns the sources of the moment.
 
     Attributes:
         flags: what `options.given` returned.
@@ -42,6 +46,26 @@ class Sources:
 
 
 @dataclasses.dataclass(frozen=True)
+class Contents:
+    """What was read.
+
+    Attributes:
+        own: the content of our file, None without one.
+        nvidia_file: the configuration file of NVIDIA's plugin, "" without one.
+        nvidia: its content, None without one.
+    """
+
+    own: bytes | None = None
+    nvidia_file: str = ""
+    nvidia: bytes | None = None
+
+    @property
+    def digest(self) -> str:
+        """Tells one from another."""
+        return hashlib.sha256(repr((self.own, self.nvidia_file, self.nvidia)).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
 class Loaded:
     """A configuration that can be used.
 
@@ -51,14 +75,14 @@ class Loaded:
             ``derived from simulate``.
         warnings: sentences about what was ignored; not errors.
         sources: what it was made of.
-        digest: SHA-256 of the file's content, "" without a file.
+        contents: what was in the files.
     """
 
     settings: Settings
     origins: Mapping[str, str]
     warnings: tuple[str, ...]
     sources: Sources
-    digest: str
+    contents: Contents = dataclasses.field(repr=False)
 
 
 def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
@@ -69,37 +93,102 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
         environment: ``os.environ``, or what a test puts in its place.
 
     Raises:
-        ConfigError: the file cannot be read, or something in it, in the environment or in the flags is wrong; one sentence each.
+        ConfigError: a file cannot be read, or something in it, in the environment or in the flags is wrong; one sentence each.
     """
     file = flags.get(options.CONFIG_FLAG, environment.get(options.CONFIG_VARIABLE, "")) or None
-    sources = Sources(dict(flags), options.relevant(environment), file)
-    return load_content(sources, None if file is None else read(file))
+    return load_sources(Sources(dict(flags), options.relevant(environment), file))
+
+
+def load_sources(sources: Sources) -> Loaded:
+    """As `load`, for sources that were put together before. Blocks.
+
+    Raises:
+        ConfigError: as for `load`.
+    """
+    own = None if sources.file is None else read(sources.file)
+    file = nvidia_file(sources, own)
+    return load_contents(sources, Contents(own, file, read(file, options.NVIDIA_CONFIG_FLAG) if file else None))
 
 
 def load_content(sources: Sources, content: bytes | None) -> Loaded:
-    """As `load`, with the file's content already read; None without a file.
+    """As `load`, with our file's content already read, and without a file of NVIDIA's plugin.
+
+    Raises:
+        ConfigError: as for `load`.
+    """
+    return load_contents(sources, Contents(content))
+
+
+def load_contents(sources: Sources, contents: Contents) -> Loaded:
+    """As `load`, with everything already read.
 
     Raises:
         ConfigError: as for `load`.
     """
     reading = Reading()
-    if content is not None and sources.file is not None:
-        reading.take_file(sources.file, content)
+    root, faults = (None, []) if contents.own is None else yaml.read(contents.own)
+    file, document = _nvidia_document(sources, contents, root)
+    reading.take_nvidia(file, document)
+    if contents.own is not None and sources.file is not None:
+        reading.take_file(sources.file, root, faults)
     reading.take_environment(sources.environment)
     reading.take_flags(sources.flags)
+    for who, text in foreign_variables.refused(sources.flags, sources.environment):
+        reading.refuse(who, text)
     reading.derive_from_simulate()
     settings = reading.finish()
+    theirs = [f"{file}:{warning.line}: " + ": ".join(filter(None, warning[1:])) for warning in document.warnings]
     return Loaded(
         settings=settings,
         origins=reading.origins(settings),
-        warnings=tuple(_warnings(settings, sources.environment)),
+        warnings=(*theirs, *_warnings(settings, sources, contents)),
         sources=sources,
-        digest="" if content is None else digest_of(content),
+        contents=contents,
     )
 
 
-def read(file: str) -> bytes:
-    """The content of ``file``.
+def nvidia_file(sources: Sources, own: bytes | None) -> str:
+    """The configuration file of NVIDIA's plugin that is to be read; "" for none.
+
+    With ``namedConfig.directory`` only a flag names one: a node's label chooses, and whoever follows it says so with that flag. A mistake
+    in our file is not reported here, `load_contents` does.
+    """
+    if options.NVIDIA_CONFIG_FLAG in sources.flags:
+        return sources.flags[options.NVIDIA_CONFIG_FLAG]
+    root = None if own is None else yaml.read(own)[0]
+    directory = options.text_of("namedConfig.directory", sources.environment) or _text_at(root, "namedConfig", "directory")
+    if directory:
+        return ""
+    if file := options.text_of("nvidiaConfigFile", sources.environment):
+        return file
+    file = _text_at(root, "nvidiaConfigFile")
+    return file if file.startswith("/") else ""
+
+
+def _text_at(root: yaml.Node | None, *path: str) -> str:
+    node = root
+    for name in path:
+        node = node.value.get(name) if node is not None and isinstance(node.value, dict) else None
+    return node.value if node is not None and isinstance(node.value, str) else ""
+
+
+def _nvidia_document(sources: Sources, contents: Contents, root: yaml.Node | None) -> tuple[str, nvidia_plugin.Translation]:
+    """The document of NVIDIA's plugin and the file in which it stands; an empty one where there is none."""
+    members = root.value if root is not None and isinstance(root.value, dict) else {}
+    section = members.get(nvidia_plugin.SECTION)
+    if contents.nvidia is not None:
+        found = nvidia_plugin.translate_file(contents.nvidia)
+        if section is None:
+            return contents.nvidia_file, found
+        text = f"is not read, because {sources.file}:{section.line} holds one as {nvidia_plugin.SECTION}; keep one of them"
+        return contents.nvidia_file, dataclasses.replace(found, faults=(*found.faults, yaml.Fault(1, "", text)))
+    if section is None or sources.file is None:
+        return "", nvidia_plugin.Translation()
+    return sources.file, nvidia_plugin.translate_section(section)
+
+
+def read(file: str, flag: str = options.CONFIG_FLAG) -> bytes:
+    """The content of ``file``, which ``flag`` names.
 
     Raises:
         ConfigError: it cannot be read; chained to the OSError when there is one.
@@ -117,21 +206,19 @@ def read(file: str) -> bytes:
             os.close(descriptor)
     except (OSError, ValueError) as err:  # ValueError: a NUL in the name
         reason = err.strerror if isinstance(err, OSError) else "not a file name"
-        raise ConfigError([f"{file}: cannot be read: {reason}; give {options.CONFIG_FLAG} an existing, readable file"]) from err
+        raise ConfigError([f"{file}: cannot be read: {reason}; give {flag} an existing, readable file"]) from err
     if len(content) > LARGEST_FILE_BYTES:
         raise ConfigError([f"{file}: is larger than {LARGEST_FILE_BYTES} bytes; no configuration is, look whether it is the right file"])
     return content
 
 
-def digest_of(content: bytes) -> str:
-    """What `Loaded.digest` is made of."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def _warnings(settings: Settings, environment: Mapping[str, str]) -> Iterable[str]:
-    for name in options.unknown_variables(environment):
+def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Iterator[str]:
+    for name in options.unknown_variables(sources.environment):
         guess = options.PREFIX + near if (near := nearest(name.removeprefix(options.PREFIX), options.our_names())) else None
         yield f"environment variable {name}: unknown and ignored" + (f", did you mean {guess}?" if guess else "")
-    yield from foreign_variables.without_effect(settings, environment)
+    yield from foreign_variables.without_effect(settings, sources.flags, sources.environment)
     for path, word in checks.doubtful_xids(settings):
         yield f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or "xids"'
+    yield from checks.without_effect(settings)
+    if settings.nvidia_config_file and not contents.nvidia_file:
+        yield f"nvidiaConfigFile: {settings.nvidia_config_file} is not read, a configuration from namedConfig.directory takes its place"

@@ -1,23 +1,26 @@
 """Which settings have a flag and an environment variable: one table for argparse, `load`, ``--help`` and the documentation.
 
 Called by `cli` for every command that runs on the configuration. A flag that is not given leaves no trace in the parsed arguments, so that
-`load` can tell "not given" from "given as the default".
+`load` can tell "not given" from "given as the default". The flags and variables of the replaced plugins are here under their own names
+(nvidia contract §1, iktos contract I.1, aws contract II.1, volcano-vgpu contract §5.3), read as Go reads them: ``--flag=value``, one dash
+or two, a switch alone, a list repeated or separated by commas.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.config import foreign_variables, schema
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 PREFIX = "VGPU_AGENT_"
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "VGPU_AGENT_CONFIG"
+NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE = "--config-file", "CONFIG_FILE"
 
 # kubelet puts variables about each Service into every container; a Service named vgpu-agent… would look like a misspelt option.
 _SERVICE_LINK = re.compile(r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)\Z")
@@ -25,6 +28,7 @@ _SERVICE_LINK = re.compile(r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?
 _SIMULATION = "VGPU_AGENT_SIM_"
 # Set in the image to say which build it is; no configuration either.
 _COMMIT = "VGPU_AGENT_COMMIT"
+_KUBELET_SOCKET = "/device-plugins/kubelet.sock"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,11 @@ class Option:
         variable: the environment variable.
         metavar: what ``--help`` calls the value.
         text: what ``--help`` says.
+        other_flags: more names of the flag.
+        other_variables: more names of the variable; the first one that is set counts.
+        also: more keys that mean the same.
+        taken_from: how the key's text is made of the option's, where the two are not the same; None where nothing can be made of it.
+        expected: what such a text must be.
     """
 
     path: str
@@ -44,32 +53,155 @@ class Option:
     variable: str
     metavar: str = ""
     text: str = ""
+    other_flags: tuple[str, ...] = ()
+    other_variables: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    taken_from: Callable[[str], str | None] | None = None
+    expected: str = ""
 
     @property
     def destination(self) -> str:
         """The attribute of the parsed arguments."""
-        return "setting_" + self.flag.removeprefix("--").replace("-", "_")
+        return _destination(self.flag)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every name of the flag."""
+        return (self.flag, *self.other_flags) if self.flag else ()
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Every name of the variable, the strongest first."""
+        return (self.variable, *self.other_variables)
+
+    def given_in(self, environment: Mapping[str, str]) -> str:
+        """The variable that counts; "" when none is set."""
+        return next((name for name in self.variables if environment.get(name, "")), "")
+
+
+def _kubelet_directory(socket: str) -> str | None:
+    """The kubelet's root directory where ``socket`` is its usual registration socket."""
+    return socket.removesuffix(_KUBELET_SOCKET) if socket.startswith("/") and socket.endswith(_KUBELET_SOCKET) else None
 
 
 OPTIONS: tuple[Option, ...] = (
     Option("nodeName", "--node-name", "NODE_NAME", "NAME", "this node's name in Kubernetes (default: the host's name)"),
+    Option(
+        "kubelet.directory",
+        "--kubelet-socket",
+        "KUBELET_SOCKET",
+        "SOCKET",
+        "the kubelet's registration socket, as NVIDIA's plugin calls for it",
+        taken_from=_kubelet_directory,
+        expected="the kubelet's directory with /device-plugins/kubelet.sock behind it",
+    ),
     Option("kubelet.directory", "--kubelet-dir", "VGPU_AGENT_KUBELET_DIR", "DIR", "the kubelet's root directory"),
     Option("listen", "--listen", "VGPU_AGENT_LISTEN", "ADDR", "where metrics and probes are served"),
     Option("debugListen", "--debug-listen", "VGPU_AGENT_DEBUG_LISTEN", "ADDR", "where /debug is served"),
     Option("kubeconfig", "--kubeconfig", "VGPU_AGENT_KUBECONFIG", "FILE", "credentials for the API server (default: the service account)"),
-    Option("gpu.driverRoot", "--driver-root", "VGPU_AGENT_DRIVER_ROOT", "DIR", "where the NVIDIA driver is installed"),
+    Option(
+        "gpu.driverRoot",
+        "--driver-root",
+        "VGPU_AGENT_DRIVER_ROOT",
+        "DIR",
+        "where the NVIDIA driver is installed",
+        other_flags=("--nvidia-driver-root",),
+        other_variables=("NVIDIA_DRIVER_ROOT",),
+    ),
+    Option(
+        "gpu.devRoot",
+        "--dev-root",
+        "NVIDIA_DEV_ROOT",
+        "DIR",
+        "root of the host's /dev/nvidia* (default: the driver root)",
+        other_flags=("--nvidia-dev-root",),
+    ),
     Option("gpu.sysfsRoot", "--sysfs-root", "VGPU_AGENT_SYSFS_ROOT", "DIR", "where sysfs is mounted"),
     Option("gpu.procRoot", "--proc-root", "VGPU_AGENT_PROC_ROOT", "DIR", "where the host's procfs is mounted"),
     Option("simulate", "--simulate", "VGPU_AGENT_SIMULATE", "DIR", "run on the simulated GPUs in DIR instead of a driver"),
     Option("log.format", "--log-format", "VGPU_AGENT_LOG_FORMAT", "FORMAT", "json or console"),
     Option("log.level", "--log-level", "VGPU_AGENT_LOG_LEVEL", "LEVEL", "debug, info, warning or error"),
-    # Named as NVIDIA's plugin names them, so that a DaemonSet can be moved over with its environment.
-    Option("gpu.failOnInitError", "", "FAIL_ON_INIT_ERROR"),
+    # From here on named as NVIDIA's plugin names them, so that a DaemonSet can be moved over with its arguments and its environment.
+    Option(
+        "nvidiaConfigFile", NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE, "FILE", "a configuration file of NVIDIA's plugin, read as it is"
+    ),
+    Option("plugin.migStrategy", "--mig-strategy", "MIG_STRATEGY", "STRATEGY", "none, single or mixed"),
+    Option("gpu.failOnInitError", "--fail-on-init-error", "FAIL_ON_INIT_ERROR", "BOOL", "end when there is no usable driver"),
     Option("gpu.disableHealthChecks", "", "DP_DISABLE_HEALTHCHECKS"),
     Option("gpu.enableHealthChecks", "", "DP_ENABLE_HEALTHCHECKS"),
-    Option("plugin.passDeviceSpecs", "", "PASS_DEVICE_SPECS"),
-    Option("plugin.deviceIdStrategy", "", "DEVICE_ID_STRATEGY"),
-    Option("plugin.sharedDevicesAllocationPolicy", "", "SHARED_DEVICES_ALLOCATION_POLICY"),
+    Option("plugin.passDeviceSpecs", "--pass-device-specs", "PASS_DEVICE_SPECS", "BOOL", "name device nodes in each answer"),
+    Option(
+        "plugin.deviceListStrategy",
+        "--device-list-strategy",
+        "DEVICE_LIST_STRATEGY",
+        "STRATEGY",
+        "envvar, volume-mounts, cdi-annotations, cdi-cri; may be repeated",
+    ),
+    Option("plugin.deviceIdStrategy", "--device-id-strategy", "DEVICE_ID_STRATEGY", "STRATEGY", "uuid or index"),
+    Option(
+        "plugin.sharedDevicesAllocationPolicy",
+        "--shared-devices-allocation-policy",
+        "SHARED_DEVICES_ALLOCATION_POLICY",
+        "POLICY",
+        "distributed or packed",
+    ),
+    # Both families read the same variable, with different defaults.
+    *(
+        Option(
+            f"plugin.{name}Enabled",
+            f"--{name}-enabled",
+            f"{name.upper()}_ENABLED",
+            "BOOL",
+            f"give containers {devices} devices",
+            also=(f"volcanoVgpu.{name}Enabled",),
+        )
+        for name, devices in (("gdrcopy", "GDRCopy"), ("gds", "GPUDirect Storage"), ("mofed", "Mellanox"))
+    ),
+    Option("plugin.imexChannelIds", "--imex-channel-ids", "IMEX_CHANNEL_IDS", "IDS", "IMEX channels of containers: 0, or none"),
+    Option("plugin.imexRequired", "--imex-required", "IMEX_REQUIRED", "BOOL", "end when the IMEX channel does not exist"),
+    Option(
+        "plugin.cdiAnnotationPrefix",
+        "--cdi-annotation-prefix",
+        "CDI_ANNOTATION_PREFIX",
+        "PREFIX",
+        "beginning of the name of CDI annotations",
+    ),
+    Option(
+        "cdi.hookPath",
+        "--nvidia-cdi-hook-path",
+        "NVIDIA_CDI_HOOK_PATH",
+        "PATH",
+        "the hook program on the node, for CDI specs",
+        other_flags=("--nvidia-ctk-path",),
+        other_variables=("NVIDIA_CTK_PATH",),
+    ),
+    Option(
+        "cdi.containerDriverRoot",
+        "--driver-root-ctr-path",
+        "DRIVER_ROOT_CTR_PATH",
+        "DIR",
+        "where the driver root is mounted in the agent's container",
+        other_flags=("--container-driver-root",),
+        other_variables=("CONTAINER_DRIVER_ROOT",),
+    ),
+    Option("cdi.featureFlags", "--cdi-feature-flags", "CDI_FEATURE_FLAGS", "FLAG", "feature flags for CDI specs; may be repeated"),
+    Option("cdi.disableHooks", "--cdi-disable-hooks", "CDI_DISABLE_HOOKS", "HOOK", "hooks left out of CDI specs; may be repeated"),
+    Option("mps.root", "--mps-root", "MPS_ROOT", "DIR", "directory on the node for MPS"),
+    # As NVIDIA's config-manager names them.
+    Option("namedConfig.directory", "", "CONFIG_FILE_SRCDIR"),
+    Option("namedConfig.label", "", "NODE_LABEL"),
+    Option("namedConfig.default", "", "DEFAULT_CONFIG"),
+    Option("namedConfig.fallbackStrategies", "", "FALLBACK_STRATEGIES"),
+    # As k8s-gpu-sharing-plugin (iktos) names it.
+    Option(
+        "iktos.resourceConfig",
+        "--resource-config",
+        "NVIDIA_DRIVER_RESOURCE_CONFIG",
+        "ENTRIES",
+        "replicas: RESOURCE:NEW-NAME:COUNT, separated by commas",
+    ),
+    # As AWS's virtual GPU device plugin names it.
+    Option("aws.vgpus", "--vgpu", "VGPU_AGENT_VGPU", "COUNT", "how many containers may share one GPU, with families.aws"),
     # As volcano-vgpu-device-plugin names it.
     Option("volcanoVgpu.configMapNamespace", "", "DEVICE_CONFIG_NAMESPACE"),
 )
@@ -89,33 +221,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for option in OPTIONS:
         if option.flag:
-            default = schema.value_paths()[option.path].default
-            shown = f"; default {default}" if default else ""
-            group.add_argument(
-                option.flag,
-                metavar=option.metavar,
-                dest=option.destination,
-                default=None,
-                help=f"{option.text} ({option.variable}{shown})",
-            )
+            _add_argument(group, option)
+    for foreign in foreign_variables.WITH_FLAG:
+        group.add_argument(
+            foreign.flag, _one_dash(foreign.flag), metavar="VALUE", dest=_destination(foreign.flag), default=None, help=argparse.SUPPRESS
+        )
+
+
+def _add_argument(group: argparse._ArgumentGroup, option: Option) -> None:
+    key = schema.value_paths()[option.path]
+    shown = f"; default {_shown_default(key)}" if key.default not in ("", ()) and option.taken_from is None else ""
+    arguments: dict[str, Any] = {"metavar": option.metavar, "dest": option.destination, "default": None}
+    if key.is_list:
+        arguments["action"] = "append"
+    elif key.is_switch:
+        arguments |= {"nargs": "?", "const": "true"}
+    group.add_argument(*option.flags, help=f"{option.text} ({option.variable}{shown})", **arguments)
+    group.add_argument(*map(_one_dash, option.flags), help=argparse.SUPPRESS, **arguments)
+
+
+def _one_dash(flag: str) -> str:
+    """As Go's flags may be written, too."""
+    return flag.removeprefix("-")
+
+
+def _destination(flag: str) -> str:
+    return "setting_" + flag.removeprefix("--").replace("-", "_")
+
+
+def _shown_default(key: schema.Key) -> str:
+    if key.is_switch:
+        return str(key.default).lower()
+    return ",".join(key.default) if key.is_list else str(key.default)
 
 
 def given(arguments: argparse.Namespace) -> dict[str, str]:
     """The flags that were given, by flag (``{"--listen": ":9394"}``), from arguments that `add_arguments` declared."""
-    flags = {option.flag: getattr(arguments, option.destination, None) for option in OPTIONS if option.flag}
-    flags[CONFIG_FLAG] = getattr(arguments, "setting_config", None)
-    return {flag: value for flag, value in flags.items() if value is not None}
+    names = [CONFIG_FLAG, *(option.flag for option in OPTIONS if option.flag), *(foreign.flag for foreign in foreign_variables.WITH_FLAG)]
+    values = {name: getattr(arguments, _destination(name), None) for name in names}
+    return {name: ",".join(value) if isinstance(value, list) else value for name, value in values.items() if value is not None}
+
+
+def text_of(path: str, environment: Mapping[str, str]) -> str:
+    """What the environment says for the key ``path``, unchecked; "" when it says nothing."""
+    return next((environment[name] for option in OPTIONS if option.path == path if (name := option.given_in(environment))), "")
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of `OPTIONS`, those that look like ours, and those of the replaced plugins that `load` warns of."""
-    ours = {option.variable for option in OPTIONS} | foreign_variables.NAMES
+    ours = _known_variables() | foreign_variables.NAMES
     return {name: value for name, value in environment.items() if name in ours or name.startswith(PREFIX)}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """The variables that look like ours and are not, sorted; Kubernetes' service variables are none of them."""
-    known = {option.variable for option in OPTIONS} | {CONFIG_VARIABLE, _COMMIT}
+    known = _known_variables() | {CONFIG_VARIABLE, _COMMIT}
     return sorted(
         name
         for name in environment
@@ -125,5 +285,9 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 def our_names() -> list[str]:
     """What follows our prefix in each variable that has it."""
-    variables = [CONFIG_VARIABLE, *(option.variable for option in OPTIONS)]
+    variables = [CONFIG_VARIABLE, *_known_variables()]
     return [variable.removeprefix(PREFIX) for variable in variables if variable.startswith(PREFIX)]
+
+
+def _known_variables() -> set[str]:
+    return {variable for option in OPTIONS for variable in option.variables}

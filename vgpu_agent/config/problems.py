@@ -13,6 +13,7 @@ from typing import Any
 from vgpu_agent.errors import ConfigError
 
 SHOWN = 20
+_AFTER_ALL_FILES = 2**31
 _LONGEST_VALUE = 60
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_<-][A-Za-z0-9_./<-]*\Z")
 
@@ -21,7 +22,8 @@ class Problems:
     """Problems of one configuration; `raise_if_any` ends the collection."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[int, str]] = []
+        self._found: list[tuple[int, int, str]] = []
+        self._files: dict[str, int] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -33,10 +35,11 @@ class Problems:
         return len(self._found) >= SHOWN
 
     def add(self, place: str, path: str, text: str, *, line: int = 0) -> None:
-        """Note that ``path`` at ``place`` is wrong; those with a ``line`` are shown in the order of the file, the others after them."""
+        """Note that ``path`` at ``place`` is wrong; those with a ``line`` are shown file by file in its order, the others after them."""
         self._count += 1
         if not self.enough:
-            self._found.append((line or 2**31, ": ".join(part for part in (place, path, text) if part)))
+            file = self._files.setdefault(place.rpartition(":")[0], len(self._files)) if line else _AFTER_ALL_FILES
+            self._found.append((file, line, ": ".join(part for part in (place, path, text) if part)))
 
     def raise_if_any(self) -> None:
         """Raise what was collected.
@@ -46,7 +49,7 @@ class Problems:
         """
         if not self._found:
             return
-        sentences = [sentence for _, sentence in sorted(self._found, key=lambda found: found[0])]
+        sentences = [sentence for _, _, sentence in sorted(self._found, key=lambda found: found[:2])]
         if (more := self._count - len(sentences)) > 0:
             sentences.append(f"and {more} more like these")
         raise ConfigError(sentences)
@@ -63,6 +66,13 @@ def shown(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return _shortened(json.dumps(value))
+
+
+def shown_list(value: Any) -> str:
+    """As `shown`, but a list of plain values with its values, for a key that takes lists."""
+    if isinstance(value, list) and all(isinstance(word, str | int | float | None) for word in value):
+        return _shortened(f"[{', '.join(map(shown, value))}]")
+    return shown(value)
 
 
 def shown_key(key: str) -> str:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vgpu_agent.config import checks, options, schema, yaml
-from vgpu_agent.config.problems import Problems, shown, shown_key
+from vgpu_agent.config import checks, nvidia_plugin, options, schema, yaml
+from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.suggestions import suggestion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 VERSION = "v1"
 DEFAULT_ORIGIN = "default"
@@ -26,11 +26,18 @@ SIMULATE_ORIGIN = "derived from simulate"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a value stands: for `Loaded.origins`, for the beginning of a sentence, and its line when it is in the file."""
+    """Where a value stands: for `Loaded.origins`, for the beginning of a sentence, and its line when it is in a file.
+
+    Attributes:
+        key: what the file calls it, where that is not our dotted path.
+        replaced_plugin: whether the file is one of NVIDIA's plugin.
+    """
 
     origin: str
     prefix: str
     line: int = 0
+    key: str = ""
+    replaced_plugin: bool = False
 
     @property
     def names_the_key(self) -> bool:
@@ -46,18 +53,21 @@ class Reading:
         self._places: dict[str, Place] = {}
         self._refused: set[str] = set()
         self._problems = Problems()
+        # About the document that is being taken: its name, and how it calls our keys where it is one of NVIDIA's plugin.
         self._file = ""
+        self._keys: Mapping[str, str] | None = None
 
-    def take_file(self, file: str, content: bytes) -> None:
-        """Accept what the file says."""
+    def take_nvidia(self, file: str, document: nvidia_plugin.Translation) -> None:
+        """Accept what a configuration of NVIDIA's plugin says; sentences name its keys, not ours."""
+        self._file, self._keys = file, document.keys
+        for fault in document.faults:
+            self._problems.add(f"{file}:{fault.line}", fault.path, fault.text, line=fault.line)
+        self._accepted = self._section(Settings, document.members, "")
+        self._keys = None
+
+    def take_file(self, file: str, root: yaml.Node | None, faults: Sequence[yaml.Fault]) -> None:
+        """Accept what our file says; `nvidia_plugin.SECTION` is not looked at."""
         self._file = file
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as err:
-            line = content.count(b"\n", 0, err.start) + 1
-            self._problems.add(f"{file}:{line}", "", f"is not UTF-8 (byte 0x{content[err.start]:02x}); save it as UTF-8", line=line)
-            return
-        root, faults = yaml.parse(text)
         for fault in faults:
             self._problem(fault.line, fault.path, fault.text)
         if root is None:
@@ -68,22 +78,25 @@ class Reading:
         if not isinstance(root.value, dict):
             self._problem(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}")
             return
-        members = dict(root.value)
+        members = {name: node for name, node in root.value.items() if name != nvidia_plugin.SECTION}
         self._check_version(members.pop("version", None), root.line)
-        self._accepted = self._section(Settings, members, "")
+        _lay_over(self._accepted, self._section(Settings, members, ""))
 
     def take_environment(self, environment: Mapping[str, str]) -> None:
         """Accept the variables of `options.OPTIONS`; an empty one counts as not set."""
         for option in options.OPTIONS:
-            if value := environment.get(option.variable, ""):
-                place = Place(f"environment {option.variable}", f"environment variable {option.variable}")
-                self._take_text(option.path, value, place)
+            if name := option.given_in(environment):
+                self._take_option(option, environment[name], Place(f"environment {name}", f"environment variable {name}"))
 
     def take_flags(self, flags: Mapping[str, str]) -> None:
         """Accept the flags that were given, the empty ones too."""
         for option in options.OPTIONS:
             if option.flag in flags:
-                self._take_text(option.path, flags[option.flag], Place(f"flag {option.flag}", option.flag))
+                self._take_option(option, flags[option.flag], Place(f"flag {option.flag}", option.flag))
+
+    def refuse(self, who: str, text: str) -> None:
+        """Note something that is wrong with a flag or a variable which stands for no key."""
+        self._problems.add(who, "", text)
 
     def derive_from_simulate(self) -> None:
         """Let the roots that nobody set lie in the directory of simulated GPUs."""
@@ -92,10 +105,11 @@ class Reading:
             return
         for path, value in (
             ("gpu.driverRoot", directory),
+            *((path, "") for path in ("gpu.devRoot",) if self._says_nothing(path)),
             ("gpu.sysfsRoot", os.path.join(directory, "sys")),
             ("gpu.procRoot", os.path.join(directory, "proc")),
         ):
-            if path not in self._places:
+            if path not in self._places or self._says_nothing(path):
                 self._set(path, value, Place(SIMULATE_ORIGIN, self._places["simulate"].prefix, self._places["simulate"].line))
 
     def finish(self) -> Settings:
@@ -115,6 +129,12 @@ class Reading:
     def origins(self, settings: Settings) -> dict[str, str]:
         """Where each value of ``settings`` came from."""
         return {path: self._places[path].origin if path in self._places else DEFAULT_ORIGIN for path, _ in schema.values(settings)}
+
+    def _says_nothing(self, path: str) -> bool:
+        """Whether the root ``path`` is the file system's because a file for NVIDIA's plugin spells its defaults out, as most do."""
+        place = self._places.get(path)
+        section, _, name = path.partition(".")
+        return place is not None and place.replaced_plugin and self._accepted[section][name] == "/"
 
     def _check_version(self, version: yaml.Node | None, first_line: int) -> None:
         if version is None:
@@ -142,11 +162,11 @@ class Reading:
         if key.items is not None:
             return self._items(key, key.items, node, path)
         value = _plain(node)
-        place = Place(f"{self._file}:{node.line}", f"{self._file}:{node.line}", node.line)
+        place = self._place(node.line, path)
         try:
             accepted = key.accept(value)
         except schema.NotAcceptedError as err:
-            self._refuse(path, place, f"expected {err}, got {shown(value)}")
+            self._refuse(path, place, f"expected {err}, got {shown_list(value) if key.is_list else shown(value)}")
             return None
         self._places[path] = place
         return accepted
@@ -157,7 +177,7 @@ class Reading:
             self._refuse_below(path, node, f"expected a mapping, got {shown(node.value)}")
             return None
         for key in schema.keys(section).values():
-            if key.required and key.name not in members:
+            if key.required and key.name not in members and f"{path}.{key.name}[0].name" not in self._places:
                 self._problem(node.line, f"{path}.{key.name}", f"missing; list what is shared, or leave {key.required} out")
         return self._section(section, members, path + ".")
 
@@ -165,10 +185,12 @@ class Reading:
         if not isinstance(node.value, list):
             self._refuse_below(path, node, f"expected a list, got {shown(node.value)}")
             return None
+        for stale in [known for known in self._places if known.startswith(f"{path}[")]:
+            del self._places[stale]  # a list replaces the one of a weaker source
         if not node.value and key.required:
             self._problem(node.line, path, f"expected at least one resource, got an empty list; leave {key.required} out to share nothing")
         if not node.value:
-            self._places[path] = Place(f"{self._file}:{node.line}", f"{self._file}:{node.line}", node.line)
+            self._places[path] = self._place(node.line, path)
         needed = [member.name for member in schema.keys(items).values() if member.default is msgspec.NODEFAULT]
         found = [self._item(items, item, f"{path}[{index}]") for index, item in enumerate(node.value)]
         if key.required:
@@ -203,6 +225,16 @@ class Reading:
                 if problem := checks.resource_name_problem(found[key.name]):
                     self._problem(members[key.name].line, f"{path}.{key.name}", problem)
 
+    def _take_option(self, option: options.Option, text: str, place: Place) -> None:
+        taken = option.taken_from(text) if option.taken_from is not None else text
+        if taken is None:
+            self._refuse(option.path, place, f"expected {option.expected}, got {shown(text)}")
+            return
+        self._refused.discard(option.path)
+        for path in (option.path, *option.also):
+            if option.path not in self._refused:  # one mistake, one sentence
+                self._take_text(path, taken, place)
+
     def _take_text(self, path: str, text: str, place: Place) -> None:
         key = schema.value_paths()[path]
         if key.is_path and text and "\0" not in text:
@@ -232,10 +264,15 @@ class Reading:
         self._problem(node.line, path, text)
 
     def _complain(self, path: str, place: Place, text: str) -> None:
-        self._problems.add(place.prefix, "" if place.names_the_key else path, text, line=place.line)
+        self._problems.add(place.prefix, "" if place.names_the_key else place.key or path, text, line=place.line)
 
     def _problem(self, line: int, path: str, text: str) -> None:
-        self._problems.add(f"{self._file}:{line}", path, text, line=line)
+        self._complain(path, self._place(line, path), text)
+
+    def _place(self, line: int, path: str) -> Place:
+        """Where the key ``path`` stands in the document that is being taken."""
+        where = f"{self._file}:{line}"
+        return Place(where, where, line, "" if self._keys is None else _their_key(self._keys, path), self._keys is not None)
 
 
 def _plain(node: yaml.Node) -> Any:
@@ -248,3 +285,21 @@ def _plain(node: yaml.Node) -> Any:
 def _line_of(node: yaml.Node, name: str) -> int:
     """The line of a member of ``node``, or where ``node`` begins."""
     return node.value[name].line if isinstance(node.value, dict) and name in node.value else node.line
+
+
+def _their_key(keys: Mapping[str, str], path: str) -> str:
+    """``path`` in the words of a document that calls our keys as ``keys`` says; the longest part that is known there is replaced."""
+    known, rest = path, ""
+    while known and known not in keys:
+        cut = max(known.rfind("."), known.rfind("["))
+        known, rest = known[: max(cut, 0)], known[max(cut, 0) :] + rest
+    return keys.get(known, "") + rest
+
+
+def _lay_over(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Put what ``above`` sets into ``below``, section by section; a list is replaced as a whole."""
+    for name, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(name), dict):
+            _lay_over(below[name], value)
+        else:
+            below[name] = value

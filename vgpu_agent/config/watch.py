@@ -1,4 +1,4 @@
-"""Notices new content of the configuration file while the agent runs.
+"""Notices new content of the configuration files while the agent runs: ours, and the one of NVIDIA's plugin.
 
 `agent` iterates over `changes` in a task of its own and puts in force what comes; a file that cannot be used comes as the error, and the
 settings in force stay. Content is compared, not times or inodes: a ConfigMap is swapped by renaming the ``..data`` link above the file,
@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
-from vgpu_agent.config import load
+from vgpu_agent.config import load, options
 from vgpu_agent.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,75 +23,104 @@ _logger = log.get(__name__)
 # still there after this part of the interval.
 _SETTLE_PART = 0.1
 
+Found = load.Contents | ConfigError
+
 
 async def changes(
     loaded: load.Loaded, *, interval_seconds: float, sources: Callable[[], Awaitable[load.Sources]] | None = None
 ) -> AsyncIterator[load.Loaded | ConfigError]:
-    """Each new content of the file that ``loaded`` was made of, as new settings or as the reason why it has none.
+    """Each new content of the files that ``loaded`` was made of, as new settings or as the reason why it has none.
 
     When a bad file is put right again, the settings come once more, even if they are the ones in force. A file that vanishes is no
     change; it is logged once. Ends at once when there is no file.
 
     Args:
         loaded: what is in force.
-        interval_seconds: how often the file is read, ``configReloadSeconds``.
-        sources: asked before each look, where something else than the files decides what the configuration is made of; other flags than
-            before are a change, too.
+        interval_seconds: how often the files are read, ``configReloadSeconds``.
+        sources: asked before each look at the files what they are now, where that changes (another configuration of NVIDIA's plugin,
+            chosen by a label); see `load.Sources`. Other flags than before are a change, too.
     """
-    if sources is None and loaded.sources.file is None:
+    look = _Look(loaded)
+    if sources is None and not look.has_files:
         return
-    asked = loaded.sources
-    seen, vanished = loaded.digest, False
+    seen, asked = loaded.contents.digest, loaded.sources
     while True:
         await asyncio.sleep(interval_seconds)
-        before, asked = asked, asked if sources is None else await sources()
-        if asked.file is None:
-            if asked != before:
-                yield await _judged(asked, None)
-            continue
-        reading = await _settled(asked.file, seen, interval_seconds * _SETTLE_PART)
-        if reading is None:
-            if not vanished:
-                _logger.warning("config.vanished", file=asked.file, in_force="the settings from before")
-            vanished = True
-            asked = before
-            continue
-        if vanished:
-            _logger.info("config.returned", file=asked.file)
-            vanished = False
-        if (mark := _mark(reading)) != seen or asked != before:
-            seen = mark
-            yield await _judged(asked, reading)
+        if sources is not None:
+            look.sources = await sources()
+        found = await look.settled(seen, interval_seconds * _SETTLE_PART)
+        if (mark := _mark(found)) != seen or look.sources != asked:
+            seen, asked = mark, look.sources
+            yield await _judged(look.sources, found)
 
 
-async def _settled(file: str, seen: str, pause_seconds: float) -> bytes | ConfigError | None:
-    """What is in the file, as soon as it is what was seen before or two readings in a row agree; None when there is no file."""
-    reading = await _read(file)
-    while reading is not None and _mark(reading) != seen:
-        await asyncio.sleep(pause_seconds)
-        again = await _read(file)
-        if again is None or _mark(again) == _mark(reading):
-            return again
-        reading = again
-    return reading
+class _Look:
+    """Reads the files again and again. State: the last content of each, for as long as it cannot be found."""
+
+    def __init__(self, loaded: load.Loaded) -> None:
+        self.sources = loaded.sources
+        self._last = loaded.contents
+        self._vanished: set[str] = set()
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is anything to look at."""
+        return self.sources.file is not None or bool(self._last.nvidia_file)
+
+    async def settled(self, seen: str, pause_seconds: float) -> Found:
+        """What is in the files, as soon as it is what was seen before or two readings in a row agree."""
+        found = await asyncio.to_thread(self._read)
+        while _mark(found) != seen:
+            await asyncio.sleep(pause_seconds)
+            again = await asyncio.to_thread(self._read)
+            if _mark(again) == _mark(found):
+                break
+            found = again
+        if isinstance(found, load.Contents):
+            self._last = found
+        return found
+
+    def _read(self) -> Found:
+        try:
+            own = self._content(self.sources.file, options.CONFIG_FLAG, self._last.own)
+            file = load.nvidia_file(self.sources, own)
+            before = self._last.nvidia if file == self._last.nvidia_file else None
+            return load.Contents(own, file, self._content(file or None, options.NVIDIA_CONFIG_FLAG, before))
+        except ConfigError as err:
+            return err
+
+    def _content(self, file: str | None, flag: str, before: bytes | None) -> bytes | None:
+        """What is in ``file``; ``before`` when it has vanished.
+
+        Raises:
+            ConfigError: it cannot be read, or was never there.
+        """
+        if file is None:
+            return None
+        try:
+            content = load.read(file, flag)
+        except ConfigError as err:
+            if before is None or not isinstance(err.__cause__, FileNotFoundError):
+                raise
+            if file not in self._vanished:
+                _logger.warning("config.vanished", file=file, in_force="the settings from before")
+            self._vanished.add(file)
+            return before
+        if file in self._vanished:
+            _logger.info("config.returned", file=file)
+            self._vanished.remove(file)
+        return content
 
 
-async def _read(file: str) -> bytes | ConfigError | None:
+async def _judged(sources: load.Sources, found: Found) -> load.Loaded | ConfigError:
+    if isinstance(found, ConfigError):
+        return found
     try:
-        return await asyncio.to_thread(load.read, file)
-    except ConfigError as err:
-        return None if isinstance(err.__cause__, FileNotFoundError) else err
-
-
-async def _judged(sources: load.Sources, reading: bytes | ConfigError | None) -> load.Loaded | ConfigError:
-    if isinstance(reading, ConfigError):
-        return reading
-    try:
-        return await asyncio.to_thread(load.load_content, sources, reading)
+        return await asyncio.to_thread(load.load_contents, sources, found)
     except ConfigError as err:
         return err
 
 
-def _mark(reading: bytes | ConfigError) -> str:
+def _mark(found: Found) -> str:
     """What tells one reading from another."""
-    return load.digest_of(reading) if isinstance(reading, bytes) else str(reading)
+    return found.digest if isinstance(found, load.Contents) else str(found)

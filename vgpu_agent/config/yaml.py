@@ -70,6 +70,15 @@ class _Open:
     discard: bool = False
 
 
+def read(content: bytes) -> tuple[Node | None, list[Fault]]:
+    """As `parse`, for the content of a file, which must be UTF-8."""
+    try:
+        return parse(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as err:
+        line = content.count(b"\n", 0, err.start) + 1
+        return None, [Fault(line, "", f"is not UTF-8 (byte 0x{content[err.start]:02x}); save it as UTF-8")]
+
+
 def parse(text: str) -> tuple[Node | None, list[Fault]]:
     """The one document in ``text``, None when there is nothing in it or it cannot be read, and everything that is wrong with its form."""
     if forbidden := _FORBIDDEN.search(text):

@@ -1,0 +1,236 @@
+"""The named configuration of a node: which one at start, with and without an API server, and what happens while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockbuster import BlockBuster
+
+from vgpu_agent.agent.named_configuration import NamedConfiguration, with_named_configuration
+from vgpu_agent.agent.remembered import Memory, Remembered
+from vgpu_agent.config.load import Loaded, load
+from vgpu_agent.errors import ConfigError
+from vgpu_agent.sim.api_server import ApiServer
+
+NODE, LABEL = "node-a", "nvidia.com/device-plugin.config"
+
+
+@pytest.fixture(autouse=True)
+def _kubeconfig_is_read_in_a_loop_of_its_own(_no_blocked_loop: BlockBuster) -> None:
+    """kubernetes-asyncio reads the kubeconfig in a coroutine; the agent runs that in a loop of its own, in a thread."""
+    _no_blocked_loop.deactivate()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    """An API server that knows the node, without a label."""
+    async with ApiServer() as running:
+        running.objects.create("nodes", {"metadata": {"name": NODE}})
+        yield running
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """Two configurations, neither of them a default."""
+    folder = tmp_path / "available-configs"
+    folder.mkdir()
+    for name, replicas in {"four": 4, "two": 2}.items():
+        write(folder / name, replicas)
+    return folder
+
+
+def write(file: Path, replicas: int) -> None:
+    """A configuration of NVIDIA's plugin."""
+    file.write_text(f"version: v1\nsharing: {{timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: {replicas}}}]}}}}\n")
+
+
+def label(server: ApiServer, value: str | None) -> None:
+    """Put the label onto the node, or take it off."""
+    server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: value}}})
+
+
+async def own(tmp_path: Path, server: ApiServer | None, *, more: str = "", cluster: str = "") -> Loaded:
+    """The agent's own configuration, which names the directory."""
+    lines = [
+        "version: v1",
+        f"nodeName: {NODE}",
+        f"stateDirectory: {tmp_path}/state",
+        f"namedConfig: {{directory: {tmp_path}/available-configs{more}}}",
+        f"cluster: {{{cluster}startWaitSeconds: 0.3, requestTimeoutSeconds: 5}}",
+    ]
+    if server is not None:
+        lines.append(f"kubeconfig: {await asyncio.to_thread(server.kubeconfig, tmp_path / 'kubeconfig')}")
+    file = tmp_path / "config.yaml"
+    await asyncio.to_thread(file.write_text, "\n".join(lines))
+    return await asyncio.to_thread(load, {"--config": str(file)}, {})
+
+
+async def begun(tmp_path: Path, server: ApiServer | None, *, more: str = "") -> tuple[Loaded, NamedConfiguration]:
+    """What `composition.run` begins with."""
+    loaded, named = await with_named_configuration(await own(tmp_path, server, more=more))
+    assert named is not None
+    return loaded, named
+
+
+def replicas(loaded: Loaded) -> int:
+    """Of the one shared resource; 1 where none is shared."""
+    shared = loaded.settings.sharing.time_slicing.resources
+    return shared[0].replicas if shared else 1
+
+
+def journalled(named: NamedConfiguration, event: str) -> list[Mapping[str, Any]]:
+    """The facts of the journal's entries of that name."""
+    return [entry.facts for entry in named.journal.entries if entry.event == event]
+
+
+async def remember(tmp_path: Path, **facts: str | None) -> None:
+    """What an agent before this one has left."""
+    await Memory(str(tmp_path / "state")).keep(Remembered(NODE, **facts))  # type: ignore[arg-type] # names of fields
+
+
+async def test_without_a_directory_nothing_is_asked_and_nothing_chosen() -> None:
+    """The usual node has no named configurations."""
+    loaded = load({}, {})
+    assert await with_named_configuration(loaded) == (loaded, None)
+
+
+async def test_the_label_decides_what_the_agent_starts_with(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """Before anything is built, so that what needs a restart is in force, too."""
+    label(server, "four")
+    loaded, named = await begun(tmp_path, server)
+    assert replicas(loaded) == 4
+    assert (named.choice.key, named.problem) == ("four", "")
+    assert journalled(named, "config.named") == [{"name": "four", "reason": f"label {LABEL}=four", "directory": str(shelf)}]
+
+
+async def test_without_the_label_default_and_fallbacks_decide(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """Of two configurations none is the default, and NVIDIA's third strategy is none at all."""
+    loaded, named = await begun(tmp_path, server)
+    assert (replicas(loaded), named.choice.key, named.problem) == (1, "", "")
+    loaded, named = await begun(tmp_path, server, more=", default: two")
+    assert (replicas(loaded), named.choice.key) == (2, "two")
+
+
+async def test_a_label_that_is_switched_is_followed(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """`reload` asks before each look at the files."""
+    label(server, "four")
+    _, named = await begun(tmp_path, server)
+    heard = ["two", ""]
+    named.follow(lambda: heard[0])
+    assert (await named.sources()).flags["--config-file"] == str(shelf / "two")
+    heard.pop(0)
+    assert (await named.sources()).flags["--config-file"] == ""
+
+
+async def test_a_label_that_names_nothing_changes_nothing_and_says_so_once(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """The last good configuration stays until the label or the directory is put right."""
+    label(server, "four")
+    _, named = await begun(tmp_path, server)
+    named.follow(lambda: "typo")
+    for _ in range(2):
+        assert (await named.sources()).flags["--config-file"] == str(shelf / "four")
+    assert named.problem.startswith(f'label {LABEL} of this node names the configuration "typo"')
+    assert [facts["in_force"] for facts in journalled(named, "config.named_refused")] == ["four"]
+    write(shelf / "typo", 8)
+    assert (await named.sources()).flags["--config-file"] == str(shelf / "typo")
+    assert named.problem == ""
+
+
+async def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """A mount that is taken away is no wish for another configuration."""
+    label(server, "four")
+    _, named = await begun(tmp_path, server)
+    await asyncio.to_thread(shelf.rename, tmp_path / "elsewhere")
+    assert (await named.sources()).flags["--config-file"] == str(shelf / "four")
+    assert "namedConfig.directory" in named.problem
+
+
+async def test_an_agent_that_starts_with_a_wrong_label_goes_on_as_the_one_before(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """A restart is no reason to offer pods something else."""
+    label(server, "typo")
+    await remember(tmp_path, config_label="typo", named_config="four")
+    loaded, named = await begun(tmp_path, server)
+    assert (replicas(loaded), named.choice.key) == (4, "four")
+    assert '"typo"' in named.problem
+
+
+@pytest.mark.parametrize("before", [None, "gone"])
+async def test_a_wrong_label_on_a_node_without_a_past_counts_as_none(
+    tmp_path: Path, shelf: Path, server: ApiServer, before: str | None
+) -> None:
+    """NVIDIA's README says so; its program ends with an error, and the node has no plugin."""
+    label(server, "typo")
+    await remember(tmp_path, named_config=before)
+    loaded, named = await begun(tmp_path, server, more=", default: two")
+    assert (replicas(loaded), named.choice.key) == (2, "two")
+    assert '"typo"' in named.problem
+
+
+async def test_without_an_answer_the_start_goes_by_what_was_read_before(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """And it waits no longer than cluster.startWaitSeconds, which NVIDIA's init container does (its issue 1540)."""
+    await remember(tmp_path, config_label="four")
+    settings = await own(tmp_path, server)
+    await server.down()
+    began = time.monotonic()
+    loaded, named = await with_named_configuration(settings)
+    assert time.monotonic() - began < 2
+    assert named is not None
+    assert (replicas(loaded), named.problem) == (4, "")
+
+
+async def test_a_server_that_hangs_is_not_waited_for(tmp_path: Path, shelf: Path) -> None:
+    """It takes the connection and never answers."""
+    taken: list[asyncio.StreamWriter] = []
+
+    async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(writer)
+        await asyncio.sleep(60)
+
+    hung = await asyncio.start_server(hang, "127.0.0.1", 0)
+    settings = await own(tmp_path, None)
+    async with ApiServer() as server:
+        kubeconfig = await asyncio.to_thread(server.kubeconfig, tmp_path / "kubeconfig")
+    port = hung.sockets[0].getsockname()[1]
+    await asyncio.to_thread(kubeconfig.write_text, kubeconfig.read_text().replace(server.url, f"http://127.0.0.1:{port}"))
+    settings = await asyncio.to_thread(load, {**settings.sources.flags, "--kubeconfig": str(kubeconfig)}, {})
+    began = time.monotonic()
+    loaded, named = await with_named_configuration(settings)
+    hung.close()
+    for writer in taken:
+        writer.close()
+    assert time.monotonic() - began < 2
+    assert named is not None
+    assert replicas(loaded) == 1
+    assert named.waited_seconds == pytest.approx(0.3, abs=0.2)
+    assert named.problem == (
+        f"label {LABEL} of this node has not been read: no answer from the API server in 0.3 s; until then it counts as not set"
+    )
+    named.follow(lambda: "four")
+    assert (await named.sources()).flags["--config-file"] == str(shelf / "four")
+    assert named.problem == ""
+
+
+async def test_who_wants_no_api_server_has_default_and_fallbacks(tmp_path: Path, shelf: Path) -> None:
+    """With cluster.enabled: never there is no label, and nothing to complain of."""
+    loaded, named = await with_named_configuration(await own(tmp_path, None, more=", default: two", cluster="enabled: never, "))
+    assert named is not None
+    assert (replicas(loaded), named.problem) == (2, "")
+
+
+async def test_a_named_configuration_that_is_wrong_ends_a_start_as_any_other_does(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """The sentence has the file in it."""
+    label(server, "four")
+    await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
+    with pytest.raises(ConfigError, match="available-configs/four"):
+        await begun(tmp_path, server)
+
+
+async def test_a_directory_that_is_missing_ends_a_start(tmp_path: Path, server: ApiServer) -> None:
+    """Nothing says that the node would have been meant to do without."""
+    with pytest.raises(ConfigError, match=r"namedConfig\.directory"):
+        await begun(tmp_path, server)

@@ -1,0 +1,281 @@
+"""A configuration of NVIDIA's device plugin (schema v1), read as it is and said in our keys; the one place that knows both.
+
+Its document is a file of its own (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the section ``nvidiaConfig`` of our file.
+What comes out is the same document with our keys and its lines, which `reading` judges as it judges our own; sentences about it name
+NVIDIA's keys. Called by `load`. Keys, defaults and edge cases: nvidia contract §2.
+
+NVIDIA's plugin swallows a key that it does not know or that stands in the wrong section; here each is a warning that says where it would
+count (nvidia:D10). What it parses and drops (``resources``, ``rename``, ``devices``, one replica) counts here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Final
+
+from vgpu_agent.config import schema, yaml
+from vgpu_agent.config.problems import shown, shown_key
+from vgpu_agent.config.suggestions import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+SECTION = "nvidiaConfig"
+VERSION = "v1"
+
+# Their key → ours; two where two families of this agent read it.
+_VALUES: Final[dict[str, tuple[str, ...]]] = {
+    "flags.migStrategy": ("plugin.migStrategy",),
+    "flags.failOnInitError": ("gpu.failOnInitError",),
+    "flags.mpsRoot": ("mps.root",),
+    "flags.nvidiaDriverRoot": ("gpu.driverRoot",),
+    "flags.nvidiaDevRoot": ("gpu.devRoot",),
+    "flags.gdrcopyEnabled": ("plugin.gdrcopyEnabled", "volcanoVgpu.gdrcopyEnabled"),
+    "flags.gdsEnabled": ("plugin.gdsEnabled", "volcanoVgpu.gdsEnabled"),
+    "flags.mofedEnabled": ("plugin.mofedEnabled", "volcanoVgpu.mofedEnabled"),
+    "flags.plugin.passDeviceSpecs": ("plugin.passDeviceSpecs",),
+    "flags.plugin.deviceListStrategy": ("plugin.deviceListStrategy",),
+    "flags.plugin.deviceIDStrategy": ("plugin.deviceIdStrategy",),
+    "flags.plugin.cdiAnnotationPrefix": ("plugin.cdiAnnotationPrefix",),
+    "flags.plugin.nvidiaCTKPath": ("cdi.hookPath",),
+    "flags.plugin.containerDriverRoot": ("cdi.containerDriverRoot",),
+    "flags.plugin.sharedDevicesAllocationPolicy": ("plugin.sharedDevicesAllocationPolicy",),
+    "resources.gpus": ("resources.gpus",),
+    "resources.mig": ("resources.mig",),
+    "sharing.timeSlicing.renameByDefault": ("sharing.timeSlicing.renameByDefault",),
+    "sharing.timeSlicing.failRequestsGreaterThanOne": ("sharing.timeSlicing.failRequestsGreaterThanOne",),
+    "sharing.timeSlicing.resources": ("sharing.timeSlicing.resources",),
+    "sharing.mps.renameByDefault": ("sharing.mps.renameByDefault",),
+    "sharing.mps.failRequestsGreaterThanOne": ("sharing.mps.failRequestsGreaterThanOne",),
+    "sharing.mps.resources": ("sharing.mps.resources",),
+    "imex.channelIDs": ("plugin.imexChannelIds",),
+    "imex.required": ("plugin.imexRequired",),
+}
+_STRATEGIES = "flags.plugin.deviceListStrategy"
+_DISCOVERY = "flags.deviceDiscoveryStrategy"
+_FEATURE_DISCOVERY = "belongs to gpu-feature-discovery and has no effect here; keep that running for its labels"
+_WITHOUT_EFFECT: Final = {"flags.useNodeFeatureAPI": _FEATURE_DISCOVERY, "flags.gfd": _FEATURE_DISCOVERY}
+# There with nothing below, they are a mistake that upstream refuses as well.
+_NEVER_EMPTY = ("sharing.timeSlicing", "sharing.mps")
+# Said as "", they say nothing.
+_OPTIONAL_TEXTS = ("flags.nvidiaDriverRoot", "flags.nvidiaDevRoot", "flags.plugin.nvidiaCTKPath", "flags.plugin.containerDriverRoot")
+# What upstream's YAML reads as true and false beyond `true` and `false`.
+_SWITCH_WORDS: Final = {
+    word: value
+    for value, words in ((True, ("y", "yes", "on", "true")), (False, ("n", "no", "off", "false")))
+    for plain in words
+    for word in (plain, plain.capitalize(), plain.upper())
+}
+_KNOWN: Final = (*_VALUES, _DISCOVERY, *_WITHOUT_EFFECT)
+_MOST_WARNINGS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """A document of NVIDIA's in our words.
+
+    Attributes:
+        members: as the top of a document of ours, every value with its line in theirs.
+        keys: our dotted path → theirs, for sentences about it.
+        faults: what is wrong, in their keys.
+        warnings: what was ignored, or counts here and does not count there; in their keys.
+    """
+
+    members: Mapping[str, yaml.Node] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    faults: tuple[yaml.Fault, ...] = ()
+    warnings: tuple[yaml.Fault, ...] = ()
+
+
+def translate_file(content: bytes) -> Translation:
+    """The document in the file ``content``. An empty one means NVIDIA's defaults, as upstream."""
+    root, faults = yaml.read(content)
+    if root is None:
+        return Translation(faults=tuple(faults), warnings=() if faults else (yaml.Fault(1, "", "is empty, so it changes nothing"),))
+    return _Translator("", faults).translate(root)
+
+
+def translate_section(node: yaml.Node) -> Translation:
+    """The document in the section `SECTION` of our file."""
+    return _Translator(f"{SECTION}.", []).translate(node)
+
+
+class _Translator:
+    """One document on its way. State: the result, as far as it has come."""
+
+    def __init__(self, prefix: str, faults: list[yaml.Fault]) -> None:
+        self._prefix = prefix
+        self._members: dict[str, yaml.Node] = {}
+        self._keys: dict[str, str] = {}
+        self._faults = faults
+        self._warnings: list[yaml.Fault] = []
+        self._sections: set[str] = set()
+
+    def translate(self, root: yaml.Node) -> Translation:
+        """The whole document."""
+        if root.value is not None and not isinstance(root.value, dict):
+            self._fault(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}")
+        elif root.value is not None:
+            members = dict(root.value)
+            version = members.pop("version", None)
+            if version is not None and version.value not in {None, "", VERSION}:  # upstream: nothing means v1
+                self._fault(version.line, "version", f"expected {VERSION}, got {shown(version.value)}")
+            self._sections.update(_sections_of(members))
+            self._section(members, "")
+        more = len(self._warnings) - _MOST_WARNINGS
+        if more > 0:
+            self._warnings[_MOST_WARNINGS:] = [yaml.Fault(self._warnings[_MOST_WARNINGS].line, "", f"and {more} more like these")]
+        return Translation(self._members, self._keys, tuple(self._faults), tuple(self._warnings))
+
+    def _section(self, members: Mapping[str, yaml.Node], section: str) -> None:
+        for name, node in self._spelt(members, section, _children(section)).items():
+            path = f"{section}.{name}" if section else name
+            if path in _WITHOUT_EFFECT:
+                self._warn(node.line, path, _WITHOUT_EFFECT[path])
+            elif path == _DISCOVERY:
+                self._discovery(node)
+            elif path in _VALUES:
+                self._value(path, node)
+            else:
+                self._subsection(path, node)
+
+    def _subsection(self, path: str, node: yaml.Node) -> None:
+        if node.value is None and path not in _NEVER_EMPTY:
+            return
+        members = {} if node.value is None else node.value
+        if not isinstance(members, dict):
+            self._fault(node.line, path, f"expected a mapping, got {shown(node.value)}")
+            return
+        if path in _NEVER_EMPTY:  # `reading` asks for what is shared
+            self._below(path.split("."), node.line)
+            self._keys[path] = self._prefix + path
+        self._section(members, path)
+
+    def _value(self, path: str, node: yaml.Node) -> None:
+        key = schema.value_paths()[_VALUES[path][0]]
+        if node.value is None:
+            if not key.required:  # a null says nothing, as in JSON
+                return
+            node = yaml.Node([], node.line)
+        if key.items is not None:
+            node = self._items(path, key.items, node)
+        elif node.value == "" and path in _OPTIONAL_TEXTS:
+            return
+        elif path == _STRATEGIES and isinstance(node.value, str):
+            if "," in node.value:
+                self._fault(node.line, path, f"expected a list such as [envvar, cdi-cri], got {shown(node.value)}")
+                return
+            node = yaml.Node([yaml.Node(node.value, node.line)], node.line)
+        elif key.is_switch and isinstance(node.value, str):
+            node = yaml.Node(_SWITCH_WORDS.get(node.value, node.value), node.line)
+        for ours in _VALUES[path]:
+            self._put(ours, path, node)
+
+    def _items(self, path: str, items: schema.Struct, node: yaml.Node) -> yaml.Node:
+        """The list with the keys of each item spelt as ours, which have the same names."""
+        if not isinstance(node.value, list):
+            return node
+        found = []
+        for index, item in enumerate(node.value):
+            if not isinstance(item.value, dict):
+                found.append(item)
+                continue
+            spelt = self._spelt(item.value, f"{path}[{index}]", list(schema.keys(items)))
+            found.append(yaml.Node({name: member for name, member in spelt.items() if member.value is not None}, item.line))
+            self._warn_of_what_counts_here(f"{path}[{index}]", spelt)
+        return yaml.Node(found, node.line)
+
+    def _warn_of_what_counts_here(self, path: str, members: Mapping[str, yaml.Node]) -> None:
+        """Upstream replaces these with its defaults, so that a file which is moved over may publish other names than it did."""
+        counts = "NVIDIA's plugin drops this, here it counts; take it out to keep the resources as they were"
+        plain = {name: node.value for name, node in members.items()}
+        for name in ("rename", "devices"):
+            if plain.get(name) not in {None, "", "all"} if not isinstance(plain.get(name), list) else True:
+                self._warn(members[name].line, f"{path}.{name}", counts)
+        if "pattern" in members and (plain["pattern"], plain.get("name")) not in {("*", "gpu"), ("*", "nvidia.com/gpu")}:
+            self._warn(members["pattern"].line, path, counts)
+
+    def _discovery(self, node: yaml.Node) -> None:
+        if node.value not in {None, "auto", "nvml", "tegra"} if not isinstance(node.value, dict | list) else True:
+            self._fault(node.line, _DISCOVERY, f"expected auto, nvml or tegra, got {shown(node.value)}")
+        elif node.value == "tegra":
+            text = '"tegra" has no effect here; GPUs are found through NVML only; keep NVIDIA\'s plugin on Tegra nodes'
+            self._warn(node.line, _DISCOVERY, text)
+
+    def _spelt(self, members: Mapping[str, yaml.Node], section: str, known: list[str]) -> dict[str, yaml.Node]:
+        """The members whose keys are ``known``, spelt so: upstream does not look at upper and lower case. The others are warned of."""
+        folded = {name.lower(): name for name in known}
+        found: dict[str, yaml.Node] = {}
+        for written, node in members.items():
+            path = f"{section}.{shown_key(written)}" if section else shown_key(written)
+            if (name := folded.get(written.lower())) is None:
+                self._warn(node.line, path, self._where_it_counts(section, written, known))
+            elif name in found:
+                self._fault(node.line, path, f"given twice, first on line {found[name].line}; keep one of them")
+            else:
+                found[name] = node
+        return found
+
+    def _where_it_counts(self, section: str, written: str, known: list[str]) -> str:
+        places = [path for path in _every_path() if path.rpartition(".")[2].lower() == written.lower()]
+        if places:
+            # The nearest one: most of the way in common, then one whose section is there.
+            best = max(places, key=lambda path: (_in_common(path, section), path.rpartition(".")[0] in self._sections))
+            return f"has no effect here; did you mean {self._prefix}{best}?"
+        guess = nearest(written, known)
+        return "unknown key, it has no effect" + (f"; did you mean {guess}?" if guess else "")
+
+    def _put(self, ours: str, theirs: str, node: yaml.Node) -> None:
+        *sections, name = ours.split(".")
+        self._below(sections, node.line)[name] = node
+        self._keys[ours] = self._prefix + theirs
+
+    def _below(self, sections: list[str], line: int) -> dict[str, yaml.Node]:
+        """The members of one of our sections, which is made where it is not there yet."""
+        members = self._members
+        for section in sections:
+            below = members.setdefault(section, yaml.Node({}, line)).value
+            if not isinstance(below, dict):
+                raise TypeError(f"{section} is a value and a section")
+            members = below
+        return members
+
+    def _fault(self, line: int, path: str, text: str) -> None:
+        self._faults.append(yaml.Fault(line, (self._prefix + path).rstrip("."), text))
+
+    def _warn(self, line: int, path: str, text: str) -> None:
+        self._warnings.append(yaml.Fault(line, (self._prefix + path).rstrip("."), text))
+
+
+def _children(section: str) -> list[str]:
+    """The keys of NVIDIA's below ``section``."""
+    prefix = f"{section}." if section else ""
+    return list(dict.fromkeys(path.removeprefix(prefix).partition(".")[0] for path in _KNOWN if path.startswith(prefix)))
+
+
+def _in_common(path: str, section: str) -> int:
+    """How many sections the two share, from the top."""
+    pairs = zip(path.split("."), section.split("."), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def _every_path() -> Iterator[str]:
+    """Each key and each section of NVIDIA's schema, those of list items too."""
+    seen = set()
+    for path in _KNOWN:
+        parts = path.split(".")
+        for depth in range(1, len(parts) + 1):
+            if (part := ".".join(parts[:depth])) not in seen:
+                seen.add(part)
+                yield part
+        if path in _VALUES and (items := schema.value_paths()[_VALUES[path][0]].items) is not None:
+            yield from (f"{path}[].{name}" for name in schema.keys(items))
+
+
+def _sections_of(members: Mapping[str, yaml.Node], prefix: str = "") -> Iterator[str]:
+    """The dotted paths of all mappings in a document."""
+    for name, node in members.items():
+        if isinstance(node.value, dict):
+            yield prefix + name
+            yield from _sections_of(node.value, f"{prefix}{name}.")
