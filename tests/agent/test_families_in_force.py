@@ -14,6 +14,7 @@ from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.golden import golden_inventory
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
+from vgpu_agent.config.sharing import SharedResource, Sharing, TimeSlicing
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.model import Inventory
 from vgpu_agent.sim.api_server import ApiServer
@@ -28,9 +29,9 @@ def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
     _no_blocked_loop.deactivate()
 
 
-def shared(replicas: int) -> schema.Sharing:
+def shared(replicas: int) -> Sharing:
     """Each GPU for so many containers of the `nvidia` family."""
-    return schema.Sharing(schema.TimeSlicing(resources=(schema.SharedResource(name=GPU, replicas=replicas),)))
+    return Sharing(TimeSlicing(resources=(SharedResource(name=GPU, replicas=replicas),)))
 
 
 async def one_gpu_fits(folder: Path) -> schema.Settings:

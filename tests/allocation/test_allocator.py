@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.families.nvidia_parts import shared_by
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
+from vgpu_agent.families.nvidia import NvidiaFamily
+from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Health, Holding, Inventory, KubeletRecords, Owner
@@ -19,7 +21,7 @@ GPU = "nvidia.com/gpu"
 def make(options: NvidiaOptions | None = None, inventory: Inventory | None = None) -> tuple[Allocator, Ledger, Journal]:
     """An allocator over the golden node."""
     ledger, journal = Ledger(), Journal()
-    family = NvidiaFamily(options or NvidiaOptions(replicas=4, shared=True))
+    family = NvidiaFamily(options or shared_by(4))
     allocator = Allocator(ledger=ledger, families=Families((family,)), inventory=lambda: inventory or golden_inventory(), journal=journal)
     allocator.refresh_offer()
     return allocator, ledger, journal
@@ -45,7 +47,7 @@ async def test_a24_an_unknown_id_is_refused_in_words_that_users_know() -> None:
 
 async def test_a23_two_replicas_are_refused_before_anything_is_booked() -> None:
     """nvidia contract A23: the text names the maximum and what was found."""
-    allocator, ledger, _ = make(NvidiaOptions(replicas=4, shared=True, fail_requests_greater_than_one=True))
+    allocator, ledger, _ = make(shared_by(4, fail_requests_greater_than_one=True))
     with pytest.raises(RequestRefusedError, match=r'^invalid allocation request for "nvidia.com/gpu": .* is 1; found 2'):
         await allocator.allocate(GPU, [f"{U0}::0", f"{U1}::0"])
     assert ledger.grants == ()
@@ -122,7 +124,7 @@ async def test_new_options_change_the_offer_and_keep_the_grants() -> None:
     """A reload from 4 replicas to 2: known ids stay held, the rest of the offer follows."""
     allocator, ledger, _ = make()
     await allocator.allocate(GPU, [f"{U0}::1"])
-    allocator.use_families(Families((NvidiaFamily(NvidiaOptions(replicas=2, shared=True)),)))
+    allocator.use_families(Families((NvidiaFamily(shared_by(2)),)))
     allocator.refresh_offer()
     assert len(ledger.listing(GPU)) == 4
     assert [grant.ids for grant in ledger.grants] == [(f"{U0}::1",)]

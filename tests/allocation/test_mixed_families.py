@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.allocation.mixed_node import MixedNode
+from tests.families.nvidia_parts import shared_by
 from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.families.nvidia import NvidiaFamily, NvidiaOptions
+from vgpu_agent.families.nvidia import NvidiaFamily
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
@@ -57,7 +58,7 @@ class MixedFamilies(RuleBasedStateMachine):
             by_pod.append(VolcanoVgpuFamily(VolcanoVgpuOptions(split=SPLIT, factor=UNIT_MIB), NoIsolation()))
         if gpushare:
             by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, visible_devices="uuid")))
-        nvidia = NvidiaFamily(NvidiaOptions(replicas=replicas, shared=replicas > 1, rename_shared=replicas > 1))
+        nvidia = NvidiaFamily(shared_by(replicas, published=SHARED if replicas > 1 else GPU))
         self.node = MixedNode(Families((nvidia,), tuple(by_pod)), self._inventory(), random.Random(seed))
 
     # -- what happens ---------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def divisions(left: Sequence[str], size: int) -> Iterator[list[tuple[str, ...]]]
 def test_what_belongs_together_is_chosen_together(
     available: Sequence[int], required: Sequence[int], size: int, expected: Sequence[int]
 ) -> None:
-    """On eight GPUs on two CPUs: a pair behind one switch, the four of one CPU, and a single one where it tears nothing apart."""
+    """nvidia:§6.1, eight GPUs on two CPUs: a pair behind one switch, the four of one CPU, a single one where it tears nothing apart."""
     names = gpus(8)
     found = choose_group(
         available=[names[each] for each in available], required=[names[each] for each in required], size=size, links=dgx1()
@@ -93,6 +93,26 @@ def test_what_remains_counts_as_much_as_what_is_given() -> None:
 
 
 @pytest.mark.parametrize(
+    ("closer", "farther"),
+    [
+        (Link(40), Link(50)),
+        (Link(30), Link(40)),
+        (Link(20), Link(30)),
+        (Link(10), Link(20)),
+        (Link(0), Link(10)),
+        (Link(50, 1), Link(0)),
+        (Link(50, 2), Link(0, 1)),
+        (Link(50, 18), Link(0, 17)),
+    ],
+)
+def test_one_link_is_worth_more_than_the_next(closer: Link, farther: Link) -> None:
+    """nvidia:§6.1, the scores: 10 another CPU, 20 the same, 30, 40, 50 by bridge and switches, 60 one board; 100 more for each NVLink."""
+    a, b, c = gpus(3)
+    links = both_ways({(a, b): farther, (a, c): closer, (b, c): farther})
+    assert choose_group(available=[a, b, c], required=[], size=2, links=links) == [a, c]
+
+
+@pytest.mark.parametrize(
     ("required", "size", "text"),
     [((), 5, "5 GPUs are wanted"), (("g09",), 2, "g09 cannot be had"), (("g00", "g01"), 1, "1 GPUs are")],
 )
@@ -103,7 +123,7 @@ def test_what_cannot_be_had_is_said(required: Sequence[str], size: int, text: st
 
 
 def test_gpus_of_which_nothing_is_known_are_taken_in_order() -> None:
-    """A GPU was lost while the links were read, or the driver does not tell: never an error (nvidia contract §18, row 4)."""
+    """A GPU was lost while the links were read, or the driver does not tell: never an error (nvidia:D4)."""
     assert choose_group(available=gpus(6), required=["g03"], size=2, links={}) == ["g00", "g03"]
 
 

@@ -32,26 +32,28 @@ def _choose(gpus: int, replicas: int, available: list[str] | None, size: int, po
 @pytest.mark.parametrize(
     ("gpus", "replicas", "available", "size", "policy", "per_gpu"),
     [
-        pytest.param(2, 2, ["0::0", "0::1", "1::1"], 2, DISTRIBUTED, {"0": 1, "1": 1}, id="2 GPU x 2, one of GPU 1 held"),
-        pytest.param(2, 4, None, 2, DISTRIBUTED, {"0": 1, "1": 1}, id="2 GPU x 4, size 2, distributed"),
-        pytest.param(3, 2, None, 3, DISTRIBUTED, {"0": 1, "1": 1, "2": 1}, id="3 GPU x 2, size 3, distributed"),
-        pytest.param(2, 4, None, 4, DISTRIBUTED, {"0": 2, "1": 2}, id="2 GPU x 4, size 4, distributed"),
-        pytest.param(2, 4, None, 2, PACKED, {"0": 2}, id="2 GPU x 4, size 2, packed"),
-        pytest.param(3, 2, None, 3, PACKED, {"0": 2, "1": 1}, id="3 GPU x 2, size 3, packed"),
-        pytest.param(2, 4, None, 4, PACKED, {"0": 4}, id="2 GPU x 4, size 4, packed"),
-        pytest.param(2, 4, None, 5, PACKED, {"0": 4, "1": 1}, id="2 GPU x 4, size 5, packed"),
+        pytest.param(2, 2, ["0::0", "0::1", "1::1"], 2, DISTRIBUTED, {"0": 1, "1": 1}, id="1: 2 GPU x 2, one of GPU 1 held"),
+        pytest.param(2, 4, None, 2, DISTRIBUTED, {"0": 1, "1": 1}, id="2: 2 GPU x 4, size 2, distributed"),
+        pytest.param(3, 2, None, 3, DISTRIBUTED, {"0": 1, "1": 1, "2": 1}, id="3: 3 GPU x 2, size 3, distributed"),
+        pytest.param(2, 4, None, 4, DISTRIBUTED, {"0": 2, "1": 2}, id="4: 2 GPU x 4, size 4, distributed"),
+        pytest.param(2, 4, None, 2, PACKED, {"0": 2}, id="5: 2 GPU x 4, size 2, packed"),
+        pytest.param(3, 2, None, 3, PACKED, {"0": 2, "1": 1}, id="6: 3 GPU x 2, size 3, packed"),
+        pytest.param(2, 4, None, 4, PACKED, {"0": 4}, id="7: 2 GPU x 4, size 4, packed"),
+        pytest.param(2, 4, None, 5, PACKED, {"0": 4, "1": 1}, id="8: 2 GPU x 4, size 5, packed"),
     ],
 )
 def test_tables_of_the_contract(
     gpus: int, replicas: int, available: list[str] | None, size: int, policy: str, per_gpu: dict[str, int]
 ) -> None:
-    """Each row of nvidia contract §6.2 takes as many replicas of each GPU as the table says."""
+    """nvidia:§6.2-1, nvidia:§6.2-2, nvidia:§6.2-3, nvidia:§6.2-4, nvidia:§6.2-5, nvidia:§6.2-6, nvidia:§6.2-7 and nvidia:§6.2-8: each row
+    takes as many replicas of each GPU as the table says.
+    """
     chosen = _choose(gpus, replicas, available, size, policy)
     assert collections.Counter(map(_device, chosen)) == per_gpu
 
 
 def test_the_same_input_spreads_or_packs_by_policy() -> None:
-    """Contrast row of nvidia contract §6.2: only the policy differs."""
+    """nvidia:§6.2-9, the contrast: only the policy differs."""
     available = ["0::1", "0::2", "0::3", "1::0", "1::1", "1::2", "1::3"]
     assert [_device(id_) for id_ in _choose(2, 4, available, 1, DISTRIBUTED)] == ["1"]
     assert [_device(id_) for id_ in _choose(2, 4, available, 1, PACKED)] == ["0"]
@@ -59,7 +61,7 @@ def test_the_same_input_spreads_or_packs_by_policy() -> None:
 
 @pytest.mark.parametrize("policy", [DISTRIBUTED, PACKED])
 def test_more_than_there_is_cannot_be_chosen(policy: str) -> None:
-    """Last row of nvidia contract §6.2: needed > candidates is an error, which names both numbers."""
+    """nvidia:§6.2-10: needed > candidates is an error, which names both numbers; the allocator then makes a simple pick."""
     with pytest.raises(CapacityError, match="5 ids are wanted, 4 can be had"):
         _choose(2, 2, None, 5, policy)
 
@@ -76,7 +78,7 @@ def test_required_ids_come_first_and_count_as_held() -> None:
     chooser=st.data(),
 )
 def test_any_answer_is_complete_free_of_repeats_and_deterministic(gpus: int, replicas: int, policy: str, chooser: st.DataObject) -> None:
-    """Whatever is free, the answer has the size asked for, contains what was required and is the same again."""
+    """nvidia:D5: whatever is free, the answer has the size asked for, contains what was required and is the same again."""
     every = [f"{gpu}::{n}" for gpu in range(gpus) for n in range(replicas)]
     available = chooser.draw(st.lists(st.sampled_from(every), unique=True, min_size=1))
     size = chooser.draw(st.integers(1, len(available)))

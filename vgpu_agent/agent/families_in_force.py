@@ -68,6 +68,7 @@ class FamiliesInForce:
         self.origins: Mapping[str, str] = {}
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
+        self._short: frozenset[str] = frozenset()  # resources of `IdFamily.shortfall`
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
@@ -132,7 +133,12 @@ class FamiliesInForce:
     def _offer(self) -> None:
         inventory = self._inventory()
         offered: list[Resource] = [resource for family in self._families.by_ids for resource in family.resources(inventory)]
-        self._offering.accept(resource.name for resource in offered)
+        short = [family.shortfall(inventory) for family in self._families.by_ids]
+        refused = {problem.partition(":")[0]: problem for each in short for problem in each.refused}
+        self._offering.accept([resource.name for resource in offered] + [name for name in self._short if name not in refused])
+        self._short = frozenset(refused)
+        for name, problem in refused.items():
+            self._offering.refuse(name, problem)
         usable, unserved = [], [family for family in self._families.by_pod if family.name in self._offering.blocked]
         for family in self._families.by_pod:
             try:
@@ -149,11 +155,11 @@ class FamiliesInForce:
             usable.append(family)
         self._allocator.use_families(dataclasses.replace(self._families, by_pod=tuple(usable), unserved=tuple(unserved)))
         self._allocator.refresh_offer()
-        self._caution(offered)
+        self._caution(offered, [caution for each in short for caution in each.cautions])
 
-    def _caution(self, offered: list[Resource]) -> None:
+    def _caution(self, offered: list[Resource], others: list[str]) -> None:
         node = self._cluster.node
-        found = tuple(long_status.cautions(offered, node.kubelet_version if node else ""))
+        found = (*long_status.cautions(offered, node.kubelet_version if node else ""), *others)
         for text in found:
             if text not in self.cautions:
                 self._journal.record("config.caution", level="warning", problem=text)

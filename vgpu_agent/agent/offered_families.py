@@ -15,7 +15,9 @@ import msgspec
 
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
-from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily, NvidiaOptions
+from vgpu_agent.families.device_lists import GENERATED_KIND, MODES, TOOLKIT_KIND, ListOptions
+from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily
+from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu_offer import VolcanoVgpuOptions
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.backend import Backend
 
 
+_IMEX_CHANNEL = "/dev/nvidia-caps-imex-channels/channel"
 _CONFIG_MAPS = {DEVICE_CONFIG: "volcano-vgpu-device-config", NODE_CONFIG: "volcano-vgpu-node-config"}
 
 
@@ -40,6 +43,8 @@ class Found:
 
     Attributes:
         control_nodes: those of NVIDIA's control device nodes that exist.
+        imex_channels: those of the wanted IMEX channels that exist.
+        cdi_modes: those of `device_lists.MODES` that have a CDI spec.
         device_configs: texts of Volcano's ConfigMap, see `volcano_files.told`.
         node_configs: the same of the mounted node configuration.
         node_trouble: why that is there and cannot be read; empty otherwise.
@@ -48,6 +53,8 @@ class Found:
     """
 
     control_nodes: tuple[str, ...] = ()
+    imex_channels: tuple[int, ...] = ()
+    cdi_modes: tuple[str, ...] = ()
     device_configs: tuple[str, ...] = ()
     node_configs: tuple[str, ...] = ()
     node_trouble: str = ""
@@ -90,14 +97,16 @@ async def look(
         origins: dotted path → where a setting came from.
     """
     root = str(settings.gpu.device_node_root).rstrip("/")
+    wanted = settings.plugin.imex_channel_ids
     nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
+    channels = await asyncio.to_thread(lambda: tuple(channel for channel in wanted if os.path.exists(f"{root}{_IMEX_CHANNEL}{channel}")))
     node_configs: tuple[str, ...] = ()
     trouble = ""
     if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
         text, trouble = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
         node_configs = node_before if trouble else told(node_before, text, _node_reader(settings))
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
-    return Found(nodes, device_configs, node_configs, trouble, library_path, given)
+    return Found(nodes, channels, (), device_configs, node_configs, trouble, library_path, given)
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -106,13 +115,31 @@ def build(settings: Settings, found: Found) -> Built:
     by_pod: list[PodFamily] = []
     built = Built(Families())
     if settings.families.nvidia:
-        by_ids.append(NvidiaFamily(NvidiaOptions.from_settings(settings, control_nodes=found.control_nodes)))
+        by_ids.append(NvidiaFamily(NvidiaOptions.from_settings(settings, lists=list_options(settings, found))))
     if settings.families.volcano_vgpu:
         family, built = _volcano_vgpu(settings, found)
         by_pod.append(family)
     if settings.families.volcano_gpushare:
         by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings)))
     return dataclasses.replace(built, families=Families(tuple(by_ids), tuple(by_pod)))
+
+
+def list_options(settings: Settings, found: Found) -> ListOptions:
+    """How containers of every family are told of their devices."""
+    plugin = settings.plugin
+    switches = {"gdrcopy": plugin.gdrcopy_enabled, "gds": plugin.gds_enabled, "mofed": plugin.mofed_enabled}
+    return ListOptions(
+        strategies=plugin.device_list_strategy,
+        id_strategy=plugin.device_id_strategy,
+        cdi_annotation_prefix=plugin.cdi_annotation_prefix,
+        cdi_kind=TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND,
+        pass_device_specs=plugin.pass_device_specs,
+        device_root=settings.gpu.dev_root or settings.gpu.driver_root,
+        control_nodes=found.control_nodes,
+        imex_channels=found.imex_channels,
+        enabled=tuple(mode for mode in MODES if switches[mode]),
+        cdi_modes=found.cdi_modes,
+    )
 
 
 def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, Built]:

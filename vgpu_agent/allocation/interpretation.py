@@ -94,9 +94,13 @@ class Interpretation:
     def __call__(self, holding: Holding) -> Meaning | None:
         """See `Ledger.reconcile`; None when the resource is not ours, or is only there to be counted."""
         families = self._families()
+        served_by = next((offer.family for offer in self._ledger.resources if offer.name == holding.resource), "")
         for by_ids in families.by_ids:
-            if by_ids.claims(holding.resource):
-                return Meaning(by_ids.name, by_ids.shares(holding.resource, holding.ids, self._inventory()))
+            # A family claims names that it may have offered before; what another offers by that name today is not meant.
+            if served_by in ("", by_ids.name) and by_ids.claims(holding.resource):
+                shares = by_ids.shares(holding.resource, holding.ids, self._inventory())
+                if shares or served_by:
+                    return Meaning(by_ids.name, shares)
         for by_pod in (*families.by_pod, *families.unserved):
             if by_pod.claims(holding.resource):
                 return self._by_pod(by_pod, holding)

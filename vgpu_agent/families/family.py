@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shortfall:
+    """What is configured and cannot be offered as it is.
+
+    Attributes:
+        refused: resources that are withheld: one sentence each, which begins with the resource's name and a colon.
+        cautions: what is odd with the rest, one sentence each.
+    """
+
+    refused: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
+
+
 class Family(Protocol):
     """Pure translation between one vocabulary and the model."""
 
@@ -53,6 +66,10 @@ class Family(Protocol):
 class IdFamily(Family, Protocol):
     """A family whose ids name the device."""
 
+    def shortfall(self, inventory: Inventory) -> Shortfall:
+        """What `resources` leaves out, and why."""
+        ...
+
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
         """What the holder of ``ids`` has of each device; also for ids of earlier settings, as far as they can be read."""
         ...
@@ -79,6 +96,7 @@ class Question:
         node: our node's name.
         rooms: what the devices have left, by inventory order; a grant that this container already has is not counted.
         siblings: container → shares that were decided for it, for the other containers of this pod: some vocabularies place whole pods.
+        taken: device → a grant of who has a part of it, of whatever family, besides this container and those that have ended before it.
     """
 
     resource: Resource
@@ -89,6 +107,15 @@ class Question:
     inventory: Inventory
     rooms: tuple[DeviceRoom, ...]
     siblings: Mapping[str, tuple[Share, ...]] = dataclasses.field(default_factory=dict)
+    taken: Mapping[str, Grant] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MigLayout:
+    """How a GPU is to be divided: UUID, and the profile of each instance, e.g. ``("3g.20gb", "3g.20gb")``."""
+
+    gpu: str
+    profiles: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,12 +123,16 @@ class Decision:
     """What a container gets.
 
     Attributes:
-        shares: in the order in which the family's vocabulary lists them.
+        shares: in the order in which the family's vocabulary lists them; empty while ``layouts`` is not.
         by: who decided, for the evidence: ``the scheduler, in volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
+        layouts: how GPUs must be divided before it can be decided; nobody has anything of them.
+        second_best: why it is not what the scheduler has named, when it is not; empty otherwise.
     """
 
     shares: tuple[Share, ...]
     by: str
+    layouts: tuple[MigLayout, ...] = ()
+    second_best: str = ""
 
     @property
     def by_agent(self) -> bool:

@@ -1,180 +1,160 @@
-"""The `nvidia` family: ``nvidia.com/gpu``, whole or replicated by time-slicing, as NVIDIA's own device plugin offers it.
+"""The `nvidia` family: GPUs and MIG slices under NVIDIA's names, whole or shared, as its own device plugin and iktos's fork offer them.
 
-Names, ids and answers are those of the nvidia contract (§3, §4, §6.2, §7; vectors G1, G8, G9, A1–A3, A5, A16, A17, A23, A24), so a cluster
-can switch without touching a pod. The ids name the device, so `Allocate` can answer completely. Its defects are not copied: unhealthy ids
-are refused, device nodes are listed once, every order is deterministic.
+Names, ids and answers are those of the contracts (nvidia §3, §4, §6, §7; iktos I.2–I.5), so a cluster can switch without touching a pod.
+The ids name the device, so `Allocate` can answer completely. What is offered is worked out in `nvidia_offers`; here are the answers about
+ids. Defects are not copied: unhealthy ids are refused (by the ledger), device nodes are listed once, every order is deterministic.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.device_ids import DeviceId
-from vgpu_agent.errors import ConfigError, RequestRefusedError
-from vgpu_agent.isolation.edits import DeviceNode, Edits
-from vgpu_agent.model import Resource, Share
-from vgpu_agent.placement.aligned import choose_group
-from vgpu_agent.placement.sharing import choose_replicas
+from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.nvidia_ids import devices_behind, has_replicas, one_by_one
+from vgpu_agent.families.nvidia_offers import FAMILY, Offers, offers
+from vgpu_agent.families.nvidia_options import DOMAIN
+from vgpu_agent.isolation.mps import memory_share_mib, mps_edits, thread_share
+from vgpu_agent.model import Share, SharingMode
+from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, SPREAD, Wish, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vgpu_agent.config.settings import Settings
-    from vgpu_agent.model import Gpu, Inventory
-
-FAMILY = "nvidia"
-GPU_RESOURCE = "nvidia.com/gpu"
-SHARED_SUFFIX = ".shared"
-REPLICA_SEPARATOR = "::"
-VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
-
-# More ids than any list that kubelet takes could hold (kubelet contract §10): refused before they are made, not after.
-_MOST_IDS = 200_000
-_BYTES_PER_ID = 70  # of a replica in the list, at worst
-_LIST_BYTES = 3_670_016
+    from vgpu_agent.families.device_lists import VisibleDevice
+    from vgpu_agent.families.family import Shortfall
+    from vgpu_agent.families.nvidia_options import NvidiaOptions
+    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.model import Inventory, Resource
 
 # In the order in which NVIDIA's plugin lists them (nvidia contract §7, pass-device-specs); each only where the node has it.
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NvidiaOptions:
-    """How this node offers its GPUs.
-
-    Attributes:
-        replicas: how many containers share a GPU; 1 gives whole GPUs.
-        shared: sharing is configured, even with one replica.
-        rename_shared: shared GPUs are offered as ``nvidia.com/gpu.shared``.
-        fail_requests_greater_than_one: a container may take one replica only; more would not mean more of the GPU.
-        pass_device_specs: answers also name the device nodes, so that cgroup rules survive a reload of systemd.
-        id_strategy: ``uuid`` or ``index``: how `VISIBLE_DEVICES` names a GPU.
-        policy: ``distributed`` or ``packed``.
-        device_root: where the host keeps ``/dev`` of the driver (nvidia contract §9), ``/`` for the usual place.
-        control_nodes: those of `CONTROL_NODES` that exist on this node.
-    """
-
-    replicas: int = 1
-    shared: bool = False
-    rename_shared: bool = False
-    fail_requests_greater_than_one: bool = False
-    pass_device_specs: bool = False
-    id_strategy: str = "uuid"
-    policy: str = "distributed"
-    device_root: str = "/"
-    control_nodes: tuple[str, ...] = ()
-
-    @classmethod
-    def from_settings(cls, settings: Settings, *, control_nodes: tuple[str, ...]) -> NvidiaOptions:
-        """The options that the configuration asks for."""
-        slicing = settings.sharing.time_slicing
-        entry = next((entry for entry in slicing.resources if entry.name == GPU_RESOURCE), None) if slicing else None
-        return cls(
-            replicas=entry.replicas if entry else 1,
-            shared=entry is not None,
-            rename_shared=bool(slicing and slicing.rename_by_default),
-            fail_requests_greater_than_one=bool(slicing and slicing.fail_requests_greater_than_one),
-            pass_device_specs=settings.plugin.pass_device_specs,
-            id_strategy=settings.plugin.device_id_strategy,
-            policy=settings.plugin.shared_devices_allocation_policy,
-            device_root=settings.gpu.dev_root or settings.gpu.driver_root,
-            control_nodes=control_nodes,
-        )
-
-
 class NvidiaFamily:
-    """Whole and time-sliced GPUs under NVIDIA's names."""
+    """GPUs and slices under NVIDIA's names.
+
+    State: none that matters; what the last inventory came to is kept, because a burst of pods asks about one inventory.
+    """
 
     name = FAMILY
 
     def __init__(self, options: NvidiaOptions) -> None:
         self._options = options
-        renamed = options.shared and options.rename_shared
-        self._resource_name = GPU_RESOURCE + SHARED_SUFFIX if renamed else GPU_RESOURCE
+        self._last: tuple[Inventory, Offers] | None = None
 
     def claims(self, resource: str) -> bool:
-        """``nvidia.com/gpu`` and its shared name; both may be in kubelet's records after a change of settings."""
-        return resource in (GPU_RESOURCE, GPU_RESOURCE + SHARED_SUFFIX)
+        """Every name in NVIDIA's domain: one that is not offered today may have been before a rename or a change of MIG.
+
+        Whose ids those are is for `shares` to say: another plugin may offer something in the same domain.
+        """
+        return resource.startswith(DOMAIN)
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """One resource: a whole GPU's id is its UUID (G1), a replica's is ``<UUID>::<n>`` (G8); nothing on a node without GPUs.
+        """A whole device's id is its UUID (nvidia:G1), a replica's is ``<UUID>::<n>`` (nvidia:G8) or ``<UUID>-replica-<n>`` (iktos:K1)."""
+        return self._offers(inventory).resources
 
-        Raises:
-            ConfigError: there would be more ids than kubelet could ever take.
-        """
-        if not inventory.gpus:
-            return ()
-        if (count := len(inventory.gpus) * self._options.replicas) > _MOST_IDS:
-            fitting = _LIST_BYTES // (_BYTES_PER_ID * len(inventory.gpus))
-            raise ConfigError(
-                [f"{self._resource_name}: {count} ids are more than kubelet takes; replicas: at most {fitting} for each GPU would fit"]
-            )
-        ids = tuple(DeviceId(id_, gpu.uuid, gpu.numa_node) for gpu in inventory.gpus for id_ in self._ids_of(gpu))
-        return (Resource(self._resource_name, FAMILY, ids, holders_per_device=self._options.replicas),)
+    def shortfall(self, inventory: Inventory) -> Shortfall:
+        """What cannot be offered as it is configured, or as the node's MIG slices are."""
+        return self._offers(inventory).shortfall
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """More than one replica is refused where the operator says so (A23); the text is the one that users of NVIDIA's plugin know."""
-        if self._options.shared and self._options.fail_requests_greater_than_one and len(ids) > 1:
+        """Refuse what the operator does not want (nvidia:A22, A23) and units of memory that are not of one device (iktos:D12).
+
+        The first text is the one that users of NVIDIA's plugin know.
+        """
+        if self._options.fail_requests_greater_than_one and len(ids) > 1 and has_replicas(ids):
+            setting = "mps" if resource.sharing is SharingMode.MPS else "timeSlicing"
             raise RequestRefusedError(
                 f"invalid request: maximum request size for shared resources is 1; found {len(ids)} "
-                f"(sharing.timeSlicing.failRequestsGreaterThanOne; ask for 1 of {resource.name})"
+                f"(sharing.{setting}.failRequestsGreaterThanOne; ask for 1 of {resource.name})"
+            )
+        if resource.name in self._options.automatic and len(devices := devices_behind(ids)) > 1:
+            raise RequestRefusedError(
+                f"invalid request: {len(ids)} of {resource.name} are not free on one device, and memory of {len(devices)} is not one piece "
+                f"({', '.join(devices)}); ask for less, at most {resource.holders_per_device}, or wait until containers on one of them end"
             )
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """A whole GPU is exclusive and books all it has; a replica limits nothing, so it books nothing but its place."""
-        del resource  # the ids say it all, also those of earlier settings
-        return tuple(self._share(uuid, inventory, whole=whole) for uuid, whole in _devices_behind(ids).items())
+        """A whole device is exclusive with all that it has; a replica has its place, and by MPS also its part, which is in force.
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
-        """Whole GPUs that belong together (nvidia contract §6.1), whatever the policy; replicas spread or packed (§6.2)."""
-        known = {entry.id: (rank, entry.device) for rank, entry in enumerate(resource.ids)}
-        usable = sorted((id_ for id_ in available if id_ in known), key=lambda id_: known[id_][0])
-        if all(entry.id == entry.device for entry in resource.ids):
-            return choose_group(available=usable, required=required, size=size, links=inventory.links)
-        totals = collections.Counter(entry.device for entry in resource.ids)
-        # The tie-break is by key, and node order is what an operator expects to see: GPU 0 before GPU 1.
-        order = {device: f"{position:08d}" for position, device in enumerate(totals)}
-        return choose_replicas(
-            totals={order[device]: count for device, count in totals.items()},
-            device_of=lambda id_: order[known[id_][1]],
-            available=usable,
-            required=required,
-            size=size,
-            policy=self._options.policy,
+        Ids of earlier settings are read as well; those of other plugins come to nothing.
+        """
+        offered = self._offers(inventory).resource(resource)
+        counts = collections.Counter(one_by_one(ids))
+        return tuple(
+            self._whole(uuid, inventory) if whole else self._part(uuid, counts[uuid], offered, inventory)
+            for uuid, whole in devices_behind(ids).items()
         )
 
+    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
+        """By the policy that fits the resource: see `_policy`."""
+        known = {entry.id: (rank, entry.device) for rank, entry in enumerate(resource.ids)}
+        usable = sorted((id_ for id_ in available if id_ in known), key=lambda id_: known[id_][0])
+        device_of = {id_: device for id_, (_, device) in known.items()}
+        if all(map(_is_slice, device_of.values())) and len(set(device_of.values())) == len(device_of):
+            # Whole slices: packed and distributed mean their GPUs, of which one without a holder can serve another family.
+            gpu_of = {instance.uuid: gpu.uuid for gpu in inventory.gpus for instance in gpu.mig_instances}
+            device_of = {id_: gpu_of.get(device, device) for id_, device in device_of.items()}
+        totals = collections.Counter(device_of.values())
+        return choose(self._policy(resource), Wish(usable, required, size, device_of, totals, inventory.links))
+
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """The environment variable that NVIDIA's container runtime reads (A1–A3, A5), and the device nodes where asked for (A16, A17)."""
-        del resource  # every resource of this family answers alike
-        gpus = [gpu for uuid in _devices_behind(ids) if (gpu := inventory.gpu(uuid))]
-        by_index = self._options.id_strategy == "index"
-        visible = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in gpus)
-        return Edits(environment={VISIBLE_DEVICES: visible}, device_nodes=self._device_nodes(gpus))
+        """What names the devices to the container, by the list strategies; by MPS also what makes it a client of its daemon."""
+        found = [device for uuid in devices_behind(ids) if (device := visible_device(uuid, inventory))]
+        if self._options.iktos:  # which sorts them (iktos contract I.5)
+            found.sort(key=_place if self._options.lists.id_strategy == "index" else _uuid)
+        edits = edits_of(found, self._options.lists, number=answer_number(resource.name, ids))
+        if resource.sharing is SharingMode.MPS:
+            edits = edits.joined(mps_edits(resource, one_by_one(ids), inventory, self._options.mps))
+        return edits
 
-    def _ids_of(self, gpu: Gpu) -> list[str]:
-        if not self._options.shared or self._options.replicas == 1:
-            return [gpu.uuid]
-        return [f"{gpu.uuid}{REPLICA_SEPARATOR}{number}" for number in range(self._options.replicas)]
+    def _offers(self, inventory: Inventory) -> Offers:
+        if self._last is None or self._last[0] is not inventory:
+            self._last = inventory, offers(self._options, inventory)
+        return self._last[1]
 
-    def _share(self, uuid: str, inventory: Inventory, *, whole: bool) -> Share:
-        if not whole:
+    def _policy(self, resource: Resource) -> str:
+        """Units of memory on one device; whole GPUs that belong together (nvidia contract §6.1), whatever is set; replicas as is set."""
+        if resource.name in self._options.automatic:
+            return ONE_GPU
+        if resource.holders_per_device == 1 and not any(_is_slice(entry.device) for entry in resource.ids):
+            return ALIGNED
+        return SPREAD if self._options.iktos and resource.holders_per_device > 1 else self._options.policy
+
+    def _whole(self, uuid: str, inventory: Inventory) -> Share:
+        return Share(uuid, _memory_mib(uuid, inventory), 100, exclusive=True)
+
+    def _part(self, uuid: str, count: int, offered: Resource | None, inventory: Inventory) -> Share:
+        """``count`` replicas of a device. What time-slicing limits is nothing, so nothing but the place is booked."""
+        if offered is None or offered.sharing is not SharingMode.MPS:
             return Share(uuid)
-        gpu = inventory.gpu(uuid)
-        return Share(uuid, memory_mib=gpu.memory_mib if gpu else 0, cores_percent=100, exclusive=True)
-
-    def _device_nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
-        if not self._options.pass_device_specs:
-            return ()
-        paths = [*self._options.control_nodes, *(f"/dev/nvidia{gpu.minor}" for gpu in gpus)]
-        root = self._options.device_root.rstrip("/")
-        return tuple(DeviceNode(path, root + path) for path in dict.fromkeys(paths))
+        mps, replicas = self._options.mps, offered.holders_of(uuid)
+        # Without limits of its own a container has those of the daemon, which are for one replica, of the GPU with the most of them.
+        return Share(
+            uuid,
+            memory_share_mib(_memory_mib(uuid, inventory), replicas, count if mps.per_container_limits else 1),
+            thread_share(replicas, count) if mps.limits_in_containers else thread_share(offered.holders_per_device),
+        )
 
 
-def _devices_behind(ids: Sequence[str]) -> dict[str, bool]:
-    """UUID → whether the id stands for the whole GPU; in the order of the ids, each once (A3)."""
-    devices: dict[str, bool] = {}
-    for id_ in ids:
-        uuid, separator, _ = id_.partition(REPLICA_SEPARATOR)
-        devices[uuid] = devices.get(uuid, False) or not separator
-    return devices
+def _place(device: VisibleDevice) -> tuple[int | str, ...]:
+    return tuple(map(int, device.index.split(":")))
+
+
+def _uuid(device: VisibleDevice) -> tuple[int | str, ...]:
+    return (device.uuid,)
+
+
+def _is_slice(uuid: str) -> bool:
+    return uuid.startswith("MIG-")
+
+
+def _memory_mib(uuid: str, inventory: Inventory) -> int:
+    """Of a GPU or slice; 0 when the driver does not show it any more."""
+    found = inventory.device(uuid)
+    if found is None:
+        return 0
+    gpu, instance = found
+    return instance.memory_mib if instance else gpu.memory_mib

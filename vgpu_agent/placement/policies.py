@@ -1,0 +1,97 @@
+"""The allocation policies by name: which ids of a resource suit a container best, one entry each.
+
+Families whose ids name devices name the entry that fits a resource and ask it for GetPreferredAllocation. None of them ever fails because
+of a device that is not among the available ones (nvidia:D4), and each gives the same answer to the same question (nvidia:D5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CapacityError
+from vgpu_agent.placement.aligned import choose_group
+from vgpu_agent.placement.one_gpu import choose_on_one
+from vgpu_agent.placement.sharing import DISTRIBUTED, PACKED, choose_replicas
+from vgpu_agent.placement.spreading import choose_spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vgpu_agent.model import Link
+
+ALIGNED = "aligned"
+SPREAD = "spread"
+ONE_GPU = "one-gpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wish:
+    """What kubelet asks for, and what is known of the ids.
+
+    Attributes:
+        available: ids that may be chosen, the required ones among them, in the order in which they are used on equal terms.
+        required: ids that must be in the answer.
+        size: how many ids the container wants.
+        device_of: id → its device, of every id above.
+        totals: how many ids each device has, held or not; in the order in which devices are taken on equal terms.
+        links: how close each pair of GPUs is.
+    """
+
+    available: Sequence[str]
+    required: Sequence[str]
+    size: int
+    device_of: Mapping[str, str]
+    totals: Mapping[str, int]
+    links: Mapping[tuple[str, str], Link] = dataclasses.field(default_factory=dict)
+
+
+def choose(policy: str, wish: Wish) -> list[str]:
+    """The ids that ``policy`` (a name in `POLICIES`) takes.
+
+    Raises:
+        CapacityError: there are not enough, or a required id is unknown; the caller answers with a simple pick.
+    """
+    if unknown := [id_ for id_ in wish.required if id_ not in wish.device_of]:
+        raise CapacityError(f"{', '.join(unknown)} cannot be had")
+    return POLICIES[policy](wish)
+
+
+def _aligned(wish: Wish) -> list[str]:
+    """Devices with one id each."""
+    id_of = {wish.device_of[id_]: id_ for id_ in wish.available}
+    chosen = choose_group(available=list(id_of), required=[wish.device_of[id_] for id_ in wish.required], size=wish.size, links=wish.links)
+    return [id_of[device] for device in chosen]
+
+
+def _greedy(policy: str) -> Callable[[Wish], list[str]]:
+    def chosen(wish: Wish) -> list[str]:
+        # Ties are broken by key, and the node's order is what an operator expects to see: GPU 0 before GPU 1.
+        order = {device: f"{place:08d}" for place, device in enumerate(wish.totals)}
+        return choose_replicas(
+            totals={order[device]: count for device, count in wish.totals.items()},
+            device_of=lambda id_: order[wish.device_of[id_]],
+            available=wish.available,
+            required=wish.required,
+            size=wish.size,
+            policy=policy,
+        )
+
+    return chosen
+
+
+def _spread(wish: Wish) -> list[str]:
+    return choose_spread(device_of=wish.device_of.__getitem__, available=wish.available, required=wish.required, size=wish.size)
+
+
+def _on_one(wish: Wish) -> list[str]:
+    return choose_on_one(device_of=wish.device_of.__getitem__, available=wish.available, required=wish.required, size=wish.size)
+
+
+POLICIES: Mapping[str, Callable[[Wish], list[str]]] = {
+    ALIGNED: _aligned,
+    DISTRIBUTED: _greedy(DISTRIBUTED),
+    PACKED: _greedy(PACKED),
+    SPREAD: _spread,
+    ONE_GPU: _on_one,
+}

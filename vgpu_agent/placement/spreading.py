@@ -1,0 +1,48 @@
+"""Which replicas a container should get so that they are of different GPUs: the rule of the fork that first offered replicas.
+
+One of `policies`, for resources that are configured in iktos's words (iktos contract I.4). It differs from `sharing`'s DISTRIBUTED in two
+points: a GPU that the container has nothing of yet always comes first, and of several it takes the one with the most free replicas, where
+that other takes the one with the fewest held. Not copied: replicas are counted 0, 1, 2, … 10 and not in the order of their text
+(iktos:D14), and taking an id that must be in does not change the order of the others.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def choose_spread(*, device_of: Callable[[str], str], available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
+    """Choose ``size`` of the ``available`` ids, all ``required`` ones among them; in the order of ``available``.
+
+    Args:
+        device_of: the device behind an id.
+        available: ids that may be chosen, those that must be in among them, in the order in which they are used on equal terms.
+        required: ids that must be in the answer.
+        size: how many ids the container wants.
+
+    Raises:
+        CapacityError: fewer are available than wanted, or a required one is not.
+    """
+    order = {id_: place for place, id_ in enumerate(available)}
+    if missing := [id_ for id_ in required if id_ not in order]:
+        raise CapacityError(f"{', '.join(missing)} cannot be had")
+    if not len(required) <= size <= len(order):
+        raise CapacityError(f"{size} ids are wanted, {len(required)} of them by name, {len(order)} can be had")
+    free: dict[str, collections.deque[str]] = {}
+    for id_ in order:
+        queue = free.setdefault(device_of(id_), collections.deque())
+        if id_ not in required:
+            queue.append(id_)
+    chosen = set(required)
+    used = {device_of(id_) for id_ in required}
+    for _ in range(size - len(chosen)):
+        device = max((name for name in free if free[name]), key=lambda name: (name not in used, len(free[name])))
+        used.add(device)
+        chosen.add(free[device].popleft())
+    return sorted(chosen, key=order.__getitem__)
