@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.config.volcano_files import Overlay, come_to, read_device_config, read_node_config, told
+from vgpu_agent.config.volcano_geometries import MigGroup, MigProfile, ModelGeometries
 
 SHIPPED = """\
 nvidia:
@@ -47,7 +48,7 @@ def test_the_shipped_config_map_is_read_whole() -> None:
     overlay = read_device_config(SHIPPED)
     assert overlay.problems == ()
     assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(gpu_memory_factor=1)
-    assert overlay.geometries[0]["models"] == ["A30"]
+    assert overlay.geometries == (ModelGeometries(("A30",), (MigGroup("group1", (MigProfile("1g.6gb", 6144, 4),)),)),)
 
 
 def test_the_shipped_node_config_is_read_whole() -> None:
@@ -161,8 +162,9 @@ def test_an_integral_number_may_be_written_as_a_fraction() -> None:
         ({"filterdevices": {"uuid": [7]}}, ".filterdevices.uuid[0]", "expected the UUID of a GPU, got 7"),
         ({"filterdevices": {"index": [-1]}}, ".filterdevices.index[0]", "expected an integer ≥ 0, got -1"),
         ({"filterdevices": {"pci": []}}, ".filterdevices.pci", "unknown key"),
-        ({"operatingmode": "mig"}, ".operatingmode", 'expected hami-core, got "mig"'),
-        ({"migstrategy": "mixed"}, ".migstrategy", "expected none"),
+        ({"operatingmode": "MIG"}, ".operatingmode", 'expected hami-core or mig, got "MIG"'),
+        ({"operatingmode": ["mig"]}, ".operatingmode", "expected hami-core or mig, got a list"),
+        ({"migstrategy": "all"}, ".migstrategy", 'got "all"'),
         ({"devicememoryfactor": 2}, ".devicememoryfactor", "unknown key"),
     ],
 )
@@ -173,6 +175,57 @@ def test_a_wrong_value_in_the_node_config_costs_that_value_only(entry: dict[str,
     assert problem.startswith(f"config.json: nodeconfig[0]{place}: ")
     assert expected in problem
     assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(device_core_scaling=2)
+
+
+def test_the_shipped_strategy_asks_for_nothing() -> None:
+    """The replaced plugin follows its flag although ``migstrategy: none`` stands in the file, so a flag goes on to count."""
+    assert read_node_config(_node_config(migstrategy="none"), "node-a") == Overlay()
+
+
+def test_the_node_config_chooses_the_mode_and_the_static_strategy() -> None:
+    """``operatingmode`` and ``migstrategy`` of the node count; the replaced plugin does nothing with the second."""
+    overlay = read_node_config(_node_config(operatingmode="mig", migstrategy="mixed"), "node-a")
+    assert overlay.problems == ()
+    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(operating_mode="mig", mig_strategy="mixed")
+
+
+GEOMETRY = "nvidia:\n  deviceSplitCount: 7\n  knownMigGeometries: {}\n"
+SEVEN = "{name: 1g.5gb, memory: 1, count: 7}"
+A_GROUP = "{group: g, geometries: [{name: 1g.5gb, memory: 5120, count: 7}]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "expected"),
+    [
+        ("7", "", "expected a list of 1 to 256 entries, got 7"),
+        ("[x]", "[0]", 'expected a mapping of models, allowedGeometries, got "x"'),
+        ("[{models: [A100], allowedGeometry: []}]", "[0].allowedGeometry", "unknown key"),
+        (f"[{{models: [], allowedGeometries: [{A_GROUP}]}}]", "[0].models", "expected a list of 1 to 256 entries"),
+        (f"[{{models: [7], allowedGeometries: [{A_GROUP}]}}]", "[0].models[0]", "expected a part of the GPU's product name, got 7"),
+        (f"[{{models: [A], allowedGeometries: [{A_GROUP}, {A_GROUP}]}}]", "[0].allowedGeometries", '2 groups are called "g"'),
+        (
+            "[{models: [A], allowedGeometries: [{group: a-b, geometries: [{name: 1g.5gb, memory: 5120, count: 7}]}]}]",
+            ".group",
+            "without '-'",
+        ),
+        ("[{models: [A], allowedGeometries: [{group: g, geometries: [{name: small, memory: 1, count: 1}]}]}]", ".name", "a MIG profile"),
+        ("[{models: [A], allowedGeometries: [{group: g, geometries: [{name: 1g.5gb, memory: 0, count: 1}]}]}]", ".memory", "got 0"),
+        ("[{models: [A], allowedGeometries: [{group: g, geometries: [{name: 1g.5gb, memory: 1, count: 9}]}]}]", ".count", "1 to 8, got 9"),
+        (
+            f"[{{models: [A], allowedGeometries: [{{group: g, geometries: [{SEVEN}, {SEVEN}]}}]}}]",
+            ".geometries",
+            "at most 8, got 14",
+        ),
+    ],
+)
+def test_geometries_that_make_no_sense_are_named_and_none_of_them_counts(text: str, place: str, expected: str) -> None:
+    """Positions count through a group, so the geometries that stood there before stay, whole; the other keys count."""
+    before = read_device_config(GEOMETRY.format(f"[{{models: [A100], allowedGeometries: [{A_GROUP}]}}]"))
+    overlay = read_device_config(GEOMETRY.format(text))
+    assert any(f"{place}: " in problem and expected in problem for problem in overlay.problems), overlay.problems
+    assert overlay.geometries == ()
+    assert overlay.after(before).geometries == before.geometries != ()
+    assert overlay.over(VolcanoVgpu()).device_split_count == 7
 
 
 def test_the_last_entry_of_our_name_counts() -> None:

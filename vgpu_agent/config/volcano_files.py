@@ -16,6 +16,7 @@ import msgspec
 from vgpu_agent.config import schema, yaml
 from vgpu_agent.config.problems import shown, shown_key
 from vgpu_agent.config.volcano import VolcanoVgpu
+from vgpu_agent.config.volcano_geometries import ModelGeometries, read_geometries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,10 +25,10 @@ DEVICE_CONFIG = "device-config.yaml"
 NODE_CONFIG = "config.json"
 
 HIDDEN = "filterdevices"
+GEOMETRIES = "knownMigGeometries"
 
 _TOP = "nvidia"
 _NODES = "nodeconfig"
-_MODE = "hami-core"
 # As many problems as a log line can carry; a megabyte of junk must not become a megabyte of log.
 _MOST_PROBLEMS = 20
 _MOST_HIDDEN = 256
@@ -52,6 +53,8 @@ _NODE_KEYS = {
     "devicesplitcount": "device_split_count",
     "devicecorescaling": "device_core_scaling",
     "devicememoryscaling": "device_memory_scaling",
+    "operatingmode": "operating_mode",
+    "migstrategy": "mig_strategy",
 }
 # The replaced plugin does nothing with them either. As it ships them, or leaves them out, nobody has asked for anything.
 _WITHOUT_EFFECT: dict[str, Any] = {
@@ -61,7 +64,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "defaultGPUNum": 1,
     "resourcePriorityName": "",
     "passDeviceSpecs": False,
-    "migstrategy": "none",
+    "migstrategy": "none",  # of the ConfigMap; the node's is followed
 }
 _ATTRIBUTES = {key.attribute: key for key in schema.keys(VolcanoVgpu).values()}
 
@@ -74,16 +77,16 @@ class Overlay:
         values: attribute of `VolcanoVgpu` → value that it accepts.
         hidden_uuids: GPUs that are not to be offered.
         hidden_indices: the same by NVML index.
-        geometries: ``knownMigGeometries`` as it stands, for MIG; not looked into.
+        geometries: ``knownMigGeometries``: how GPUs may be divided in the operating mode mig.
         problems: one sentence each, with key, value and what was expected; the rest of the file counts.
-        spoilt: attributes whose value is there and wrong; `HIDDEN` for ``filterdevices``.
+        spoilt: attributes whose value is there and wrong; `HIDDEN` for ``filterdevices``, `GEOMETRIES` for those.
         readable: whether the file could be read at all.
     """
 
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     hidden_uuids: frozenset[str] = frozenset()
     hidden_indices: frozenset[int] = frozenset()
-    geometries: Any = None
+    geometries: tuple[ModelGeometries, ...] = ()
     problems: tuple[str, ...] = ()
     spoilt: frozenset[str] = frozenset()
     readable: bool = True
@@ -101,10 +104,12 @@ class Overlay:
         if not self.readable:
             return dataclasses.replace(before, problems=self.problems)
         values = {**{name: value for name, value in before.values.items() if name in self.spoilt}, **self.values}
+        # Positions in an annotation count through a group, so half of the geometries would be other geometries.
+        geometries = before.geometries if GEOMETRIES in self.spoilt else self.geometries
         if HIDDEN not in self.spoilt:
-            return dataclasses.replace(self, values=values)
+            return dataclasses.replace(self, values=values, geometries=geometries)
         uuids, indices = self.hidden_uuids | before.hidden_uuids, self.hidden_indices | before.hidden_indices
-        return dataclasses.replace(self, values=values, hidden_uuids=uuids, hidden_indices=indices)
+        return dataclasses.replace(self, values=values, geometries=geometries, hidden_uuids=uuids, hidden_indices=indices)
 
     def over(self, settings: VolcanoVgpu, *, but: Collection[str] = ()) -> VolcanoVgpu:
         """``settings`` with what this file sets, except for the attributes in ``but``.
@@ -127,7 +132,7 @@ class _Reading:
         self.values: dict[str, Any] = {}
         self.hidden_uuids: set[str] = set()
         self.hidden_indices: set[int] = set()
-        self.geometries: Any = None
+        self.geometries: tuple[ModelGeometries, ...] = ()
 
     def problem(self, path: str, text: str) -> None:
         self._count += 1
@@ -180,6 +185,15 @@ class _Reading:
             else:
                 expected = "the UUID of a GPU" if kind == "uuid" else "an integer ≥ 0"
                 self.problem(f"{path}[{place}]", f"expected {expected}, got {shown(member)}")
+
+    def divide(self, path: str, value: Any) -> None:
+        """``knownMigGeometries``, all of them or, where something is wrong, none."""
+        count = self._count
+        found = read_geometries(path, value, self.problem)
+        if self._count != count:
+            self.spoilt.add(GEOMETRIES)
+        else:
+            self.geometries = found
 
     def overlay(self) -> Overlay:
         if (more := self._count - len(self._problems)) > 0:
@@ -269,34 +283,28 @@ def _device_members(reading: _Reading, root: Any) -> Iterator[tuple[str, Any]]:
 
 def _take_of_devices(reading: _Reading, path: str, name: str, value: Any) -> None:
     name = _DOCUMENTED_AS.get(name, name)
-    if name == "knownMigGeometries":
-        reading.geometries = value
+    if name == GEOMETRIES:
+        reading.divide(path, value)
     elif name in _WITHOUT_EFFECT:
         if value is not None and value != _WITHOUT_EFFECT[name]:
             reading.problem(path, f"{shown(value)} has no effect, as in volcano-vgpu-device-plugin; take the key out")
     elif name not in _DEVICE_KEYS:
-        reading.problem(path, f"unknown key; expected one of {', '.join([*_DEVICE_KEYS, 'knownMigGeometries'])}")
+        reading.problem(path, f"unknown key; expected one of {', '.join([*_DEVICE_KEYS, GEOMETRIES])}")
     elif value is not None:
         reading.take(path, _DEVICE_KEYS[name], value)
 
 
 def _take_of_node(reading: _Reading, path: str, name: str, value: Any) -> None:
-    if name == "name" or value is None:
-        return
+    if name == "name" or value is None or (name == "migstrategy" and value == "none"):
+        return  # the strategy is shipped as none, and the replaced plugin follows its flag whatever stands there
     if name in _NODE_KEYS:
-        # 0 stands where nobody has set anything
-        if isinstance(value, bool) or value != 0:
+        # 0 or nothing stands where nobody has set anything
+        if isinstance(value, bool) or value not in (0, ""):
             reading.take(path, _NODE_KEYS[name], value)
     elif name == "filterdevices":
         reading.hide(path, value)
-    elif name == "operatingmode":
-        if value not in ("", _MODE):
-            reading.problem(path, f"expected {_MODE}, got {shown(value)}; GPUs are shared as with {_MODE}, those in MIG mode are left out")
-    elif name == "migstrategy":
-        if value not in ("", "none"):
-            reading.problem(path, f"expected none, got {shown(value)}; it has no effect, as in volcano-vgpu-device-plugin")
     else:
-        expected = ", ".join(["name", "operatingmode", *_NODE_KEYS, "filterdevices", "migstrategy"])
+        expected = ", ".join(["name", *_NODE_KEYS, "filterdevices"])
         reading.problem(path, f"unknown key; expected one of {expected}")
 
 
