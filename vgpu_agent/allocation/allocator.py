@@ -90,8 +90,7 @@ class Allocator:
 
     def refresh_offer(self) -> None:
         """Bring the ledger's devices and offers in line with the inventory and the families."""
-        inventory = self._inventory()
-        self._ledger.observe(inventory)
+        inventory = self._observed()
         self._ledger.offer(resource for family in self._families.all for resource in family.resources(inventory))
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
@@ -301,8 +300,14 @@ class Allocator:
             raise RequestRefusedError("this node's Node object has not been read yet, so it is not known how grants reach containers")
         return self.mode.late
 
-    def _allocate_by_ids(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
+    def _observed(self) -> Inventory:
+        """The inventory of this moment, known to the ledger too: a MIG instance may have been cut away since the last offer."""
         inventory = self._inventory()
+        self._ledger.observe(inventory)
+        return inventory
+
+    def _allocate_by_ids(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
+        inventory = self._observed()
         family = self._id_family(offered)
         grant = self._ledger.reserve(offered.name, ids, family.shares(offered.name, ids, inventory))
         return grant, family.edits(offered, ids, inventory)
@@ -332,6 +337,8 @@ class Allocator:
             decision = family.decide(asked)
         except (RequestRefusedError, LedgerError) as err:
             raise type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}") from err
+        if decision.layouts:
+            raise RequestRefusedError(f"pod {pod.full_name}: a GPU has to be divided for it, which takes binding.mode late")
         if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
             # It and the container behind it would each be told a share of its own for the same ids, of which only one can be booked.
             raise RequestRefusedError(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent import log
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
+from vgpu_agent.allocation.division import Division
 from vgpu_agent.allocation.early_proof import EarlyProof, WrongPodError
 from vgpu_agent.allocation.guesses import Guesses
 from vgpu_agent.allocation.holdings import ended_before, is_outdated
@@ -21,7 +23,8 @@ from vgpu_agent.allocation.identification import Identification
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.allocation.starting import Start
-from vgpu_agent.errors import AgentError, CapacityError, CarrierError, LedgerError, RequestRefusedError
+from vgpu_agent.errors import AgentError, CapacityError, CarrierError, LedgerError, MigError, RequestRefusedError
+from vgpu_agent.families.family import Decision
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
 
 _logger = log.get(__name__)
+
+MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
 
 
 class Binder:
@@ -60,6 +65,7 @@ class Binder:
         self._journal = journal
         self._around = surroundings
         self._identification = Identification(surroundings)
+        self._division = Division(ledger=ledger, inventory=inventory, journal=journal, divider=surroundings.divider)
         self._clock = clock
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
         self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
@@ -78,6 +84,7 @@ class Binder:
             RequestRefusedError: the pod cannot get what it asks for.
             LedgerError: what it should get cannot be booked now.
             CarrierError: a file could not be put into place.
+            MigError: a GPU is not divided as the container needs it.
         """
         token = grant_token(offered.name, ids)
         async with self._turn(token):
@@ -101,7 +108,7 @@ class Binder:
             try:
                 self._refuse_before_rebuilt()
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
-            except (RequestRefusedError, LedgerError, CarrierError, NotProvenError) as err:
+            except (RequestRefusedError, LedgerError, CarrierError, MigError, NotProvenError) as err:
                 self._refuse(start, err)
                 text = str(err)
                 raise type(err)(text if pod.full_name in text else f"{pod.full_name}, container {owner.container}: {text}") from err
@@ -204,36 +211,63 @@ class Binder:
         return all(name in answer.cdi_names or name in answer.annotations.values() for answer in answers)
 
     async def _bind_late(self, start: Start) -> Grant:
-        asked = self._question(start)
-        shares, by = self._decide(start, asked)
-        provision = start.family.provision(asked, shares)
-        grant = await self._book(start, shares, by)
+        decision = await self._settle(start)
+        # From here to the booking nothing is waited for, so what was free for the decision still is.
+        provision = start.family.provision(self._question(start), decision.shares)
+        grant = await self._book(start, decision.shares, decision.by)
         self.handed_out.discard(start.token)
-        await self._around.carrier.deliver(self._record(start, grant, by, provision), provision)
+        if decision.second_best:
+            self._journal.record("start.second_best", level="warning", pod=start.pod.full_name, reason=decision.second_best)
+        await self._around.carrier.deliver(self._record(start, grant, decision.by, provision), provision)
         return grant
 
+    async def _settle(self, start: Start) -> Decision:
+        """What the container gets, after ended pods have made room for it and GPUs were divided for it, where it takes that."""
+        try:
+            decision = self._decide(start, self._question(start))
+        except CapacityError:
+            if not await self._ended_are_released(start):
+                raise
+            decision = self._decide(start, self._question(start))
+        if decision.second_best and await self._ended_are_released(start):
+            decision = self._decide(start, self._question(start))
+        if decision.layouts:
+            await self._division.bring_about(decision.layouts, start.pod.full_name, start.until)
+            decision = self._decide(start, self._question(start))
+        if decision.layouts:
+            raise MigError("a GPU was divided for the container, and then otherwise for another; kubelet will ask again")
+        return decision
+
     async def _prove_early(self, start: Start) -> Grant:
-        shares, by = self._decide(start, self._question(start))
+        decision = self._decide(start, self._question(start))
+        if decision.layouts:
+            raise RequestRefusedError("a GPU would have to be divided for the container, which takes binding.mode late")
+        shares, by = decision.shares, decision.by
         provisions, exchanged = self.early.prove(start, shares)
         grant = await self._book(start, shares, f"{by}; {exchanged}" if exchanged else by)
         for provision in provisions:
             await self._around.carrier.prepare(self._record(start, grant, by, provision), provision)
         return grant
 
-    def _decide(self, start: Start, asked: Question) -> tuple[tuple[Share, ...], str]:
-        """What the container gets; what it once got, it keeps."""
+    def _decide(self, start: Start, asked: Question) -> Decision:
+        """What the container gets; what it once got, it keeps, unless that was a MIG instance that is gone: nobody runs on those."""
         held = self._ledger.find(start.offered.name, start.ids)
-        if held and held.shares and held.decided_for == start.key:
-            return held.shares, held.evidence[-1] if held.evidence else "decided before"
+        if held and held.shares and held.decided_for == start.key and not self._is_gone(held.shares):
+            return Decision(held.shares, held.evidence[-1] if held.evidence else "decided before")
         records = self._around.carrier.records
         for record in records:
             same = record.token == start.token and (record.owner.pod_uid, record.owner.container) == start.key
-            if same and record.shares and not is_outdated(record, records, start.pod):
-                return record.shares, record.by
+            if same and record.shares and not is_outdated(record, records, start.pod) and not self._is_gone(record.shares):
+                return Decision(record.shares, record.by)
         self._refuse_before_pods_are_read()
         self._refuse_two_families(start)
         decision = start.family.decide(asked)
-        return decision.shares, f"decided by {decision.by}"
+        return dataclasses.replace(decision, by=f"decided by {decision.by}")
+
+    def _is_gone(self, shares: Sequence[Share]) -> bool:
+        """Whether one of them was a MIG instance that no GPU has any more, as after a reboot."""
+        inventory = self._inventory()
+        return any(share.device.startswith(MIG_PREFIX) and inventory.device(share.device) is None for share in shares)
 
     def _refuse_before_rebuilt(self) -> None:
         """What was held when this process started may be anywhere until kubelet has told of it."""
@@ -267,14 +301,17 @@ class Binder:
         try:
             return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
         except CapacityError:
-            # Ended pods leave the book when kubelet's records have been read twice; here is one that needs their place now.
-            testimony = start.testimony
-            if not testimony.whole:  # it speaks of this pod only
-                testimony = await self._all_pods(start)
-            if not self._release_ended(testimony):
+            if not await self._ended_are_released(start):
                 raise
             ended = ended_before(self._ledger.grants, start.pod, start.owner)
             return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
+
+    async def _ended_are_released(self, start: Start) -> bool:
+        """Ended pods leave the book when kubelet's records have been read twice; here is one that needs their place now."""
+        testimony = start.testimony
+        if not testimony.whole:  # it speaks of this pod only
+            testimony = await self._all_pods(start)
+        return self._release_ended(testimony)
 
     async def _all_pods(self, start: Start) -> Testimony:
         try:

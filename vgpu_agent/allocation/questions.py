@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vgpu_agent.allocation.holdings import ended_before
 from vgpu_agent.families.family import Question
+from vgpu_agent.model import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,4 +29,6 @@ def question(
         if grant.decided_for and grant.decided_for[0] == uid and grant.decided_for[1] != container and grant.shares
     }
     rooms = ledger.rooms(offered.name, besides=besides)
-    return Question(offered, pod, container, tuple(ids), node, inventory, rooms, siblings)
+    gone = {*besides, *(ended_before(mine, pod, Owner(container, uid)) if pod.container(container) else ())}
+    taken = {share.device: grant for grant in ledger.grants if grant.number not in gone for share in grant.shares}
+    return Question(offered, pod, container, tuple(ids), node, inventory, rooms, siblings, taken)

@@ -6,12 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vgpu_agent.allocation.carrier import Carrier
     from vgpu_agent.allocation.proof import Testimony
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.config.binding import Binding
+    from vgpu_agent.families.family import MigLayout
     from vgpu_agent.pods import Pod, PodBook
 
 
@@ -35,6 +36,19 @@ class Fetch(Protocol):
         ...
 
 
+class Divider(Protocol):
+    """Divides GPUs into MIG instances, one after the other; `agent.mig_side` is it."""
+
+    def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
+        """Begin; nobody who waits or stops waiting changes anything about it.
+
+        Args:
+            layout: of a GPU of which nobody has anything.
+            done: called once, on the event loop: with "" when the inventory shows the GPU divided so, else with the reason.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Surroundings:
     """What binding needs besides the ledger; `agent` wires it, tests fill it with what they like."""
@@ -46,3 +60,4 @@ class Surroundings:
     carrier: Carrier
     refusals: Refusals
     settings: Binding
+    divider: Divider | None = None

@@ -21,7 +21,6 @@ from vgpu_agent.families.volcano_vgpu_decisions import IDS, asking_container, de
 from vgpu_agent.families.volcano_vgpu_node import (
     HANDSHAKE,
     LOCK,
-    MODE,
     REGISTER,
     card_type,
     handshake_wishes,
@@ -115,8 +114,7 @@ class VolcanoVgpuFamily:
 
     def _place(self, question: Question) -> Decision:
         pod, container = question.pod, asking_container(question)
-        if (mode := pod.annotations.get(WANTED_MODE, MODE)) != MODE:
-            raise refused(pod, WANTED_MODE, mode, f"this node shares GPUs as {MODE}", "choose another node, or take the annotation away")
+        self._require_mode(pod)
         offer, ask = offer_of(question.inventory, self._options), read_ask(pod, container, self._options.names)
 
         def memory_mib(room: DeviceRoom) -> int:
@@ -127,6 +125,11 @@ class VolcanoVgpuFamily:
         chosen = choose_rooms(rooms, want, policy=self._options.policy, refused=self._unwanted(question))
         shares = tuple(Share(room.device, memory_mib(room), ask.cores_percent) for room in chosen)
         return Decision(shares, f"the agent, {self._options.policy}")
+
+    def _require_mode(self, pod: Pod) -> None:
+        mode = self._options.mode
+        if (wanted := pod.annotations.get(WANTED_MODE, mode)) != mode:
+            raise refused(pod, WANTED_MODE, wanted, f"this node shares GPUs as {mode}", "choose another node, or take the annotation away")
 
     def _unwanted(self, question: Question) -> dict[str, str]:
         """GPU → why the pod does not want it, empty where it does."""
@@ -192,7 +195,8 @@ class VolcanoVgpuFamily:
             return NodeWishes(annotations={REGISTER: None}) if view.inventory.version else NodeWishes()
         offer = offer_of(view.inventory, options)
         free = {room.device: not room.trouble for room in view.rooms.get(options.names.number, ())}
-        text = register_text(gpus, offer.units, split=options.split, available={gpu.uuid: free.get(gpu.uuid, False) for gpu in gpus})
+        available = {gpu.uuid: free.get(gpu.uuid, False) for gpu in gpus}
+        text = register_text(gpus, offer.units, split=options.split, available=available, mode=options.mode)
         wishes = NodeWishes(annotations={REGISTER: text}, labels={UNIT_LABEL: str(offer.factor), ISOLATION_LABEL: self._backend.name})
         standing = view.node.annotations
         handshake = handshake_wishes(standing.get(HANDSHAKE), now=view.now, pause_seconds=options.handshake_seconds)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.volcano_vgpu_asks import read_ask
 from vgpu_agent.families.volcano_vgpu_devices import SEGMENT_END, Assigned, DevicesTextError, Segment, parse_pod_devices
+from vgpu_agent.families.volcano_vgpu_offer import MIG
 from vgpu_agent.model import Share
 from vgpu_agent.pods import ContainerKind
 
@@ -47,6 +48,16 @@ def asking_container(question: Question) -> PodContainer:
 
 
 def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None:
+    """What `decided_segment` says, as shares of whole GPUs.
+
+    Raises:
+        RequestRefusedError: likewise.
+    """
+    segment = decided_segment(question, offer)
+    return None if segment is None else tuple(_share(assigned, offer.factor) for assigned in segment)
+
+
+def decided_segment(question: Question, offer: Offer) -> Segment | None:
     """What a scheduler decided for the container, in its order; None where none has, so that it is the agent's to place.
 
     An init container has no segment (volcano-vgpu:D14); it works on the GPUs that were decided for the containers after it. A sidecar has
@@ -65,7 +76,7 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
     segments, counted = _segments(pod, offer.names)
     ask = read_ask(pod, container, offer.names)
     if container.kind is ContainerKind.INIT:
-        return _shares_of_init(question, segments, ask, offer)
+        return _segment_of_init(question, segments, ask, offer)
     place = next((place for place, each in enumerate(counted) if each.name == container.name), None)
     if place is None:
         raise refused(pod, IDS, text, f"container {container.name} asks for none of {offer.names.number} and {offer.names.memory}")
@@ -83,7 +94,7 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
             f"{len(segments[place])} GPUs were decided for container {container.name}, and the kubelet gave it"
             f" {len(question.ids)} × {question.resource.name}",
         )
-    return tuple(_share(assigned, offer.factor) for assigned in segments[place])
+    return segments[place]
 
 
 def refused(pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY) -> RequestRefusedError:
@@ -115,11 +126,12 @@ def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer
     """Whatever was asked: each GPU is there, once, and has that much."""
     pod, text = question.pod, question.pod.annotations[IDS]
     for assigned in segment:
-        if "[" in assigned.device:
-            raise refused(pod, IDS, text, f"{assigned.device!a} is a MIG instance, and this node shares whole GPUs by memory")
-        if assigned.device not in offer.units:
+        if (is_instance := assigned.device != assigned.gpu) != (offer.mode == MIG):
+            what, shares = ("a MIG instance", "whole GPUs by memory") if is_instance else ("a whole GPU", "MIG instances")
+            raise refused(pod, IDS, text, f"{assigned.device!a} is {what}, and this node shares {shares}")
+        if assigned.gpu not in offer.units:
             offered = ", ".join(offer.units) or "none"
-            raise refused(pod, IDS, text, f"node {question.node} offers no GPU {assigned.device!a}; it offers {offered}")
+            raise refused(pod, IDS, text, f"node {question.node} offers no GPU {assigned.gpu!a}; it offers {offered}")
         if assigned.memory_units <= 0:
             problem = f"{assigned.memory_units} units of memory would mean no limit at all"
             remedy = (
@@ -127,16 +139,16 @@ def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer
                 " use a scheduler from 1.14 on"
             )
             raise refused(pod, IDS, text, problem, remedy)
-        if assigned.memory_units > (most := offer.units[assigned.device]):
-            problem = f"{assigned.memory_units} units of {offer.factor} MiB are more than the {most} of GPU {assigned.device}"
+        if assigned.memory_units > (most := offer.units[assigned.gpu]):
+            problem = f"{assigned.memory_units} units of {offer.factor} MiB are more than the {most} of GPU {assigned.gpu}"
             raise refused(pod, IDS, text, problem, f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, at most {most}")
-    if len({assigned.device for assigned in segment}) != len(segment):
+    if len({assigned.gpu for assigned in segment}) != len(segment):
         raise refused(pod, IDS, text, "a GPU is named twice for one container")
 
 
 def _require_modesty(pod: Pod, container: str, assigned: Assigned, ask: Ask, offer: Offer) -> None:
     """The decision gives no more than the limits ask for."""
-    most = ask.most_units_on(offer.units[assigned.device])
+    most = ask.most_units_on(offer.units[assigned.gpu])
     if assigned.memory_units > most or not 0 <= assigned.cores_percent <= ask.cores_percent:
         problem = (
             f"{assigned.memory_units} units of memory and {assigned.cores_percent} % of the compute are not what container {container}"
@@ -145,7 +157,7 @@ def _require_modesty(pod: Pod, container: str, assigned: Assigned, ask: Ask, off
         raise refused(pod, IDS, pod.annotations[IDS], problem)
 
 
-def _shares_of_init(question: Question, segments: Sequence[Segment], ask: Ask, offer: Offer) -> tuple[Share, ...] | None:
+def _segment_of_init(question: Question, segments: Sequence[Segment], ask: Ask, offer: Offer) -> Segment | None:
     """GPUs that belong to the pod anyway: those of a later container with as many, else the first ones of all; never more of one than the
     later containers have together, because the scheduler has set nothing else aside.
     """
@@ -169,10 +181,11 @@ def _shares_of_init(question: Question, segments: Sequence[Segment], ask: Ask, o
             f"init container {question.container} asks for {count} GPUs, and {len(devices)} were decided for the whole pod",
             f"ask for at most {len(devices)} × {question.resource.name} in init containers",
         )
+    units = {assigned.device: offer.units[assigned.gpu] for assigned in every}
     return tuple(
-        Share(
+        Assigned(
             device,
-            min(ask.units_on(offer.units[device]), memory[device], offer.units[device]) * offer.factor,
+            min(ask.units_on(units[device]), memory[device], units[device]),
             min(ask.cores_percent, cores[device]),
         )
         for device in devices

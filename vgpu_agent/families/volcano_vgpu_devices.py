@@ -35,7 +35,7 @@ class Assigned:
     """One GPU of one container.
 
     Attributes:
-        device: UUID of the GPU.
+        device: UUID of the GPU; of a MIG instance ``<UUID>[<group>-<position>]``.
         memory_units: in units of the memory factor; as written, so perhaps negative.
         cores_percent: as written.
     """
@@ -43,6 +43,11 @@ class Assigned:
     device: str
     memory_units: int
     cores_percent: int
+
+    @property
+    def gpu(self) -> str:
+        """UUID of the GPU, also of one of its MIG instances."""
+        return self.device.partition("[")[0]
 
 
 Segment = tuple[Assigned, ...]

@@ -22,7 +22,6 @@ REGISTER = "volcano.sh/node-vgpu-register"
 HANDSHAKE = "volcano.sh/node-vgpu-handshake"
 LOCK = "hamivgpu"
 TYPE_PREFIX = "NVIDIA-"
-MODE = "hami-core"
 
 # A scheduler writes its lock in whole seconds, and its clock is not ours.
 _TOLERANCE_SECONDS = 1.0
@@ -34,15 +33,17 @@ def card_type(gpu: Gpu) -> str:
     return TYPE_PREFIX + _SEPARATORS.sub(" ", gpu.name).strip()
 
 
-def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, available: Mapping[str, bool]) -> str:
+def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, available: Mapping[str, bool], mode: str) -> str:
     """The register annotation: one entry a GPU, in the order of ``gpus``, which is the order in which schedulers count (contract §2.1).
+
+    Every entry has the same ``mode``, of which schedulers read the last.
 
     A GPU that must not be given away is announced with count 0: schedulers read the health and ignore it, while a count of 0 keeps new pods
     off and the accounting of the old ones right (volcano-vgpu:D6).
     """
     return "".join(
         f"{gpu.uuid},{split if available[gpu.uuid] else 0},{units[gpu.uuid]},{card_type(gpu)},"
-        f"{'true' if available[gpu.uuid] else 'false'},{MODE}:"
+        f"{'true' if available[gpu.uuid] else 'false'},{mode}:"
         for gpu in gpus
     )
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import ConfigError
+from vgpu_agent.families.device_lists import MODES, ListOptions
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.volcano_vgpu_asks import Names
+from vgpu_agent.families.volcano_vgpu_mig_layouts import groups_of
 from vgpu_agent.model import Decider, Resource
 
 if TYPE_CHECKING:
@@ -21,10 +23,14 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.config.volcano_files import Overlay
+    from vgpu_agent.config.volcano_geometries import ModelGeometries
     from vgpu_agent.model import Gpu, Inventory
 
 FAMILY = "volcano-vgpu"
 _SETTINGS = "volcanoVgpu"
+
+# The operating modes, as they stand in the register annotation (contract §2.1).
+HAMI_CORE, MIG = "hami-core", "mig"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +41,13 @@ class Offer:
         names: of the resources.
         factor: MiB in one unit of memory.
         units: GPU → its memory in units, in the order in which schedulers count the GPUs.
+        mode: `HAMI_CORE` or `MIG`.
     """
 
     names: Names
     factor: int
     units: Mapping[str, int]
+    mode: str = HAMI_CORE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class VolcanoVgpuOptions:
         message_budget_bytes: largest device list that is sent to kubelet.
         device_root: host directory below which the device nodes are.
         control_nodes: those of NVIDIA's control nodes that exist, in contract order.
+        mode: `HAMI_CORE`, or `MIG` for shares that are MIG instances.
+        geometries: how GPUs may be divided in the mode `MIG`, from the ConfigMap.
         set_in: settings that a file of the replaced plugin has set, and that file, for errors: it is the place to change them.
     """
 
@@ -84,7 +94,20 @@ class VolcanoVgpuOptions:
     message_budget_bytes: int = 3_670_016
     device_root: str = "/"
     control_nodes: tuple[str, ...] = ()
+    mode: str = HAMI_CORE
+    geometries: tuple[ModelGeometries, ...] = ()
     set_in: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def lists(self) -> ListOptions:
+        """How containers are told of their devices."""
+        return ListOptions(
+            id_strategy=self.id_strategy,
+            pass_device_specs=self.pass_device_specs,
+            device_root=self.device_root,
+            control_nodes=self.control_nodes,
+            enabled=tuple(mode for mode, variable in MODES.items() if variable in self.requested),
+        )
 
     def place_of(self, setting: str) -> str:
         """Where somebody changes ``setting`` with effect."""
@@ -92,13 +115,21 @@ class VolcanoVgpuOptions:
         return f"{setting} in {file}" if file else f"{_SETTINGS}.{setting}"
 
     @classmethod
-    def from_settings(cls, settings: Settings, *, control_nodes: tuple[str, ...], node_config: Overlay | None = None) -> VolcanoVgpuOptions:
+    def from_settings(
+        cls,
+        settings: Settings,
+        *,
+        control_nodes: tuple[str, ...],
+        node_config: Overlay | None = None,
+        geometries: tuple[ModelGeometries, ...] = (),
+    ) -> VolcanoVgpuOptions:
         """The options that the configuration asks for.
 
         Args:
             settings: with the files of the replaced plugin already laid over ``volcano_vgpu`` (`Overlay.over`).
             control_nodes: as for the `nvidia` family.
             node_config: the node's own file, for the GPUs that it hides.
+            geometries: those of the ConfigMap.
         """
         vgpu = settings.volcano_vgpu
         requested = (
@@ -124,18 +155,23 @@ class VolcanoVgpuOptions:
             message_budget_bytes=settings.kubelet.message_budget_bytes,
             device_root=settings.gpu.dev_root or settings.gpu.driver_root,
             control_nodes=control_nodes,
+            mode=vgpu.operating_mode,
+            geometries=geometries,
         )
 
 
 def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu, ...]:
     """The GPUs that are offered, by minor number, which is how schedulers count them (contract §2.1).
 
-    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones.
+    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where instances are given away, it is the GPUs
+    that nobody knows how to divide.
     """
     offered = (
         gpu
         for gpu in inventory.gpus
-        if not gpu.mig_enabled and gpu.uuid not in options.hidden_uuids and gpu.index not in options.hidden_indices
+        if (bool(groups_of(gpu, options.geometries)) if options.mode == MIG else not gpu.mig_enabled)
+        and gpu.uuid not in options.hidden_uuids
+        and gpu.index not in options.hidden_indices
     )
     return tuple(sorted(offered, key=lambda gpu: (gpu.minor, gpu.index)))
 
@@ -144,7 +180,7 @@ def offer_of(inventory: Inventory, options: VolcanoVgpuOptions) -> Offer:
     """The unit of memory, and each GPU's memory in it."""
     gpus = shared_gpus(inventory, options)
     factor = options.factor or _fitting_factor(gpus, options) or LARGEST_FACTOR
-    return Offer(options.names, factor, {gpu.uuid: _units(gpu, options.memory_scaling, factor) for gpu in gpus})
+    return Offer(options.names, factor, {gpu.uuid: _units(gpu, options.memory_scaling, factor) for gpu in gpus}, options.mode)
 
 
 def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Resource, ...]:
@@ -153,10 +189,12 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
     Only the number's ids are booked and answered; the others are there for schedulers to count (contract §1, §4).
 
     Raises:
-        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet contract V13).
+        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet contract V13). Or nobody knows how
+            to divide any of the GPUs.
     """
     gpus, names = shared_gpus(inventory, options), options.names
     if not gpus:
+        _check_geometries(inventory, options)
         return ()
     offer = offer_of(inventory, options)
     cores = int(100 * options.cores_scaling)
@@ -182,6 +220,17 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
         resources.append(_counted(names.percentage, percents, options.place_of("deviceSplitCount")))
     _check_lists(resources, gpus, options)
     return tuple(resources)
+
+
+def _check_geometries(inventory: Inventory, options: VolcanoVgpuOptions) -> None:
+    if options.mode != MIG or not inventory.gpus:
+        return
+    models = ", ".join(dict.fromkeys(gpu.name for gpu in inventory.gpus))
+    problem = (
+        f"{options.names.number}: {options.place_of('operatingMode')} is {MIG}, and knownMigGeometries of the ConfigMap "
+        f"volcano-vgpu-device-config has no entry for {models}; add one, or choose {HAMI_CORE}"
+    )
+    raise ConfigError([problem])
 
 
 def _counted(name: str, ids: NumberedIds, unit: str) -> Resource:

@@ -13,7 +13,7 @@ from vgpu_agent.families.volcano_vgpu_decisions import IDS, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu_devices import SEGMENT_END, Assigned, write_segment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.families.volcano_vgpu_asks import Names
     from vgpu_agent.model import Grant
@@ -26,7 +26,15 @@ FAILED = "failed"
 NEVER = str(2**64 - 1)  # the time of a pod that waits for nothing any more
 
 
-def state_wishes(pod: Pod, grants: Mapping[str, Grant], names: Names, *, factor: int, failed: bool) -> dict[str, str | None]:
+def state_wishes(
+    pod: Pod,
+    grants: Mapping[str, Grant],
+    names: Names,
+    *,
+    factor: int,
+    failed: bool,
+    segment_of: Callable[[PodContainer, Grant, str], str] | None = None,
+) -> dict[str, str | None]:
     """What should stand on ``pod``; only keys that differ from what stands there.
 
     Args:
@@ -35,20 +43,26 @@ def state_wishes(pod: Pod, grants: Mapping[str, Grant], names: Names, *, factor:
         names: of the resources.
         factor: MiB in one unit of memory.
         failed: the pod will never start here.
+        segment_of: what should stand for a container that has a grant, where this stands now; by default what a scheduler decided stays,
+            and where none has, the grant's shares are written.
     """
     if failed:
         # What is left to allocate stays as it was; a pod that no scheduler has decided is none of its business.
         wishes = {PHASE: FAILED, TIME: NEVER} if PHASE in pod.annotations or IDS in pod.annotations else {}
     else:
-        wishes = _served(pod, grants, names.counted(pod), names, factor)
+        counted = names.counted(pod)
+        segments = _segments(pod, counted, grants, segment_of or (lambda _, grant, standing: standing or _segment(grant, factor)))
+        wishes = _served(pod, grants, counted, names, segments)
     return {key: value for key, value in wishes.items() if pod.annotations.get(key) != value}
 
 
-def _served(pod: Pod, grants: Mapping[str, Grant], counted: Sequence[PodContainer], names: Names, factor: int) -> dict[str, str]:
+def _served(
+    pod: Pod, grants: Mapping[str, Grant], counted: Sequence[PodContainer], names: Names, segments: Mapping[str, str]
+) -> dict[str, str]:
     served = [container.name in grants for container in counted]
     if not any(served):
         return {}
-    wishes = _placed(pod, [grants.get(container.name) for container in counted], factor)
+    wishes = dict(segments)
     # Kubelet asks for nobody who does not name a number of GPUs, so nobody waits for him.
     complete = all(done or container.limits.get(names.number, 0) < 1 for done, container in zip(served, counted, strict=True))
     if TO_ALLOCATE in pod.annotations:
@@ -68,17 +82,20 @@ def _left(text: str, served: Sequence[bool], *, complete: bool) -> str:
     return SEGMENT_END.join("" if done else segment for done, segment in zip(served, segments, strict=True))
 
 
-def _placed(pod: Pod, grants: Sequence[Grant | None], factor: int) -> dict[str, str]:
-    """The GPUs of containers for which no scheduler has decided; nothing when one has decided for all that were served."""
+def _segments(
+    pod: Pod, counted: Sequence[PodContainer], grants: Mapping[str, Grant], segment_of: Callable[[PodContainer, Grant, str], str]
+) -> dict[str, str]:
+    """The GPUs of all containers where something else should stand there; nothing when what a scheduler has decided may stay."""
     text = pod.annotations.get(IDS, "")
-    segments = text.split(SEGMENT_END) if text else [""] * len(grants)
-    if len(segments) != len(grants):
+    standing = text.split(SEGMENT_END) if text else [""] * len(counted)
+    if len(standing) != len(counted):
         return {}
-    filled = [segment or _segment(grant, factor) for segment, grant in zip(segments, grants, strict=True)]
-    return {NODE: pod.node, IDS: SEGMENT_END.join(filled)} if filled != segments else {}
+    filled = [
+        segment_of(container, grants[container.name], segment) if container.name in grants else segment
+        for container, segment in zip(counted, standing, strict=True)
+    ]
+    return {NODE: pod.node, IDS: SEGMENT_END.join(filled)} if filled != standing else {}
 
 
-def _segment(grant: Grant | None, factor: int) -> str:
-    if grant is None:
-        return ""
+def _segment(grant: Grant, factor: int) -> str:
     return write_segment(Assigned(share.device, -(-share.memory_mib // factor), share.cores_percent) for share in grant.shares)

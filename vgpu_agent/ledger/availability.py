@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from vgpu_agent.ledger.accounting import Device
-    from vgpu_agent.model import Grant, Resource
+    from vgpu_agent.model import Grant, Resource, Share
 
 
 class Surroundings(NamedTuple):
@@ -62,6 +62,12 @@ def trouble(device: str, resource: Resource, known: Surroundings) -> str:
             if mixed and not known.offers_all_of(grant):
                 return f"a container admitted under earlier settings still holds it ({', '.join(grant.ids)})"
     return ""
+
+
+def strangers(shares: Iterable[Share], offered: Collection[str], devices: Mapping[str, Device]) -> list[str]:
+    """Devices of ``shares`` that are neither among ``offered`` nor a MIG instance of one that is."""
+    gpus = {share.device: devices[share.device].gpu if share.device in devices else share.device for share in shares}
+    return [device for device, gpu in gpus.items() if device not in offered and gpu not in offered]
 
 
 def illness(devices: Mapping[str, Device], device: str) -> str:

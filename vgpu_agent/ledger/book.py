@@ -263,7 +263,7 @@ class Ledger:
             self._grants.by_number[same.number] = decided
             return decided
         offered = self._offers.devices(resource)
-        if strangers := [share.device for share in shares if share.device not in offered]:
+        if strangers := availability.strangers(shares, offered, self._devices):
             raise UnknownDeviceError(f"{name}: this node does not offer {', '.join(strangers)}; it offers {', '.join(sorted(offered))}")
         wanted = {share.device: share.device for share in shares}
         self._refuse_troubled(resource, wanted)

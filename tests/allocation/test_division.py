@@ -1,0 +1,344 @@
+"""Containers that need a GPU divided: who has it done, who waits, who is refused; with the family and the ledger as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from tests.allocation.binding_parts import Place
+from tests.families.volcano_vgpu_golden import MEMORY, NODE, NUMBER, U0, U1, decided
+from tests.families.volcano_vgpu_mig_parts import GEOMETRIES, GROUP2, a_gpu
+from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.carrier import grant_token
+from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.surroundings import Surroundings
+from vgpu_agent.config.binding import Binding
+from vgpu_agent.errors import CapacityError, LedgerError, MigError, RequestRefusedError
+from vgpu_agent.families.family import MigLayout
+from vgpu_agent.families.volcano_vgpu_mig import VolcanoVgpuMigFamily
+from vgpu_agent.families.volcano_vgpu_offer import MIG, VolcanoVgpuOptions
+from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner, Share
+from vgpu_agent.pods import ContainerKind, Pod, PodContainer
+
+GROUP3 = ("3g.20gb", "3g.20gb")
+
+
+class MigPlace(Place):
+    """A node in the operating mode mig, and a divider that a test lets succeed or fail when it likes."""
+
+    def __init__(self, *, divider: bool = True, late: bool = True, start_seconds: float = 20.0) -> None:
+        super().__init__()
+        self.inventory = Inventory(version=1, gpus=(a_gpu(U0), a_gpu(U1, index=1)))
+        self.asked: list[MigLayout] = []
+        self._waiting: dict[str, Callable[[str], None]] = {}
+        self.allocator = Allocator(
+            ledger=self.ledger,
+            families=Families(by_pod=(VolcanoVgpuMigFamily(VolcanoVgpuOptions(factor=64, mode=MIG, geometries=GEOMETRIES)),)),
+            inventory=lambda: self.inventory,
+            journal=self.journal,
+            surroundings=Surroundings(
+                node=NODE,
+                book=self.book,
+                witness=self.testify,
+                fetch=self.fetch,
+                carrier=self.carrier,
+                refusals=self.refusals,
+                settings=Binding(start_seconds=start_seconds),
+                divider=self if divider else None,
+            ),
+        )
+        self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
+        self.allocator.refresh_offer()
+
+    def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
+        """See `Divider`."""
+        self.asked.append(layout)
+        self._waiting[layout.gpu] = done
+
+    def show(self, gpu: str, *profiles: str) -> None:
+        """The driver shows ``gpu`` divided so."""
+        index = 0 if gpu == U0 else 1
+        gpus = list(self.inventory.gpus)
+        gpus[index] = a_gpu(gpu, *profiles, index=index)
+        self.inventory = dataclasses.replace(self.inventory, version=self.inventory.version + 1, gpus=tuple(gpus))
+        self.allocator.refresh_offer()
+
+    def finish(self, gpu: str, *profiles: str, reason: str = "") -> None:
+        """The change is over, and the driver shows ``profiles``."""
+        self.show(gpu, *profiles)
+        self._waiting.pop(gpu)(reason)
+
+    async def admitted(self, name: str, place: str, *, number: int = 0, containers: tuple[PodContainer, ...] = ()) -> tuple[str, ...]:
+        """A pod for which a scheduler has written ``place``; the ids of its container ``main``."""
+        ids = (f"{U0}-{number}",)
+        text = f"{place},NVIDIA,125,0:"  # 8000 MiB
+        self.book.put(pod_of(name, text, *containers))
+        await self.allocator.allocate(NUMBER, ids)
+        assert self.checkpoint is not None
+        assert self.pod_resources is not None
+        self.checkpoint.append(Holding(NUMBER, ids, Owner("main", f"uid-{name}")))
+        self.pod_resources.append(Holding(NUMBER, ids, Owner("main", namespace="default", pod=name)))
+        return ids
+
+    async def begin(self, ids: tuple[str, ...]) -> asyncio.Task[None]:
+        """kubelet is about to start the container of ``ids``, which then waits for something."""
+        start = asyncio.get_running_loop().create_task(self.allocator.pre_start(NUMBER, ids))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return start
+
+    def seen(self, ids: tuple[str, ...]) -> str:
+        """The devices that the container of ``ids`` is told of."""
+        return self.carrier.specs[grant_token(NUMBER, ids)][1].edits.environment["NVIDIA_VISIBLE_DEVICES"]
+
+    @property
+    def cordoned(self) -> list[str]:
+        """The cards of which nothing is given."""
+        return [room.device for room in self.ledger.rooms(NUMBER) if "divided" in room.trouble]
+
+
+def pod_of(name: str, text: str, *containers: PodContainer) -> Pod:
+    """A pod on this node with that pod devices string."""
+    asking = PodContainer("main", limits={NUMBER: 1, MEMORY: 125})
+    return Pod(f"uid-{name}", "default", name, NODE, "Pending", decided(text), {}, (*containers, asking))
+
+
+async def test_a_gpu_is_divided_for_the_first_pod_of_a_group() -> None:
+    """The start waits, nobody gets anything of the GPU meanwhile, and then the container has its instance."""
+    place = MigPlace()
+    ids = await place.admitted("p", f"{U1}[group2-1]")
+    start = await place.begin(ids)
+    assert place.asked == [MigLayout(U1, GROUP2)]
+    assert place.cordoned == [U1]
+    assert not start.done()
+    place.finish(U1, *GROUP2)
+    await start
+    assert place.seen(ids) == "MIG-2-1"
+    assert place.cordoned == []
+    assert [fact["pod"] for fact in place.events("mig.dividing") + place.events("mig.divided")] == ["default/p", "default/p"]
+
+
+async def test_d15_two_pods_of_one_instance_wait_for_one_change_and_get_two() -> None:
+    """volcano-vgpu:D15: both were given the same instance of a GPU still to be divided; it is divided once, and each has its own."""
+    place = MigPlace()
+    first = await place.admitted("a", f"{U1}[group2-0]", number=0)
+    second = await place.admitted("b", f"{U1}[group2-0]", number=1)
+    starts = [await place.begin(first), await place.begin(second)]
+    assert len(place.asked) == 1
+    place.finish(U1, *GROUP2)
+    await asyncio.gather(*starts)
+    assert {place.seen(first), place.seen(second)} == {"MIG-2-0", "MIG-2-1"}
+    (told,) = place.events("start.second_best")
+    assert "is held by default/a" in str(told["reason"])
+    assert place.ledger.audit() == []
+
+
+async def test_d16_a_failure_costs_one_pod_and_the_next_try_may_succeed() -> None:
+    """volcano-vgpu:D16: the refusal has the reason, and kubelet's next call begins anew."""
+    place = MigPlace()
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    start = await place.begin(ids)
+    place.finish(U1, reason="the tool is missing")
+    with pytest.raises(MigError, match=r"default/p.*could not be divided into 3 × 2g.10gb, 1 × 1g.5gb: the tool is missing"):
+        await start
+    assert place.cordoned == []
+    (refusal,) = place.refusals.current
+    assert (refusal.pod.name, refusal.final) == ("p", False)
+    again = await place.begin(ids)
+    place.finish(U1, *GROUP2)
+    await again
+    assert place.seen(ids) == "MIG-2-0"
+    assert place.refusals.current == ()
+
+
+async def test_two_pods_that_want_different_divisions_of_one_gpu() -> None:
+    """The first one has it done; the second is told by whom and how, then that it is held, and starts when the first has ended."""
+    place = MigPlace()
+    first = await place.admitted("a", f"{U1}[group2-0]", number=0)
+    second = await place.admitted("b", f"{U1}[group3-0]", number=1)
+    start = await place.begin(first)
+    with pytest.raises(MigError, match=r"is just being divided into 3 × 2g.10gb, 1 × 1g.5gb for default/a"):
+        await place.allocator.pre_start(NUMBER, second)
+    place.finish(U1, *GROUP2)
+    await start
+    with pytest.raises(CapacityError, match=r"default/a .*has a part of it, so it cannot be divided as group group3"):
+        await place.allocator.pre_start(NUMBER, second)
+    assert place.seen(first) == "MIG-2-0"
+    ended = place.book.get("uid-a")
+    assert ended is not None
+    place.book.put(dataclasses.replace(ended, phase="Succeeded"))
+    place.book.synced.set()
+    place.forget(ended)
+    third = await place.begin(second)
+    place.finish(U1, *GROUP3)
+    await third
+    assert place.seen(second) == "MIG-2-0"
+
+
+async def test_a_gpu_that_another_family_has_is_not_divided() -> None:
+    """Whoever has a part of it, and in whatever way: the ledger is asked, not the family."""
+    place = MigPlace()
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    holding = Holding("example.com/x", ("x-1",), Owner("main", "uid-x", "default", "x"))
+    place.ledger.reconcile(
+        KubeletRecords((holding,), entries=(holding,)), lambda _: Meaning("other", (Share(U1),)), reservation_seconds=60, initial=True
+    )
+    with pytest.raises(LedgerError, match="default/x"):
+        await place.allocator.pre_start(NUMBER, ids)
+    assert place.asked == []
+
+
+@pytest.mark.looptime
+async def test_a_change_that_takes_longer_than_a_start_may_goes_on() -> None:
+    """kubelet is answered in time and asks again; the GPU is divided once, and is nobody's meanwhile."""
+    place = MigPlace(start_seconds=5)
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    with pytest.raises(MigError, match="is still being divided into"):
+        await place.allocator.pre_start(NUMBER, ids)
+    assert place.cordoned == [U1]
+    again = await place.begin(ids)
+    place.finish(U1, *GROUP2)
+    await again
+    assert len(place.asked) == 1
+    assert place.seen(ids) == "MIG-2-0"
+
+
+async def test_a_call_that_is_cut_off_changes_nothing_about_the_change() -> None:
+    """kubelet gives up after 30 seconds; the GPU stays cordoned until it is divided, and the next call finds it so."""
+    place = MigPlace()
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    start = await place.begin(ids)
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
+    assert place.cordoned == [U1]
+    place.finish(U1, *GROUP2)
+    assert place.cordoned == []
+    await place.allocator.pre_start(NUMBER, ids)
+    assert place.seen(ids) == "MIG-2-0"
+
+
+async def test_a_gpu_that_is_divided_otherwise_than_it_was_asked_to_be_serves_nobody_by_it() -> None:
+    """A divider that says yes to another division is not believed."""
+    place = MigPlace()
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    start = await place.begin(ids)
+    place.finish(U1, *GROUP3)
+    with pytest.raises(MigError, match="divided for the container, and then otherwise"):
+        await start
+    assert place.carrier.specs == {}
+
+
+async def test_a_container_keeps_its_instance_over_its_restarts() -> None:
+    """Also when the scheduler's own instance has become free by then."""
+    place = MigPlace()
+    place.show(U1, *GROUP2)
+    first = await place.admitted("a", f"{U1}[group2-0]", number=0)
+    second = await place.admitted("b", f"{U1}[group2-0]", number=1)
+    await place.allocator.pre_start(NUMBER, first)
+    await place.allocator.pre_start(NUMBER, second)
+    grant = place.ledger.find(NUMBER, first)
+    assert grant is not None
+    place.ledger.release(grant.number)
+    await place.allocator.pre_start(NUMBER, second)
+    assert place.seen(second) == "MIG-2-1"
+    assert place.asked == []
+
+
+async def test_an_instance_that_is_gone_is_decided_for_anew() -> None:
+    """A reboot takes the instances along; nobody runs on them, so the container's next start has the GPU divided again."""
+    place = MigPlace()
+    place.show(U1, *GROUP2)
+    ids = await place.admitted("p", f"{U1}[group2-1]")
+    await place.allocator.pre_start(NUMBER, ids)
+    place.show(U1)
+    start = await place.begin(ids)
+    assert place.asked == [MigLayout(U1, GROUP2)]
+    place.finish(U1, *GROUP2)
+    await start
+    assert place.seen(ids) == "MIG-2-1"
+
+
+async def test_an_instance_of_a_pod_that_has_ended_is_taken_from_it_first() -> None:
+    """The scheduler gives the instance of an ended pod away before kubelet's records forget it; then it is no second best."""
+    place = MigPlace()
+    place.show(U1, *GROUP2)
+    first = await place.admitted("a", f"{U1}[group2-0]", number=0)
+    await place.allocator.pre_start(NUMBER, first)
+    ended = place.book.get("uid-a")
+    assert ended is not None
+    place.book.put(dataclasses.replace(ended, phase="Failed"))
+    place.book.synced.set()
+    place.forget(ended)
+    second = await place.admitted("b", f"{U1}[group2-0]", number=1)
+    await place.allocator.pre_start(NUMBER, second)
+    assert place.seen(second) == "MIG-2-0"
+    assert place.events("start.second_best") == []
+
+
+async def test_an_init_container_hands_its_instance_on() -> None:
+    """It has ended when the next one starts, so the instance is free for it, and not exchanged."""
+    place = MigPlace()
+    place.show(U1, *GROUP2)
+    init = PodContainer("init", ContainerKind.INIT, {NUMBER: 1, MEMORY: 125})
+    ids = (f"{U0}-0",)
+    about = pod_of("p", f"{U1}[group2-2],NVIDIA,125,0:", init)
+    place.book.put(about)
+    await place.allocator.allocate(NUMBER, ids)
+    place.checkpoint = [Holding(NUMBER, ids, Owner("init", "uid-p"))]
+    place.pod_resources = [Holding(NUMBER, ids, Owner("init", namespace="default", pod="p"))]
+    await place.allocator.pre_start(NUMBER, ids)
+    other = (f"{U0}-1",)
+    await place.allocator.allocate(NUMBER, other)
+    place.checkpoint.append(Holding(NUMBER, other, Owner("main", "uid-p")))
+    place.pod_resources.append(Holding(NUMBER, other, Owner("main", namespace="default", pod="p")))
+    await place.allocator.pre_start(NUMBER, other)
+    assert place.seen(other) == "MIG-2-2"
+    assert place.events("start.second_best") == []
+
+
+async def test_a_restart_in_the_middle_begins_where_the_gpu_stands() -> None:
+    """Nothing is remembered of a change: an agent that finds half of it has it done again, for the same pod."""
+    place = MigPlace()
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    start = await place.begin(ids)
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
+    after = MigPlace()
+    after.show(U1, "2g.10gb")
+    assert await after.admitted("p", f"{U1}[group2-0]") == ids
+    again = await after.begin(ids)
+    assert after.asked == [MigLayout(U1, GROUP2)]
+    after.finish(U1, *GROUP2)
+    await again
+    assert after.seen(ids) == "MIG-2-0"
+
+
+async def test_early_an_answer_that_needs_a_gpu_divided_is_refused() -> None:
+    """An early answer is complete in Allocate, where nothing can be waited for; the remedy is named."""
+    place = MigPlace(late=False)
+    with pytest.raises(RequestRefusedError, match=r"takes binding\.mode late"):
+        await place.admitted("p", f"{U1}[group2-0]")
+
+
+async def test_without_a_divider_nothing_is_divided() -> None:
+    """An agent that was not told how says so."""
+    place = MigPlace(divider=False)
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    with pytest.raises(MigError, match="nobody has told it how"):
+        await place.allocator.pre_start(NUMBER, ids)
+
+
+async def test_a_gpu_that_does_not_answer_is_left_alone() -> None:
+    """Nobody divides a GPU that is lost."""
+    place = MigPlace()
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    gpus = (place.inventory.gpus[0], dataclasses.replace(place.inventory.gpus[1], present=False))
+    place.inventory = dataclasses.replace(place.inventory, gpus=gpus)
+    with pytest.raises((MigError, LedgerError), match="it does not answer"):
+        await place.allocator.pre_start(NUMBER, ids)
+    assert place.asked == []

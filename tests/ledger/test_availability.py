@@ -1,0 +1,20 @@
+"""Devices that a decision may name."""
+
+from __future__ import annotations
+
+from vgpu_agent.ledger.accounting import Device
+from vgpu_agent.ledger.availability import strangers
+from vgpu_agent.model import Share
+
+GPU, OTHER, SLICE = "GPU-1", "GPU-2", "MIG-1"
+DEVICES = {GPU: Device(GPU, GPU, 40960), OTHER: Device(OTHER, OTHER, 40960), SLICE: Device(SLICE, GPU, 4864)}
+
+
+def test_an_instance_of_an_offered_gpu_may_be_decided_for() -> None:
+    """Where GPUs are offered and instances are given, an instance is as good as its GPU."""
+    assert strangers([Share(SLICE), Share(GPU)], (GPU,), DEVICES) == []
+
+
+def test_other_devices_are_strangers() -> None:
+    """A GPU that is not offered, its instance, and a device that nobody knows."""
+    assert strangers([Share(GPU), Share(SLICE), Share("MIG-9")], (OTHER,), DEVICES) == [GPU, SLICE, "MIG-9"]

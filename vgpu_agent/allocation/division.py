@@ -1,0 +1,115 @@
+"""Dividing a GPU for a container that is about to start: who may have it done, who waits, and that nobody else gets the GPU meanwhile.
+
+A GPU is divided into other MIG instances only while nobody has any part of it, whatever the family. From that look until the end the ledger
+has it cordoned. The work itself belongs to a loop of `agent` and goes on when a waiting call is cancelled or has waited long enough:
+kubelet asks again in a moment and finds the GPU divided. Called by `binder`; `Divider` is whoever does the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import MigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vgpu_agent.allocation.surroundings import Divider
+    from vgpu_agent.families.family import MigLayout
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Inventory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Change:
+    """One GPU while it is divided; ``outcome`` becomes "" or the reason why it is not divided so."""
+
+    layout: MigLayout
+    pod: str
+    outcome: asyncio.Future[str]
+
+
+class Division:
+    """Changes how GPUs are divided, each GPU once at a time.
+
+    State: the changes under way, each with a cordon in the ledger that ends with it. A restart forgets both: the next start looks at the
+    GPU as it is then.
+    """
+
+    def __init__(self, *, ledger: Ledger, inventory: Callable[[], Inventory], journal: Journal, divider: Divider | None) -> None:
+        self._ledger = ledger
+        self._inventory = inventory
+        self._journal = journal
+        self._divider = divider
+        self._under_way: dict[str, _Change] = {}
+
+    async def bring_about(self, layouts: Sequence[MigLayout], pod: str, until: float) -> None:
+        """Return when all of ``layouts`` are in force.
+
+        Args:
+            layouts: of different GPUs.
+            pod: for whom, for the others' messages.
+            until: the loop's time by which the caller must have an answer; the change goes on after it.
+
+        Raises:
+            MigError: a GPU is somebody's, is being divided for somebody else, could not be divided, or not in this time.
+        """
+        if self._divider is None:
+            raise MigError("GPUs are not divided by this agent; nobody has told it how")
+        for layout in layouts:
+            self._require_free(layout)
+        changes = [self._under_way.get(layout.gpu) or self._begin(layout, pod, self._divider) for layout in layouts]
+        left = until - asyncio.get_running_loop().time()
+        _, waiting = await asyncio.wait([change.outcome for change in changes], timeout=max(0.0, left))
+        for change in changes:
+            if change.outcome in waiting:
+                raise MigError(f"GPU {change.layout.gpu} is still being divided into {_shown(change.layout)}; kubelet will ask again")
+            if reason := change.outcome.result():
+                raise MigError(
+                    f"GPU {change.layout.gpu} could not be divided into {_shown(change.layout)}: {reason}; kubelet will ask again"
+                )
+
+    def _require_free(self, layout: MigLayout) -> None:
+        """Refuse a GPU of which anybody has anything, or that is being divided otherwise."""
+        change = self._under_way.get(layout.gpu)
+        if change is not None:
+            if sorted(change.layout.profiles) != sorted(layout.profiles):
+                raise MigError(
+                    f"GPU {layout.gpu} is to be divided into {_shown(layout)}, and is just being divided into {_shown(change.layout)} for "
+                    f"{change.pod}; kubelet will ask again"
+                )
+            return
+        gpu = self._inventory().gpu(layout.gpu)
+        if gpu is None or not gpu.present or not gpu.health.ok:
+            reason = (gpu.health.reason if gpu else "") or "it does not answer"
+            raise MigError(f"GPU {layout.gpu} cannot be divided into {_shown(layout)}: {reason}; kubelet will ask again")
+        devices = {gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}
+        for grant in self._ledger.grants:
+            if not devices.isdisjoint(share.device for share in grant.shares):
+                holder = grant.owner.pod_name if grant.owner else f"a container with {', '.join(grant.ids)}"
+                raise MigError(f"GPU {gpu.uuid} cannot be divided into {_shown(layout)}: {holder} has a part of it; kubelet will ask again")
+
+    def _begin(self, layout: MigLayout, pod: str, divider: Divider) -> _Change:
+        change = self._under_way[layout.gpu] = _Change(layout, pod, asyncio.get_running_loop().create_future())
+        self._ledger.cordon(layout.gpu, f"it is being divided into {_shown(layout)} for {pod}")
+        self._journal.record("mig.dividing", gpu=layout.gpu, profiles=list(layout.profiles), pod=pod)
+        divider.divide(layout, lambda reason: self._end(change, reason))
+        return change
+
+    def _end(self, change: _Change, reason: str) -> None:
+        del self._under_way[change.layout.gpu]
+        self._ledger.uncordon(change.layout.gpu)
+        gpu, profiles = change.layout.gpu, list(change.layout.profiles)
+        if reason:
+            self._journal.record("mig.not_divided", level="error", gpu=gpu, profiles=profiles, pod=change.pod, reason=reason)
+        else:
+            self._journal.record("mig.divided", gpu=gpu, profiles=profiles, pod=change.pod)
+        if not change.outcome.done():
+            change.outcome.set_result(reason)
+
+
+def _shown(layout: MigLayout) -> str:
+    return ", ".join(f"{layout.profiles.count(profile)} × {profile}" for profile in dict.fromkeys(layout.profiles))
