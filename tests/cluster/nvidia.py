@@ -22,6 +22,8 @@ from tests.cluster.rig.manifests import container, pod
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _END_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+# Present on every simulated node; the agent lists those that are there.
+CONTROL_NODES = ("/dev/nvidia-modeset", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidiactl")
 _NAMES = "NVIDIA_|CUDA_|VGPU_|GRANTED"
 PRINT = f"env | grep -E '^({_NAMES})'; find /dev -name '*nvidia*' ! -type d | sort; echo READY; sleep 100000"
 
@@ -42,6 +44,16 @@ class Printed:
     def devices(self) -> str:
         """What the runtime is told to make visible."""
         return self.environment.get("NVIDIA_VISIBLE_DEVICES", "")
+
+
+def plugin_config(**plugin: str) -> str:
+    """The section ``plugin`` of a configuration."""
+    return f"plugin: {{{', '.join(f'{key}: {value}' for key, value in plugin.items())}}}\n"
+
+
+def cdi_config(rig: Rig, strategy: str, **plugin: str) -> str:
+    """Sections of a configuration that tells containers of devices by CDI names, which containerd resolves in the rig's directory."""
+    return plugin_config(deviceListStrategy=f"[{strategy}]", **plugin) + f"binding: {{cdiDirectory: {rig.cdi_dir()}}}\n"
 
 
 @contextlib.contextmanager
@@ -74,7 +86,7 @@ def gpu_container(name: str, limits: Mapping[str, int]) -> dict[str, Any]:
     return container(name, command=PRINT, limits=limits)
 
 
-def wait_running(rig: Rig, names: Collection[str], timeout: float = 60) -> None:
+def wait_running(rig: Rig, names: Collection[str], timeout: float = 40) -> None:
     """Wait until all of these pods run."""
     for name in names:
         rig.wait_for_phase(name, "Running", timeout)
