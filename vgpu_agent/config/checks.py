@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vgpu_agent.config import schema
-from vgpu_agent.config.mps import Aws
+from vgpu_agent.config import iktos, schema
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.settings import split_address
-from vgpu_agent.config.sharing import NVIDIA_DOMAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +26,6 @@ _ORDERED = (
     ("tasks.backoffMinSeconds", "tasks.backoffMaxSeconds"),
 )
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
-_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-_DOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*\Z")
-_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z")
 
 
 class Conflict(NamedTuple):
@@ -52,6 +46,8 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
                 )
             )
     yield from _mps_conflicts(settings)
+    for problem in iktos.problems(settings.iktos.resource_config):
+        yield Conflict((("iktos.resourceConfig", problem),))
     if _collide(settings.listen, settings.debug_listen):
         text = "expected another port than {} ({}), got {}"
         yield Conflict(
@@ -79,26 +75,6 @@ def _mps_conflicts(settings: Settings) -> Iterator[Conflict]:
         yield Conflict((("mps.root", f'{text}; expected an absolute path such as /run/nvidia/mps, got ""'),))
 
 
-def resource_name_problem(name: str) -> str | None:
-    """Why ``name`` (complete, with its domain) cannot be shared, as the end of a sentence; None when it can.
-
-    Rules of extended resource names: Kubernetes, IsExtendedResourceName and IsQualifiedName; nvidia contract §2.
-    """
-    domain, _, base = name.partition("/")
-    if len(domain) > 253 or not _DOMAIN.match(domain):
-        return f"expected a DNS name before the slash, got {shown(name)}"
-    if len(base) > 63 or not _NAME.match(base):
-        return f"expected up to 63 letters, digits, '-', '_' and '.' after the slash, got {shown(name)}"
-    if domain != NVIDIA_DOMAIN:
-        return f"expected a resource whose name begins with {NVIDIA_DOMAIN}/, got {shown(name)}"
-    return None
-
-
-def complete_resource_name(name: str) -> str:
-    """``name`` with NVIDIA's domain when it has none (nvidia contract §2)."""
-    return name if "/" in name else f"nvidia.com/{name}"
-
-
 class SharedTwice(NamedTuple):
     """The earlier entry that shares the same devices: its position, the key to blame, and a sentence with a place for its line."""
 
@@ -124,8 +100,8 @@ def without_effect(settings: Settings) -> Iterator[str]:
     """A sentence for each setting that another one takes the effect from."""
     if settings.sharing.mps.resources and settings.sharing.time_slicing.resources:
         yield "sharing.timeSlicing: has no effect beside sharing.mps, which wins as in NVIDIA's plugin; leave one of them out"
-    if settings.aws.vgpus != Aws().vgpus and not settings.families.aws:
-        yield "aws.vgpus: has no effect without the family; set families.aws: true"
+    if settings.iktos.resource_config and (settings.sharing.mps.resources or settings.sharing.time_slicing.resources):
+        yield "sharing: has no effect beside iktos.resourceConfig; leave one of them out"
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:

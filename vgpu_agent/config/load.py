@@ -220,5 +220,7 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
     for path, word in checks.doubtful_xids(settings):
         yield f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or "xids"'
     yield from checks.without_effect(settings)
+    if options.VGPU_FLAG in sources.flags and not settings.families.aws:
+        yield f"{options.VGPU_FLAG}: has no effect without the family; set families.aws: true"
     if settings.nvidia_config_file and not contents.nvidia_file:
         yield f"nvidiaConfigFile: {settings.nvidia_config_file} is not read, a configuration from namedConfig.directory takes its place"

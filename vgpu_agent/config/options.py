@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PREFIX = "VGPU_AGENT_"
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "VGPU_AGENT_CONFIG"
+VGPU_FLAG = "--vgpu"
 NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE = "--config-file", "CONFIG_FILE"
 
 # kubelet puts variables about each Service into every container; a Service named vgpu-agent… would look like a misspelt option.
@@ -201,7 +202,7 @@ OPTIONS: tuple[Option, ...] = (
         "replicas: RESOURCE:NEW-NAME:COUNT, separated by commas",
     ),
     # As AWS's virtual GPU device plugin names it.
-    Option("aws.vgpus", "--vgpu", "VGPU_AGENT_VGPU", "COUNT", "how many containers may share one GPU, with families.aws"),
+    Option("aws.vgpus", VGPU_FLAG, "VGPU_AGENT_VGPU", "COUNT", "how many containers may share one GPU, with families.aws"),
     # As volcano-vgpu-device-plugin names it.
     Option("volcanoVgpu.configMapNamespace", "", "DEVICE_CONFIG_NAMESPACE"),
 )

@@ -13,6 +13,7 @@ import msgspec
 
 from vgpu_agent.config import checks, nvidia_plugin, options, schema, yaml
 from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
+from vgpu_agent.config.resource_names import complete_resource_name, resource_name_problem
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.suggestions import suggestion
 
@@ -221,8 +222,8 @@ class Reading:
         """Give the resource names in ``found`` their domain, and refuse those that Kubernetes would refuse."""
         for key in schema.keys(items).values():
             if key.is_resource and found.get(key.name):
-                found[key.name] = checks.complete_resource_name(found[key.name])
-                if problem := checks.resource_name_problem(found[key.name]):
+                found[key.name] = complete_resource_name(found[key.name])
+                if problem := resource_name_problem(found[key.name]):
                     self._problem(members[key.name].line, f"{path}.{key.name}", problem)
 
     def _take_option(self, option: options.Option, text: str, place: Place) -> None:

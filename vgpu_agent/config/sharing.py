@@ -16,7 +16,7 @@ NVIDIA_GPU = "nvidia.com/gpu"
 # The domain NVIDIA's plugin puts before a name without one, and the only one whose devices can be shared.
 NVIDIA_DOMAIN = "nvidia.com"
 
-# `load` completes and checks such a name; see `checks.resource_name_problem`.
+# `load` completes and checks such a name; see `resource_names`.
 ResourceName = Annotated[str, Meta(extra={"expected": "a resource name such as nvidia.com/gpu", "resource": True})]
 # An index "0", a slice "1:0", or a UUID. `load` reads 0 without quotes as the text "0".
 DeviceWord = Annotated[
@@ -136,7 +136,7 @@ class Iktos(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
     resource_config: Annotated[
         str,
         Meta(
-            extra={"expected": "entries <resource>:<new name>:<replicas>, separated by commas", "iktos": True},
+            extra={"expected": "entries <resource>:<new name>:<replicas>, separated by commas"},
             description="Entries `<resource>:<new name>:<replicas>`, separated by commas, such as `gpu:sharedgpu:4` or "
             "`gpu:gpu-mem-gb:-1`; -1 makes one replica for each unit of the device's memory. Names without `nvidia.com/`. Empty: off.",
         ),

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
+from vgpu_agent.config import iktos
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia_ids import IKTOS_SEPARATOR, NVIDIA_SEPARATOR
 from vgpu_agent.isolation.mps import MpsOptions
@@ -121,13 +122,13 @@ class NvidiaOptions:
                 single=sharing.mps.fail_requests_greater_than_one,
             ),
         )
-        entries = [word.strip().split(":") for word in settings.iktos.resource_config.split(",") if word.strip()]
+        entries = iktos.entries(settings.iktos.resource_config)
         if not entries:
             return options
         return dataclasses.replace(
             options,
             sharing=SharingMode.TIME_SLICING,
-            shared=tuple(SharedEntry(DOMAIN + original, int(replicas), DOMAIN + new) for original, new, replicas in entries),
+            shared=tuple(SharedEntry(entry.original, entry.replicas, entry.new) for entry in entries),
             separator=IKTOS_SEPARATOR,
             suffix_always=True,
             fail_requests_greater_than_one=False,

@@ -1,0 +1,81 @@
+"""The replicas of k8s-gpu-sharing-plugin (iktos): ``gpu:sharedgpu:4,mig-1g.5gb:slice:2``.
+
+`checks` calls `problems` before the text is accepted as ``iktos.resourceConfig``; the NVIDIA family calls `entries` with what was. Syntax:
+iktos contract I.2. The replaced plugin takes what it cannot use and fails later, or never ends (iktos:D9), so every entry is checked here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Final
+
+from vgpu_agent.config.problems import shown
+from vgpu_agent.config.resource_names import resource_name_problem
+from vgpu_agent.config.sharing import NVIDIA_DOMAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AUTOMATIC: Final = -1  # one replica for each unit of the device's memory
+_MOST_REPLICAS: Final = 2**31 - 1  # the replaced plugin reads an int32
+_ORIGINAL = re.compile(r"(gpu|mig-[0-9a-z][-0-9a-z.]*)\Z")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,10}\Z")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IktosEntry:
+    """One resource that is offered under another name and several times.
+
+    Attributes:
+        original: the resource as NVIDIA's plugin names it, ``nvidia.com/gpu`` or ``nvidia.com/mig-<profile>``.
+        new: what it is offered as, with its domain.
+        replicas: for each device; `AUTOMATIC` makes it depend on the device's memory.
+    """
+
+    original: str
+    new: str
+    replicas: int
+
+
+def entries(text: str) -> tuple[IktosEntry, ...]:
+    """The entries of a text in which `problems` found nothing; what is wrong is left out."""
+    return tuple(found for _, found in _read(text) if isinstance(found, IktosEntry))
+
+
+def problems(text: str) -> Iterator[str]:
+    """A sentence for each thing that is wrong, with its entry and what to write instead."""
+    originals: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for word, found in _read(text):
+        if isinstance(found, str):
+            yield f"entry {shown(word)}: {found}"
+            continue
+        if found.original in originals:
+            yield f"entries {shown(originals[found.original])} and {shown(word)}: both divide {found.original}; keep one of them"
+        elif found.new in names:
+            yield f"entries {shown(names[found.new])} and {shown(word)}: both are offered as {found.new}; give one of them another name"
+        originals.setdefault(found.original, word)
+        names.setdefault(found.new, word)
+
+
+def _read(text: str) -> Iterator[tuple[str, IktosEntry | str]]:
+    """Each entry as it was written, with what it means or the sentence that says why it means nothing; empty ones are skipped."""
+    for written in text.split(","):
+        if word := written.strip():
+            yield word, _entry(word)
+
+
+def _entry(word: str) -> IktosEntry | str:
+    parts = word.split(":")
+    if len(parts) != 3:
+        return f"expected <resource>:<new name>:<replicas>, got {len(parts)} part{'' if len(parts) == 1 else 's'}"
+    original, new, replicas = parts
+    if not _ORIGINAL.match(original):
+        return f"expected gpu or mig-<profile> as the resource, got {shown(original)}"
+    if "/" in new or resource_name_problem(f"{NVIDIA_DOMAIN}/{new}"):
+        return f"expected up to 63 letters, digits, '-', '_' and '.' as the new name, got {shown(new)}"
+    number = int(replicas) if _NUMBER.match(replicas) else 0
+    if number != AUTOMATIC and not 1 <= number <= _MOST_REPLICAS:
+        return f"expected replicas of 1 or more, or -1 for one per unit of memory, got {shown(replicas)}"
+    return IktosEntry(f"{NVIDIA_DOMAIN}/{original}", f"{NVIDIA_DOMAIN}/{new}", number)
