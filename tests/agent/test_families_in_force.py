@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
-from tests.golden import golden_inventory
+from tests.golden import golden_inventory, golden_slices, with_slices
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
-from vgpu_agent.config.sharing import SharedResource, Sharing, TimeSlicing
+from vgpu_agent.config.sharing import MpsSharing, SharedResource, Sharing, TimeSlicing
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.model import Inventory
 from vgpu_agent.sim.api_server import ApiServer
 
-GPU, REPLICAS = "nvidia.com/gpu", 40
+GPU, MIG, REPLICAS = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", 40
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +114,64 @@ async def test_a_look_during_a_reload_does_not_put_the_old_settings_back(tmp_pat
         await look_again(parts)
         await reloading
         assert parts.offered == {GPU: 2}
+
+
+def in_mig_mode(*, both: bool) -> Inventory:
+    """GPU 1 in seven slices; GPU 0 likewise, or whole."""
+    divided = {"U1": golden_slices()} | ({"U0": golden_slices(letter="d")} if both else {})
+    return with_slices(golden_inventory(), **divided)
+
+
+async def with_mig(folder: Path, strategy: Literal["single", "mixed"], **sections: object) -> schema.Settings:
+    """Settings of the `nvidia` family with that MIG strategy."""
+    settings = await volcano_settings(folder, None, families=Families(), **sections)
+    return msgspec.structs.replace(settings, plugin=msgspec.structs.replace(settings.plugin, mig_strategy=strategy))
+
+
+async def test_what_one_resource_cannot_offer_withholds_that_resource(tmp_path: Path) -> None:
+    """MPS on slices: the reason stands in the readiness, and whole GPUs are served."""
+    sharing = Sharing(mps=MpsSharing(resources=(SharedResource(name=MIG, replicas=2),)))
+    settings = await with_mig(tmp_path, "mixed", sharing=sharing)
+    async with wired(settings, in_mig_mode(both=False)) as parts:
+        await parts.families.apply(settings)
+        await parts.offering.sync()
+        assert parts.offered == {GPU: 1}
+        assert parts.offering.withheld[MIG].startswith(f"{MIG}: sharing using MPS is not supported for MIG devices")
+
+
+async def test_it_is_served_once_nothing_stands_against_it(tmp_path: Path) -> None:
+    """nvidia:D9: with migStrategy single the operator switches MIG on for the second GPU, too, and later off for both."""
+    settings = await with_mig(tmp_path, "single")
+    async with wired(settings, in_mig_mode(both=False)) as parts:
+        await parts.families.apply(settings)
+        await parts.offering.sync()
+        assert (parts.offered, list(parts.offering.withheld)) == ({}, [GPU])
+        parts.inventory = in_mig_mode(both=True)
+        await look_again(parts)
+        assert (parts.offered, parts.offering.withheld) == ({GPU: 14}, {})
+        parts.inventory = golden_inventory()
+        await look_again(parts)
+        assert (parts.offered, parts.offering.withheld) == ({GPU: 2}, {})
+
+
+async def test_a_reason_goes_with_what_it_was_about(tmp_path: Path) -> None:
+    """The slices are gone, and with them the resource that could not be shared."""
+    settings = await with_mig(tmp_path, "mixed", sharing=Sharing(mps=MpsSharing(resources=(SharedResource(name=MIG, replicas=2),))))
+    async with wired(settings, in_mig_mode(both=False)) as parts:
+        await parts.families.apply(settings)
+        parts.inventory = golden_inventory()
+        await look_again(parts)
+        assert (parts.offered, parts.offering.withheld) == ({GPU: 2}, {})
+
+
+async def test_what_is_odd_is_said_once(tmp_path: Path) -> None:
+    """A GPU in MIG mode without slices: a warning in the journal and in the status, however often GPUs are looked at."""
+    settings = await with_mig(tmp_path, "mixed")
+    async with wired(settings, with_slices(golden_inventory(), U1=())) as parts:
+        await parts.families.apply(settings)
+        await look_again(parts)
+        assert ["has no slices" in caution for caution in parts.families.cautions] == [True]
+        assert len(parts.journalled("config.caution")) == 1
+        parts.inventory = in_mig_mode(both=False)
+        await look_again(parts)
+        assert parts.families.cautions == ()
