@@ -134,6 +134,11 @@ class GpuWatch:
             else:
                 await self._sleep(min(self._next_poll, self._next_look, self._next_usage) - now)
 
+    def look_now(self) -> None:
+        """Read and measure every GPU at once instead of at the next turn; `read_at` and `measured_at` say when it was done."""
+        self._next_poll = self._next_usage = 0.0
+        self._wake.set()
+
     async def stop(self, timeout_seconds: float) -> bool:
         """Close the driver; False when a call still hangs after ``timeout_seconds``, which keeps nobody from exiting."""
         self._thread.stop()
@@ -151,8 +156,7 @@ class GpuWatch:
         self._thread.event_wait_seconds = settings.event_wait_milliseconds / 1000
         self._thread.call_timeout_seconds = settings.call_timeout_seconds
         self._reopening.interval_seconds = settings.poll_seconds
-        self._next_poll = self._next_usage = 0.0
-        self._wake.set()
+        self.look_now()
 
     @property
     def status(self) -> NvmlStatus:

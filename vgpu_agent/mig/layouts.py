@@ -1,0 +1,97 @@
+"""The YAML of ``nvidia-mig-parted``: written for one GPU, and read as the tool exports it.
+
+Version 1 has named configurations, each a list of entries about some GPUs by index, with the number of instances of each profile. Called
+by `parted`, which runs the tool. What it prints is checked here, whoever printed it: the answer is a division of each GPU, or a reason.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.config import yaml
+from vgpu_agent.errors import MigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+CURRENT = "current"  # what an export calls its only configuration
+
+_MOST_GPUS = 64
+_MOST_INSTANCES = 8  # of one GPU, by NVML
+_MOST_SHOWN = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Division:
+    """How one GPU is divided: whether MIG mode is on, and the number of instances of each profile."""
+
+    enabled: bool
+    instances: Mapping[str, int]
+
+
+def layout_file(index: int, profiles: Iterable[str]) -> str:
+    """A configuration called `CURRENT` that divides the GPU of that NVML index, and says nothing about the others."""
+    counted = collections.Counter(profiles)
+    entry = {"devices": [index], "mig-enabled": True, "mig-devices": dict(counted)}
+    return json.dumps({"version": "v1", "mig-configs": {CURRENT: [entry]}}, indent=1) + "\n"  # JSON is YAML
+
+
+def read_export(text: str, gpus: int) -> Mapping[int, Division]:
+    """How each of ``gpus`` GPUs is divided, by index.
+
+    Raises:
+        MigError: it is no export of that many GPUs; the message shows what is wrong.
+    """
+    root, faults = yaml.parse(text)
+    if root is None or faults:
+        where = f"line {faults[0].line}: {faults[0].text}" if faults else "it is empty"
+        raise MigError(f"what it exports is not YAML ({where}): {_shown(text)}")
+    configurations = _plain(root)
+    configurations = configurations.get("mig-configs") if isinstance(configurations, dict) else None
+    if not isinstance(configurations, dict) or len(configurations) != 1:
+        raise MigError(f"what it exports has not one configuration below mig-configs: {_shown(text)}")
+    (entries,) = configurations.values()
+    found: dict[int, Division] = {}
+    for entry in entries if isinstance(entries, list) else [None]:
+        indices, division = _entry(entry, gpus)
+        for index in indices:
+            if index in found or not 0 <= index < min(gpus, _MOST_GPUS):
+                raise MigError(f"what it exports has GPU {index} twice, or not at all among the node's {gpus}")
+            found[index] = division
+    if len(found) != gpus:
+        raise MigError(f"it exports {len(found)} GPUs, and the driver shows {gpus}")
+    return found
+
+
+def _entry(entry: Any, gpus: int) -> tuple[list[int], Division]:
+    if not isinstance(entry, dict):
+        raise MigError(f"what it exports has an entry that is none: {_shown(str(entry))}")
+    devices, enabled, instances = entry.get("devices"), entry.get("mig-enabled"), entry.get("mig-devices") or {}
+    if devices == "all":
+        devices = list(range(gpus))
+    if not isinstance(devices, list) or not isinstance(enabled, bool) or not isinstance(instances, dict):
+        raise MigError(f"what it exports has an entry without devices, mig-enabled and mig-devices: {_shown(str(entry))}")
+    numbers = (*((index, _MOST_GPUS) for index in devices), *((count, _MOST_INSTANCES) for count in instances.values()))
+    if not all(_is_number(value, most) for value, most in numbers):
+        raise MigError(f"what it exports has numbers that cannot be: {_shown(str(entry))}")
+    return devices, Division(enabled, {name: count for name, count in instances.items() if count})
+
+
+def _is_number(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _plain(node: yaml.Node) -> Any:
+    """The value without the lines it stands on."""
+    if isinstance(node.value, dict):
+        return {name: _plain(member) for name, member in node.value.items()}
+    if isinstance(node.value, list):
+        return [_plain(member) for member in node.value]
+    return node.value
+
+
+def _shown(text: str) -> str:
+    return ascii(text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…")

@@ -1,0 +1,185 @@
+"""``nvidia-mig-parted``, the host tool that divides GPUs: run with a time limit, one at a time, and never believed.
+
+The replaced plugin runs it and ends itself when it fails (volcano-vgpu contract §4.3, volcano-vgpu:D16). Here every failure is a `MigError`
+that costs one pod its start: the tool is missing, hangs, prints nonsense, fails, or sees other GPUs than the driver. Whether the GPU was
+divided in the end, only the driver knows; `agent.mig_side`, which calls this, looks there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import MigError
+from vgpu_agent.mig.layouts import CURRENT, layout_file, read_export
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from vgpu_agent.mig.layouts import Division
+
+_MOST_BYTES = 256 * 1024  # of an export; sixteen GPUs take less than four KiB
+_MOST_SHOWN = 400
+_END_SECONDS = 2.0  # between asking the tool to end and making it end
+
+
+class MigParted:
+    """Runs the tool.
+
+    State: a file beside the configuration is locked while the tool runs, and the tool inherits the lock. So one that has survived a killed
+    agent keeps the next agent from running a second one beside it.
+    """
+
+    def __init__(self, program: str, directory: Path, *, timeout_seconds: float) -> None:
+        """Build it.
+
+        Args:
+            program: its name, looked for in PATH, or its path.
+            directory: where its configuration is written; made if need be, and readable by nobody else.
+            timeout_seconds: how long one run may take.
+        """
+        self._program = program
+        self._directory = directory
+        self._timeout_seconds = timeout_seconds
+
+    async def export(self, gpus: int) -> Mapping[int, Division]:
+        """How the tool sees each GPU divided, by index.
+
+        Args:
+            gpus: how many the driver shows.
+
+        Raises:
+            MigError: it cannot be run, or it does not say that about as many GPUs.
+        """
+        text = await self._run("export", ())
+        try:
+            return read_export(text, gpus)
+        except MigError as err:
+            raise MigError(f"{self._program} export: {err}; see whether it is nvidia-mig-parted and finds the driver") from err
+
+    async def apply(self, index: int, profiles: Sequence[str]) -> None:
+        """Divide the GPU of that NVML index into instances of these profiles, at least one; the other GPUs stay as they are.
+
+        Raises:
+            MigError: it cannot be run, or fails; the message has its last words.
+        """
+        path = self._directory / "layout.yaml"
+        text = layout_file(index, profiles)
+        try:
+            await asyncio.to_thread(_write, path, text)
+        except OSError as err:
+            raise MigError(f"cannot write {path}: {err.strerror or err}; check stateDirectory") from err
+        await self._run("apply", ("-f", str(path), "-c", CURRENT))
+
+    async def _run(self, command: str, arguments: Sequence[str]) -> str:
+        """Standard output of one run that has succeeded."""
+        async with self._alone() as lock:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    self._program,
+                    command,
+                    *arguments,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=(lock,),
+                    start_new_session=True,
+                )
+            except OSError as err:
+                raise MigError(
+                    f"cannot run {self._program}: {err.strerror or err}; install nvidia-mig-parted where the agent runs, or set "
+                    "volcanoVgpu.migParted"
+                ) from err
+            ended = False
+            try:
+                async with asyncio.timeout(self._timeout_seconds):
+                    output, complaints = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+                    status = await process.wait()
+                ended = True
+            except TimeoutError:
+                raise MigError(
+                    f"{self._program} {command} has not ended after {self._timeout_seconds:g} s and was ended "
+                    "(volcanoVgpu.migPartedTimeoutSeconds)"
+                ) from None
+            finally:
+                if not ended:
+                    await _end(process)
+        if status != 0:
+            words = (complaints or output).decode(errors="replace").strip()
+            raise MigError(f"{self._program} {command} failed with status {status}: {_shown(words) or 'it says nothing'}")
+        if len(output) > _MOST_BYTES:
+            raise MigError(f"{self._program} {command} printed more than {_MOST_BYTES} bytes")
+        return output.decode(errors="replace")
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[int]:
+        """Hold the lock that a running tool holds; the descriptor is what it inherits.
+
+        Raises:
+            MigError: an earlier agent's tool still runs, or the directory cannot be used.
+        """
+        try:
+            lock = await asyncio.to_thread(_lock, self._directory)
+        except BlockingIOError:
+            raise MigError(f"another {self._program}, which an earlier agent has started, still runs") from None
+        except OSError as err:
+            raise MigError(f"cannot use {self._directory}: {err.strerror or err}; check stateDirectory") from err
+        try:
+            yield lock
+        finally:
+            os.close(lock)
+
+
+def _lock(directory: Path) -> int:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, and for nobody else's eyes and hands."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".layout-", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except OSError:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+async def _read(stream: asyncio.StreamReader | None) -> bytes:
+    """What comes, a little more than is wanted of it at most; the rest is read and thrown away, so that the tool does not stop."""
+    kept = b""
+    while stream is not None and (chunk := await stream.read(65536)):
+        if len(kept) <= _MOST_BYTES:
+            kept += chunk
+    return kept
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Make sure that nothing of the tool runs any more, also when the agent itself is being stopped."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await process.wait()
+                return
+
+
+def _shown(words: str) -> str:
+    return words if len(words) <= _MOST_SHOWN else "…" + words[-_MOST_SHOWN:]

@@ -1,0 +1,140 @@
+"""A stand-in for ``nvidia-mig-parted`` that divides simulated GPUs, for the demo and for tests.
+
+    python -m vgpu_agent.sim.mig_parted DIRECTORY export
+    python -m vgpu_agent.sim.mig_parted DIRECTORY apply -f FILE -c CONFIGURATION
+
+It shows and takes the real one's YAML (version v1), leaves GPUs alone that a configuration does not name, and refuses one on which a
+process works. `deliver` writes a script that has the real one's command line; `misbehave` says what goes wrong from then on. Each call is a
+line in ``mig-parted.log`` of the simulated node's directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.state import SimulatedNode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LOG, _FAULTS = "mig-parted.log", "mig-parted.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Misbehaviour:
+    """What goes wrong.
+
+    Attributes:
+        command: in which command, ``export`` or ``apply``; empty for both.
+        seconds: it takes that long first.
+        hangs: it never ends, and does not listen to SIGTERM.
+        fails: it says this on stderr and ends with status 1; empty for success.
+        prints: it prints this instead of what it should.
+        divides: it makes these instances instead of the wanted ones, and says nothing about it.
+    """
+
+    command: str = ""
+    seconds: float = 0.0
+    hangs: bool = False
+    fails: str = ""
+    prints: str | None = None
+    divides: tuple[str, ...] | None = None
+
+
+def deliver(node: Path, script: Path) -> Path:
+    """Write ``script``, which does on the simulated node in ``node`` what nvidia-mig-parted does on a real one."""
+    script.parent.mkdir(parents=True, exist_ok=True)
+    command = shlex.join([sys.executable, "-m", "vgpu_agent.sim.mig_parted", str(node)])
+    script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def misbehave(node: Path, what: Misbehaviour | None) -> None:
+    """Let all calls from now on go wrong in this way; None for right."""
+    faults = node / _FAULTS
+    if what is None:
+        faults.unlink(missing_ok=True)
+        return
+    unfinished = faults.with_suffix(".new")
+    unfinished.write_text(json.dumps(dataclasses.asdict(what)))
+    unfinished.replace(faults)
+
+
+def calls(node: Path) -> list[list[str]]:
+    """The arguments of every call, oldest first."""
+    log = node / _LOG
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def _export(node: SimulatedNode) -> str:
+    entries = []
+    for gpu in node.describe():
+        instances = dict(collections.Counter(gpu.mig_devices))
+        entries.append({"devices": [gpu.number], "mig-enabled": bool(instances), "mig-devices": instances})
+    text: str = yaml.safe_dump({"version": "v1", "mig-configs": {"current": entries}}, sort_keys=False)
+    return text
+
+
+def _apply(node: SimulatedNode, path: Path, configuration: str, instead: Sequence[str] | None) -> None:
+    root: Any = yaml.safe_load(path.read_text())
+    if root.get("version") != "v1" or configuration not in root["mig-configs"]:
+        raise SimulationError(f"error selecting MIG config: {configuration!r} is not in {path}")
+    for entry in root["mig-configs"][configuration]:
+        known = {gpu.number: gpu for gpu in node.describe()}
+        for index in known if entry["devices"] == "all" else entry["devices"]:
+            if known[index].processes:
+                raise SimulationError(f"error clearing MigConfig: GPU {index} is In use by another client")
+            wanted = [profile for profile, count in entry["mig-devices"].items() for _ in range(count)]
+            node.set_mig(index, wanted if instead is None else instead)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the exit status."""
+    parser = argparse.ArgumentParser(prog="nvidia-mig-parted", description="A stand-in for nvidia-mig-parted.")
+    parser.add_argument("node", type=Path, help="directory of the simulated GPUs")
+    parser.add_argument("command", choices=("export", "apply"))
+    parser.add_argument("-f", "--config-file", type=Path)
+    parser.add_argument("-c", "--selected-config", default="")
+    given = parser.parse_args(arguments)
+    with (given.node / _LOG).open("a") as log:
+        log.write(json.dumps(list(sys.argv[2:] if arguments is None else arguments[1:])) + "\n")
+    faults = given.node / _FAULTS
+    fault = Misbehaviour(**json.loads(faults.read_text())) if faults.exists() else Misbehaviour()
+    if fault.command not in {"", given.command}:
+        fault = Misbehaviour()
+    time.sleep(fault.seconds)
+    if fault.hangs:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(3600)
+    if fault.fails:
+        sys.stderr.write(fault.fails + "\n")
+        return 1
+    try:
+        node = SimulatedNode.open(given.node)
+        if given.command == "export":
+            sys.stdout.write(_export(node) if fault.prints is None else fault.prints)
+        else:
+            _apply(node, given.config_file, given.selected_config, fault.divides)
+            sys.stdout.write("MIG configuration applied successfully\n" if fault.prints is None else fault.prints)
+    except SimulationError as err:
+        sys.stderr.write(f"{err}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
