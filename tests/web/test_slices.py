@@ -9,8 +9,8 @@ import pytest
 from tests.web.conftest import NOW, a_gpu, a_grant
 from tests.web.test_metrics import scrape
 from vgpu_agent.model import Gpu, GrantState, Health, Inventory, MigInstance
-from vgpu_agent.status import AgentStatus
-from vgpu_agent.web import problems, slices
+from vgpu_agent.status import AgentStatus, ReadyProblem
+from vgpu_agent.web import problems, slices, views
 
 ILL = Health(ok=False, reason="XID 48")
 NODES = ("/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67")
@@ -74,3 +74,14 @@ def test_before_the_driver_has_answered_no_device_is_gone(node: AgentStatus) -> 
     waiting = dataclasses.replace(node, inventory=Inventory())
 
     assert list(slices.on_vanished_devices(waiting)) == []
+
+
+def test_a_resource_without_a_plugin_server_says_why(node: AgentStatus) -> None:
+    """/debug/resources names what is withheld, with the reason of /readyz; what is served and not ready is in the list already."""
+    node.not_ready = (
+        ReadyProblem("resource nvidia.com/mig-1g.5gb", "the device nodes of no slice are known"),
+        ReadyProblem("resource nvidia.com/gpu", "serving, not registered"),
+        ReadyProblem("nvml", "the driver is missing"),
+    )
+
+    assert views.withheld(node) == {"nvidia.com/mig-1g.5gb": "the device nodes of no slice are known"}

@@ -180,6 +180,7 @@ def _resources(asked: Question) -> dict[str, Any]:
             "records_trouble": kubelet.records_trouble,
         },
         "resources": views.resources(asked.status, asked.now),
+        "withheld": views.withheld(asked.status),
     }
 
 

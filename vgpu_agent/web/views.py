@@ -307,6 +307,15 @@ def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
     )
 
 
+def withheld(status: AgentStatus) -> dict[str, str]:
+    """The resources that have no plugin server, and why not."""
+    served = {plugin.resource for plugin in status.plugins}
+    reasons = {
+        problem.part.removeprefix("resource "): problem.reason for problem in status.not_ready if problem.part.startswith("resource ")
+    }
+    return {resource: reason for resource, reason in reasons.items() if resource not in served}
+
+
 def _resource(plugin: PluginStatus, held: int, free: int | None, now: float, *, booked: bool) -> ResourceView:
     return ResourceView(
         resource=plugin.resource,
