@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import statistics
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import jsonschema
 import pytest
@@ -184,11 +186,23 @@ async def test_loading_clears_away_what_a_killed_agent_had_half_written(grants: 
     assert names(cdi_directory) == []
 
 
-async def test_a_directory_that_cannot_be_read_is_an_error(tmp_path: Path, journal: Journal) -> None:
+async def test_a_directory_that_cannot_be_read_is_an_error(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be taken for missing that only could not be seen."""
+    directory = GrantDirectory(str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept"))
+    refused = mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr(os, "listdir", refused)
+    with pytest.raises(CarrierError, match=f"cannot read {tmp_path}/cdi: Permission denied; let the agent"):
+        await directory.load()
+
+
+async def test_a_file_in_the_place_of_the_directory_holds_no_grants(tmp_path: Path, journal: Journal, grant: MakeGrant) -> None:
+    """The agent starts, for all that needs no specs; a grant that does is refused with the reason."""
     (tmp_path / "cdi").write_text("a file")
-    with pytest.raises(CarrierError, match=f"cannot read {tmp_path}/cdi: Not a directory; move away"):
-        await GrantDirectory(str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept")).load()
+    directory = GrantDirectory(str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept"))
+    await directory.load()
+    assert not directory.records
+    with pytest.raises(CarrierError, match="move away what stands in the place of a directory"):
+        await directory.deliver(*grant())
 
 
 async def test_a_grant_that_is_gone_is_collected_whole(

@@ -77,3 +77,18 @@ def test_two_specs_with_one_name_are_a_conflict(tmp_path: Path) -> None:
     lay(tmp_path, "b")
     with pytest.raises(SimulationError, match="conflicting"):
         received(answer(f"{KIND}=one"), tmp_path)
+
+
+def test_what_all_devices_of_a_spec_have_in_common_comes_once_and_first(tmp_path: Path) -> None:
+    """A variable of the device wins over the common one, as with a runtime, which applies the spec's edits before the device's."""
+    edits = {"env": ["A=device"], "deviceNodes": [{"path": "/dev/own"}]}
+    spec = {
+        "cdiVersion": "0.5.0",
+        "kind": "vendor.com/gpu",
+        "containerEdits": {"env": ["A=common", "B=common"], "deviceNodes": [{"path": "/dev/control"}]},
+        "devices": [{"name": "0", "containerEdits": edits}],
+    }
+    (tmp_path / "gpu.json").write_text(json.dumps(spec))
+    came = received(answer("vendor.com/gpu=0"), tmp_path)
+    assert came.environment == {"A": "device", "B": "common"}
+    assert came.device_nodes == {"/dev/control", "/dev/own"}

@@ -61,6 +61,7 @@ class ListOptions:
         device_root: where the host keeps ``/dev`` of the driver (nvidia contract §9), ``/`` for the usual place.
         control_nodes: those of NVIDIA's control nodes that exist on this node.
         imex_channels: those that exist on this node and are to be given to each container.
+        imex_root: directory on the node below which their device nodes are; empty for ``device_root``.
         enabled: keys of `MODES`.
         cdi_modes: those of ``enabled`` for which there is a CDI spec.
     """
@@ -73,6 +74,7 @@ class ListOptions:
     device_root: str = "/"
     control_nodes: tuple[str, ...] = ()
     imex_channels: tuple[int, ...] = ()
+    imex_root: str = ""
     enabled: tuple[str, ...] = ()
     cdi_modes: tuple[str, ...] = ()
 
@@ -168,7 +170,10 @@ def _id_of(device: VisibleDevice, options: ListOptions) -> str:
 
 def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[DeviceNode, ...]:
     """Control nodes, then those of the devices, then IMEX channels; each once, although two slices have the node of one GPU (D13)."""
-    channels = (f"/dev/nvidia-caps-imex-channels/channel{channel}" for channel in options.imex_channels)
-    paths = (*options.control_nodes, *(node for device in devices for node in device.nodes), *channels)
     root = options.device_root.rstrip("/")
-    return tuple(DeviceNode(path, root + path) for path in dict.fromkeys(paths))
+    paths = (*options.control_nodes, *(node for device in devices for node in device.nodes))
+    nodes = {path: DeviceNode(path, root + path) for path in paths}
+    for channel in options.imex_channels:
+        path = f"/dev/nvidia-caps-imex-channels/channel{channel}"
+        nodes[path] = DeviceNode(path, (options.imex_root or options.device_root).rstrip("/") + path)
+    return tuple(nodes.values())

@@ -199,7 +199,7 @@ class GrantDirectory:
         records: dict[str, GrantRecord] = {}
         try:
             names = sorted(os.listdir(directory))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # what stands in its place is told of by whoever wants to write
             names = []
         except OSError as err:
             raise host_files.trouble("read", directory, err) from err

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"([a-z0-9.-]+/[A-Za-z0-9_-]+)=([A-Za-z0-9][A-Za-z0-9_.:-]*)")
 _SPEC_KEYS = {"cdiVersion", "kind", "annotations", "devices", "containerEdits"}
-_EDIT_KEYS = {"env", "deviceNodes", "mounts", "hooks"}
+_EDIT_KEYS = {"env", "deviceNodes", "mounts", "hooks", "additionalGids"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +72,14 @@ def received(answer: messages.ContainerAllocateResponse, directory: Path | None)
 
 
 def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
+    """Those of each device, and before the first device of a spec those that all its devices have in common."""
+    common: set[str] = set()
     for name in names:
         matched = _NAME.fullmatch(name)
         if matched is None:
             raise SimulationError(f"CDI device injection failed: {name!r} is no qualified device name")
         found = [
-            _container_edits(device.get("containerEdits") or {})
+            (spec, _container_edits(device.get("containerEdits") or {}))
             for spec in _specs(directory)
             if spec["kind"] == matched[1]
             for device in spec["devices"]
@@ -86,7 +88,11 @@ def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
         if len(found) != 1:
             what = "conflicting" if found else "unresolvable"
             raise SimulationError(f"CDI device injection failed: {what} CDI devices {name}")
-        yield found[0]
+        spec, edits = found[0]
+        if spec.get("containerEdits") and spec["kind"] not in common:
+            common.add(spec["kind"])
+            yield _container_edits(spec["containerEdits"])
+        yield edits
 
 
 def _specs(directory: Path) -> Iterable[dict[str, Any]]:
