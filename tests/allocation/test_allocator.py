@@ -35,7 +35,7 @@ async def test_a_repeated_allocate_gets_the_same_answer() -> None:
 
 
 async def test_a24_an_unknown_id_is_refused_in_words_that_users_know() -> None:
-    """nvidia contract A24 (and kubelet contract V8): unknown device, with the resource; the ledger stays as it was."""
+    """nvidia:A24 (and kubelet contract V8): unknown device, with the resource; the ledger stays as it was."""
     allocator, ledger, journal = make()
     with pytest.raises(
         UnknownDeviceError, match=r'^invalid allocation request for "nvidia.com/gpu": invalid request: unknown device: GPU-x$'

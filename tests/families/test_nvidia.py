@@ -64,6 +64,16 @@ def test_a5_by_index(inventory: Inventory) -> None:
     assert visible(dataclasses.replace(MIXED, lists=by_index), [M3], GPU_1_DIVIDED, name=MIG) == "1:3"
 
 
+def test_a26_every_gpu_under_wsl(inventory: Inventory) -> None:
+    """nvidia:A26: the container sees "all", and its share is of every GPU, so that no other family gives one of them away."""
+    options = NvidiaOptions(wsl=True, lists=ListOptions(pass_device_specs=True))
+    family = NvidiaFamily(options)
+    edits = family.edits(resource_of(family, inventory), ["all"], inventory)
+    assert edits.environment == {"NVIDIA_VISIBLE_DEVICES": "all"}
+    assert [node.container_path for node in edits.device_nodes] == ["/dev/dxg"]
+    assert [(share.device, share.exclusive) for share in family.shares(GPU, ["all"], inventory)] == [(U0, True), (U1, True)]
+
+
 def test_two_replicas_of_one_gpu_list_its_node_once(inventory: Inventory) -> None:
     """nvidia:D13: device specs are free of duplicates."""
     family = NvidiaFamily(shared_by(4, lists=ListOptions(pass_device_specs=True)))

@@ -10,7 +10,7 @@ from tests.families.nvidia_parts import cautions, offered, only_resource, refuse
 from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_slices
 from vgpu_agent.families.nvidia import NvidiaFamily
 from vgpu_agent.families.nvidia_options import NvidiaOptions, Pattern, SharedEntry
-from vgpu_agent.model import Inventory, SharingMode
+from vgpu_agent.model import Health, Inventory, SharingMode
 
 GPU, SHARED, MIG = "nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.5gb"
 SINGLE, MIXED = NvidiaOptions(mig_strategy="single"), NvidiaOptions(mig_strategy="mixed")
@@ -187,13 +187,6 @@ def test_one_slice_whose_nodes_nobody_knows_keeps_its_place() -> None:
     assert offered(MIXED, one) == {GPU: [U0], MIG: list(SLICES)}
 
 
-def test_a_card_for_a_monitor_is_passed_over(inventory: Inventory) -> None:
-    """nvidia contract §3: ``NVIDIA DGX Display`` is no GPU to work on."""
-    first, second = inventory.gpus
-    station = dataclasses.replace(inventory, gpus=(first, dataclasses.replace(second, name="NVIDIA DGX Display")))
-    assert offered(NvidiaOptions(), station) == {GPU: [U0]}
-
-
 # -- patterns -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +326,15 @@ def test_whole_gpus_have_another_name_than_those_that_are_shared_by_mps(inventor
 def test_a_node_without_gpus_offers_nothing() -> None:
     """An empty inventory registers no resource at all."""
     assert offered(NvidiaOptions(), Inventory()) == {}
+
+
+def test_under_wsl_there_is_one_id_for_all_gpus(inventory: Inventory) -> None:
+    """nvidia contract §4: containers get all GPUs or none there; one that is ill is in every container, so the id is ill."""
+    options = NvidiaOptions(wsl=True, mig_strategy="mixed")
+    assert offered(options, inventory) == {GPU: ["all"]}
+    assert offered(shared_by(2, wsl=True), inventory) == {GPU: ["all::0", "all::1"]}
+    assert only_resource(options, golden_inventory(U1=Health(ok=False, reason="XID 79"))).ids[0].device == U1
+    assert offered(options, Inventory()) == {}
 
 
 def test_lists_have_one_order() -> None:

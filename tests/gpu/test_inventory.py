@@ -110,7 +110,7 @@ def test_a_display_card_is_skipped(node: SimulatedNode, nvml: Nvml) -> None:
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetPciInfo", "nvmlDeviceGetMinorNumber"])
 def test_a_gpu_without_identity_is_a_failure_of_its_own(node: SimulatedNode, nvml: Nvml, function: str) -> None:
-    """A card that cannot be named cannot be offered; the others can."""
+    """A card that cannot be named cannot be offered; the others can (iktos:D11)."""
     node.fault(function, gpu=1, code=999)
 
     reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))

@@ -11,8 +11,8 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
-from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
-from vgpu_agent.families.nvidia_ids import devices_behind, has_replicas, one_by_one
+from vgpu_agent.families.device_lists import VisibleDevice, answer_number, edits_of, visible_device
+from vgpu_agent.families.nvidia_ids import EVERY_GPU, devices_behind, has_replicas, one_by_one
 from vgpu_agent.families.nvidia_offers import FAMILY, Offers, offers
 from vgpu_agent.families.nvidia_options import DOMAIN
 from vgpu_agent.isolation.mps import memory_share_mib, mps_edits, thread_share
@@ -22,7 +22,6 @@ from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, SPREAD, Wish, choose
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vgpu_agent.families.device_lists import VisibleDevice
     from vgpu_agent.families.family import Shortfall
     from vgpu_agent.families.nvidia_options import NvidiaOptions
     from vgpu_agent.isolation.edits import Edits
@@ -30,6 +29,11 @@ if TYPE_CHECKING:
 
 # In the order in which NVIDIA's plugin lists them (nvidia contract §7, pass-device-specs); each only where the node has it.
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+
+
+# Under WSL: one node of the kernel's leads to all GPUs (nvidia contract §4).
+WSL_NODE = "/dev/dxg"
+_EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
 
 
 class NvidiaFamily:
@@ -83,9 +87,11 @@ class NvidiaFamily:
         """
         offered = self._offers(inventory).resource(resource)
         counts = collections.Counter(one_by_one(ids))
+        behind = devices_behind(ids)
+        if EVERY_GPU in behind:
+            behind = {gpu.uuid: behind[EVERY_GPU] for gpu in inventory.gpus}
         return tuple(
-            self._whole(uuid, inventory) if whole else self._part(uuid, counts[uuid], offered, inventory)
-            for uuid, whole in devices_behind(ids).items()
+            self._whole(uuid, inventory) if whole else self._part(uuid, counts[uuid], offered, inventory) for uuid, whole in behind.items()
         )
 
     def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
@@ -102,7 +108,7 @@ class NvidiaFamily:
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """What names the devices to the container, by the list strategies; by MPS also what makes it a client of its daemon."""
-        found = [device for uuid in devices_behind(ids) if (device := visible_device(uuid, inventory))]
+        found = [device for uuid in devices_behind(ids) if (device := _EVERY.get(uuid) or visible_device(uuid, inventory))]
         if self._options.iktos:  # which sorts them (iktos contract I.5)
             found.sort(key=_place if self._options.lists.id_strategy == "index" else _uuid)
         edits = edits_of(found, self._options.lists, number=answer_number(resource.name, ids))

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
+from vgpu_agent.families.nvidia_ids import EVERY_GPU
 from vgpu_agent.families.nvidia_options import DOMAIN, GPU_RESOURCE
 
 if TYPE_CHECKING:
@@ -19,18 +20,21 @@ if TYPE_CHECKING:
     from vgpu_agent.families.nvidia_options import NvidiaOptions, Pattern
     from vgpu_agent.model import Gpu, Inventory, MigInstance
 
-# Cards for a monitor only, which NVIDIA's plugin passes over as well (nvidia contract §3).
-_DISPLAYS = ("NVIDIA DGX Display", "DGX Display")
-
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", re.ASCII)  # of a Kubernetes resource, behind its domain
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """A whole GPU, or the slice ``instance`` of it."""
+    """A whole GPU, or the slice ``instance`` of it; with ``every`` it is named for all GPUs of the node."""
 
     gpu: Gpu
     instance: MigInstance | None = None
+    every: bool = False
+
+    @property
+    def id(self) -> str:
+        """What its id begins with."""
+        return EVERY_GPU if self.every else self.uuid
 
     @property
     def uuid(self) -> str:
@@ -93,9 +97,11 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
     """Every GPU or slice of the node under the one name that it has."""
     strategy = MIG_STRATEGIES[options.mig_strategy]
     named = Named()
+    if options.wsl:
+        # They are not told apart there, so all are as well as the worst of them.
+        gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
+        return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
     for gpu in inventory.gpus:
-        if gpu.name in _DISPLAYS:
-            continue
         if gpu.mig_enabled and strategy.slices:
             _name_slices(gpu, strategy, options, named)
             continue

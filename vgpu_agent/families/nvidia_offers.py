@@ -166,14 +166,14 @@ def _ids(parts: Sequence[_Part], options: NvidiaOptions) -> Sequence[DeviceId]:
         return part.shared and (part.replicas != 1 or options.suffix_always)
 
     blocks = tuple(
-        IdBlock(part.device.uuid + options.separator, part.replicas, part.device.uuid, part.device.gpu.numa_node)
+        IdBlock(part.device.id + options.separator, part.replicas, part.device.uuid, part.device.gpu.numa_node)
         for part in parts
         if numbered(part)
     )
     if sum(block.count for block in blocks) > _MOST_IDS:
         return NumberedIds(blocks)
     replicas = {block.device: NumberedIds((block,)) for block in blocks}
-    whole = {part.device.uuid: (DeviceId(part.device.uuid, part.device.uuid, part.device.gpu.numa_node),) for part in parts}
+    whole = {part.device.uuid: (DeviceId(part.device.id, part.device.uuid, part.device.gpu.numa_node),) for part in parts}
     return tuple(itertools.chain.from_iterable(replicas.get(uuid, whole[uuid]) for uuid in whole))
 
 

@@ -70,6 +70,7 @@ class NvidiaOptions:
         fail_requests_greater_than_one: a container may take one replica only; more would not mean more of the GPU.
         policy: ``distributed`` or ``packed``.
         unit_mib: memory that an automatic replica stands for.
+        wsl: the node is a Windows subsystem, whose containers get all GPUs or none.
         lists: how containers are told of their devices.
         mps: where containers meet their MPS daemon.
     """
@@ -84,6 +85,7 @@ class NvidiaOptions:
     fail_requests_greater_than_one: bool = False
     policy: str = "distributed"
     unit_mib: int = 1024
+    wsl: bool = False
     lists: ListOptions = dataclasses.field(default_factory=ListOptions)
     mps: MpsOptions = dataclasses.field(default_factory=MpsOptions)
 
@@ -98,7 +100,7 @@ class NvidiaOptions:
         return frozenset(entry.published for entry in self.shared if entry.replicas == AUTOMATIC)
 
     @classmethod
-    def from_settings(cls, settings: Settings, *, lists: ListOptions) -> NvidiaOptions:
+    def from_settings(cls, settings: Settings, *, lists: ListOptions, wsl: bool = False) -> NvidiaOptions:
         """The options that the configuration asks for; where several say how GPUs are shared: iktos's words, then MPS (nvidia:G12)."""
         plugin, sharing = settings.plugin, settings.sharing
         mps = bool(sharing.mps.resources)
@@ -114,6 +116,7 @@ class NvidiaOptions:
             ),
             fail_requests_greater_than_one=block.fail_requests_greater_than_one,
             policy=plugin.shared_devices_allocation_policy,
+            wsl=wsl,
             lists=lists,
             mps=MpsOptions(
                 root=settings.mps.root,
