@@ -24,6 +24,8 @@ from vgpu_agent.status import (
     FamilyStatus,
     KubeletStatus,
     LedgerStatus,
+    MpsState,
+    MpsStatus,
     NvmlState,
     NvmlStatus,
     PluginState,
@@ -112,6 +114,7 @@ def node() -> AgentStatus:
         usage=(GpuUsage("GPU-0", 1024, 81920, 55, 41, 250.5, 2, ((4711, 512),)), GpuUsage("GPU-1")),
         inventory_at=NOW - 100,
         usage_at=NOW - 5,
+        mps=(MpsStatus("nvidia.com/gpu", MpsState.RUNNING, clients=(4711,)),),
         nvml=NvmlStatus(NvmlState.ANSWERING, calls=100, errors=2, hangs=1, library="libnvidia-ml.so.1"),
         kubelet=KubeletStatus("/var/lib/kubelet", socket_present=True, restarts_seen=1, records_read_at=NOW - 7),
         plugins=(

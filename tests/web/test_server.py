@@ -30,6 +30,7 @@ DEBUG = [
     "/debug/explain",
     "/debug/ledger",
     "/debug/loglevel",
+    "/debug/mps",
     "/debug/pods",
     "/debug/resources",
     "/debug/status",

@@ -26,6 +26,7 @@ from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.footprint import keep_small
 from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.agent.lag import LoopLag
+from vgpu_agent.agent.mps_side import MpsSide
 from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offering import Offering
 from vgpu_agent.agent.reload import Reload
@@ -144,6 +145,14 @@ class Agent:
             supervisor=self._supervisor,
             journal=self._journal,
         )
+        self._mps = MpsSide(
+            settings,
+            ledger=self._ledger,
+            offering=self._offering,
+            inventory=lambda: self._watch.inventory.value,
+            supervisor=self._supervisor,
+            journal=self._journal,
+        )
         self._families = FamiliesInForce(
             settings,
             origins=loaded.origins,
@@ -195,6 +204,7 @@ class Agent:
             binding=BindingReport(self._allocator, self._families, self._offering, self._refusals),
             cluster=ClusterReport(self._cluster),
             containers=self._usages.usage,
+            mps=lambda: self._mps.statuses,
         )
         self.web = WebServer(
             self._report,
@@ -250,6 +260,7 @@ class Agent:
         await self._grants.withdraw_strangers()
         self._cluster.write(self._allocator, self._refusals, self._ledger.revision, self._tokens)
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
+        self._mps.start()
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
@@ -298,6 +309,7 @@ class Agent:
             await self._offering.stop()
         except TimeoutError:
             _logger.warning("agent.drain_incomplete", after_seconds=seconds)
+        await self._mps.stop(seconds)
         await self._cluster.withdraw(seconds)
         await self._cluster.close()
         self._pod_resources.close()
@@ -317,6 +329,7 @@ class Agent:
             ConfigError: they would offer more than kubelet takes; nothing has changed.
         """
         await self._families.apply(settings)
+        self._mps.apply(settings)
         self._watch.apply(settings.gpu)
         await self._know_holders()
         await self._offering.sync()

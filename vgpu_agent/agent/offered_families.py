@@ -15,6 +15,7 @@ import msgspec
 
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
+from vgpu_agent.families.aws import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import GENERATED_KIND, MODES, TOOLKIT_KIND, ListOptions
 from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily
 from vgpu_agent.families.nvidia_options import NvidiaOptions
@@ -116,6 +117,8 @@ def build(settings: Settings, found: Found) -> Built:
     built = Built(Families())
     if settings.families.nvidia:
         by_ids.append(NvidiaFamily(NvidiaOptions.from_settings(settings, lists=list_options(settings, found))))
+    if settings.families.aws:
+        by_ids.append(AwsFamily(AwsOptions.from_settings(settings, lists=list_options(settings, found))))
     if settings.families.volcano_vgpu:
         family, built = _volcano_vgpu(settings, found)
         by_pod.append(family)

@@ -19,7 +19,7 @@ from vgpu_agent.model import Decider
 from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, PluginState, ReadyProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from vgpu_agent.agent.binding_report import BindingReport
     from vgpu_agent.agent.cluster_report import ClusterReport
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Resource
-    from vgpu_agent.status import ContainerUsage, KubeletStatus, PluginStatus
+    from vgpu_agent.status import ContainerUsage, KubeletStatus, MpsStatus, PluginStatus
 
 _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
 
@@ -55,6 +55,7 @@ class Report:
         binding: BindingReport,
         cluster: ClusterReport,
         containers: Latest[tuple[ContainerUsage, ...]],
+        mps: Callable[[], tuple[MpsStatus, ...]] = tuple,
     ) -> None:
         self._ledger = ledger
         self._watch = watch
@@ -68,6 +69,7 @@ class Report:
         self._binding = binding
         self._cluster = cluster
         self._containers = containers
+        self._mps = mps
         self._offered = LedgerStatus()
         self._offered_at = -1
         self._started_at = time.time()
@@ -93,6 +95,7 @@ class Report:
             ledger=self._ledger_status(),
             binding=self._binding.status(),
             cluster=self._cluster.status(),
+            mps=self._mps(),
             tasks=tasks,
             events=tuple(self._journal.entries),
             loop_lag_seconds=self._lag.percentile_99_seconds,

@@ -14,6 +14,7 @@ from vgpu_agent.web import readings, views
 from vgpu_agent.web.catalogue_binding import BINDING, CLUSTER
 from vgpu_agent.web.catalogue_volcano import VOLCANO
 from vgpu_agent.web.metric import Kind, Metric
+from vgpu_agent.web.mps import MPS
 
 _G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
 _GPU, _RESOURCE, _TASK = ("gpu",), ("resource",), ("task",)
@@ -307,6 +308,7 @@ CATALOGUE: tuple[Metric, ...] = (
     *BINDING,
     *CLUSTER,
     *VOLCANO,
+    *MPS,
     # NVML
     Metric(
         "vgpu_agent_nvml_up",

@@ -16,7 +16,7 @@ import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError
-from vgpu_agent.web import allocations, binding, cluster, explain, views
+from vgpu_agent.web import allocations, binding, cluster, explain, mps, views
 from vgpu_agent.web.moments import when
 
 if TYPE_CHECKING:
@@ -169,6 +169,10 @@ def _cluster(asked: Question) -> dict[str, Any]:
     return cluster.answer(asked.status, asked.now)
 
 
+def _mps(asked: Question) -> dict[str, Any]:
+    return mps.answer(asked.status, asked.now)
+
+
 def _resources(asked: Question) -> dict[str, Any]:
     kubelet = asked.status.kubelet
     return {
@@ -296,6 +300,7 @@ PATHS: tuple[DebugPath, ...] = (
     DebugPath(
         "/debug/resources", "Each plugin server: registered, stream open, ids sent, Allocate calls; and the kubelet.", (), _resources
     ),
+    DebugPath("/debug/mps", "The MPS control daemons: limits in force, clients, restarts, what is wrong.", (), _mps),
     DebugPath(
         "/debug/events", "The last thousand decisions (since=10m, event=gpu.unhealthy, limit=20).", ("since", "event", "limit"), _events
     ),

@@ -1,0 +1,39 @@
+"""What ``/debug/mps`` and the metrics say about MPS control daemons."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vgpu_agent.status import AgentStatus, MpsState, MpsStatus
+from vgpu_agent.web import mps
+from vgpu_agent.web.readings import Moment, ProcessFacts
+
+RUNNING = MpsStatus(
+    "nvidia.com/gpu",
+    MpsState.RUNNING,
+    adopted=True,
+    running_since=1000.0,
+    proven_at=1060.0,
+    thread_percentage=25,
+    limits=(("GPU-1", 10240),),
+    clients=(4711, 4712),
+    restarts=1,
+    clients_lost=3,
+)
+
+
+def test_a_daemon_is_shown_with_its_limits_and_clients() -> None:
+    """The person who looks wants to know what is in force, since when it was proven, and who would be hit."""
+    (daemon,) = mps.answer(AgentStatus(mps=(RUNNING,)), 1061.0)["daemons"]
+    assert (daemon["state"], daemon["adopted"], daemon["trouble"]) == ("running", True, "")
+    assert daemon["memory_limit_mib"] == {"GPU-1": 10240}
+    assert daemon["clients"] == (4711, 4712)
+    assert daemon["proven"].seconds_ago == 1.0
+
+
+def test_each_daemon_has_its_series() -> None:
+    """A daemon that runs and waits for its holders with old limits does not count as up."""
+    waits = dataclasses.replace(RUNNING, resource="k8s.amazonaws.com/vgpu", trouble="it gets its new limits once …")
+    moment = Moment(AgentStatus(mps=(RUNNING, waits)), ProcessFacts(), 1061.0)
+    rows = {metric.name.removeprefix("vgpu_agent_mps_"): [value for _, value in metric.read(moment)] for metric in mps.MPS}
+    assert rows == {"daemon_up": [True, False], "daemon_restarts_total": [1, 1], "clients": [2, 2], "clients_lost_total": [3, 3]}

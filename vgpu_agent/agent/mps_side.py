@@ -1,0 +1,150 @@
+"""The MPS control daemons of what this node offers: which there should be, and whether their resources may be served yet.
+
+What is offered and held stands in the ledger, how a daemon is brought about is `vgpu_agent.mps`'s; here the two meet. Built by
+`composition`; a gate of `offering` asks before each resource is served, `report` for the daemons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.families import aws
+from vgpu_agent.families.aws import AwsOptions
+from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.isolation.mps import daemon_plan, why_not
+from vgpu_agent.model import SharingMode
+from vgpu_agent.mps.supervision import Supervision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vgpu_agent.agent.offering import Offering
+    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.isolation.mps import DaemonPlan, MpsOptions
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Inventory, Resource
+    from vgpu_agent.status import MpsStatus
+
+_logger = log.get(__name__)
+
+
+class MpsSide:
+    """The daemons, as the ledger's offers call for them.
+
+    State: none but the supervision's and where daemons are by the settings in force.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        ledger: Ledger,
+        offering: Offering,
+        inventory: Callable[[], Inventory],
+        supervisor: Supervisor,
+        journal: Journal,
+    ) -> None:
+        self._ledger, self._offering, self._inventory, self._supervisor = ledger, offering, inventory, supervisor
+        self._news: Latest[int] = Latest(0)
+        self._supervision = Supervision(
+            settings.mps,
+            supervisor,
+            journal,
+            holders=self._holders,
+            changed=lambda: self._news.publish(self._news.version + 1),
+            sysfs_root=settings.gpu.sysfs_root,
+            proc_root=settings.gpu.proc_root,
+        )
+        self.apply(settings)
+        offering.gates.append(self._why_not)
+
+    @property
+    def statuses(self) -> tuple[MpsStatus, ...]:
+        """One for each daemon, by resource."""
+        return self._supervision.statuses
+
+    def apply(self, settings: Settings) -> None:
+        """Go by these settings from the next look on."""
+        lists = ListOptions()
+        self._of_aws: MpsOptions = AwsOptions.from_settings(settings, lists=lists).paths
+        self._of_others: MpsOptions = NvidiaOptions.from_settings(settings, lists=lists).mps
+
+    def start(self) -> None:
+        """Begin, once the ledger knows who holds what: a daemon with other limits is replaced when nobody does."""
+        self._refresh()
+        self._supervisor.start("mps", self._follow)
+        self._supervisor.start("mps offering", self._tell)
+
+    async def stop(self, seconds: float) -> None:
+        """End the daemons that nobody needs, within so many seconds; the others go on without us."""
+        await self._supervisor.stop("mps")
+        await self._supervisor.stop("mps offering")
+        try:
+            async with asyncio.timeout(seconds):
+                await self._supervision.stop()
+        except TimeoutError:
+            _logger.warning("mps.stop_incomplete", after_seconds=seconds)
+
+    def _refresh(self) -> None:
+        """Have the daemons that the offers of this moment call for, and lend their GPUs to whoever else holds them."""
+        resources = list(self._shared())
+        if resources or self._supervision.statuses:
+            self._supervision.want(
+                {resource.name: (self._plan(resource), self._lent(resource)) for resource in resources if not self._unfit(resource)}
+            )
+
+    async def _follow(self) -> None:
+        async for _ in self._ledger.revision.changes():
+            self._refresh()
+
+    async def _tell(self) -> None:
+        async for _ in self._news.changes():
+            await self._offering.sync()
+
+    def _why_not(self, resource: Resource) -> str:
+        if resource.sharing is not SharingMode.MPS:
+            return ""
+        return self._unfit(resource) or self._supervision.why_not(self._plan(resource))
+
+    def _unfit(self, resource: Resource) -> str:
+        """Why there can be no daemon for it, whatever becomes of the others."""
+        if not self._of_others.root:
+            return "mps.root is empty, so there is no place for an MPS control daemon; set it, or share by time-slicing"
+        if reason := why_not(resource, self._inventory()):
+            return reason
+        devices = {entry.device for entry in resource.ids}
+        for other in self._shared():
+            if other.name == resource.name:
+                break
+            if common := devices.intersection(entry.device for entry in other.ids):
+                return (
+                    f"{min(common)} has an MPS control daemon for {other.name} already, and takes one only; "
+                    "offer it by one of the two (families, aws.mps, sharing.mps)"
+                )
+        return ""
+
+    def _shared(self) -> Iterator[Resource]:
+        return (resource for resource in self._ledger.resources if resource.sharing is SharingMode.MPS)
+
+    def _plan(self, resource: Resource) -> DaemonPlan:
+        options = self._of_aws if resource.family == aws.FAMILY else self._of_others
+        return daemon_plan(resource, self._inventory(), options)
+
+    def _holders(self, resource: str) -> tuple[str, ...]:
+        if not self._ledger.rebuilt:
+            return ("pods that kubelet has not told of yet",)
+        grants = (grant for grant in self._ledger.grants if grant.resource == resource)
+        return tuple(dict.fromkeys(grant.owner.pod_name if grant.owner else "a pod that starts" for grant in grants))
+
+    def _lent(self, resource: Resource) -> frozenset[str]:
+        """Its GPUs of which somebody has a part on other terms: through another resource, or under earlier settings."""
+        ids, inventory = {entry.id for entry in resource.ids}, self._inventory()
+        strangers = (grant for grant in self._ledger.grants if grant.resource != resource.name or not ids.issuperset(grant.ids))
+        held = {found[0].uuid for grant in strangers for share in grant.shares if (found := inventory.device(share.device))}
+        return frozenset(held.intersection(entry.device for entry in resource.ids))

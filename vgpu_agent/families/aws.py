@@ -1,0 +1,172 @@
+"""The `aws` family: ``k8s.amazonaws.com/vgpu``, the same number of shares of each GPU, as AWS's virtual GPU device plugin offers it.
+
+Names, ids and answers are those of the aws contract (II.1, II.2, II.6). The ids name the device, so `Allocate` can answer completely. What
+was broken is not copied: GPUs in MIG mode and before Volta are left out with a reason, several shares of one container lie on one GPU where
+they can, and MPS has limits that come from the share. How containers join MPS is one entry of `_JOINING`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import DeviceId
+from vgpu_agent.errors import CapacityError
+from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
+from vgpu_agent.families.family import Shortfall
+from vgpu_agent.isolation.edits import Edits, Mount
+from vgpu_agent.isolation.mps import PIPE_VARIABLE, SHARED_MEMORY, VOLTA, MpsOptions, memory_share_mib, mps_edits, thread_share
+from vgpu_agent.model import Resource, Share, SharingMode
+from vgpu_agent.placement.policies import ONE_GPU, Wish, choose
+from vgpu_agent.placement.sharing import PACKED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.model import Gpu, Inventory
+
+FAMILY = "aws"
+RESOURCE = "k8s.amazonaws.com/vgpu"
+# Where MPS has its pipes unless it is told otherwise, and where pods written for AWS's plugin mount them from (aws contract II.3).
+PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - a path that others have chosen
+
+_ID = re.compile(r"(GPU-[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12})-(0|[1-9][0-9]{0,5})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AwsOptions:
+    """How this node offers its GPUs.
+
+    Attributes:
+        resource: the name.
+        vgpus: how many containers share a GPU.
+        mps: a key of `_JOINING`.
+        lists: how containers are told of their devices.
+        paths: where containers meet a daemon of ours; its pipe lies in `PIPE_DIRECTORY`, for old clients' sake.
+    """
+
+    resource: str = RESOURCE
+    vgpus: int = 10
+    mps: str = "none"
+    lists: ListOptions = dataclasses.field(default_factory=ListOptions)
+    paths: MpsOptions = dataclasses.field(default_factory=lambda: MpsOptions(pipe_directory=PIPE_DIRECTORY))
+
+    @classmethod
+    def from_settings(cls, settings: Settings, *, lists: ListOptions) -> AwsOptions:
+        """The options that the configuration asks for."""
+        mps = settings.mps
+        paths = MpsOptions(mps.root, mps.container_root, mps.per_container_limits, pipe_directory=PIPE_DIRECTORY)
+        return cls(settings.aws.resource_name, settings.aws.vgpus, settings.aws.mps, lists, paths)
+
+
+class AwsFamily:
+    """Virtual GPUs under AWS's name."""
+
+    name = FAMILY
+
+    def __init__(self, options: AwsOptions) -> None:
+        self._options = options
+
+    def claims(self, resource: str) -> bool:
+        """AWS's name, and the one that is set; the first may be in kubelet's records from before a change of settings."""
+        return resource in (RESOURCE, self._options.resource)
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        """``<UUID>-0`` to ``<UUID>-<n-1>`` of each GPU that can be shared (aws:W1, W2)."""
+        ids = tuple(
+            DeviceId(f"{gpu.uuid}-{number}", gpu.uuid, gpu.numa_node)
+            for gpu in inventory.gpus
+            if not _unfit(gpu)
+            for number in range(self._options.vgpus)
+        )
+        if not ids:
+            return ()
+        supervised = self._options.mps == "supervised"
+        sharing = SharingMode.MPS if supervised else SharingMode.TIME_SLICING
+        return (Resource(self._options.resource, FAMILY, ids, holders_per_device=self._options.vgpus, sharing=sharing),)
+
+    def shortfall(self, inventory: Inventory) -> Shortfall:
+        """The GPUs that are left out; where none remains, the resource is refused with all the reasons."""
+        name = self._options.resource
+        reasons = [reason for gpu in inventory.gpus if (reason := _unfit(gpu))]
+        if reasons and len(reasons) == len(inventory.gpus):
+            return Shortfall(refused=(f"{name}: {'; '.join(reasons)}",))
+        return Shortfall(cautions=tuple(f"{name}: {reason}" for reason in reasons))
+
+    def check(self, resource: Resource, ids: Sequence[str]) -> None:
+        """Nothing is nonsense in AWS's terms; unknown and unhealthy ids are the ledger's business."""
+        del resource, ids
+
+    def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
+        """A place on each GPU; with a daemon of ours also its part of memory and compute, which is in force."""
+        del resource  # the ids say it all
+        counts = collections.Counter(_devices(ids))
+        if self._options.mps != "supervised":
+            return tuple(Share(uuid) for uuid in counts)
+        return tuple(self._part(uuid, count, inventory) for uuid, count in counts.items())
+
+    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
+        """All on one GPU, the fullest that has room (aws:D7); where none has, on as few as may be."""
+        rank = {entry.id: place for place, entry in enumerate(resource.ids)}
+        device_of = {entry.id: entry.device for entry in resource.ids}
+        usable = sorted((id_ for id_ in available if id_ in rank), key=rank.__getitem__)
+        wish = Wish(usable, required, size, device_of, collections.Counter(device_of.values()), inventory.links)
+        try:
+            return choose(ONE_GPU, wish)
+        except CapacityError:
+            return choose(PACKED, wish)
+
+    def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
+        """What names the GPUs to the container, each once, and what makes it a client of MPS."""
+        behind = _devices(ids)
+        devices = [device for uuid in dict.fromkeys(behind) if (device := visible_device(uuid, inventory))]
+        edits = edits_of(devices, self._options.lists, number=answer_number(resource.name, ids))
+        return edits.joined(_JOINING[self._options.mps](resource, behind, inventory, self._options.paths))
+
+    def _part(self, uuid: str, count: int, inventory: Inventory) -> Share:
+        gpu, replicas = inventory.gpu(uuid), self._options.vgpus
+        # Without limits of its own a container has those of the daemon, which are for one share.
+        shares = count if self._options.paths.per_container_limits else 1
+        return Share(uuid, memory_share_mib(gpu.memory_mib if gpu else 0, replicas, shares), thread_share(replicas, shares))
+
+
+def _unfit(gpu: Gpu) -> str:
+    """Why a GPU cannot be offered; empty when it can."""
+    if gpu.mig_enabled:  # aws:W4: upstream offers it, and the container finds nothing that works
+        off = f"nvidia-smi -i {gpu.index} -mig 0"
+        return f"GPU {gpu.index} ({gpu.uuid}) is in MIG mode, so its virtual GPUs would not work; it is left out until MIG is off ({off})"
+    if (0, 0) < gpu.compute_capability < VOLTA:  # aws:D11
+        capability = ".".join(map(str, gpu.compute_capability))
+        return (
+            f"GPU {gpu.index} ({gpu.name}, compute capability {capability}) is older than Volta (7.0): under MPS a fault of one container "
+            "ends all others there, and none can be limited; it is left out, offer it as nvidia.com/gpu"
+        )
+    return ""
+
+
+def _devices(ids: Iterable[str]) -> list[str]:
+    """UUID of the GPU behind each id; ids that are not AWS's are left out."""
+    return [found[1] for id_ in ids if (found := _ID.fullmatch(id_))]
+
+
+def _join_nobody(resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions) -> Edits:
+    """As upstream: the pod sees to MPS itself."""
+    del resource, devices, inventory, paths
+    return Edits()
+
+
+def _join_host(resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions) -> Edits:
+    """A daemon of somebody else on the host: its pipe, and the host's shared memory, so that the pod needs neither mount nor hostIPC."""
+    del resource, devices, inventory, paths
+    mounts = (Mount(PIPE_DIRECTORY, PIPE_DIRECTORY), Mount(SHARED_MEMORY, SHARED_MEMORY))
+    return Edits(environment={PIPE_VARIABLE: PIPE_DIRECTORY}, mounts=mounts)
+
+
+_JOINING: Mapping[str, Callable[[Resource, Sequence[str], Inventory, MpsOptions], Edits]] = {
+    "none": _join_nobody,
+    "host": _join_host,
+    "supervised": mps_edits,
+}
