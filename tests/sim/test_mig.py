@@ -191,6 +191,17 @@ def test_seven_small_instances_have_the_numbers_of_the_contract(nvml_node: NodeF
     assert [pynvml.nvmlDeviceGetUUID(each) for each in instances] == uuids
 
 
+def test_profiles_with_suffixes(nvml_node: NodeFactory) -> None:
+    """nvidia contract §3: +me, +gfx, +me.all and -me are part of the profile's name, and of the instance's."""
+    node = nvml_node("RTX-PRO-6000", 1)
+    profiles = ["1g.24gb+me.all", "1g.24gb-me", "2g.48gb+gfx"]
+    node.set_mig(0, profiles)
+
+    names = [pynvml.nvmlDeviceGetName(each) for each in _instances(pynvml.nvmlDeviceGetHandleByIndex(0))]
+
+    assert [name.partition(" MIG ")[2] for name in names] == profiles
+
+
 @pytest.mark.parametrize("order", [["1g.10gb", "1g.10gb", "1g.10gb", "4g.40gb"], ["2g.20gb", "1g.20gb", "4g.40gb"]], ids=str)
 def test_the_order_of_wishes_does_not_decide_what_fits(node: SimulatedNode, order: list[str]) -> None:
     """The large ones are placed first, whatever was named first."""

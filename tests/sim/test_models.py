@@ -13,7 +13,7 @@ EVERY = pytest.mark.parametrize("model", models().values(), ids=lambda model: mo
 
 
 def test_the_models_that_were_promised() -> None:
-    """T4 to B200."""
+    """T4 to B200, and one whose MIG profiles come with every suffix."""
     assert list(models()) == [
         "T4",
         "V100-SXM2-32GB",
@@ -24,6 +24,7 @@ def test_the_models_that_were_promised() -> None:
         "H200-141GB",
         "L40S",
         "B200",
+        "RTX-PRO-6000",
     ]
 
 
