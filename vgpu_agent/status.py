@@ -320,6 +320,7 @@ class AgentStatus:
     ledger: LedgerStatus = dataclasses.field(default_factory=LedgerStatus)
     binding: BindingStatus = dataclasses.field(default_factory=BindingStatus)
     cluster: ClusterStatus = dataclasses.field(default_factory=ClusterStatus)
+    cdi: CdiStatus = dataclasses.field(default_factory=CdiStatus)
     mps: tuple[MpsStatus, ...] = ()  # one for each MPS control daemon, by resource
     tasks: tuple[TaskReport, ...] = ()
     events: tuple[Entry, ...] = ()

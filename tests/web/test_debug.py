@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vgpu_agent.status import NvmlState, NvmlStatus
+from vgpu_agent.status import CdiSpecStatus, CdiStatus, NvmlState, NvmlStatus
 from vgpu_agent.web import debug
 
 if TYPE_CHECKING:
@@ -160,6 +161,17 @@ def test_config_says_where_each_value_came_from(node: AgentStatus) -> None:
         "gpu.pollSeconds": {"value": 5.0, "from": "config.yaml:3"},
         "listen": {"value": ":9394", "from": "default"},
     }
+
+
+def test_config_says_how_containers_are_told_of_devices(node: AgentStatus) -> None:
+    """Strategies, each CDI spec with its devices and when it was made, and why one is not as it should be."""
+    good = CdiSpecStatus("k8s.device-plugin.nvidia.com/gpu", "/var/run/cdi/a.json", ("GPU-0", "all"), made_at=NOW - 20)
+    bad = CdiSpecStatus("k8s.device-plugin.nvidia.com/gds", "/var/run/cdi/b.json", error="cannot run nvidia-ctk")
+    found = answer(dataclasses.replace(node, cdi=CdiStatus("generated", ("cdi-cri",), (good, bad))), "config")["cdi"]
+    assert (found["source"], found["strategies"]) == ("generated", ["cdi-cri"])
+    first, second = found["specs"]
+    assert (first["path"], first["devices"], first["made"]["seconds_ago"]) == ("/var/run/cdi/a.json", ["GPU-0", "all"], 20.0)
+    assert (second["error"], second["made"]) == ("cannot run nvidia-ctk", {"at": None, "seconds_ago": None})
 
 
 def test_tasks_say_how_late_they_are(node: AgentStatus) -> None:

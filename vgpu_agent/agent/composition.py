@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__, log
 from vgpu_agent.agent.binding_report import BindingReport
+from vgpu_agent.agent.cdi_side import CdiSide
 from vgpu_agent.agent.cluster_report import ClusterReport
 from vgpu_agent.agent.cluster_side import ClusterSide
 from vgpu_agent.agent.families_in_force import FamiliesInForce
@@ -110,11 +111,19 @@ class Agent:
         self._pod_resources = PodResources(
             settings.kubelet.pod_resources_socket, timeout_seconds=settings.kubelet.pod_resources_timeout_seconds
         )
+        self._cdi = CdiSide(
+            settings,
+            ledger=self._ledger,
+            journal=self._journal,
+            supervisor=self._supervisor,
+            is_late=lambda: self._allocator.mode is not None and self._allocator.mode.late,
+        )
         directory = GrantDirectory(
             settings.binding.cdi_directory,
             self._journal,
             proc_root=settings.gpu.proc_root,
             kept_directory=f"{settings.state_directory}/grants",
+            inline=self._cdi.inline,
         )
         self._allocator = Allocator(
             ledger=self._ledger,
@@ -145,6 +154,7 @@ class Agent:
             supervisor=self._supervisor,
             journal=self._journal,
         )
+        self._offering.gates.append(self._cdi.why_withheld)
         self._mps = MpsSide(
             settings,
             ledger=self._ledger,
@@ -161,6 +171,7 @@ class Agent:
             cluster=self._cluster,
             inventory=lambda: self._watch.inventory.value,
             journal=self._journal,
+            cdi=self._cdi,
         )
         containers_directory = f"{settings.hami_core.host_directory}/vgpu/containers"
         self._grants = GrantKeeping(
@@ -204,6 +215,7 @@ class Agent:
             binding=BindingReport(self._allocator, self._families, self._offering, self._refusals),
             cluster=ClusterReport(self._cluster),
             containers=self._usages.usage,
+            cdi=self._cdi.status,
             mps=lambda: self._mps.statuses,
         )
         self.web = WebServer(
@@ -254,6 +266,7 @@ class Agent:
         await self._watch.start()
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
+        await self._cdi.begin(settings, self._watch.inventory.value)
         await self._families.apply(settings)
         await self._know_holders()
         await self._grants.restore()
@@ -264,6 +277,7 @@ class Agent:
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
+        self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
         vanished = VanishedDevices(ledger=self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
         self._supervisor.start("vanished devices", vanished.run)
         kubelet = settings.kubelet
@@ -310,6 +324,7 @@ class Agent:
         except TimeoutError:
             _logger.warning("agent.drain_incomplete", after_seconds=seconds)
         await self._mps.stop(seconds)
+        await self._cdi.withdraw()
         await self._cluster.withdraw(seconds)
         await self._cluster.close()
         self._pod_resources.close()
@@ -357,7 +372,8 @@ class Agent:
             await self._verification.rebuild()
 
     async def _follow_inventory(self) -> None:
-        async for _ in self._watch.inventory.changes():
+        async for inventory in self._watch.inventory.changes():
+            self._cdi.observe(inventory)
             self._families.refresh()
             await self._know_holders()
             await self._offering.sync()

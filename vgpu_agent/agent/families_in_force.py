@@ -11,6 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent import long_status
+from vgpu_agent.agent.cdi_side import NO_CDI
 from vgpu_agent.agent.offered_families import build, look
 from vgpu_agent.agent.offering import check_offer
 from vgpu_agent.allocation.mode import choose
@@ -22,6 +23,7 @@ from vgpu_agent.runtime.hami_library import HamiLibrary
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from vgpu_agent.agent.cdi_side import CdiSide
     from vgpu_agent.agent.cluster_side import ClusterSide
     from vgpu_agent.agent.offered_families import Built
     from vgpu_agent.agent.offering import Offering
@@ -52,6 +54,7 @@ class FamiliesInForce:
         cluster: ClusterSide,
         inventory: Callable[[], Inventory],
         journal: Journal,
+        cdi: CdiSide | None = None,
     ) -> None:
         self._settings = settings
         self._origins = origins
@@ -61,6 +64,7 @@ class FamiliesInForce:
         self._cluster = cluster
         self._inventory = inventory
         self._journal = journal
+        self._cdi = cdi
         self._library = HamiLibrary(settings.hami_core.host_directory, settings.hami_core.library, journal)
         self._changing = asyncio.Lock()
         self._families = Families()
@@ -108,12 +112,15 @@ class FamiliesInForce:
     async def _build(self, settings: Settings) -> tuple[Built, str]:
         """The families of ``settings``, and what is wrong with the library; nothing changes yet."""
         library, missing = await self._install(settings)
+        mode = choose(settings.binding.mode, self._cluster.node) or self._allocator.mode
         found = await look(
             settings,
             device_configs=self._cluster.device_configs,
             node_before=self._cluster.node_configs,
             library_path=library,
             origins=self._origins,
+            cdi=await self._cdi.look(settings) if self._cdi is not None else NO_CDI,
+            late=mode is not None and mode.late,
         )
         return build(settings, found), missing
 

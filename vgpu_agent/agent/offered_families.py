@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent.agent.cdi_side import NO_CDI
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
 from vgpu_agent.families.aws import AwsFamily, AwsOptions
@@ -28,13 +29,13 @@ from vgpu_agent.isolation.hami_core import HamiCore
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from vgpu_agent.agent.cdi_side import CdiFound
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.config.volcano_files import Overlay
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.isolation.backend import Backend
 
 
-_IMEX_CHANNEL = "/dev/nvidia-caps-imex-channels/channel"
 _CONFIG_MAPS = {DEVICE_CONFIG: "volcano-vgpu-device-config", NODE_CONFIG: "volcano-vgpu-node-config"}
 
 
@@ -44,8 +45,8 @@ class Found:
 
     Attributes:
         control_nodes: those of NVIDIA's control device nodes that exist.
-        imex_channels: those of the wanted IMEX channels that exist.
-        cdi_modes: those of `device_lists.MODES` that have a CDI spec.
+        cdi: IMEX channels, and what has a CDI spec.
+        late: grants of families whose pods decide are bound late.
         device_configs: texts of Volcano's ConfigMap, see `volcano_files.told`.
         node_configs: the same of the mounted node configuration.
         node_trouble: why that is there and cannot be read; empty otherwise.
@@ -54,8 +55,8 @@ class Found:
     """
 
     control_nodes: tuple[str, ...] = ()
-    imex_channels: tuple[int, ...] = ()
-    cdi_modes: tuple[str, ...] = ()
+    cdi: CdiFound = NO_CDI
+    late: bool = False
     device_configs: tuple[str, ...] = ()
     node_configs: tuple[str, ...] = ()
     node_trouble: str = ""
@@ -87,6 +88,8 @@ async def look(
     node_before: tuple[str, ...],
     library_path: str,
     origins: Mapping[str, str],
+    cdi: CdiFound,
+    late: bool,
 ) -> Found:
     """Look at the node; nothing here waits for the API server.
 
@@ -96,18 +99,18 @@ async def look(
         node_before: `Found.node_configs` of the last look, also that of the agent before this one.
         library_path: see `Found`.
         origins: dotted path → where a setting came from.
+        cdi: see `Found`.
+        late: see `Found`.
     """
     root = str(settings.gpu.device_node_root).rstrip("/")
-    wanted = settings.plugin.imex_channel_ids
     nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
-    channels = await asyncio.to_thread(lambda: tuple(channel for channel in wanted if os.path.exists(f"{root}{_IMEX_CHANNEL}{channel}")))
     node_configs: tuple[str, ...] = ()
     trouble = ""
     if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
         text, trouble = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
         node_configs = node_before if trouble else told(node_before, text, _node_reader(settings))
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
-    return Found(nodes, channels, (), device_configs, node_configs, trouble, library_path, given)
+    return Found(nodes, cdi, late, device_configs, node_configs, trouble, library_path, given)
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -139,9 +142,10 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
         pass_device_specs=plugin.pass_device_specs,
         device_root=settings.gpu.dev_root or settings.gpu.driver_root,
         control_nodes=found.control_nodes,
-        imex_channels=found.imex_channels,
+        imex_channels=found.cdi.channels.ids,
+        imex_root=found.cdi.channels.root,
         enabled=tuple(mode for mode in MODES if switches[mode]),
-        cdi_modes=found.cdi_modes,
+        cdi_modes=found.cdi.modes,
     )
 
 

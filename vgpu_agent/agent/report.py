@@ -16,7 +16,7 @@ from vgpu_agent import __version__
 from vgpu_agent.config import schema
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.model import Decider
-from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, PluginState, ReadyProblem
+from vgpu_agent.status import AgentStatus, CdiStatus, LedgerStatus, NvmlState, PluginState, ReadyProblem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -55,6 +55,7 @@ class Report:
         binding: BindingReport,
         cluster: ClusterReport,
         containers: Latest[tuple[ContainerUsage, ...]],
+        cdi: Callable[[], CdiStatus] = CdiStatus,
         mps: Callable[[], tuple[MpsStatus, ...]] = tuple,
     ) -> None:
         self._ledger = ledger
@@ -69,6 +70,7 @@ class Report:
         self._binding = binding
         self._cluster = cluster
         self._containers = containers
+        self._cdi = cdi
         self._mps = mps
         self._offered = LedgerStatus()
         self._offered_at = -1
@@ -95,6 +97,7 @@ class Report:
             ledger=self._ledger_status(),
             binding=self._binding.status(),
             cluster=self._cluster.status(),
+            cdi=self._cdi(),
             mps=self._mps(),
             tasks=tasks,
             events=tuple(self._journal.entries),

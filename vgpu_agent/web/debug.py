@@ -16,7 +16,7 @@ import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError
-from vgpu_agent.web import allocations, binding, cluster, explain, mps, views
+from vgpu_agent.web import allocations, binding, cdi, cluster, explain, mps, views
 from vgpu_agent.web.moments import when
 
 if TYPE_CHECKING:
@@ -237,6 +237,7 @@ def _config(asked: Question) -> dict[str, Any]:
         "needs_restart": asked.status.config_needs_restart,
         "named": asked.status.config_named,
         "binding": binding.view(asked.status.binding),
+        "cdi": cdi.view(asked.status.cdi, asked.now),
         "volcano_vgpu": asked.status.binding.volcano_vgpu,
         "volcano_vgpu_from": asked.status.binding.volcano_vgpu_origins,
         "config_map": asked.status.cluster.config_map,

@@ -1,0 +1,263 @@
+"""CDI names of this node's devices: who keeps their specs, and what must wait until a runtime can resolve them.
+
+A container whose device name no spec has does not start. So a resource is not offered before there are names for it, and a device that has
+none yet (it was cut a moment ago) is not given out. IMEX channels are here as well, because they are looked for below the same roots and a
+node that lacks one that is required offers nothing.
+
+Built by `composition`, which gives it every inventory; `families_in_force` asks what was found, `offering` has its gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+from vgpu_agent import log
+from vgpu_agent.cdi import toolkit_specs
+from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
+from vgpu_agent.cdi.imex import Channels, find_channels
+from vgpu_agent.cdi.inlining import inlined
+from vgpu_agent.cdi.nvidia_ctk import CtkOptions
+from vgpu_agent.cdi.roots import find_roots
+from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
+from vgpu_agent.config.device_answers import Cdi
+from vgpu_agent.errors import CdiError
+from vgpu_agent.families.device_lists import CDI_STRATEGIES, MODES
+from vgpu_agent.model import Decider
+from vgpu_agent.status import CdiStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from vgpu_agent.allocation.carrier import Inlined
+    from vgpu_agent.cdi.document import Spec
+    from vgpu_agent.cdi.roots import Roots
+    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Inventory, Resource
+
+_logger = log.get(__name__)
+
+_TASK = "cdi specs"
+
+
+class CdiFound(NamedTuple):
+    """What containers of this node can be told of besides their devices.
+
+    Attributes:
+        channels: IMEX channels.
+        modes: of `device_lists.MODES`, those that are wanted and have a spec.
+    """
+
+    channels: Channels = Channels()
+    modes: tuple[str, ...] = ()
+
+
+NO_CDI = CdiFound()
+
+
+class CdiSide:
+    """Keeps specs, names and offers together.
+
+    State: what was found at the last look, the last inventory, and which devices have no name and are kept back for it.
+    """
+
+    def __init__(
+        self, settings: Settings, *, ledger: Ledger, journal: Journal, supervisor: Supervisor, is_late: Callable[[], bool]
+    ) -> None:
+        """Build it.
+
+        Args:
+            settings: those of the start; `look` gets those in force.
+            ledger: keeps devices back.
+            journal: told of specs and of what is missing.
+            supervisor: runs the loop.
+            is_late: whether grants are bound late.
+        """
+        self._settings = settings
+        self._ledger = ledger
+        self._journal = journal
+        self._supervisor = supervisor
+        self._is_late = is_late
+        directory = settings.binding.cdi_directory
+        self._source: GeneratedSpecs | ToolkitSpecs
+        if settings.cdi.source == "toolkit":
+            self._source = ToolkitSpecs((STATIC_DIRECTORY, directory), journal, look_seconds=settings.gpu.poll_seconds)
+        else:
+            self._source = GeneratedSpecs(
+                directory,
+                journal,
+                look_seconds=settings.gpu.poll_seconds,
+                retry_min_seconds=settings.tasks.backoff_min_seconds,
+                retry_max_seconds=settings.tasks.backoff_max_seconds,
+            )
+        self._kind = toolkit_specs.GPU_KIND if settings.cdi.source == "toolkit" else GPU_KIND
+        self._roots: Roots | None = None
+        self._channels = Channels()
+        self._inventory: Inventory | None = None
+        self._nameless: dict[str, str] = {}  # devices that have no name, and why
+        self._kept_back: dict[str, str] = {}
+        self._specs: tuple[Spec, ...] = ()  # for threads, which may not look into what the loop changes
+
+    # -- what is there ----------------------------------------------------------------------------------------------------------------
+
+    async def look(self, settings: Settings) -> CdiFound:
+        """Look at the node for what ``settings``, which are in force from now on, ask for."""
+        self._settings = settings
+        gpu = settings.gpu
+        roots = await asyncio.to_thread(
+            find_roots,
+            driver_root=gpu.driver_root,
+            dev_root=gpu.dev_root,
+            container_driver_root="" if settings.simulate else settings.cdi.container_driver_root,
+        )
+        channels = await asyncio.to_thread(find_channels, settings.plugin.imex_channel_ids, roots)
+        if channels.trouble and channels.trouble != self._channels.trouble:
+            required = settings.plugin.imex_required
+            self._journal.record("imex.missing", level="error" if required else "warning", required=required, problem=channels.trouble)
+        self._roots, self._channels = roots, channels
+        self._want()
+        self._keep_back()
+        return CdiFound(channels, tuple(mode for mode in self._modes() if self._source.knows(mode)))
+
+    def observe(self, inventory: Inventory) -> None:
+        """Other devices, perhaps: those without a name are given to nobody from now on, until they have one."""
+        self._inventory = inventory
+        self._want()
+        self._keep_back()
+
+    async def begin(self, settings: Settings, inventory: Inventory) -> None:
+        """The first look; returns when specs were made or tried to, but waits no longer than for anything else at a start."""
+        await self.look(settings)
+        self.observe(inventory)
+        if self._needed() and inventory.gpus:
+            with contextlib.suppress(TimeoutError):  # a tool that hangs must not keep the agent from starting
+                async with asyncio.timeout(settings.cluster.start_wait_seconds):
+                    await self._source.settled.wait()
+            self._keep_back()
+
+    async def follow(self, changed: Callable[[], Awaitable[None]]) -> None:
+        """For ever: let ``changed`` bring the offers in line with the names."""
+        async for _ in self._source.revision.changes():
+            self._keep_back()
+            await changed()
+
+    def why_withheld(self, resource: Resource) -> str:
+        """Why ``resource`` must not be offered now, for `Offering.gates`; empty when it may."""
+        if self._channels.trouble and self._settings.plugin.imex_required:
+            return f"{self._channels.trouble}, or set plugin.imexRequired: false"
+        if not self._is_told_by_names(resource):
+            return ""
+        names = self._source.names
+        if not any(name.startswith(f"{self._kind}=") for name in names):
+            return self._source.error or "the CDI spec of this node's GPUs is being made"
+        vendor = self._kind.partition("/")[0]
+        for channel in self._channels.ids:
+            if (name := f"{vendor}/imex-channel={channel}") not in names:
+                return f"no CDI spec has the device {name}; let it be made, or take the channel out of plugin.imexChannelIds"
+        if resource.decided_by is Decider.IDS:
+            devices = {entry.device for entry in resource.ids}
+            if devices <= self._nameless.keys():
+                return next((self._nameless[device] for device in sorted(devices)), "")
+        return ""
+
+    def inline(self, names: Sequence[str]) -> Inlined:
+        """What stands behind CDI names; may be called from threads.
+
+        Raises:
+            CarrierError: nothing does now.
+        """
+        return inlined(names, self._specs)
+
+    def status(self) -> CdiStatus:
+        """For ``/debug/config``."""
+        strategies = self._settings.plugin.device_list_strategy
+        if not self._needed():
+            return CdiStatus(strategies=strategies)
+        return CdiStatus(self._settings.cdi.source, strategies, self._source.statuses, self._source.names)
+
+    async def withdraw(self) -> None:
+        """Remove our specs, where the agent leaves the node for good (cluster.withdrawAtStop); those that somebody else keeps stay."""
+        if self._settings.cluster.withdraw_at_stop and isinstance(self._source, GeneratedSpecs):
+            await self._supervisor.stop(_TASK)
+            try:
+                await self._source.remove()
+            except CdiError as err:
+                _logger.error("cdi.not_removed", error=str(err))
+
+    # -- how it is done ---------------------------------------------------------------------------------------------------------------
+
+    def _needed(self) -> bool:
+        strategies = self._settings.plugin.device_list_strategy
+        return self._settings.cdi.inline or any(strategy in CDI_STRATEGIES for strategy in strategies)
+
+    def _is_told_by_names(self, resource: Resource) -> bool:
+        if any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy):
+            return True
+        return self._settings.cdi.inline and resource.decided_by is not Decider.IDS and self._is_late()
+
+    def _modes(self) -> tuple[str, ...]:
+        plugin, vgpu = self._settings.plugin, self._settings.volcano_vgpu
+        wanted = {"gdrcopy": plugin.gdrcopy_enabled, "gds": plugin.gds_enabled, "mofed": plugin.mofed_enabled}
+        if self._settings.families.volcano_vgpu:
+            switches = {"gdrcopy": vgpu.gdrcopy_enabled, "gds": vgpu.gds_enabled, "mofed": vgpu.mofed_enabled}
+            wanted = {mode: wanted[mode] or switches[mode] for mode in wanted}
+        return tuple(mode for mode in MODES if wanted[mode])
+
+    def _want(self) -> None:
+        """Say what is to be made, once it is known and needed."""
+        if not self._needed() or self._roots is None or self._inventory is None or not self._inventory.gpus:
+            return
+        if isinstance(self._source, GeneratedSpecs):
+            cdi = self._settings.cdi
+            ctk = CtkOptions(
+                self._command(), cdi.generate_timeout_seconds, self._roots, cdi.hook_path, cdi.feature_flags, cdi.disable_hooks
+            )
+            shape = tuple(_shape(self._inventory)), self._inventory.driver_version
+            id_strategy = self._settings.plugin.device_id_strategy
+            self._source.want(Wanted(shape, id_strategy, self._modes(), self._channels.ids, self._channels.root, ctk))
+        if not any(report.name == _TASK for report in self._supervisor.reports):
+            self._supervisor.start(_TASK, functools.partial(self._source.run, functools.partial(self._supervisor.beat, _TASK)))
+
+    def _command(self) -> tuple[str, ...]:
+        if self._settings.simulate and self._settings.cdi.nvidia_ctk == Cdi().nvidia_ctk:
+            from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415 - a node with real GPUs never loads the simulator
+
+            return COMMAND
+        return (self._settings.cdi.nvidia_ctk,)
+
+    def _keep_back(self) -> None:
+        """Let the ledger give nothing away of devices that have no name; those that have one by now are free again."""
+        self._specs = self._source.specs
+        names, error = self._source.names, self._source.error
+        why = f"no CDI spec has its name yet{': ' if error else ''}{error}"
+        self._nameless = {uuid: why for uuid, name in self._named() if name not in names} if self._needed() else {}
+        by_names = any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy)
+        wanted = self._nameless if by_names else {}
+        for device, reason in wanted.items():
+            if self._kept_back.get(device) != reason:
+                self._ledger.cordon(device, reason)
+        for device in self._kept_back.keys() - wanted.keys():
+            self._ledger.uncordon(device)
+        self._kept_back = dict(wanted)
+
+    def _named(self) -> Iterator[tuple[str, str]]:
+        """UUID and qualified name of each device that containers can be given."""
+        by_index = self._settings.plugin.device_id_strategy == "index"
+        for gpu in self._inventory.gpus if self._inventory is not None else ():
+            if not gpu.mig_enabled:
+                yield gpu.uuid, f"{self._kind}={gpu.index if by_index else gpu.uuid}"
+            for instance in gpu.mig_instances:
+                yield instance.uuid, f"{self._kind}={f'{gpu.index}:{instance.index}' if by_index else instance.uuid}"
+
+
+def _shape(inventory: Inventory) -> Iterator[tuple[object, ...]]:
+    """What of an inventory a spec depends on: not health, not use, but which devices there are and how they are numbered."""
+    for gpu in inventory.gpus:
+        if gpu.present:
+            instances = tuple((each.uuid, each.index, each.capability_nodes) for each in gpu.mig_instances)
+            yield gpu.uuid, gpu.index, gpu.minor, gpu.mig_enabled, instances
