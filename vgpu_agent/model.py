@@ -147,7 +147,7 @@ class Inventory:
     @property
     def devices(self) -> frozenset[str]:
         """The UUIDs of all GPUs and MIG instances."""
-        return frozenset(device.uuid for gpu in self.gpus for device in (gpu, *gpu.mig_instances))
+        return frozenset(uuid for gpu in self.gpus for uuid in (gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)))
 
     def device(self, uuid: str) -> tuple[Gpu, MigInstance | None] | None:
         """The device of that UUID: a GPU (and no instance), or a MIG instance with the GPU that it is a slice of; None when unknown."""
