@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -127,3 +128,23 @@ def test_the_example_is_a_file_that_checks_as_ok(command: Command, capsys: pytes
     assert text == example()
     Path("example.yaml").write_text(text)
     assert command("check", "example.yaml") == 0
+
+
+def test_convert_prints_a_configuration_of_nvidias_plugin_as_one_of_ours(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints can be checked and used at once."""
+    Path("v1.yaml").write_text("flags: {migStrategy: mixed}\n")
+
+    assert command("convert", "v1.yaml") == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith("version: v1\nplugin:\n  migStrategy: mixed\n")
+    Path("ours.yaml").write_text(printed)
+    assert command("check", "ours.yaml") == 0
+
+
+def test_convert_reads_standard_input(command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a ConfigMap that kubectl prints."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"flags: {migStrategy: some}\n")))
+
+    with pytest.raises(ConfigError) as refused:
+        command("convert", "-")
+    assert refused.value.problems == ['standard input:1: flags.migStrategy: expected none, single or mixed, got "some"']

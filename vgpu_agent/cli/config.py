@@ -1,4 +1,4 @@
-"""``vgpu-agent config check|show|example``: what a configuration means, before and without running it.
+"""``vgpu-agent config check|show|example|convert``: what a configuration means, before and without running it.
 
 Called by the command line, which turns the ConfigError of a wrong configuration into one line a problem and exit status 2.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from vgpu_agent.config import load, options, schema
+from vgpu_agent.config.convert import convert
 from vgpu_agent.config.example import example, yaml_value
 from vgpu_agent.errors import ConfigError
 
@@ -21,6 +22,7 @@ examples:
   vgpu-agent config example > config.yaml
   vgpu-agent config check config.yaml
   vgpu-agent config show config.yaml --log-level debug
+  vgpu-agent config convert nvidia-device-plugin.yaml > config.yaml
 """
 
 
@@ -28,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command ``config``; each of its commands leaves ``run`` in the parsed arguments, which returns the exit status."""
     command = subparsers.add_parser(
         "config",
-        help="check, show or write a configuration",
+        help="check, show, write or convert a configuration",
         epilog=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,6 +49,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     write = commands.add_parser("example", help="a commented file with every key and its default")
     write.set_defaults(run=_example)
+
+    translate = commands.add_parser(
+        "convert", help="write a configuration of NVIDIA's device plugin as one of ours; exit 0, or 2 when it is wrong"
+    )
+    translate.add_argument("file", metavar="FILE", help="the file of NVIDIA's plugin, - for standard input")
+    translate.set_defaults(run=_convert)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -71,6 +79,17 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _example(_: argparse.Namespace) -> int:
     print(example(), end="")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    if arguments.file == "-":
+        file, content = "standard input", sys.stdin.buffer.read(load.LARGEST_FILE_BYTES + 1)
+        if len(content) > load.LARGEST_FILE_BYTES:
+            raise ConfigError([f"{file}: is larger than {load.LARGEST_FILE_BYTES} bytes; no configuration is"])
+    else:
+        file, content = arguments.file, load.read(arguments.file, "config convert")
+    print(convert(file, content), end="")
     return 0
 
 

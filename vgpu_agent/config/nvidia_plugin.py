@@ -69,6 +69,11 @@ _SWITCH_WORDS: Final = {
 }
 _KNOWN: Final = (*_VALUES, _DISCOVERY, *_WITHOUT_EFFECT)
 _MOST_WARNINGS = 20
+# Values as they are compared with whatever stands in the file; tuples, because that may be a list.
+_VERSIONS: Final = (None, "", VERSION)  # upstream: nothing means v1
+_DISCOVERIES: Final = (None, "auto", "nvml", "tegra")
+_UNSHARED: Final = (None, "", "all")  # a rename and devices that upstream does not drop
+_USUAL_NAMES: Final = (("*", "gpu"), ("*", "nvidia.com/gpu"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +124,11 @@ class _Translator:
         elif root.value is not None:
             members = dict(root.value)
             version = members.pop("version", None)
-            if version is not None and version.value not in {None, "", VERSION}:  # upstream: nothing means v1
+            if version is not None and version.value not in _VERSIONS:
                 self._fault(version.line, "version", f"expected {VERSION}, got {shown(version.value)}")
             self._sections.update(_sections_of(members))
             self._section(members, "")
+        self._warnings.sort(key=lambda warning: warning.line)
         more = len(self._warnings) - _MOST_WARNINGS
         if more > 0:
             self._warnings[_MOST_WARNINGS:] = [yaml.Fault(self._warnings[_MOST_WARNINGS].line, "", f"and {more} more like these")]
@@ -191,13 +197,13 @@ class _Translator:
         counts = "NVIDIA's plugin drops this, here it counts; take it out to keep the resources as they were"
         plain = {name: node.value for name, node in members.items()}
         for name in ("rename", "devices"):
-            if plain.get(name) not in {None, "", "all"} if not isinstance(plain.get(name), list) else True:
+            if plain.get(name) not in _UNSHARED:
                 self._warn(members[name].line, f"{path}.{name}", counts)
-        if "pattern" in members and (plain["pattern"], plain.get("name")) not in {("*", "gpu"), ("*", "nvidia.com/gpu")}:
+        if "pattern" in members and (plain["pattern"], plain.get("name")) not in _USUAL_NAMES:
             self._warn(members["pattern"].line, path, counts)
 
     def _discovery(self, node: yaml.Node) -> None:
-        if node.value not in {None, "auto", "nvml", "tegra"} if not isinstance(node.value, dict | list) else True:
+        if node.value not in _DISCOVERIES:
             self._fault(node.line, _DISCOVERY, f"expected auto, nvml or tegra, got {shown(node.value)}")
         elif node.value == "tegra":
             text = '"tegra" has no effect here; GPUs are found through NVML only; keep NVIDIA\'s plugin on Tegra nodes'

@@ -167,7 +167,7 @@ class Reading:
         try:
             accepted = key.accept(value)
         except schema.NotAcceptedError as err:
-            self._refuse(path, place, f"expected {err}, got {shown_list(value) if key.is_list else shown(value)}")
+            self._refuse(path, place, f"expected {err}, got {shown_list(value) if key.takes_lists else shown(value)}")
             return None
         self._places[path] = place
         return accepted

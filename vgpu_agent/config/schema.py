@@ -104,6 +104,11 @@ class Key:
         return self.items is None and typing.get_origin(_bare(self.annotation)) is tuple
 
     @property
+    def takes_lists(self) -> bool:
+        """Whether a list of plain values may be right, alone or among other things."""
+        return self.is_list or any(typing.get_origin(_bare(part)) is tuple for part in typing.get_args(_bare(self.annotation)))
+
+    @property
     def is_switch(self) -> bool:
         """Whether it is true or false, so that its flag may stand alone."""
         return _bare(self.annotation) is bool

@@ -1,0 +1,327 @@
+"""Bad input: each rule of the contracts' validation, with the exact sentence and the exit status of the command line.
+
+A row is what an operator may have written: files, variables, words on the command line. The sentence names the file and line, flag or
+variable, the key, the value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.cli import main
+
+GPU_TWICE = "sharing:\n  timeSlicing:\n    resources:\n    - {name: gpu, replicas: 2}\n"
+MPS = "sharing:\n  mps:\n    resources:\n    - {name: gpu, replicas: 2}\n"
+LIST_STRATEGIES = "a list of envvar, volume-mounts, cdi-annotations and cdi-cri"
+FEATURES = (
+    "a list of enable-explicit-driver-libraries, disable-nvsandboxutils, enable-coherent-annotations, disable-multiple-csv-devices, "
+    "no-additional-gids-for-device-nodes, disable-ipc-discoverer"
+)
+NAME = "expected up to 63 letters, digits, '-', '_' and '.' after the slash"
+DEVICES = '"all", a number of devices, or a list of indices and UUIDs'
+MISSING = "missing; list what is shared, or leave {} out"
+EMPTY = "expected at least one resource, got an empty list; leave {} out to share nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One input and the lines on stderr that refuse it.
+
+    Attributes:
+        rule: where the contracts say so.
+        text: a file of NVIDIA's plugin, ``v1.yaml``; "" for none.
+        own: our file, ``config.yaml``; "" for none.
+        words: the words behind ``vgpu-agent run``.
+        environment: more variables.
+        status: of the command.
+    """
+
+    rule: str
+    said: str | tuple[str, ...]
+    text: str = ""
+    own: str = ""
+    words: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    status: int = 2
+
+
+def flag(rule: str, word: str, said: str) -> Row:
+    """A flag."""
+    return Row(rule, f"{word.partition('=')[0]}: {said}", words=(word,))
+
+
+def variable(rule: str, name: str, value: str, said: str) -> Row:
+    """An environment variable."""
+    return Row(rule, f"environment variable {name}: {said}", environment={name: value})
+
+
+def shared(rule: str, entry: str, said: str, line: int = 4, index: int = 0, block: str = "timeSlicing") -> Row:
+    """An entry of ``sharing.timeSlicing.resources`` in a file of NVIDIA's plugin."""
+    return Row(
+        rule, f"v1.yaml:{line}: sharing.{block}.resources[{index}]{said}", text=f"sharing:\n  {block}:\n    resources:\n    - {entry}\n"
+    )
+
+
+ROWS = [
+    # nvidia contract §1: what the flags, and the variables of the same meaning, may be.
+    flag("nvidia §1", "--device-list-strategy=envvars", f'expected {LIST_STRATEGIES}, got "envvars"'),
+    flag("nvidia §1", "--device-list-strategy=", f'expected {LIST_STRATEGIES}, got ""'),
+    variable("nvidia §1", "DEVICE_LIST_STRATEGY", "envvar,cdi", f'expected {LIST_STRATEGIES}, got "envvar,cdi"'),
+    flag("nvidia §1", "--device-id-strategy=name", 'expected uuid or index, got "name"'),
+    variable("nvidia §1", "DEVICE_ID_STRATEGY", "UUID", 'expected uuid or index, got "UUID"'),
+    flag("nvidia §1", "--shared-devices-allocation-policy=spread", 'expected distributed or packed, got "spread"'),
+    variable("nvidia §1", "SHARED_DEVICES_ALLOCATION_POLICY", "pack", 'expected distributed or packed, got "pack"'),
+    flag("nvidia §1", "--device-discovery-strategy=wsl", 'expected auto, nvml or tegra, got "wsl"'),
+    flag("nvidia §1", "--device-discovery-strategy=", 'expected auto, nvml or tegra, got ""'),
+    variable("nvidia §1", "DEVICE_DISCOVERY_STRATEGY", "none", 'expected auto, nvml or tegra, got "none"'),
+    flag("nvidia §1", "--mig-strategy=double", 'expected none, single or mixed, got "double"'),
+    variable("nvidia §1", "MIG_STRATEGY", "Mixed", 'expected none, single or mixed, got "Mixed"'),
+    flag("nvidia §1", "--fail-on-init-error=maybe", 'expected true or false, got "maybe"'),
+    flag("nvidia §1", "--pass-device-specs=yes", 'expected true or false, got "yes"'),
+    flag("nvidia §1", "--gdrcopy-enabled=2", 'expected true or false, got "2"'),
+    flag("nvidia §1", "--gds-enabled=", 'expected true or false, got ""'),
+    variable("nvidia §1", "MOFED_ENABLED", "on", 'expected true or false, got "on"'),
+    flag("nvidia §1", "--imex-required=x", 'expected true or false, got "x"'),
+    flag("nvidia §1", "--imex-channel-ids=1", 'expected [] or [0], got "1"'),
+    flag("nvidia §1", "--imex-channel-ids=0,0", 'expected [] or [0], got "0,0"'),
+    variable("nvidia §1", "IMEX_CHANNEL_IDS", "zero", 'expected [] or [0], got "zero"'),
+    flag("nvidia §1", "--driver-root=", 'expected an absolute path, got ""'),
+    flag("nvidia §1", "--cdi-annotation-prefix=cdi", 'expected a DNS name with a slash behind it, got "cdi"'),
+    flag("nvidia §1", "--cdi-feature-flags=fast", f'expected {FEATURES}, got "fast"'),
+    flag("nvidia §1", "--cdi-disable-hooks=A B", 'expected a list of hook names such as enable-cuda-compat, got "A B"'),
+    flag(
+        "nvidia §1",
+        "--kubelet-socket=/tmp/k.sock",
+        'expected the kubelet\'s directory with /device-plugins/kubelet.sock behind it, got "/tmp/k.sock"',
+    ),
+    Row(
+        "nvidia §1",
+        "none.yaml: cannot be read: No such file or directory; give --config-file an existing, readable file",
+        words=("--config-file=none.yaml",),
+    ),
+    Row(
+        "nvidia §1, G13",
+        'v1.yaml:6: flags.migStrategy: MPS cannot share MIG slices; expected none or single with sharing.mps, got "mixed"',
+        text=f"{MPS}flags:\n  migStrategy: mixed\n",
+    ),
+    Row(
+        "nvidia §1, G13",
+        'environment variable MIG_STRATEGY: MPS cannot share MIG slices; expected none or single with sharing.mps, got "mixed"',
+        text=MPS,
+        environment={"MIG_STRATEGY": "mixed"},
+    ),
+    Row(
+        "nvidia §1",
+        'v1.yaml:6: flags.mpsRoot: sharing.mps needs a directory on the node; expected an absolute path such as /run/nvidia/mps, got ""',
+        text=f'{MPS}flags:\n  mpsRoot: ""\n',
+    ),
+    Row(
+        "nvidia §1",
+        '--mps-root: sharing.mps needs a directory on the node; expected an absolute path such as /run/nvidia/mps, got ""',
+        text=MPS,
+        words=("--mps-root=",),
+    ),
+    # nvidia contract §2: the file.
+    Row("nvidia §2", 'v1.yaml:1: version: expected v1, got "v2"', text="version: v2\n"),
+    Row("nvidia §2", "v1.yaml:1: version: expected v1, got 1", text="version: 1\n"),
+    Row("nvidia §2", 'v1.yaml:1: expected keys such as version: v1, got "text"', text="text\n"),
+    Row("nvidia §2", "v1.yaml:2: not YAML: did not find expected node content, while parsing a flow node", text="a: [\n"),
+    Row(
+        "nvidia §2",
+        "v1.yaml:2: flags.migStrategy: given twice, first on line 2; keep one of them",
+        text="flags:\n  {migStrategy: none, migStrategy: single}\n",
+    ),
+    Row("nvidia §2", "v1.yaml:1: flags: expected a mapping, got a list", text="flags: []\n"),
+    Row("nvidia §2", 'v1.yaml:1: flags.migStrategy: expected none, single or mixed, got "all"', text="flags: {migStrategy: all}\n"),
+    Row("nvidia §2", "v1.yaml:1: flags.failOnInitError: expected true or false, got 1", text="flags: {failOnInitError: 1}\n"),
+    Row(
+        "nvidia §2",
+        'v1.yaml:1: flags.plugin.passDeviceSpecs: expected true or false, got "maybe"',
+        text="flags: {plugin: {passDeviceSpecs: maybe}}\n",
+    ),
+    Row(
+        "nvidia §2",
+        'v1.yaml:1: flags.nvidiaDriverRoot: expected an absolute path, got "run/nvidia"',
+        text="flags: {nvidiaDriverRoot: run/nvidia}\n",
+    ),
+    Row(
+        "nvidia §2",
+        'v1.yaml:1: flags.deviceDiscoveryStrategy: expected auto, nvml or tegra, got "wsl"',
+        text="flags: {deviceDiscoveryStrategy: wsl}\n",
+    ),
+    Row(
+        "nvidia §2, one string",
+        'v1.yaml:1: flags.plugin.deviceListStrategy: expected a list such as [envvar, cdi-cri], got "envvar,cdi-cri"',
+        text='flags: {plugin: {deviceListStrategy: "envvar,cdi-cri"}}\n',
+    ),
+    Row(
+        "nvidia §2",
+        f'v1.yaml:1: flags.plugin.deviceListStrategy: expected {LIST_STRATEGIES}, got ["envvar", "cdi"]',
+        text="flags: {plugin: {deviceListStrategy: [envvar, cdi]}}\n",
+    ),
+    Row(
+        "nvidia §2",
+        'v1.yaml:1: flags.plugin.deviceIDStrategy: expected uuid or index, got "name"',
+        text="flags: {plugin: {deviceIDStrategy: name}}\n",
+    ),
+    Row(
+        "nvidia §2",
+        'v1.yaml:1: flags.plugin.sharedDevicesAllocationPolicy: expected distributed or packed, got "any"',
+        text="flags: {plugin: {sharedDevicesAllocationPolicy: any}}\n",
+    ),
+    Row("nvidia §2, IMEX", "v1.yaml:1: imex.channelIDs: expected [] or [0], got [0, 1]", text="imex: {channelIDs: [0, 1]}\n"),
+    Row("nvidia §2, IMEX", 'v1.yaml:1: imex.channelIDs: expected [] or [0], got "0"', text='imex: {channelIDs: "0"}\n'),
+    Row("nvidia §2", f"v1.yaml:2: sharing.timeSlicing.resources: {MISSING.format('timeSlicing')}", text="sharing:\n  timeSlicing:\n"),
+    Row(
+        "nvidia §2",
+        f"v1.yaml:2: sharing.timeSlicing.resources: {MISSING.format('timeSlicing')}",
+        text="sharing:\n  timeSlicing: {renameByDefault: true}\n",
+    ),
+    Row("nvidia §2", f"v1.yaml:2: sharing.mps.resources: {MISSING.format('mps')}", text="sharing:\n  mps: {}\n"),
+    Row(
+        "nvidia §2",
+        f"v1.yaml:3: sharing.timeSlicing.resources: {EMPTY.format('timeSlicing')}",
+        text="sharing:\n  timeSlicing:\n    resources: []\n",
+    ),
+    Row("nvidia §2", f"v1.yaml:3: sharing.mps.resources: {EMPTY.format('mps')}", text="sharing:\n  mps:\n    resources:\n"),
+    Row(
+        "nvidia §2",
+        "v1.yaml:3: sharing.mps.resources: expected a list, got a mapping",
+        text="sharing:\n  mps:\n    resources: {name: gpu, replicas: 2}\n",
+    ),
+    shared("nvidia §2", "gpu", ': expected name and replicas, got "gpu"'),
+    shared("nvidia §2", "{name: gpu}", ".replicas: missing, expected an integer ≥ 1"),
+    shared("nvidia §2", "{replicas: 2}", ".name: missing, expected a resource name such as nvidia.com/gpu"),
+    shared("nvidia §2", "{name: gpu, replicas: 0}", ".replicas: expected an integer ≥ 1, got 0"),
+    shared("nvidia §2", "{name: gpu, replicas: -4}", ".replicas: expected an integer ≥ 1, got -4", block="mps"),
+    shared("nvidia §2", '{name: gpu, replicas: "4"}', '.replicas: expected an integer ≥ 1, got "4"'),
+    shared("nvidia §2, name", f"{{name: {'a' * 64}, replicas: 2}}", f'.name: {NAME}, got "nvidia.com/{"a" * 49}…"'),
+    shared("nvidia §2, name", "{name: -gpu, replicas: 2}", f'.name: {NAME}, got "nvidia.com/-gpu"'),
+    shared("nvidia §2, name", "{name: a b, replicas: 2}", f'.name: {NAME}, got "nvidia.com/a b"'),
+    shared(
+        "nvidia §2, name",
+        "{name: amd.com/gpu, replicas: 2}",
+        '.name: expected a resource whose name begins with nvidia.com/, got "amd.com/gpu"',
+    ),
+    shared("nvidia §2, name", "{name: gpu, replicas: 2, rename: a_}", f'.rename: {NAME}, got "nvidia.com/a_"'),
+    *(
+        shared("nvidia §2, devices", f"{{name: gpu, replicas: 2, devices: {devices}}}", f".devices: expected {DEVICES}, got {got}")
+        for devices, got in (
+            ("some", '"some"'),
+            ("0", "0"),
+            ("-1", "-1"),
+            ("[]", "[]"),
+            ("[-1]", "[-1]"),
+            ("[0, GPU-1]", '[0, "GPU-1"]'),
+            ("[[0]]", "a list"),
+            ("{a: b}", "a mapping"),
+        )
+    ),
+    Row(
+        "nvidia §2, one GPU in two entries",
+        'v1.yaml:5: sharing.timeSlicing.resources[1].name: "nvidia.com/gpu" stands twice, first on line 4; keep one of them',
+        text=GPU_TWICE + "    - {name: nvidia.com/gpu, replicas: 3}\n",
+    ),
+    Row(
+        "nvidia §2, one GPU in two entries",
+        'v1.yaml:5: sharing.timeSlicing.resources[1].devices: "1" is shared twice, first on line 4; keep it in one of them',
+        text=GPU_TWICE.replace("2}", "2, devices: [0, 1]}") + "    - {name: gpu, replicas: 3, devices: [1]}\n",
+    ),
+    Row(
+        "nvidia §2",
+        "v1.yaml:1: resources.gpus[0].name: missing, expected a resource name such as nvidia.com/gpu",
+        text='resources: {gpus: [{pattern: "*"}]}\n',
+    ),
+    Row(
+        "nvidia §2",
+        "v1.yaml:1: resources.mig[0].pattern: missing, expected text in quotes",
+        text="resources: {mig: [{name: mig-small}]}\n",
+    ),
+    Row(
+        "nvidia §2, several mistakes",
+        (
+            'v1.yaml:1: flags.migStrategy: expected none, single or mixed, got "x"',
+            "v1.yaml:2: imex.required: expected true or false, got 3",
+            'config.yaml:2: plugin.deviceIdStrategy: expected uuid or index, got "y"',
+            '--device-id-strategy: expected uuid or index, got "z"',
+        ),
+        text="flags: {migStrategy: x}\nimex: {required: 3}\n",
+        own="version: v1\nplugin: {deviceIdStrategy: y}\n",
+        words=("--device-id-strategy", "z"),
+    ),
+    # iktos contract I.2; more of them in test_iktos.py.
+    flag("iktos I.2", "--resource-config=gpu;a;4", 'entry "gpu;a;4": expected <resource>:<new name>:<replicas>, got 1 part'),
+    flag("iktos I.2", "--resource-config=gpu:a", 'entry "gpu:a": expected <resource>:<new name>:<replicas>, got 2 parts'),
+    *(
+        flag(
+            "iktos I.2, I.7 row 9",
+            f"--resource-config=gpu:a:{count}",
+            f'entry "gpu:a:{count}": expected replicas of 1 or more, or -1 for one per unit of memory, got "{count}"',
+        )
+        for count in ("0", "-2", "x", "2147483648")
+    ),
+    variable(
+        "iktos I.2, I.7 row 9",
+        "NVIDIA_DRIVER_RESOURCE_CONFIG",
+        "gpu:My GPU:4",
+        "entry \"gpu:My GPU:4\": expected up to 63 letters, digits, '-', '_' and '.' as the new name, got \"My GPU\"",
+    ),
+    variable(
+        "iktos I.2",
+        "NVIDIA_DRIVER_RESOURCE_CONFIG",
+        "nvidia.com/gpu:a:4",
+        'entry "nvidia.com/gpu:a:4": expected gpu or mig-<profile> as the resource, got "nvidia.com/gpu"',
+    ),
+    variable(
+        "iktos I.2",
+        "NVIDIA_DRIVER_RESOURCE_CONFIG",
+        "gpu:a:4,gpu:b:2",
+        'entries "gpu:a:4" and "gpu:b:2": both divide nvidia.com/gpu; keep one of them',
+    ),
+    Row(
+        "iktos I.2",
+        'config.yaml:2: iktos.resourceConfig: entry "gpu": expected <resource>:<new name>:<replicas>, got 1 part',
+        own="version: v1\niktos: {resourceConfig: gpu}\n",
+    ),
+    # aws contract II.1
+    *(
+        flag("aws II.1, W3", f"--vgpu={count}", f'expected an integer from 1 to 48, got "{count}"')
+        for count in ("49", "0", "-1", "ten", "")
+    ),
+    Row("aws II.1", '--vgpu: expected an integer from 1 to 48, got "64"', words=("-vgpu", "64")),
+    Row("aws II.1", "config.yaml:2: aws.vgpus: expected an integer from 1 to 48, got 49", own="version: v1\naws: {vgpus: 49}\n"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    """``run`` takes SIGTERM before it reads anything."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.rule}: {row.said}"[:120])
+def test_bad_input_ends_the_command_with_its_sentence(
+    row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The labels nvidia:G13, iktos:D9 and aws:W3 among them; nothing is started, and nothing goes to stdout."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**row.environment, "NODE_NAME": "node"}.items():
+        monkeypatch.setenv(name, value)
+    words = list(row.words)
+    for option, file, text in (("--config", "config.yaml", row.own), ("--config-file", "v1.yaml", row.text)):
+        if text:
+            Path(file).write_text(text)
+            words += [option, file]
+
+    status = main.main(["run", *words])
+
+    said = (row.said,) if isinstance(row.said, str) else row.said
+    assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in said))
+    assert status == row.status
