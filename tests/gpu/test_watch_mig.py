@@ -123,6 +123,25 @@ async def test_a_lost_gpu_keeps_its_slices(node: SimulatedNode) -> None:
 
 
 @pytest.mark.usefixtures("often")
+async def test_a_slow_driver_is_looked_at_less_often(node: SimulatedNode) -> None:
+    """The one thread that talks to the driver has four times as long for everything else."""
+    async with watching(node, poll_seconds=30.0, usage_seconds=30.0) as watched:
+        node.fault("nvmlDeviceGetMigMode", delay_ms=40)
+        await eventually(lambda: watched.watch._next_look - watched.watch._looked_at >= 5 * 4 * 0.04)
+
+
+async def test_errors_in_two_slices_are_two_lines_of_the_journal(node: SimulatedNode) -> None:
+    """Of a storm one line is kept for each place, so that the second slice is not taken for the first."""
+    await asyncio.to_thread(node.set_mig, 0, ["3g.40gb", "2g.20gb"])
+    async with watching(node) as watched:
+        for gpu_instance in (1, 5, 1, 5):
+            node.xid(0, 31, gpu_instance=gpu_instance, compute_instance=0)
+        await eventually(lambda: watched.count("gpu.xid") == 2)
+
+        assert [entry.facts["gpu_instance"] for entry in watched.journal.entries if entry.event == "gpu.xid"] == [1, 5]
+
+
+@pytest.mark.usefixtures("often")
 async def test_a_look_that_hangs_is_a_hang_like_any_other(node: SimulatedNode) -> None:
     """The call is named, the loop goes on, and the GPU becomes Unhealthy after its time."""
     async with watching(node, poll_seconds=30.0, usage_seconds=30.0) as watched:

@@ -164,6 +164,7 @@ class Session:
         before = self._layouts[uuid]
         if before is not None and not before.capable:
             return False
+        self._pass_on_events()  # as between the GPUs of a reading
         try:
             return mig.look(self._nvml, self._handles[uuid]) != before or before is None
         except NvmlError:  # the next poll finds out what is wrong with it

@@ -50,6 +50,7 @@ _logger = log.get(__name__)
 _SHORTEST_INTERVAL = 0.1
 # New MIG instances reach kubelet within two seconds (docs/architecture.md); this is what may pass until they are seen.
 _MIG_LOOK_SECONDS = 1.0
+_LOOK_PAUSES = 4.0  # between two looks at least so many times what the last one took
 # Of the same XID on the same GPU one entry in so long: a storm of them must not push everything else out of the journal.
 _XID_PAUSE_SECONDS = 10.0
 
@@ -87,7 +88,7 @@ class GpuWatch:
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
         self._links: dict[tuple[str, str], Link] = {}
         self._reopening = Reopening(settings.poll_seconds)
-        self._xids: dict[tuple[str, int], tuple[float, int]] = {}  # (GPU, XID) → when last recorded (monotonic), how many since
+        self._xids: dict[DeviceEvent, tuple[float, int]] = {}  # when last recorded (monotonic), and how many of the same since
         self._wait_trouble = ""
         self._driver_problem = ""
         self._wake = asyncio.Event()
@@ -207,6 +208,8 @@ class GpuWatch:
         snapshot = await self._thread.call("look for other MIG instances", self._session.read_if_cut_anew)
         if snapshot is not None:
             self._learn(snapshot)
+        # A driver that takes long for it must have time for other calls.
+        self._next_look = max(self._next_look, time.monotonic() + _LOOK_PAUSES * (time.monotonic() - self._looked_at))
 
     async def _read(self, *, reopen: bool) -> None:
         snapshot = await self._thread.call("read the GPUs", functools.partial(self._session.read, reopen=reopen))
@@ -295,12 +298,12 @@ class GpuWatch:
             self._publish_healths()
 
     def _record_xid(self, event: DeviceEvent, xid: int, *, counts: bool) -> None:
-        """Journal an XID; of a storm of the same one on the same GPU, one entry in a while, with the number of those left out."""
-        now, (last, left_out) = time.monotonic(), self._xids.get((event.gpu, xid), (-_XID_PAUSE_SECONDS, 0))
+        """Journal an XID; of a storm of the same one in the same place, one entry in a while, with the number of those left out."""
+        now, (last, left_out) = time.monotonic(), self._xids.get(event, (-_XID_PAUSE_SECONDS, 0))
         if now - last < _XID_PAUSE_SECONDS:
-            self._xids[event.gpu, xid] = last, left_out + 1
+            self._xids[event] = last, left_out + 1
             return
-        self._xids[event.gpu, xid] = now, 0
+        self._xids[event] = now, 0
         place: dict[str, Any] = {"gpu_instance": event.gpu_instance, "compute_instance": event.compute_instance}
         self._journal.record(
             "gpu.xid",

@@ -43,7 +43,7 @@ def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
         SimulationError: the model has no MIG, does not know a profile, or they do not fit together; nothing is changed then.
     """
     if not gpu.mig_capable and profiles:
-        raise SimulationError(f"{gpu.name.decode()} cannot be cut into MIG instances; choose an A100, H100, H200, B200 or RTX-PRO-6000 model")
+        raise SimulationError(f"{gpu.name.decode()} cannot be cut into MIG instances; choose an A100, H100, H200, B200 or RTX-PRO-6000")
     wishes = [_wish(gpu, text) for text in profiles]
     starts = _place(wishes)
     names = list(uuids) if uuids is not None else [_uuid(gpu, start, wish) for start, wish in zip(starts, wishes, strict=True)]
