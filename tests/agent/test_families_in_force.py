@@ -12,12 +12,13 @@ import pytest
 from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
-from tests.golden import golden_inventory, golden_slices, with_slices
+from tests.golden import SLICES, golden_inventory, golden_slices, with_slices
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
 from vgpu_agent.config.sharing import MpsSharing, SharedResource, Sharing, TimeSlicing
 from vgpu_agent.errors import ConfigError
-from vgpu_agent.model import Inventory
+from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner
 from vgpu_agent.sim.api_server import ApiServer
 
 GPU, MIG, REPLICAS = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", 40
@@ -175,3 +176,22 @@ async def test_what_is_odd_is_said_once(tmp_path: Path) -> None:
         parts.inventory = in_mig_mode(both=False)
         await look_again(parts)
         assert parts.families.cautions == ()
+
+
+async def test_two_families_that_name_one_slice_are_not_offered_both(tmp_path: Path) -> None:
+    """The first keeps it; the other is withheld with the reason, and who has something of it keeps that (kubelet contract V17)."""
+    settings = await with_mig(tmp_path, "mixed")
+    async with wired(settings, in_mig_mode(both=False)) as parts:
+        await parts.families.apply(settings)
+        static = VolcanoStaticMigFamily(StaticMigOptions("mixed"))
+        parts.families._families = dataclasses.replace(parts.families._families, by_ids=(*parts.families._families.by_ids, static))
+        parts.families.refresh()
+        await parts.offering.sync()
+        assert parts.offered == {GPU: 1, MIG: 7}
+        assert "turn one of the families off" in parts.offering.withheld["volcano.sh/mig-1g.5gb"]
+        holding = Holding("volcano.sh/mig-1g.5gb", (SLICES[0],), Owner("main", "uid-1", "default", "train"))
+        parts.allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60, initial=True)
+        assert [(grant.family, grant.ids) for grant in parts.ledger.grants] == [("volcano-vgpu-mig", (SLICES[0],))]
+        parts.families._families = dataclasses.replace(parts.families._families, by_ids=parts.families._families.by_ids[:1])
+        await look_again(parts)
+        assert parts.offering.withheld == {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider, Resource
@@ -57,3 +59,10 @@ def test_ids_that_name_their_device_have_no_wider_limits() -> None:
     """Their number is the limit, and an id that is not offered any more is reported as foreign."""
     wide, narrow = (dataclasses.replace(each, decided_by=Decider.IDS) for each in (WIDE, NARROW))
     assert after(wide, narrow).at_its_widest(narrow) == narrow
+
+
+def test_one_name_is_offered_once() -> None:
+    """Two families by one name: the second would silently take the place of the first."""
+    twin = dataclasses.replace(WIDE, family="other", ids=(DeviceId("b", "GPU-1"),))
+    with pytest.raises(ValueError, match=r"example.com/number is offered by number and by other"):
+        Offers().replace([WIDE, twin])

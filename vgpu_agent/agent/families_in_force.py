@@ -7,7 +7,6 @@ that come and go. Called by `composition`, by `reload` and by the loops that wat
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent import long_status
@@ -17,11 +16,12 @@ from vgpu_agent.agent.offering import check_offer
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import CarrierError, ConfigError
+from vgpu_agent.families.volcano_vgpu_offer import MIG
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.runtime.hami_library import HamiLibrary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.agent.cdi_side import CdiSide
     from vgpu_agent.agent.cluster_side import ClusterSide
@@ -72,7 +72,7 @@ class FamiliesInForce:
         self.origins: Mapping[str, str] = {}
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
-        self._short: frozenset[str] = frozenset()  # resources of `IdFamily.shortfall`
+        self._refused: frozenset[str] = frozenset()  # resources that could not be offered the last time
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
@@ -102,12 +102,8 @@ class FamiliesInForce:
             self.refresh()
 
     def refresh(self) -> None:
-        """The same families, other GPUs; what is wrong with an offer is said in the readiness instead of raised."""
-        try:
-            self._offer()
-        except ConfigError as err:  # each problem begins with its resource's name
-            for problem in err.problems:
-                self._offering.refuse(problem.partition(":")[0], problem)
+        """The same families, other GPUs; what is wrong with an offer is said in the readiness."""
+        self._offer()
 
     async def _build(self, settings: Settings) -> tuple[Built, str]:
         """The families of ``settings``, and what is wrong with the library; nothing changes yet."""
@@ -130,39 +126,54 @@ class FamiliesInForce:
             for problem in built.problems:
                 self._journal.record("config.foreign_problem", level="warning", problem=problem)
         self.problems = built.problems
-        hami = built.in_force.get("isolation") == "hami-core"
+        hami = built.in_force.get("isolation") == "hami-core" and built.in_force.get("operating_mode") != MIG
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
+            self._allocator.revision.publish(self._allocator.revision.value + 1)  # the mode stands on the Node, and is nothing to the ledger
         self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
         self._choose_mode()
         self._offering.blocked = self._blocked(missing if hami else "")
 
     def _offer(self) -> None:
+        """Offer what can be offered; what cannot stops nothing else, and is withheld with its reason."""
         inventory = self._inventory()
-        offered: list[Resource] = [resource for family in self._families.by_ids for resource in family.resources(inventory)]
-        short = [family.shortfall(inventory) for family in self._families.by_ids]
-        refused = {problem.partition(":")[0]: problem for each in short for problem in each.refused}
-        self._offering.accept([resource.name for resource in offered] + [name for name in self._short if name not in refused])
-        self._short = frozenset(refused)
-        for name, problem in refused.items():
+        offered: list[Resource] = []
+        cautions: list[str] = []
+        refused: list[str] = []  # each begins with its resource's name
+        by_ids, by_pod = [], []
+        for family in self._families.by_ids:
+            short = family.shortfall(inventory)
+            cautions += short.cautions
+            problems = self._add(family, inventory, offered)
+            refused += (*short.refused, *problems)
+            by_ids += [] if problems else [family]
+        for pod_family in self._families.by_pod:
+            problems = self._add(pod_family, inventory, offered, self._budget_bytes)
+            refused += problems
+            by_pod += [] if problems else [pod_family]
+        reasons = {problem.partition(":")[0]: problem for problem in refused}
+        self._offering.accept([*(resource.name for resource in offered), *self._refused.difference(reasons)])
+        self._refused = frozenset(reasons)
+        for name, problem in reasons.items():
             self._offering.refuse(name, problem)
-        usable, unserved = [], [family for family in self._families.by_pod if family.name in self._offering.blocked]
-        for family in self._families.by_pod:
-            try:
-                resources = family.resources(inventory)
-                check_offer(resources, self._budget_bytes)
-                _check_distinct([*offered, *resources])
-            except ConfigError as err:  # one family that cannot be offered stops no other
-                for problem in err.problems:
-                    self._offering.refuse(problem.partition(":")[0], problem)
-                unserved.append(family)
-                continue
-            self._offering.accept(resource.name for resource in resources)
-            offered += resources
-            usable.append(family)
-        self._allocator.use_families(dataclasses.replace(self._families, by_pod=tuple(usable), unserved=tuple(unserved)))
+        unserved = [family for family in self._families.by_pod if family not in by_pod or family.name in self._offering.blocked]
+        idle = [family for family in self._families.by_ids if family not in by_ids]
+        self._allocator.use_families(Families(tuple(by_ids), tuple(by_pod), tuple(unserved), tuple(idle)))
         self._allocator.refresh_offer()
-        self._caution(offered, [caution for each in short for caution in each.cautions])
+        self._caution(offered, cautions)
+
+    @staticmethod
+    def _add(family: Family, inventory: Inventory, offered: list[Resource], budget_bytes: int | None = None) -> list[str]:
+        """Add to ``offered`` what the family offers; why nothing was added, empty when something could be."""
+        try:
+            resources = family.resources(inventory)
+            if budget_bytes is not None:
+                check_offer(resources, budget_bytes)
+            _check_distinct(offered, resources)
+        except ConfigError as err:
+            return err.problems
+        offered += resources
+        return []
 
     def _caution(self, offered: list[Resource], others: list[str]) -> None:
         node = self._cluster.node
@@ -195,7 +206,16 @@ class FamiliesInForce:
                 blocked[family.name] = waits
             elif missing and family.name == "volcano-vgpu":
                 blocked[family.name] = missing
+            elif family.name == "volcano-vgpu" and self.in_force.get("operating_mode") == MIG and not self._is_late:
+                blocked[family.name] = (
+                    "the operating mode mig has GPUs divided before a container starts, which takes late binding: a runtime that resolves "
+                    "CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), or binding.mode: late"
+                )
         return blocked
+
+    @property
+    def _is_late(self) -> bool:
+        return self._allocator.mode is not None and self._allocator.mode.late
 
     async def _install(self, settings: Settings) -> tuple[str, str]:
         """The path of the library, and what is wrong with it; empty strings when it is not needed."""
@@ -207,9 +227,13 @@ class FamiliesInForce:
             return self._library.path, "" if self._library.path else str(err)
 
 
-def _check_distinct(resources: list[Resource]) -> None:
+def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> None:
+    """Raise when something of ``more`` has a name or an id of what is ``offered`` by others."""
+    if not offered:
+        return
     try:
-        Offers().replace(resources)
+        Offers().replace([*offered, *more])
     except ValueError as err:
-        name = resources[-1].name
-        raise ConfigError([f"{name}: {err}; kubelet would mix them up, so turn one of the families off"]) from err
+        raise ConfigError(
+            [f"{resource.name}: {err}; kubelet would mix them up, so turn one of the families off" for resource in more]
+        ) from err

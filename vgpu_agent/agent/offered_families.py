@@ -18,11 +18,13 @@ from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
 from vgpu_agent.families.aws import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import GENERATED_KIND, MODES, TOOLKIT_KIND, ListOptions
-from vgpu_agent.families.nvidia import CONTROL_NODES, NvidiaFamily
+from vgpu_agent.families.nvidia import CONTROL_NODES, WSL_NODE, NvidiaFamily
 from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
-from vgpu_agent.families.volcano_vgpu_offer import VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu_mig import VolcanoVgpuMigFamily
+from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.families.volcano_vgpu_offer import MIG, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.isolation.hami_core import HamiCore
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.agent.cdi_side import CdiFound
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.config.volcano import VolcanoVgpu
     from vgpu_agent.config.volcano_files import Overlay
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.isolation.backend import Backend
@@ -52,6 +55,7 @@ class Found:
         node_trouble: why that is there and cannot be read; empty otherwise.
         library_path: the installed libvgpu.so; empty when there is none.
         given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
+        wsl: the node has no device node for each GPU, but `WSL_NODE` for all.
     """
 
     control_nodes: tuple[str, ...] = ()
@@ -62,6 +66,7 @@ class Found:
     node_trouble: str = ""
     library_path: str = ""
     given: frozenset[str] = frozenset()
+    wsl: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,14 +108,15 @@ async def look(
         late: see `Found`.
     """
     root = str(settings.gpu.device_node_root).rstrip("/")
-    nodes = await asyncio.to_thread(lambda: tuple(path for path in CONTROL_NODES if os.path.exists(root + path)))
+    nodes = await asyncio.to_thread(lambda: tuple(path for path in (*CONTROL_NODES, WSL_NODE) if os.path.exists(root + path)))
     node_configs: tuple[str, ...] = ()
     trouble = ""
     if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
         text, trouble = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
         node_configs = node_before if trouble else told(node_before, text, _node_reader(settings))
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
-    return Found(nodes, cdi, late, device_configs, node_configs, trouble, library_path, given)
+    control_nodes = tuple(path for path in nodes if path != WSL_NODE)
+    return Found(control_nodes, cdi, late, device_configs, node_configs, trouble, library_path, given, WSL_NODE in nodes)
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -119,12 +125,13 @@ def build(settings: Settings, found: Found) -> Built:
     by_pod: list[PodFamily] = []
     built = Built(Families())
     if settings.families.nvidia:
-        by_ids.append(NvidiaFamily(NvidiaOptions.from_settings(settings, lists=list_options(settings, found))))
+        by_ids.append(NvidiaFamily(NvidiaOptions.from_settings(settings, lists=list_options(settings, found), wsl=found.wsl)))
     if settings.families.aws:
         by_ids.append(AwsFamily(AwsOptions.from_settings(settings, lists=list_options(settings, found))))
     if settings.families.volcano_vgpu:
-        family, built = _volcano_vgpu(settings, found)
+        family, static, built = _volcano_vgpu(settings, found)
         by_pod.append(family)
+        by_ids += static
     if settings.families.volcano_gpushare:
         by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings)))
     return dataclasses.replace(built, families=Families(tuple(by_ids), tuple(by_pod)))
@@ -149,10 +156,10 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
     )
 
 
-def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, Built]:
+def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, list[IdFamily], Built]:
     problems: list[str] = []
     origins: dict[str, str] = {}
-    vgpu, node_config = settings.volcano_vgpu, None
+    vgpu, device_config, node_config = settings.volcano_vgpu, None, None
     if found.device_configs:
         device_config = come_to(found.device_configs, read_device_config)
         prefix = "volcanoVgpu."
@@ -172,12 +179,34 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, Built]:
     if vgpu.isolation == "hami-core":
         backend = HamiCore(settings.hami_core.host_directory, found.library_path, settings.hami_core.lock_directory)
     options = VolcanoVgpuOptions.from_settings(
-        msgspec.structs.replace(settings, volcano_vgpu=vgpu), control_nodes=found.control_nodes, node_config=node_config
+        msgspec.structs.replace(settings, volcano_vgpu=vgpu),
+        control_nodes=found.control_nodes,
+        node_config=node_config,
+        geometries=device_config.geometries if device_config else (),
     )
+    strategy, problem = _static_strategy(settings, vgpu)
+    problems += [problem] if problem else []
     built = Built(Families(), tuple(problems), msgspec.structs.asdict(vgpu), origins, found.node_configs)
     names = {field.name: field.encode_name for field in msgspec.structs.fields(type(vgpu))}
     set_in = tuple((names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(origins.items()))
-    return VolcanoVgpuFamily(dataclasses.replace(options, set_in=set_in), backend), built
+    options = dataclasses.replace(options, set_in=set_in)
+    static: list[IdFamily] = []
+    if strategy != "none":
+        lists = dataclasses.replace(list_options(settings, found), enabled=options.lists.enabled)
+        hidden = options.hidden_uuids, options.hidden_indices
+        static.append(VolcanoStaticMigFamily(StaticMigOptions(strategy, vgpu.mig_resource_prefix, *hidden, lists)))
+    return VolcanoVgpuMigFamily(options) if options.mode == MIG else VolcanoVgpuFamily(options, backend), static, built
+
+
+def _static_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str]:
+    """How Volcano's names offer MIG instances that somebody else has made, and why not as it was asked for."""
+    strategy = vgpu.mig_strategy or ("none" if settings.families.nvidia else settings.plugin.mig_strategy)
+    instead = ""
+    if strategy != "none" and vgpu.operating_mode == MIG:
+        instead = "in the operating mode mig instances are given through volcano.sh/vgpu-number; they are not offered by their own names"
+    elif strategy != "none" and settings.families.nvidia and settings.plugin.mig_strategy != "none":
+        instead = "the family nvidia offers the same instances (plugin.migStrategy); turn one of the two off"
+    return ("none", f"volcanoVgpu.migStrategy: {strategy}: {instead}") if instead else (strategy, "")
 
 
 def _node_reader(settings: Settings) -> Callable[[str], Overlay]:

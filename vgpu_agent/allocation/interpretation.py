@@ -95,7 +95,7 @@ class Interpretation:
         """See `Ledger.reconcile`; None when the resource is not ours, or is only there to be counted."""
         families = self._families()
         served_by = next((offer.family for offer in self._ledger.resources if offer.name == holding.resource), "")
-        for by_ids in families.by_ids:
+        for by_ids in (*families.by_ids, *families.idle):
             # A family claims names that it may have offered before; what another offers by that name today is not meant.
             if served_by in ("", by_ids.name) and by_ids.claims(holding.resource):
                 shares = by_ids.shares(holding.resource, holding.ids, self._inventory())

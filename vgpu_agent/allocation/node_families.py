@@ -17,11 +17,13 @@ class Families:
         by_ids: whose ids name devices.
         by_pod: whose pods decide.
         unserved: those of ``by_pod``, or besides them, that nobody is served by now: their schedulers are told that nothing is free.
+        idle: families whose ids name devices and that are not offered now; who has something of them keeps it.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
     by_pod: tuple[PodFamily, ...] = ()
     unserved: tuple[PodFamily, ...] = ()
+    idle: tuple[IdFamily, ...] = ()
 
     @property
     def all(self) -> tuple[Family, ...]:

@@ -28,9 +28,12 @@ class Offers:
         """Offer exactly ``resources`` from now on; whether that changed anything. Of those in ``held``, wider limits are remembered.
 
         Raises:
-            ValueError: an id occurs in two resources (kubelet contract V17): kubelet would mix their health up.
+            ValueError: a name, or an id (kubelet contract V17), is offered twice: kubelet would mix their health up.
         """
-        offered = {resource.name: resource for resource in resources}
+        offered: dict[str, Resource] = {}
+        for resource in resources:
+            if (twin := offered.setdefault(resource.name, resource)) is not resource:
+                raise ValueError(f"{resource.name} is offered by {twin.family} and by {resource.family}")
         ids: dict[str, tuple[str, DeviceId]] = {}
         prefixes: dict[str, str] = {}
         for resource in offered.values():
