@@ -147,9 +147,9 @@ class VolcanoStage:
 
 
 @contextlib.asynccontextmanager
-async def volcano_stage(folder: Path, **options: Any) -> AsyncIterator[VolcanoStage]:
+async def volcano_stage(folder: Path, *, of: type[VolcanoStage] = VolcanoStage, **options: Any) -> AsyncIterator[VolcanoStage]:
     """A stage, and Volcano's scheduler on it; the agent is ended with it, however the test ends."""
-    stage = await asyncio.to_thread(lambda: VolcanoStage(folder, **options))
+    stage = await asyncio.to_thread(lambda: of(folder, **options))
     async with stage.cluster:
         await stage.cluster.start_volcano()
         try:

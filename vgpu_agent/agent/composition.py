@@ -27,6 +27,7 @@ from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.footprint import keep_small
 from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.agent.lag import LoopLag
+from vgpu_agent.agent.mig_side import MigSide
 from vgpu_agent.agent.mps_side import MpsSide
 from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offering import Offering
@@ -125,6 +126,7 @@ class Agent:
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,
         )
+        self._mig = MigSide.from_settings(settings, self._watch)
         self._allocator = Allocator(
             ledger=self._ledger,
             families=Families(),
@@ -144,6 +146,7 @@ class Agent:
                 carrier=directory,
                 refusals=self._refusals,
                 settings=settings.binding,
+                divider=self._mig,
             ),
         )
         self._offering = Offering(
@@ -277,6 +280,8 @@ class Agent:
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
+        if settings.families.volcano_vgpu:
+            self._supervisor.start("mig", self._mig.run)
         self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
         vanished = VanishedDevices(ledger=self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
         self._supervisor.start("vanished devices", vanished.run)

@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.errors import MigError
+from vgpu_agent.mig.parted import MigParted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from vgpu_agent.config.settings import Settings
     from vgpu_agent.config.volcano import VolcanoVgpu
     from vgpu_agent.families.family import MigLayout
     from vgpu_agent.gpu.watch import GpuWatch
     from vgpu_agent.mig.layouts import Division
-    from vgpu_agent.mig.parted import MigParted
     from vgpu_agent.model import Gpu, Inventory
 
 _logger = log.get(__name__)
@@ -53,6 +55,14 @@ class MigSide:
         self._call_timeout_seconds = call_timeout_seconds
         self._waiting: asyncio.Queue[tuple[MigLayout, Callable[[str], None]]] = asyncio.Queue()
         self._failed: dict[MigLayout, tuple[float, str]] = {}
+
+    @classmethod
+    def from_settings(cls, settings: Settings, watch: GpuWatch) -> MigSide:
+        """The side that the configuration asks for."""
+        vgpu = settings.volcano_vgpu
+        directory = Path(settings.state_directory) / "mig"
+        parted = MigParted(vgpu.mig_parted, directory, timeout_seconds=vgpu.mig_parted_timeout_seconds)
+        return cls(parted, watch, vgpu, call_timeout_seconds=settings.gpu.call_timeout_seconds)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
         """See `allocation.surroundings.Divider`."""
