@@ -45,23 +45,36 @@ sharing:
 |---|---|
 | `vgpu-agent config example` | writes a commented file with every key and its default (it stands at the end of this page) |
 | `vgpu-agent config check FILE` | says what is wrong with a file, everything at once; exit status 0 or 2 |
+| `vgpu-agent config convert FILE` | writes a configuration of NVIDIA's device plugin as one of the agent's |
 | `vgpu-agent config show --config FILE` | each value and where it came from; `--json` for programs |
 | `curl localhost:9395/debug/config` | the same from the running agent |
 
 ## Who wins
 
-A flag beats an environment variable, which beats the file, which beats the default. An empty variable counts as not set. A relative path
-in a flag or a variable starts from the working directory; paths in the file are absolute.
+A flag beats an environment variable, which beats the file, which beats a configuration file of NVIDIA's device plugin, which beats the
+default. An empty variable counts as not set. A relative path in a flag or a variable starts from the working directory; paths in the file
+are absolute. Flags of the replaced plugins are read as Go reads them: one dash or two, `--flag=value`, a switch alone, a list repeated or
+separated by commas.
 
 """
 
 RULES = """\
+## A configuration of NVIDIA's device plugin
+
+A file of its schema v1 is read as it is: given as `--config-file`, as `CONFIG_FILE`, or as the section `nvidiaConfig` of the agent's own
+file. Each value becomes the setting that means the same, and `config show` names the line from which it came. What the plugin drops
+without a word counts here or is named in a warning: keys that it does not know, keys in the wrong section, `resources`, `rename` and
+`devices`. With `namedConfig.directory`, a label of the node chooses the file. [coming-from-nvidia-device-plugin.md](coming-from-nvidia-device-plugin.md)
+has a table of everything.
+
+## Variables that mean nothing
+
 A variable that begins with `VGPU_AGENT_` and stands in no table is reported as a warning, unless Kubernetes put it there for a Service.
 So is a variable of NVIDIA's or Volcano's plugin that the agent does not follow, where it would have had an effect.
 
 ## What the file may look like
 
-* `version: v1` must be there; an empty file means the defaults.
+* `version: v1` must be there; an empty file is refused, because it may be a write that was cut short.
 * A key that does not exist is an error, with a suggestion. A key that stands twice is an error, too.
 * Plain values are what JSON would call them: `true`, `false`, `null`, numbers, else text. So `yes`, `on`, `012` and `1:30` are text, and a
   key that wants true or false refuses `yes`.
@@ -77,7 +90,7 @@ config.yaml:12: sharing.timeSlicing.resources[0].replicas: expected an integer â
 
 ## Changes while the agent runs
 
-The file's content is looked at every `configReloadSeconds`. It makes no difference whether it was edited, replaced, or swapped by a
+The content of the files is looked at every `configReloadSeconds`. It makes no difference whether one was edited, replaced, or swapped by a
 ConfigMap (mount the ConfigMap as a directory: Kubernetes never updates a `subPath` mount). Keys marked *live* below take effect at once; a
 change of another key is logged and waits for a restart. A file that cannot be used is logged line by line and the settings from before
 stay in force; so they do when the file vanishes.
@@ -97,8 +110,11 @@ def _options() -> Iterator[str]:
     yield "| flag | environment variable | key |\n|---|---|---|\n"
     yield f"| `{options.CONFIG_FLAG}` | `{options.CONFIG_VARIABLE}` | the file itself |\n"
     for option in options.OPTIONS:
-        flag = f"`{option.flag}`" if option.flag else ""
-        yield f"| {flag} | `{option.variable}` | `{option.path}` |\n"
+        yield f"| {_names(option.flags)} | {_names(option.variables)} | {_names((option.path, *option.also))} |\n"
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _section(section: schema.Struct, path: str) -> Iterator[str]:

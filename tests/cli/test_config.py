@@ -58,6 +58,14 @@ def test_check_without_a_file_checks_flags_and_environment(command: Command, cap
     assert capsys.readouterr().out == "defaults, environment and flags (no file): ok\n"
 
 
+def test_check_names_the_file_of_nvidias_plugin(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was looked at, too."""
+    Path("v1.yaml").write_text("version: v1\n")
+
+    assert command("check", "config.yaml", "--config-file", "v1.yaml") == 0
+    assert capsys.readouterr().out == "config.yaml and v1.yaml: ok\n"
+
+
 def test_check_refuses_two_different_files(command: Command) -> None:
     """It could only check one of them."""
     with pytest.raises(ConfigError, match=r"two files given, config\.yaml and --config wrong\.yaml; name one"):

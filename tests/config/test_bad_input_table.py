@@ -254,6 +254,11 @@ ROWS = [
         own="version: v1\nplugin: {deviceIdStrategy: y}\n",
         words=("--device-id-strategy", "z"),
     ),
+    Row(
+        "nvidia §2, given as our file",
+        "config.yaml:2: flags: unknown key, a configuration of NVIDIA's plugin is given as --config-file, or stands below nvidiaConfig",
+        own="version: v1\nflags: {migStrategy: none}\n",
+    ),
     # iktos contract I.2; more of them in test_iktos.py.
     flag("iktos I.2", "--resource-config=gpu;a;4", 'entry "gpu;a;4": expected <resource>:<new name>:<replicas>, got 1 part'),
     flag("iktos I.2", "--resource-config=gpu:a", 'entry "gpu:a": expected <resource>:<new name>:<replicas>, got 2 parts'),

@@ -59,7 +59,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _check(arguments: argparse.Namespace) -> int:
     loaded = _loaded(arguments)
-    print(f"{loaded.sources.file or 'defaults, environment and flags (no file)'}: ok")
+    files = [file for file in (loaded.sources.file, loaded.contents.nvidia_file) if file]
+    print(f"{' and '.join(files) or 'defaults, environment and flags (no file)'}: ok")
     return 0
 
 

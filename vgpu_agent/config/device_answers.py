@@ -76,7 +76,7 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         ),
     ] = ()
     imex_required: Annotated[
-        bool, Meta(description="A node without the channel's device node: true ends the agent with an error, false goes on without it.")
+        bool, Meta(description="A node without the channel's device node: true offers nothing and says why, false goes on without it.")
     ] = False
 
 

@@ -24,6 +24,7 @@ _COMMENTED_WIDTH = _WIDTH - len("  # ")
 _HEADER = """\
 Configuration of vgpu-agent, schema v1. Every value here is the default; keep the lines that you change.
 A flag beats an environment variable, which beats this file; (in brackets) what they are called.
+A configuration of NVIDIA's device plugin may stand in it as it is, below a key nvidiaConfig; what is said here beats it.
 [live]: a running agent follows a change of this file; the rest needs a restart."""
 # Text that YAML and we read as the same text without quotes.
 _UNQUOTED = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*\Z")
@@ -85,10 +86,8 @@ def _item(items: schema.Struct) -> Iterator[str]:
 def _outside(path: str) -> str:
     """How else the key can be given, and when a change counts."""
     live = " [live]" if difference.takes_effect_at_once(path) else ""
-    for option in options.OPTIONS:
-        if option.path == path:
-            return f" ({', '.join(name for name in (option.flag, option.variable) if name)}){live}"
-    return live
+    names = [name for option in options.OPTIONS if path in (option.path, *option.also) for name in (*option.flags, *option.variables)]
+    return f" ({', '.join(names)}){live}" if names else live
 
 
 def _has_list(section: schema.Struct) -> bool:

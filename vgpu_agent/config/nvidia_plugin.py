@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SECTION = "nvidiaConfig"
 VERSION = "v1"
+ONLY_THERE = ("flags", "imex")  # at the top of such a document, and never of ours
 
 # Their key → ours; two where two families of this agent read it.
 _VALUES: Final[dict[str, tuple[str, ...]]] = {

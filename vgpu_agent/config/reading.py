@@ -18,7 +18,7 @@ from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.suggestions import suggestion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 VERSION = "v1"
 DEFAULT_ORIGIN = "default"
@@ -148,7 +148,7 @@ class Reading:
         accepted: dict[str, Any] = {}
         for name, node in members.items():
             if name not in known:
-                advice = "" if self._problems.enough else f", {suggestion(name, known, prefix)}"
+                advice = "" if self._problems.enough else f", {_advice(name, known, prefix)}"
                 self._problem(node.line, prefix + shown_key(name), f"unknown key{advice}")
                 continue
             found = self._value(known[name], node, prefix + name)
@@ -274,6 +274,14 @@ class Reading:
         """Where the key ``path`` stands in the document that is being taken."""
         where = f"{self._file}:{line}"
         return Place(where, where, line, "" if self._keys is None else _their_key(self._keys, path), self._keys is not None)
+
+
+def _advice(name: str, known: Iterable[str], prefix: str) -> str:
+    if prefix:
+        return suggestion(name, known)
+    if name in nvidia_plugin.ONLY_THERE:
+        return f"a configuration of NVIDIA's plugin is given as {options.NVIDIA_CONFIG_FLAG}, or stands below {nvidia_plugin.SECTION}"
+    return suggestion(name, ("version", *known, nvidia_plugin.SECTION))
 
 
 def _plain(node: yaml.Node) -> Any:

@@ -238,7 +238,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             "text may stand in this file, too, as the section `nvidiaConfig`. Empty: none."
         ),
     ] = ""
-    config_reload_seconds: Annotated[Seconds, Meta(description="How often the configuration file is looked at for new content.")] = 2.0
+    config_reload_seconds: Annotated[Seconds, Meta(description="How often the configuration files are looked at for new content.")] = 2.0
     shutdown_seconds: Annotated[
         Seconds, Meta(description="Longest time an orderly stop may take before the agent leaves whatever still runs.")
     ] = 10.0

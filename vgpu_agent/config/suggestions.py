@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 _LONGEST_GUESSED = 60
 
 
-def suggestion(name: str, known: Iterable[str], prefix: str) -> str:
-    """The end of a sentence about the unknown key ``name`` in the section ``prefix``, which has the keys ``known``."""
-    known = known if prefix else ("version", *known)
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about the unknown key ``name`` of a section with the keys ``known``."""
     if guess := nearest(name, known):
         return f"did you mean {guess}?"
     # A key in the wrong section is the mistake that NVIDIA's plugin swallows (nvidia contract §2, its issue 1433).
