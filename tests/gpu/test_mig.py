@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from vgpu_agent.gpu import inventory, mig
 from vgpu_agent.gpu.capabilities import Capabilities
 from vgpu_agent.gpu.inventory import NumaNodes, Reading
 from vgpu_agent.gpu.nvml import NOT_FOUND, Nvml
-from vgpu_agent.model import Gpu
+from vgpu_agent.model import Gpu, MigInstance
 from vgpu_agent.sim.state import SimulatedNode
 
 UNKNOWN = 999
@@ -122,13 +123,14 @@ def test_a_gpu_that_does_not_settle_keeps_what_was_known(node: SimulatedNode) ->
     layouts = iter([SEVEN, THREE] * 100)
     nvml = CutDuring("nvmlDeviceGetAttributes_v2", lambda: node.set_mig(0, next(layouts)), times=-1)
     nvml.load(Path("/"))
-    known = Gpu(node.uuids[0], 0, 0, "A100", 81920, mig_enabled=True, pci_bus_id="0000:07:00.0")
+    before = (MigInstance("MIG-before", 0, 0, 0, "7g.80gb", 80384),)
+    known = Gpu(node.uuids[0], 0, 0, "A100", 81920, mig_enabled=True, pci_bus_id="0000:07:00.0", mig_instances=before)
 
     reading = _reading(node, nvml)
 
     assert reading.failures == ()
     assert not reading.cards[0].mig.settled
-    assert inventory.merge((known,), reading)[0].mig_instances == known.mig_instances
+    assert inventory.merge((known,), reading)[0].mig_instances == before
     assert inventory.merge((), reading)[0].mig_enabled
     nvml.shutdown()
 
@@ -143,11 +145,13 @@ def test_readings_under_constant_change_are_consistent_and_lose_no_gpu(node: Sim
             node.set_mig(0, THREE)
             node.set_mig(0, SEVEN)
 
-    cutter = threading.Thread(target=cut)
-    cutter.start()
-    readings = [_reading(node, nvml) for _ in range(60)]
-    stop.set()
-    cutter.join()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        cutter = pool.submit(cut)
+        try:
+            readings = [_reading(node, nvml) for _ in range(60)]
+        finally:
+            stop.set()
+        cutter.result()
 
     assert all(len(reading.cards) == 4 for reading in readings)
     settled = {tuple(one.profile for one in reading.cards[0].gpu.mig_instances) for reading in readings if reading.cards[0].mig.settled}

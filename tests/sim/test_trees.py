@@ -132,10 +132,24 @@ def test_who_reads_while_instances_change_finds_whole_files(tmp_path: Path) -> N
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         reader = pool.submit(look)
-        for _ in range(50):
-            node.set_mig(0, ["3g.20gb", "2g.10gb"])
-            node.set_mig(0, ["3g.20gb", "1g.5gb"])
-        stop.set()
+        try:
+            for _ in range(50):
+                node.set_mig(0, ["3g.20gb", "2g.10gb"])
+                node.set_mig(0, ["3g.20gb", "1g.5gb"])
+        finally:
+            stop.set()
         reader.result()
 
     assert found == {whole}
+
+
+def test_a_file_that_changes_is_replaced_and_not_rewritten(tmp_path: Path) -> None:
+    """Who has opened the file before reads the old one to its end; who opens it afterwards, the new one."""
+    node = simulated_node(tmp_path, gpus=1)
+    minors = node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors"
+    minors.write_text("config 1\n")
+    with minors.open() as opened:
+        node.set_mig(0, ["1g.10gb"])
+
+        assert opened.read() == "config 1\n"
+    assert "gpu0/gi7/access" in minors.read_text()
