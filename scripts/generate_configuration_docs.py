@@ -64,8 +64,8 @@ RULES = """\
 A file of its schema v1 is read as it is: given as `--config-file`, as `CONFIG_FILE`, or as the section `nvidiaConfig` of the agent's own
 file. Each value becomes the setting that means the same, and `config show` names the line from which it came. What the plugin drops
 without a word counts here or is named in a warning: keys that it does not know, keys in the wrong section, `resources`, `rename` and
-`devices`. With `namedConfig.directory`, a label of the node chooses the file. [coming-from-nvidia-device-plugin.md](coming-from-nvidia-device-plugin.md)
-has a table of everything.
+`devices`. With `namedConfig.directory`, a label of the node chooses the file. A table of everything is in
+[coming-from-nvidia-device-plugin.md](coming-from-nvidia-device-plugin.md).
 
 ## Variables that mean nothing
 

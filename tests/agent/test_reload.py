@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from vgpu_agent import log
 from vgpu_agent.agent.reload import Reload
@@ -48,6 +49,16 @@ async def test_good_settings_are_applied_and_shown(applied: Applied) -> None:
     assert applied.settings == [new.settings]  # all of it takes effect at once
     assert reload.loaded is new
     assert (reload.problem, reload.needs_restart) == ("", ())
+
+
+async def test_what_a_new_file_says_without_effect_is_told_once(applied: Applied) -> None:
+    """nvidia:D10 holds for a change, too; what was told before is not told again."""
+    reload = Reload(loaded("nvidiaConfig: {colour: red}\n"), apply=applied, journal=Journal())
+    with structlog.testing.capture_logs() as told:
+        await reload.take(loaded("nvidiaConfig: {colour: red, migStrategy: mixed}\n"))
+    assert [line["problem"] for line in told if line["event"] == "config.warning"] == [
+        "config.yaml:2: nvidiaConfig.migStrategy: has no effect here; did you mean nvidiaConfig.flags.migStrategy?"
+    ]
 
 
 async def test_bad_settings_change_nothing_until_a_good_file_comes(applied: Applied) -> None:

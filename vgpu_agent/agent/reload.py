@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.journal import Journal
 
+_logger = log.get(__name__)
+
 
 class Reload:
     """The configuration in force, and why the newest file may not be.
@@ -68,6 +70,9 @@ class Reload:
         except ConfigError as err:
             self._refuse(err)
             return
+        for warning in outcome.warnings:
+            if warning not in self.loaded.warnings:
+                _logger.warning("config.warning", problem=warning)
         self.loaded, self._refused, self.needs_restart = outcome, "", tuple(later)
         if "log.level" in at_once:
             log.set_level(outcome.settings.log.level)

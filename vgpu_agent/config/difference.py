@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 Section = TypeVar("Section", bound=msgspec.Struct)
 
 # Everything else is a path, an address or a time limit that a running part was built with.
-AT_ONCE = ("resources.", "sharing.", "iktos.", "plugin.", "gpu.recovery.", "gpu.disableHealthChecks", "gpu.enableHealthChecks", "log.level")
+AT_ONCE = (
+    "nvidiaConfigFile",
+    "resources.",
+    "sharing.",
+    "iktos.",
+    "plugin.",
+    "gpu.recovery.",
+    "gpu.disableHealthChecks",
+    "gpu.enableHealthChecks",
+    "log.level",
+)
 
 
 def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
