@@ -14,6 +14,8 @@ from vgpu_agent.cli import main as command_line
 from vgpu_agent.cluster import config_map
 from vgpu_agent.config import load
 from vgpu_agent.config.settings import Settings, split_address
+from vgpu_agent.families.aws import PIPE_DIRECTORY
+from vgpu_agent.isolation.mps import SHARED_MEMORY, MpsOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "manifests"
@@ -312,6 +314,25 @@ def test_the_init_container_has_no_more_rights_than_the_agent(library_component:
     (mount,) = delivering["volumeMounts"]
     assert mount["mountPath"] == DEFAULTS.hami_core.host_directory
     assert f"{mount['mountPath']}/incoming/libvgpu.so" in delivering["command"][-1]
+
+
+def test_what_mps_needs_lies_where_daemons_and_containers_look(container: Any) -> None:
+    """Pipes and shared memory under the paths that answers name, each way of propagation as it is needed; aws:D2, aws:D10."""
+    document = _documents("components/mps/daemonset.yaml")[0]
+    assert document["apiVersion"] == "apps/v1"
+    patched = document["spec"]["template"]["spec"]
+    (agent,) = patched["containers"]
+    places = {mount["name"]: (mount["mountPath"], mount.get("mountPropagation")) for mount in agent["volumeMounts"]}
+    folders = {volume["name"]: volume["hostPath"]["path"] for volume in patched["volumes"]}
+    mps = MpsOptions(DEFAULTS.mps.root, DEFAULTS.mps.container_root)
+    assert {folders[name]: place for name, place in places.items()} == {
+        mps.root: (mps.container_root, "Bidirectional"),
+        mps.host_shared_memory: (SHARED_MEMORY, "HostToContainer"),
+        PIPE_DIRECTORY: (PIPE_DIRECTORY, None),
+    }
+    assert (patched["hostPID"], agent["securityContext"]["privileged"]) == (True, True)
+    capabilities = next(entry["value"] for entry in container["env"] if entry["name"] == "NVIDIA_DRIVER_CAPABILITIES")
+    assert set(capabilities.split(",")) == {"compute", "utility"}  # which bring nvidia-cuda-mps-control and nvidia-smi
 
 
 def test_the_selector_finds_the_pods(objects: dict[str, Any]) -> None:

@@ -24,6 +24,13 @@ async def test_stdin_environment_and_output_go_through(tmp_path: Path) -> None:
     assert await tool.run(text="hello\n", environment={"ONLY": "this"}) == "hello this \n"
 
 
+async def test_a_program_is_found_by_the_agents_own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's environment has two variables and no PATH; its program is found all the same."""
+    await asyncio.to_thread(_tool, tmp_path, "echo here")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert await HostTool("tool", "mps.controlBinary", timeout_seconds=5.0).run(environment={"ONLY": "this"}) == "here\n"
+
+
 async def test_output_without_end_is_cut(tmp_path: Path) -> None:
     """A tool that prints for ever fills its file and fails or is killed; the agent keeps 64 KiB of it at most."""
     tool = await asyncio.to_thread(_tool, tmp_path, "yes", seconds=0.5)

@@ -36,4 +36,4 @@ def test_each_daemon_has_its_series() -> None:
     waits = dataclasses.replace(RUNNING, resource="k8s.amazonaws.com/vgpu", trouble="it gets its new limits once …")
     moment = Moment(AgentStatus(mps=(RUNNING, waits)), ProcessFacts(), 1061.0)
     rows = {metric.name.removeprefix("vgpu_agent_mps_"): [value for _, value in metric.read(moment)] for metric in mps.MPS}
-    assert rows == {"daemon_up": [True, False], "daemon_restarts_total": [1, 1], "clients": [2, 2], "clients_lost_total": [3, 3]}
+    assert rows == {"daemon_up": [True, False], "restarts_total": [1, 1], "clients": [2, 2], "clients_lost_total": [3, 3]}

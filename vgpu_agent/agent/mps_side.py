@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import MpsError
 from vgpu_agent.families import aws
 from vgpu_agent.families.aws import AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.isolation.mps import daemon_plan, why_not
 from vgpu_agent.model import SharingMode
+from vgpu_agent.mps import directories
 from vgpu_agent.mps.supervision import Supervision
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class MpsSide:
             changed=lambda: self._news.publish(self._news.version + 1),
             sysfs_root=settings.gpu.sysfs_root,
             proc_root=settings.gpu.proc_root,
+            share_memory=_share_if_allowed if settings.simulate else directories.share_memory,
         )
         self.apply(settings)
         offering.gates.append(self._why_not)
@@ -148,3 +151,11 @@ class MpsSide:
         strangers = (grant for grant in self._ledger.grants if grant.resource != resource.name or not ids.issuperset(grant.ids))
         held = {found[0].uuid for grant in strangers for share in grant.shares if (found := inventory.device(share.device))}
         return frozenset(held.intersection(entry.device for entry in resource.ids))
+
+
+def _share_if_allowed(root: str, *, size_mib: int, proc_root: str) -> None:
+    """Simulated GPUs run no CUDA program that would need the shared memory, so who may not mount can still try everything else."""
+    try:
+        directories.share_memory(root, size_mib=size_mib, proc_root=proc_root)
+    except MpsError as err:
+        _logger.warning("mps.no_shared_memory", error=str(err))

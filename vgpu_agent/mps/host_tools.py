@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import MpsError
@@ -71,9 +72,11 @@ class HostTool:
     async def _start(
         self, arguments: Sequence[str], source: int, output: int, errors: int, environment: Mapping[str, str] | None
     ) -> asyncio.subprocess.Process:
+        # By our own PATH: the one that a daemon sees has none.
+        found = await asyncio.to_thread(shutil.which, self._program)
         try:
             return await asyncio.create_subprocess_exec(
-                self._program,
+                found or self._program,
                 *arguments,
                 stdin=source,
                 stdout=output,

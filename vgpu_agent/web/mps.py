@@ -58,7 +58,7 @@ MPS: tuple[Metric, ...] = (
         each_daemon(_in_force),
     ),
     Metric(
-        "vgpu_agent_mps_daemon_restarts_total",
+        "vgpu_agent_mps_restarts_total",
         Kind.COUNTER,
         ("resource",),
         "How often the resource's MPS control daemon ended or went silent under the agent.",

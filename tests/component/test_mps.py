@@ -1,0 +1,151 @@
+"""MPS through the real agent process: NVIDIA's resource and AWS's, with stand-ins of the host tools and a kubelet beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.component.conftest import GPU, QUICK, Stage
+from tests.golden import U0
+from vgpu_agent.sim.agent_process import AgentProcess
+from vgpu_agent.sim.mps_tools import MpsTools, daemon_pid, end_daemon
+from vgpu_agent.sim.state import SimulatedNode
+
+VGPU = "k8s.amazonaws.com/vgpu"
+
+
+class Mps:
+    """A stage with the tools installed."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.tools = MpsTools.install(stage.folder / "tools", stage.node.directory)
+        self.root = stage.folder / "mps"
+        self.pipe = self.root / GPU / "pipe"
+        self.config = f"""{QUICK}
+mps:
+  root: /run/nvidia/mps
+  containerRoot: {self.root}
+  controlBinary: {self.tools.control}
+  smiBinary: {self.tools.smi}
+  probeSeconds: 0.1
+  backoffMinSeconds: 0.1
+  backoffMaxSeconds: 0.5
+  shmSizeMib: 1
+"""
+
+    @property
+    def shared(self) -> str:
+        """A configuration with four replicas by MPS."""
+        return self.config + f"sharing: {{mps: {{resources: [{{name: {GPU}, replicas: 4}}]}}}}\n"
+
+    @property
+    def compute_modes(self) -> list[int]:
+        """As NVML would show them: 0 default, 3 exclusive process."""
+        state = SimulatedNode.open(self.stage.node.directory).state
+        return [state.gpus[number].compute_mode for number in range(2)]
+
+    async def daemon(self, agent: AgentProcess, **wanted: object) -> dict[str, Any]:
+        """The one daemon in ``/debug/mps``, once it is as wanted."""
+        answer = await agent.until("/debug/mps", lambda found: any(wanted.items() <= daemon.items() for daemon in found["daemons"]))
+        return dict(answer["daemons"][0])
+
+
+@pytest.fixture
+async def mps(stage: Stage) -> AsyncIterator[Mps]:
+    """What the test has started and mounted goes with it."""
+    made = await asyncio.to_thread(Mps, stage)
+    yield made
+    for agent in stage.agents:
+        with contextlib.suppress(Exception):
+            await agent.terminate()
+    end_daemon(made.pipe)
+    await asyncio.to_thread(subprocess.run, ["umount", "--lazy", str(made.root / "shm")], check=False, capture_output=True)
+
+
+def _is_proven(ledger: Any) -> bool:
+    return any(grant["state"] == "proven" for grant in ledger["grants"])
+
+
+async def test_pods_share_a_gpu_through_a_daemon_that_outlives_the_agent(mps: Mps) -> None:
+    """nvidia:A19, nvidia:G11: the answer names pipe and shared memory; a new agent adopts the daemon; the last one without pods ends it."""
+    stage = mps.stage
+    agent = await stage.ready_agent(mps.shared)
+    await stage.allocatable(8)
+    pod = await stage.admit("train")
+    answer = pod.answers["main"]
+    assert dict(answer.envs) == {"NVIDIA_VISIBLE_DEVICES": U0, "CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe)}
+    mounts = {(mount.container_path, mount.host_path) for mount in answer.mounts}
+    assert mounts == {(str(mps.pipe), f"/run/nvidia/mps/{GPU}/pipe"), ("/dev/shm", "/run/nvidia/mps/shm")}
+    await agent.until("/debug/ledger", _is_proven)
+    first = daemon_pid(mps.pipe)
+    assert mps.compute_modes == [3, 3]
+    await agent.terminate()
+    assert daemon_pid(mps.pipe) == first
+
+    agent = await stage.ready_agent(mps.shared)
+    assert (await mps.daemon(agent, state="running"))["adopted"] is True
+    assert daemon_pid(mps.pipe) == first
+    await stage.kubelet.delete(pod)
+    await agent.until("/debug/ledger", lambda ledger: ledger["grants"] == [])
+    await agent.terminate()
+    assert daemon_pid(mps.pipe) is None
+    assert mps.compute_modes == [0, 0]
+
+
+async def test_a_killed_daemon_is_told_with_its_pods_and_comes_back(mps: Mps) -> None:
+    """nvidia:D7: the journal has the pod's name, the metrics count, and kubelet sees 0 until the limits are in force again."""
+    stage = mps.stage
+    agent = await stage.ready_agent(mps.shared)
+    await stage.admit("train")
+    await agent.until("/debug/ledger", _is_proven)
+    mps.tools.misbehave(start="refuse")
+    end_daemon(mps.pipe)
+    lost = await agent.until_logged("mps.daemon_lost")
+    assert lost["pods"] == ["default/train"]
+    await stage.allocatable(0)
+    await agent.until("/debug/mps", lambda found: "Insufficient permissions" in found["daemons"][0]["trouble"])
+    mps.tools.behave()
+    await stage.allocatable(8)
+    assert await agent.metric("vgpu_agent_mps_restarts_total") == 1
+
+
+@pytest.mark.parametrize("binary", ["missing", "nonsense"])
+async def test_a_bad_control_binary_withholds_its_resource_only(mps: Mps, binary: str) -> None:
+    """Issue part 7: the reason stands in the readiness and in /debug/resources; another family's resource is served."""
+    stage = mps.stage
+    config = mps.shared + "families: {aws: true}\n"
+    if binary == "missing":
+        config = config.replace(str(mps.tools.control), "/nowhere/mps-control")
+        said = "cannot run /nowhere/mps-control: No such file or directory"
+    else:
+        mps.tools.misbehave(get_default_active_thread_percentage="nonsense")
+        said = "expected a percentage"
+    agent = stage.agent(config)
+    await agent.start()
+    await stage.allocatable(20, resource=VGPU)
+    await mps.daemon(agent, state="failed")
+    status, text = await agent.get_text("/readyz")
+    assert status == 503
+    assert said in text
+    assert said in str((await agent.get("/debug/resources"))["withheld"])
+    assert await stage.admit("other", 1, VGPU)
+
+
+async def test_a_virtual_gpu_of_aws_is_told_as_before(mps: Mps) -> None:
+    """aws:W1, aws:§II.6-1: twenty ids, and one variable for a container; aws:D3: registered anew when kubelet restarts."""
+    stage = mps.stage
+    agent = stage.agent(mps.config + "families: {nvidia: false, aws: true}\n")
+    await agent.start()
+    await stage.allocatable(20, resource=VGPU)
+    pod = await stage.admit("train", 1, VGPU)
+    assert stage.ids(pod, VGPU) == [f"{U0}-0"]
+    assert dict(pod.answers["main"].envs) == {"NVIDIA_VISIBLE_DEVICES": U0}
+    assert not pod.answers["main"].mounts
+    await stage.kubelet.restart()
+    await stage.allocatable(20, resource=VGPU)
