@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.allocation.mixed_node import MixedNode
 from tests.families.nvidia_parts import shared_by
 from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia import NvidiaFamily
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
@@ -57,7 +58,7 @@ class MixedFamilies(RuleBasedStateMachine):
         if vgpu:
             by_pod.append(VolcanoVgpuFamily(VolcanoVgpuOptions(split=SPLIT, factor=UNIT_MIB), NoIsolation()))
         if gpushare:
-            by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, visible_devices="uuid")))
+            by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, lists=ListOptions())))
         nvidia = NvidiaFamily(shared_by(replicas, published=SHARED if replicas > 1 else GPU))
         self.node = MixedNode(Families((nvidia,), tuple(by_pod)), self._inventory(), random.Random(seed))
 

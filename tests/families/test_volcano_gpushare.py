@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
+from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import NodeView, Question
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -29,7 +30,8 @@ MEMORY, NUMBER = "volcano.sh/gpu-memory", "volcano.sh/gpu-number"
 INDEX, ASSIGNED, UNHEALTHY = "volcano.sh/gpu-index", "volcano.sh/gpu-assigned", "volcano.sh/gpu-unhealthy-ids"
 PREDICATE_TIME = "volcano.sh/predicate-time"
 SCHEDULED = {INDEX: "0", PREDICATE_TIME: "1795200991257414295"}
-BY_NUMBER = VolcanoGpushareOptions(strategy="number")
+BY_INDEX = ListOptions(id_strategy="index", cdi_id_strategy="uuid")
+BY_NUMBER = VolcanoGpushareOptions(strategy="number", lists=BY_INDEX)
 
 NODE_0 = Gpu(U0, 0, 0, "NVIDIA A10", 24576, "0000:07:00.0", 0, (8, 6))
 NODE_1 = Gpu(U1, 1, 1, "NVIDIA A10", 24576, "0000:0f:00.0", 1, (8, 6))
@@ -255,7 +257,7 @@ def test_cards_of_different_size_are_offered_with_the_smallest() -> None:
 
 def test_a_container_may_be_told_its_card_by_uuid() -> None:
     """volcano-gpushare:D5: by setting NVIDIA_VISIBLE_DEVICES is the UUID, which no renumbering touches."""
-    by_uuid = VolcanoGpushareOptions(visible_devices="uuid")
+    by_uuid = VolcanoGpushareOptions(lists=ListOptions(id_strategy="uuid"))
     question = _question(_pod(3000, annotations={INDEX: "1"}), options=by_uuid)
     assert _environment(question, by_uuid)["NVIDIA_VISIBLE_DEVICES"] == U1
 
@@ -338,7 +340,7 @@ def test_a_unit_larger_than_a_card_is_refused() -> None:
 def test_the_configuration_counts() -> None:
     """volcano-gpushare:D11: what the file says is what is offered; a word that is no strategy is refused instead of meaning ``number``."""
     assert _configured("strategy: number") == BY_NUMBER
-    assert _configured("gpuMemoryFactor: 10") == VolcanoGpushareOptions(factor=10)
+    assert _configured("gpuMemoryFactor: 10") == VolcanoGpushareOptions(factor=10, lists=BY_INDEX)
     with pytest.raises(ConfigError, match=r'volcanoGpushare.strategy: expected share or number, got "whole"'):
         _configured("strategy: whole")
 
@@ -591,4 +593,15 @@ def _eight_large() -> Inventory:
 
 def _configured(line: str) -> VolcanoGpushareOptions:
     content = f"version: v1\nvolcanoGpushare:\n  {line}\n".encode()
-    return VolcanoGpushareOptions.from_settings(load_content(Sources({}, {}, "config.yaml"), content).settings)
+    return VolcanoGpushareOptions.from_settings(load_content(Sources({}, {}, "config.yaml"), content).settings, lists=ListOptions())
+
+
+def test_a_card_is_told_by_cdi_name_where_asked_for() -> None:
+    """The specs of this node name cards by UUID, whatever the variable would show; what the card is shared as is told as ever."""
+    settings = load_content(Sources({}, {}, "config.yaml"), b"version: v1\n").settings
+    options = VolcanoGpushareOptions.from_settings(settings, lists=ListOptions(strategies=("cdi-cri",)))
+    of = _family(options)
+    asked = _question(_pod(2000, annotations=SCHEDULED | {INDEX: "1"}))
+    edits = of.provision(asked, of.decide(asked).shares).edits
+    assert edits.cdi_names == (f"k8s.device-plugin.nvidia.com/gpu={TWO.gpus[1].uuid}",)
+    assert set(edits.environment) == {"VOLCANO_GPU_ALLOCATED", "VOLCANO_GPU_MEMORY_TOTAL"}

@@ -9,6 +9,7 @@ import pytest
 
 from tests.families.volcano_vgpu_golden import G3, INVENTORY, NUMBER, U0, U1, decided, family, main, pod, question
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError
+from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount, Provision
@@ -117,18 +118,41 @@ def test_the_backend_is_told_whose_limits_these_are() -> None:
 
 def test_what_the_runtime_is_asked_for_can_be_switched_off() -> None:
     """One variable a setting."""
-    edits = family(requested=("NVIDIA_GDS",)).provision(question(ONE), (Share(U1, 3000, 50),)).edits
+    edits = family(lists=ListOptions(enabled=("gds",))).provision(question(ONE), (Share(U1, 3000, 50),)).edits
     assert edits.environment == {"NVIDIA_VISIBLE_DEVICES": U1, "NVIDIA_GDS": "enabled"}
 
 
 def test_device_nodes_and_indices_where_asked_for() -> None:
     """As in NVIDIA's plugin: control nodes first, paths below the driver root, NVML's index instead of the UUID."""
-    of = family(pass_device_specs=True, device_root="/run/driver", control_nodes=("/dev/nvidiactl",), id_strategy="index", requested=())
+    lists = ListOptions(pass_device_specs=True, device_root="/run/driver", control_nodes=("/dev/nvidiactl",), id_strategy="index")
+    of = family(lists=lists)
     edits = of.provision(question(ONE), (Share(U1, 3000, 50), Share(U0, 3000, 50))).edits
     assert edits.environment == {"NVIDIA_VISIBLE_DEVICES": "1,0"}
     assert edits.device_nodes == tuple(
         DeviceNode(f"/dev/{name}", f"/run/driver/dev/{name}") for name in ("nvidiactl", "nvidia1", "nvidia0")
     )
+
+
+def test_cards_are_told_by_cdi_annotation_where_asked_for() -> None:
+    """volcano-vgpu:G10: as G4 without the variable that names the cards, and one annotation with their CDI names and those of modes."""
+    lists = ListOptions(strategies=("cdi-annotations",), enabled=("gdrcopy", "gds", "mofed"), cdi_modes=("gdrcopy",))
+    edits = family(lists=lists).provision(question(ONE), (Share(U1, 3000, 50),)).edits
+    assert edits.environment == {"NVIDIA_GDRCOPY": "enabled", "NVIDIA_GDS": "enabled", "NVIDIA_MOFED": "enabled"}
+    ((key, names),) = edits.annotations.items()
+    assert re.fullmatch(r"cdi\.k8s\.io/nvidia-device-plugin_[0-9a-f-]{36}", key)
+    assert names == f"k8s.device-plugin.nvidia.com/gpu={U1},k8s.device-plugin.nvidia.com/gdrcopy=all"
+    assert edits == family(lists=lists).provision(question(ONE), (Share(U1, 3000, 50),)).edits, "kubelet's copy is compared with ours"
+
+
+def test_cards_are_told_by_mounts_where_asked_for() -> None:
+    """volcano-vgpu:G10: the variable points to a directory, and the mount that names the card comes before those of the library."""
+    of = VolcanoVgpuFamily(
+        VolcanoVgpuOptions(lists=ListOptions(strategies=("volume-mounts",))), HamiCore("/h", "/h/libvgpu.so.1", "/tmp/l")
+    )
+    edits = of.provision(question(ONE), (Share(U1, 3000, 50),)).edits
+    assert edits.environment["NVIDIA_VISIBLE_DEVICES"] == "/var/run/nvidia-container-devices"
+    assert edits.mounts[0] == Mount(f"/var/run/nvidia-container-devices/{U1}", "/dev/null")
+    assert edits.mounts[1].container_path == "/usr/local/vgpu/libvgpu.so"
 
 
 def test_a_card_that_is_gone_starts_nobody() -> None:

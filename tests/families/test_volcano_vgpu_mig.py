@@ -274,11 +274,10 @@ def test_a_place_is_read_or_it_is_none() -> None:
     assert [read_place(text) for text in ("GPU-1", "GPU-1[a-b-0]", "GPU-1[g-0]x", "[g-0]", "GPU-1[g-99999]", "")] == [None] * 6
 
 
-def test_lists_of_the_node_apply_to_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_the_node_apply_to_instances() -> None:
     """volcano-vgpu:G10: by CDI annotation an instance is named like a card, and without the variable."""
-    options = ListOptions(strategies=("cdi-annotations",))
-    monkeypatch.setattr("vgpu_agent.families.volcano_vgpu_offer.VolcanoVgpuOptions.lists", options)
-    edits = mig_family().provision(ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2)), (held_share("MIG-2-0", 9856),)).edits
+    of = mig_family(lists=ListOptions(strategies=("cdi-annotations",)))
+    edits = of.provision(ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2)), (held_share("MIG-2-0", 9856),)).edits
     ((key, value),) = edits.annotations.items()
     assert key.startswith("cdi.k8s.io/nvidia-device-plugin_")
     assert value == "k8s.device-plugin.nvidia.com/gpu=MIG-2-0"

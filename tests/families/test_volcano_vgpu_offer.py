@@ -15,6 +15,7 @@ from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.volcano_files import Overlay
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import ConfigError, RequestRefusedError
+from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.memory_units import list_bytes
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu_asks import Names
@@ -175,9 +176,9 @@ def test_records_of_todays_and_of_default_names_are_ours() -> None:
 
 def test_the_settings_are_the_options() -> None:
     """Defaults of the settings, and the GPUs that the node's own file hides."""
-    options = VolcanoVgpuOptions.from_settings(Settings(), control_nodes=("/dev/nvidiactl",))
-    assert options == VolcanoVgpuOptions(control_nodes=("/dev/nvidiactl",), device_root=options.device_root)
-    hiding = VolcanoVgpuOptions.from_settings(Settings(), control_nodes=(), node_config=Overlay({}, frozenset({U0}), frozenset({3})))
+    options = VolcanoVgpuOptions.from_settings(Settings(), lists=ListOptions(id_strategy="index"))
+    assert options == VolcanoVgpuOptions(lists=ListOptions(id_strategy="index", enabled=("gdrcopy", "gds", "mofed")))
+    hiding = VolcanoVgpuOptions.from_settings(Settings(), lists=ListOptions(), node_config=Overlay({}, frozenset({U0}), frozenset({3})))
     assert hiding.hidden_uuids == {U0}
     assert hiding.hidden_indices == {3}
     assert VolcanoVgpuFamily(options, NoIsolation()).name == "volcano-vgpu"

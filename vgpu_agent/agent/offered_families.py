@@ -133,7 +133,7 @@ def build(settings: Settings, found: Found) -> Built:
         by_pod.append(family)
         by_ids += static
     if settings.families.volcano_gpushare:
-        by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings)))
+        by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings, lists=_of_pods(settings, found))))
     return dataclasses.replace(built, families=Families(tuple(by_ids), tuple(by_pod)))
 
 
@@ -154,6 +154,12 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
         enabled=tuple(mode for mode in MODES if switches[mode]),
         cdi_modes=found.cdi.modes,
     )
+
+
+def _of_pods(settings: Settings, found: Found) -> ListOptions:
+    """The same for families whose pods decide: bound late, they get by a spec of their own what CDI names stand for (`cdi.inline`)."""
+    lists = list_options(settings, found)
+    return dataclasses.replace(lists, strategies=("cdi-cri",)) if settings.cdi.inline and found.late else lists
 
 
 def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, list[IdFamily], Built]:
@@ -180,7 +186,7 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, list[IdF
         backend = HamiCore(settings.hami_core.host_directory, found.library_path, settings.hami_core.lock_directory)
     options = VolcanoVgpuOptions.from_settings(
         msgspec.structs.replace(settings, volcano_vgpu=vgpu),
-        control_nodes=found.control_nodes,
+        lists=_of_pods(settings, found),
         node_config=node_config,
         geometries=device_config.geometries if device_config else (),
     )

@@ -54,7 +54,8 @@ class ListOptions:
 
     Attributes:
         strategies: names in `STRATEGIES`; their order does not matter.
-        id_strategy: ``uuid`` or ``index``.
+        id_strategy: ``uuid`` or ``index``: what containers are told.
+        cdi_id_strategy: how the CDI specs name devices; empty for the same.
         cdi_annotation_prefix: before the name of the annotation with CDI names; runtimes look for ``cdi.k8s.io/``.
         cdi_kind: vendor and class of the GPUs' CDI names; names of other classes have the same vendor.
         pass_device_specs: answers also name the device nodes, so that cgroup rules survive a reload of systemd.
@@ -68,6 +69,7 @@ class ListOptions:
 
     strategies: tuple[str, ...] = ("envvar",)
     id_strategy: str = "uuid"
+    cdi_id_strategy: str = ""
     cdi_annotation_prefix: str = "cdi.k8s.io/"
     cdi_kind: str = GENERATED_KIND
     pass_device_specs: bool = False
@@ -123,7 +125,7 @@ def cdi_names(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[s
     """The CDI names of ``devices`` and of all that goes with them: GPUs, IMEX channels, then the modes (A11)."""
     vendor = options.cdi_kind.partition("/")[0]
     return (
-        *(f"{options.cdi_kind}={_id_of(device, options)}" for device in devices),
+        *(f"{options.cdi_kind}={_id_of(device, options.cdi_id_strategy or options.id_strategy)}" for device in devices),
         *(f"{vendor}/imex-channel={channel}" for channel in options.imex_channels),
         *(f"{vendor}/{mode}=all" for mode in MODES if mode in options.enabled and mode in options.cdi_modes),
     )
@@ -142,7 +144,7 @@ def _by_cdi_field(devices: Sequence[VisibleDevice], options: ListOptions, number
 
 def _by_variable(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
     del number
-    environment = {VISIBLE_DEVICES: ",".join(_id_of(device, options) for device in devices)}
+    environment = {VISIBLE_DEVICES: ",".join(_id_of(device, options.id_strategy) for device in devices)}
     if options.imex_channels:
         environment[IMEX_CHANNELS] = ",".join(str(channel) for channel in options.imex_channels)
     return Edits(environment)
@@ -150,7 +152,7 @@ def _by_variable(devices: Sequence[VisibleDevice], options: ListOptions, number:
 
 def _by_mounts(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
     del number
-    names = [*(_id_of(device, options) for device in devices), *(f"imex/{channel}" for channel in options.imex_channels)]
+    names = [*(_id_of(device, options.id_strategy) for device in devices), *(f"imex/{channel}" for channel in options.imex_channels)]
     return Edits({VISIBLE_DEVICES: VOLUME_MOUNTS}, tuple(Mount(f"{VOLUME_MOUNTS}/{name}", "/dev/null") for name in names))
 
 
@@ -164,8 +166,8 @@ STRATEGIES: Mapping[str, Callable[[Sequence[VisibleDevice], ListOptions, str], E
 CDI_STRATEGIES = ("cdi-annotations", "cdi-cri")
 
 
-def _id_of(device: VisibleDevice, options: ListOptions) -> str:
-    return device.index if options.id_strategy == "index" else device.uuid
+def _id_of(device: VisibleDevice, strategy: str) -> str:
+    return device.index if strategy == "index" else device.uuid
 
 
 def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[DeviceNode, ...]:

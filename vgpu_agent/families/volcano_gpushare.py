@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
+from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.node_lock import CLOCK_TOLERANCE_SECONDS, unlocked
@@ -51,6 +52,9 @@ _ANEW = "delete the pod so that it is scheduled anew"
 _SHOWN_CHARACTERS = 60  # of an annotation in an error
 
 
+BY_INDEX = ListOptions(id_strategy="index")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class VolcanoGpushareOptions:
     """How this node offers its GPUs.
@@ -59,25 +63,31 @@ class VolcanoGpushareOptions:
         strategy: `SHARE` offers memory, `NUMBER` whole cards.
         factor: MiB in one id; 0 for the smallest power of two whose list fits into a message.
         unequal_gpus: ``refuse`` or ``minimum``: what to do with cards of different size, which the scheduler takes for equal.
-        visible_devices: ``index`` or ``uuid``: how the container is told its card.
+        lists: how the container is told its card; by index, as the replaced plugin does, unless the operator wants UUIDs.
         message_budget_bytes: largest device list that is sent to kubelet.
     """
 
     strategy: str = SHARE
     factor: int = 1
     unequal_gpus: str = "refuse"
-    visible_devices: str = "index"
+    lists: ListOptions = BY_INDEX
     message_budget_bytes: int = 3_670_016
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> VolcanoGpushareOptions:
-        """The options that the configuration asks for."""
+    def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
+        """The options that the configuration asks for; of ``lists`` only how a card is named, for there is nothing else to be told of."""
         gpushare = settings.volcano_gpushare
         return cls(
             strategy=gpushare.strategy,
             factor=gpushare.gpu_memory_factor,
             unequal_gpus=gpushare.unequal_gpus,
-            visible_devices=gpushare.visible_devices,
+            lists=ListOptions(
+                strategies=lists.strategies,
+                id_strategy=gpushare.visible_devices,
+                cdi_id_strategy=lists.id_strategy,
+                cdi_annotation_prefix=lists.cdi_annotation_prefix,
+                cdi_kind=lists.cdi_kind,
+            ),
             message_budget_bytes=settings.kubelet.message_budget_bytes,
         )
 
@@ -154,19 +164,19 @@ class VolcanoGpushareFamily:
             return None
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Three variables and nothing else (S3, S4, S5).
+        """Three variables and nothing else (S3, S4, S5), where the card is told by its variable.
 
         ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs divide the other number by it to learn
         which part of the card is theirs.
         """
         gpus = [gpu for share in shares if (gpu := question.inventory.gpu(share.device))]
-        by_index = self._options.visible_devices == "index"
+        devices = [device for gpu in gpus if (device := visible_device(gpu.uuid, question.inventory))]
+        number = answer_number(question.resource.name, question.ids)
         environment = {
-            "NVIDIA_VISIBLE_DEVICES": ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in gpus),
             "VOLCANO_GPU_ALLOCATED": str(len(question.ids) * self._factor(question.inventory)),
             "VOLCANO_GPU_MEMORY_TOTAL": str(gpus[0].memory_mib if gpus else 0),
         }
-        return Provision(Edits(environment=environment))
+        return Provision(edits_of(devices, self._options.lists, number=number).joined(Edits(environment=environment)))
 
     # -- what stands on pod and node --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
+from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision
 from vgpu_agent.families.volcano_vgpu_asks import Names, read_ask
 from vgpu_agent.families.volcano_vgpu_decisions import IDS, asking_container, decided_shares, refused
@@ -31,7 +32,7 @@ from vgpu_agent.families.volcano_vgpu_node import farewell as leave
 from vgpu_agent.families.volcano_vgpu_offer import FAMILY, VolcanoVgpuOptions, offer_of, resources_of, shared_gpus
 from vgpu_agent.families.volcano_vgpu_state import state_wishes
 from vgpu_agent.isolation.backend import Target
-from vgpu_agent.isolation.edits import DeviceNode, Edits, Provision
+from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Share
 from vgpu_agent.nodes import NodeWishes
 from vgpu_agent.placement.rooms import Want, choose_rooms, type_refusal, uuid_refusal
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 __all__ = ["FAMILY", "VolcanoVgpuFamily", "VolcanoVgpuOptions"]
-
-VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
-ENABLED = "enabled"
 
 # What users write on their pods (contract §3.1).
 USE_TYPE, NO_TYPE = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
@@ -143,13 +141,14 @@ class VolcanoVgpuFamily:
     # -- what puts it in force --------------------------------------------------------------------------------------------------------
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """What the NVIDIA runtime is told, and what the isolation backend adds (contract §4.1, G4, G6).
+        """What names the GPUs to the container, by the list strategies, and what the isolation backend adds (contract §4.1, G4, G6, G10).
 
         Raises:
             UnhealthyDeviceError: a GPU of the decision is gone.
         """
         held = tuple((_present(share.device, question.inventory), share) for share in shares)
-        gpus = tuple({gpu.uuid: gpu for gpu, _ in held}.values())
+        uuids = dict.fromkeys(share.device for share in shares)
+        devices = [device for uuid in uuids if (device := visible_device(uuid, question.inventory))]
         container = question.pod.container(question.container)
         target = Target(
             pod_uid=question.pod.kubelet_uid,
@@ -160,18 +159,8 @@ class VolcanoVgpuFamily:
             oversubscribed=max(self._options.memory_scaling, self._options.cores_scaling) > 1,
             limit_cores=self._options.limit_cores,
         )
-        return Provision(self._visible(gpus)).joined(self._backend.provision(target))
-
-    def _visible(self, gpus: Sequence[Gpu]) -> Edits:
-        """How the container sees its GPUs: by NVIDIA's variables, and by device nodes where asked for (contract §4.2)."""
-        by_index = self._options.id_strategy == "index"
-        environment = {VISIBLE_DEVICES: ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in gpus)}
-        environment |= dict.fromkeys(self._options.requested, ENABLED)
-        if not self._options.pass_device_specs:
-            return Edits(environment=environment)
-        root = self._options.device_root.rstrip("/")
-        paths = (*self._options.control_nodes, *(f"/dev/nvidia{gpu.minor}" for gpu in gpus))
-        return Edits(environment=environment, device_nodes=tuple(DeviceNode(path, root + path) for path in paths))
+        number = answer_number(question.resource.name, question.ids)
+        return Provision(edits_of(devices, self._options.lists, number=number)).joined(self._backend.provision(target))
 
     # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 FAMILY = "volcano-vgpu"
 _SETTINGS = "volcanoVgpu"
 
+# The replaced plugin asks for all that there may be.
+ALL_MODES = ListOptions(enabled=tuple(MODES))
+
 # The operating modes, as they stand in the register annotation (contract §2.1).
 HAMI_CORE, MIG = "hami-core", "mig"
 
@@ -64,14 +67,10 @@ class VolcanoVgpuOptions:
         limit_cores: compute is limited as well as booked.
         hidden_uuids: GPUs that are not offered.
         hidden_indices: the same, by NVML index.
-        requested: variables with which the NVIDIA runtime is asked for further devices.
-        pass_device_specs: device nodes are named too.
-        id_strategy: ``uuid`` or ``index``: what the container is told.
         policy: ``binpack`` or ``spread``, for pods that no GPU scheduler has placed.
         handshake_seconds: shortest time between two answers to an old scheduler's handshake.
         message_budget_bytes: largest device list that is sent to kubelet.
-        device_root: host directory below which the device nodes are.
-        control_nodes: those of NVIDIA's control nodes that exist, in contract order.
+        lists: how containers are told of their devices.
         mode: `HAMI_CORE`, or `MIG` for shares that are MIG instances.
         geometries: how GPUs may be divided in the mode `MIG`, from the ConfigMap.
         set_in: settings that a file of the replaced plugin has set, and that file, for errors: it is the place to change them.
@@ -86,28 +85,13 @@ class VolcanoVgpuOptions:
     limit_cores: bool = True
     hidden_uuids: frozenset[str] = frozenset()
     hidden_indices: frozenset[int] = frozenset()
-    requested: tuple[str, ...] = ("NVIDIA_GDRCOPY", "NVIDIA_GDS", "NVIDIA_MOFED")
-    pass_device_specs: bool = False
-    id_strategy: str = "uuid"
     policy: str = "binpack"
     handshake_seconds: float = 15.0
     message_budget_bytes: int = 3_670_016
-    device_root: str = "/"
-    control_nodes: tuple[str, ...] = ()
+    lists: ListOptions = ALL_MODES
     mode: str = HAMI_CORE
     geometries: tuple[ModelGeometries, ...] = ()
     set_in: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def lists(self) -> ListOptions:
-        """How containers are told of their devices."""
-        return ListOptions(
-            id_strategy=self.id_strategy,
-            pass_device_specs=self.pass_device_specs,
-            device_root=self.device_root,
-            control_nodes=self.control_nodes,
-            enabled=tuple(mode for mode, variable in MODES.items() if variable in self.requested),
-        )
 
     def place_of(self, setting: str) -> str:
         """Where somebody changes ``setting`` with effect."""
@@ -119,7 +103,7 @@ class VolcanoVgpuOptions:
         cls,
         settings: Settings,
         *,
-        control_nodes: tuple[str, ...],
+        lists: ListOptions,
         node_config: Overlay | None = None,
         geometries: tuple[ModelGeometries, ...] = (),
     ) -> VolcanoVgpuOptions:
@@ -127,16 +111,12 @@ class VolcanoVgpuOptions:
 
         Args:
             settings: with the files of the replaced plugin already laid over ``volcano_vgpu`` (`Overlay.over`).
-            control_nodes: as for the `nvidia` family.
+            lists: as for every family; which further devices the NVIDIA runtime is asked for, this family's own settings say.
             node_config: the node's own file, for the GPUs that it hides.
             geometries: those of the ConfigMap.
         """
         vgpu = settings.volcano_vgpu
-        requested = (
-            ("NVIDIA_GDRCOPY", vgpu.gdrcopy_enabled),
-            ("NVIDIA_GDS", vgpu.gds_enabled),
-            ("NVIDIA_MOFED", vgpu.mofed_enabled),
-        )
+        switches = {"gdrcopy": vgpu.gdrcopy_enabled, "gds": vgpu.gds_enabled, "mofed": vgpu.mofed_enabled}
         return cls(
             names=Names(vgpu.number_resource, vgpu.memory_resource, vgpu.cores_resource, vgpu.memory_percentage_resource),
             offer_percentage=vgpu.offer_memory_percentage,
@@ -147,14 +127,10 @@ class VolcanoVgpuOptions:
             limit_cores=not vgpu.disable_core_limit,
             hidden_uuids=node_config.hidden_uuids if node_config else frozenset(),
             hidden_indices=node_config.hidden_indices if node_config else frozenset(),
-            requested=tuple(variable for variable, enabled in requested if enabled),
-            pass_device_specs=settings.plugin.pass_device_specs,
-            id_strategy=settings.plugin.device_id_strategy,
             policy=settings.binding.policy,
             handshake_seconds=settings.cluster.handshake_min_seconds,
             message_budget_bytes=settings.kubelet.message_budget_bytes,
-            device_root=settings.gpu.dev_root or settings.gpu.driver_root,
-            control_nodes=control_nodes,
+            lists=dataclasses.replace(lists, enabled=tuple(mode for mode in MODES if switches[mode])),
             mode=vgpu.operating_mode,
             geometries=geometries,
         )
