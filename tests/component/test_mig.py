@@ -81,6 +81,9 @@ async def test_a_pod_on_an_instance_that_is_cut_away_is_named(stage: Stage) -> N
     assert (event["pod"], event["device"], event["resource"]) == ("default/train", instance, FIVE)
     assert await agent.metric(f'vgpu_agent_grants_on_vanished_devices{{resource="{FIVE}"}}') == 1
     assert stage.ids(pod, FIVE) == [instance]
+    await agent.terminate()
+    await agent.start()  # a new process learns of it from kubelet's records, although nobody offers the resource any more
+    assert (await agent.until_logged("grant.device_vanished"))["device"] == instance
     await stage.kubelet.delete(pod)
     await agent.until("/debug/ledger", lambda answer: not answer["grants"])
 
