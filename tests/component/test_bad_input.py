@@ -65,7 +65,7 @@ async def test_no_driver_is_an_error_that_says_what_was_looked_for(stage: Stage)
 
 
 async def test_no_driver_with_fail_on_init_error_false_waits(stage: Stage) -> None:
-    """FAIL_ON_INIT_ERROR=false: the process lives, /readyz says why it is not ready, and a driver that comes up is used."""
+    """FAIL_ON_INIT_ERROR=false: the process lives, /readyz says why it is not ready, and a driver that comes up is used (aws:D5)."""
     stage.node.fault("nvmlInit*", code=9)
     agent = stage.agent(environment={"FAIL_ON_INIT_ERROR": "false"})
     await agent.start()

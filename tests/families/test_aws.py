@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
-from vgpu_agent.errors import UnhealthyDeviceError, UnknownDeviceError
+from vgpu_agent.config.load import load
+from vgpu_agent.errors import ConfigError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.families.aws import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.isolation.edits import Edits, Mount
@@ -61,6 +63,17 @@ def test_48_virtual_gpus_of_each_gpu_are_offered() -> None:
     resource = _offer(_family(vgpus=48), golden_inventory())
     assert len(resource.ids) == 96
     assert resource.ids[-1].id == f"{U1}-47"
+
+
+@pytest.mark.parametrize("count", [49, 0, -1])
+def test_more_than_mps_serves_is_refused_at_the_start(tmp_path: Path, count: int) -> None:
+    """aws:W3: the flag and the key take 1 to 48; zero and negative counts, which upstream takes, are refused, too."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"version: v1\nfamilies: {{aws: true}}\naws: {{vgpus: {count}}}\n")
+    with pytest.raises(ConfigError, match=f"aws.vgpus: expected an integer from 1 to 48, got {count}"):
+        load({"--config": str(file)}, {})
+    with pytest.raises(ConfigError, match=f'--vgpu: expected an integer from 1 to 48, got "{count}"'):
+        load({"--vgpu": str(count)}, {})
 
 
 def test_a_gpu_in_mig_mode_is_left_out_and_said_to_be() -> None:
