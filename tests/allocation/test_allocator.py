@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.families.nvidia_parts import shared_by
-from tests.golden import U0, U1, golden_inventory
+from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_slices
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.families.nvidia import NvidiaFamily
 from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Health, Holding, Inventory, KubeletRecords, Owner
@@ -128,3 +129,23 @@ async def test_new_options_change_the_offer_and_keep_the_grants() -> None:
     allocator.refresh_offer()
     assert len(ledger.listing(GPU)) == 4
     assert [grant.ids for grant in ledger.grants] == [(f"{U0}::1",)]
+
+
+def test_ids_of_another_plugin_in_nvidias_domain_are_none_of_ours() -> None:
+    """A plugin for virtual machines names its cards there, too; nothing of the ledger is about them."""
+    allocator, ledger, _ = make()
+    records = KubeletRecords((Holding("nvidia.com/GA100_A100_PCIE_40GB", ("7",), Owner("compute", "uid-vm", "default", "vm")),))
+    allocator.confirm(records, reservation_seconds=60, initial=True)
+    assert ledger.grants == ()
+
+
+def test_a_name_that_another_family_offers_today_is_that_familys() -> None:
+    """Volcano's names were in NVIDIA's domain up to 1.11, and can be again; the family that offers one knows what its ids mean."""
+    inventory = with_slices(golden_inventory(), U1=golden_slices())
+    families = Families((NvidiaFamily(NvidiaOptions()), VolcanoStaticMigFamily(StaticMigOptions("mixed", prefix="nvidia.com"))))
+    ledger = Ledger()
+    allocator = Allocator(ledger=ledger, families=families, inventory=lambda: inventory, journal=Journal())
+    allocator.refresh_offer()
+    held = Holding("nvidia.com/mig-1g.5gb", (SLICES[0],), Owner("main", "uid-1", "default", "train"))
+    allocator.confirm(KubeletRecords((held,)), reservation_seconds=60, initial=True)
+    assert [grant.family for grant in ledger.grants] == ["volcano-vgpu-mig"]

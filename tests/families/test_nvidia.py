@@ -135,6 +135,12 @@ def test_a_replica_books_its_place_only(inventory: Inventory) -> None:
     assert NvidiaFamily(shared_by(4)).shares(GPU, [f"{U0}::1", f"{U0}::2"], inventory) == (Share(U0),)
 
 
+def test_who_has_a_gpu_whole_has_it_whole_whatever_else_he_holds(inventory: Inventory) -> None:
+    """A resource may offer both kinds; and records of two settings may stand side by side."""
+    for ids in ([U0, f"{U0}::1"], [f"{U0}::1", U0]):
+        assert NvidiaFamily(shared_by(4)).shares(GPU, ids, inventory) == (Share(U0, 40960, 100, exclusive=True),)
+
+
 @pytest.mark.parametrize(
     ("limits_in_containers", "ids", "expected"),
     [
