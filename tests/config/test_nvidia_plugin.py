@@ -92,6 +92,16 @@ def test_a_file_that_says_nothing_means_the_defaults(text: str) -> None:
     assert read(text).settings == Settings()
 
 
+@pytest.mark.parametrize(
+    ("said", "enabled"), [("", (False, True)), ("gdsEnabled: false", (False, False)), ("gdsEnabled: true", (True, True))]
+)
+def test_what_two_families_read_is_set_for_both(said: str, enabled: tuple[bool, bool]) -> None:
+    """volcano-vgpu contract §5.3: that plugin takes the same file, with another default."""
+    settings = read(f"flags: {{{said}}}\n").settings
+
+    assert (settings.plugin.gds_enabled, settings.volcano_vgpu.gds_enabled) == enabled
+
+
 def test_an_empty_file_means_the_defaults_and_says_so() -> None:
     """Upstream reads it so, and a named configuration may be empty on purpose."""
     loaded = read("\n")
@@ -175,6 +185,10 @@ def test_a_section_and_a_file_at_once_are_refused() -> None:
         ),
         ("replicas: 4\n", "v1.yaml:1: replicas: has no effect here; did you mean sharing.timeSlicing.resources[].replicas?"),
         ("flags: {migStrategi: mixed}\n", "v1.yaml:1: flags.migStrategi: unknown key, it has no effect; did you mean migStrategy?"),
+        (
+            "sharing: {renameByDefualt: true}\n",
+            ("v1.yaml:1: sharing.renameByDefualt: unknown key, it has no effect; did you mean sharing.timeSlicing.renameByDefault?"),
+        ),
         ("colour: red\n", "v1.yaml:1: colour: unknown key, it has no effect"),
         (
             SHARED + "    - {name: gpu, replicas: 2, count: 3}\n",

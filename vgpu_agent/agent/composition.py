@@ -241,7 +241,7 @@ class Agent:
             "agent.starting",
             version=__version__,
             node=settings.node_name_or_hostname,
-            config=self._loaded.sources.file or "defaults",
+            config=self._loaded.files or "defaults",
             pid=os.getpid(),
         )
         for warning in self._loaded.warnings:

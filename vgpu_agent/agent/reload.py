@@ -76,7 +76,7 @@ class Reload:
         self.loaded, self._refused, self.needs_restart = outcome, "", tuple(later)
         if "log.level" in at_once:
             log.set_level(outcome.settings.log.level)
-        self._journal.record("config.applied", file=outcome.sources.file, changed=at_once, needs_restart=later)
+        self._journal.record("config.applied", file=outcome.files, changed=at_once, needs_restart=later)
 
     def _refuse(self, err: ConfigError) -> None:
         self._refused = str(err)

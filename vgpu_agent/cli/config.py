@@ -59,8 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _check(arguments: argparse.Namespace) -> int:
     loaded = _loaded(arguments)
-    files = [file for file in (loaded.sources.file, loaded.contents.nvidia_file) if file]
-    print(f"{' and '.join(files) or 'defaults, environment and flags (no file)'}: ok")
+    print(f"{loaded.files or 'defaults, environment and flags (no file)'}: ok")
     return 0
 
 

@@ -84,6 +84,11 @@ class Loaded:
     sources: Sources
     contents: Contents = dataclasses.field(repr=False)
 
+    @property
+    def files(self) -> str:
+        """The files that were read, for people; "" for none."""
+        return " and ".join(file for file in (self.sources.file, self.contents.nvidia_file) if file)
+
 
 def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
     """The configuration of this process.

@@ -225,13 +225,20 @@ class _Translator:
         return found
 
     def _where_it_counts(self, section: str, written: str, known: list[str]) -> str:
-        places = [path for path in _every_path() if path.rpartition(".")[2].lower() == written.lower()]
-        if places:
-            # The nearest one: most of the way in common, then one whose section is there.
-            best = max(places, key=lambda path: (_in_common(path, section), path.rpartition(".")[0] in self._sections))
-            return f"has no effect here; did you mean {self._prefix}{best}?"
-        guess = nearest(written, known)
-        return "unknown key, it has no effect" + (f"; did you mean {guess}?" if guess else "")
+        places: dict[str, list[str]] = {}
+        for path in _every_path():
+            places.setdefault(path.rpartition(".")[2].lower(), []).append(path)
+        if found := places.get(written.lower()):
+            return f"has no effect here; did you mean {self._prefix}{self._nearest_place(section, found)}?"
+        if guess := nearest(written, known):
+            return f"unknown key, it has no effect; did you mean {guess}?"
+        if guess := nearest(written, places):
+            return f"unknown key, it has no effect; did you mean {self._prefix}{self._nearest_place(section, places[guess])}?"
+        return "unknown key, it has no effect"
+
+    def _nearest_place(self, section: str, places: list[str]) -> str:
+        """Most of the way in common with ``section``, then one whose own section is there, then the first."""
+        return max(places, key=lambda path: (_in_common(path, section), path.rpartition(".")[0] in self._sections))
 
     def _put(self, ours: str, theirs: str, node: yaml.Node) -> None:
         *sections, name = ours.split(".")
