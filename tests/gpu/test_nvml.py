@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import threading
@@ -181,3 +182,10 @@ def test_implausible_pids_are_left_out(node: SimulatedNode, nvml: Nvml) -> None:
     node.add_process(0, 2**31 - 1, ProcessUse(memory_mib=100))
 
     assert nvml.processes(nvml.handle(0)) == ((4321, 100),)
+
+
+def test_the_binding_is_the_vendors_own_and_of_today() -> None:
+    """iktos:D15: no binding that nobody keeps any more; NVIDIA's own, of the driver branch that knows today's GPUs."""
+    required = [name for name in importlib.metadata.requires("vgpu-agent") or () if name.startswith("nvidia-ml-py")]
+    assert len(required) == 1
+    assert int(importlib.metadata.version("nvidia-ml-py").partition(".")[0]) >= 13
