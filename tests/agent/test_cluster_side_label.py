@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,9 +17,9 @@ from tests.agent.volcano_parts import NODE, volcano_settings
 from vgpu_agent.agent.cluster_report import ClusterReport
 from vgpu_agent.agent.cluster_side import ClusterSide
 from vgpu_agent.agent.named_configuration import NamedConfiguration
-from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Families
-from vgpu_agent.config.load import load
+from vgpu_agent.config.load import load, load_sources
 from vgpu_agent.config.named_config import NamedConfig
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.journal import Journal
@@ -67,6 +68,9 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
         assert (cluster.connected, cluster.needed, cluster.config_label) == (True, False, "four")
         assert [watch.what for watch in ClusterReport(cluster).status().watches] == ["this node"]
         server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: None}}})
+        nobody: Any = None
+        cluster.write(nobody, nobody, Latest(0), lambda _: ())
+        assert (cluster.node_publisher, cluster.pod_publisher, cluster.reschedule) == (None, None, None)
         assert cluster.nodes is not None
         async with asyncio.timeout(5):
             await cluster.nodes.node.newer_than(cluster.nodes.node.version)
@@ -85,9 +89,9 @@ async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, ser
     """What was read is remembered, with what was chosen by it; and the time that was waited before counts."""
     quick = await settings(tmp_path, server)
     named = NamedConfiguration(load({}, {}).sources, quick, Journal())
-    await asyncio.to_thread((tmp_path / "four").touch)
+    await asyncio.to_thread((tmp_path / "four").write_text, "version: v1\n")
     async with connected(quick, named=named) as cluster:
-        await named.sources()
+        named.applied(await asyncio.to_thread(load_sources, await named.sources()))
         await cluster.remember()
     await server.down()
     began = time.monotonic()
@@ -95,3 +99,4 @@ async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, ser
         assert time.monotonic() - began < quick.cluster.start_wait_seconds / 2
         assert cluster.remembered is not None
         assert (cluster.remembered.config_label, cluster.remembered.named_config) == ("four", "four")
+        assert cluster.remembered.named_text == "version: v1\n"

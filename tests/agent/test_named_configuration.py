@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 from blockbuster import BlockBuster
 
-from vgpu_agent.agent.named_configuration import NamedConfiguration, with_named_configuration
+from vgpu_agent.agent.named_configuration import InForce, NamedConfiguration, with_named_configuration
+from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.remembered import Memory, Remembered
-from vgpu_agent.config.load import Loaded, load
+from vgpu_agent.config.load import Loaded, load, load_sources
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.watch import changes
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.sim.api_server import ApiServer
 
@@ -141,6 +145,29 @@ async def test_a_label_that_names_nothing_changes_nothing_and_says_so_once(tmp_p
     assert named.problem == ""
 
 
+async def test_what_is_in_force_is_what_could_be_applied(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """`reload` says so; a restart falls back upon it, and the choice that was refused is told beside the label's problem."""
+
+    async def apply(settings: Settings) -> None:
+        applied.append(settings)
+
+    applied: list[Settings] = []
+    label(server, "four")
+    loaded, named = await begun(tmp_path, server)
+    reload = Reload(loaded, apply=apply, journal=named.journal, named=named)
+    named.follow(lambda: "two")
+    await reload.take(await asyncio.to_thread(load_sources, await named.sources()))
+    assert len(applied) == 1
+    assert named.in_force is not None
+    assert (named.in_force.key, named.report["name"]) == ("two", "two")
+    await reload.take(ConfigError(["available-configs/four:1: no"]))
+    named.follow(lambda: "typo")
+    await named.sources()
+    assert named.in_force.key == "two"
+    assert reload.problem.splitlines()[0] == "available-configs/four:1: no"
+    assert '"typo"' in reload.problem.splitlines()[1]
+
+
 async def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
     """A mount that is taken away is no wish for another configuration."""
     label(server, "four")
@@ -185,24 +212,15 @@ async def test_without_an_answer_the_start_goes_by_what_was_read_before(tmp_path
 
 async def test_a_server_that_hangs_is_not_waited_for(tmp_path: Path, shelf: Path) -> None:
     """It takes the connection and never answers."""
-    taken: list[asyncio.StreamWriter] = []
-
-    async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        taken.append(writer)
-        await asyncio.sleep(60)
-
-    hung = await asyncio.start_server(hang, "127.0.0.1", 0)
     settings = await own(tmp_path, None)
     async with ApiServer() as server:
         kubeconfig = await asyncio.to_thread(server.kubeconfig, tmp_path / "kubeconfig")
-    port = hung.sockets[0].getsockname()[1]
-    await asyncio.to_thread(kubeconfig.write_text, kubeconfig.read_text().replace(server.url, f"http://127.0.0.1:{port}"))
-    settings = await asyncio.to_thread(load, {**settings.sources.flags, "--kubeconfig": str(kubeconfig)}, {})
-    began = time.monotonic()
-    loaded, named = await with_named_configuration(settings)
-    hung.close()
-    for writer in taken:
-        writer.close()
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # the kernel takes the connection, and nobody else does
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        await asyncio.to_thread(kubeconfig.write_text, kubeconfig.read_text().replace(server.url, url))
+        settings = await asyncio.to_thread(load, {**settings.sources.flags, "--kubeconfig": str(kubeconfig)}, {})
+        began = time.monotonic()
+        loaded, named = await with_named_configuration(settings)
     assert time.monotonic() - began < 2
     assert named is not None
     assert replicas(loaded) == 1
@@ -225,6 +243,30 @@ async def test_who_wants_no_api_server_has_default_and_fallbacks(tmp_path: Path,
 async def test_a_named_configuration_that_is_wrong_ends_a_start_as_any_other_does(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
     """The sentence has the file in it."""
     label(server, "four")
+    await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
+    with pytest.raises(ConfigError, match="available-configs/four"):
+        await begun(tmp_path, server)
+
+
+async def test_a_wrong_one_does_not_stop_a_restart_that_knows_the_good_one(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """It runs with the text from before, and the first look at the files says what is wrong with the new one."""
+    label(server, "four")
+    good = await asyncio.to_thread((shelf / "four").read_text)
+    await remember(tmp_path, named_config="four", named_text=good)
+    await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
+    loaded, named = await begun(tmp_path, server)
+    assert replicas(loaded) == 4
+    outcome = await anext(changes(loaded, interval_seconds=0.01, sources=named.sources))
+    assert isinstance(outcome, ConfigError)
+    assert "available-configs/four" in str(outcome)
+    assert [facts["problems"] for facts in journalled(named, "config.refused")] == [outcome.problems]
+    assert named.in_force == InForce("four", good)
+
+
+async def test_the_good_text_of_another_name_helps_nobody(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """Who labels the node with a wrong configuration wants that one, not the one from before."""
+    label(server, "four")
+    await remember(tmp_path, named_config="two", named_text="version: v1\n")
     await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
     with pytest.raises(ConfigError, match="available-configs/four"):
         await begun(tmp_path, server)

@@ -218,7 +218,11 @@ class ClusterSide:
         seen = self._facts()
         await self.remember()
         while True:
-            versions = self.nodes.node.version, self.config_map.text.version if self.config_map else 0
+            versions = (
+                self.nodes.node.version,
+                self.config_map.text.version if self.config_map else 0,
+                self._named.revision.version if self._named else 0,
+            )
             facts = self._facts()
             if facts != seen:
                 seen = facts
@@ -228,6 +232,7 @@ class ClusterSide:
             await first_of(
                 self.nodes.node.newer_than(versions[0]),
                 *([self.config_map.text.newer_than(versions[1])] if self.config_map else []),
+                *([self._named.revision.newer_than(versions[2])] if self._named else []),
                 timeout_seconds=self._settings.cluster.backoff_max_seconds,
             )
 
@@ -264,7 +269,7 @@ class ClusterSide:
             await self.client.close()
 
     def _facts(self) -> Remembered:
-        node = self.node
+        node, named = self.node, self._named.in_force if self._named else None
         return Remembered(
             node=self._settings.node_name_or_hostname if node else "",
             kubelet_version=node.kubelet_version if node else "",
@@ -273,7 +278,8 @@ class ClusterSide:
             device_configs_before=self.device_configs[:-1],
             node_configs=self.node_configs,
             config_label=self._named.label if self._named and self.config_label is None else self.config_label,
-            named_config=self._named.choice.key if self._named and self._named.choice.reason else None,
+            named_config=named.key if named else None,
+            named_text=named.text if named else "",
         )
 
     async def _first_answers(self, seconds: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from vgpu_agent.agent.remembered import Memory
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import credentials
+from vgpu_agent.concurrency import Latest
 from vgpu_agent.config import load
 from vgpu_agent.config.named import Choice, Shelf, choose, keys_in
 from vgpu_agent.errors import ClusterError, ConfigError
@@ -30,6 +32,14 @@ if TYPE_CHECKING:
 _FILE_FLAG = "--config-file"  # of NVIDIA's plugin; a flag beats what anything else says about nvidiaConfigFile
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class InForce:
+    """A configuration that was good: its name, empty for none, and its text."""
+
+    key: str
+    text: str
+
+
 class NamedConfiguration:
     """The choice in force, and why the newest label or directory may not be followed.
 
@@ -38,6 +48,8 @@ class NamedConfiguration:
     Attributes:
         choice: what was chosen last.
         problem: why the label or the directory is not followed as it is now; empty when it is.
+        in_force: the configuration that runs; not what was chosen, where that is wrong. None before `begin`.
+        revision: moves on with that.
         label: the label's value as it was read last, empty where the Node has none; None when it never was.
         waited_seconds: how long the API server was waited for at the start.
     """
@@ -48,13 +60,15 @@ class NamedConfiguration:
         self.journal = journal
         self.choice = Choice()
         self.problem = ""
+        self.in_force: InForce | None = None
+        self.revision: Latest[int] = Latest(0)
         self.label: str | None = None
         self.waited_seconds = 0.0
         self._read: Callable[[], str | None] = lambda: None
         self._shelf = Shelf(named.directory, named.label, named.default, named.fallback_strategies)
         self._own, self._settings = sources, settings
         self._unread = ""  # why the label has not been read
-        self._before: str | None = None  # what an earlier agent had chosen
+        self._before: InForce | None = None  # what an earlier agent had
 
     @property
     def report(self) -> dict[str, str]:
@@ -75,12 +89,19 @@ class NamedConfiguration:
         keys = await asyncio.to_thread(keys_in, self._shelf.directory)
         self._choose(keys)
         if self.problem and not self.choice.reason:  # nothing is in force that could stay
-            if self._before is not None and (not self._before or self._before in keys):
-                self._take(Choice(self._before, "in force before the agent was restarted"))
+            if self._before is not None and (not self._before.key or self._before.key in keys):
+                self._take(Choice(self._before.key, "in force before the agent was restarted"))
             else:
                 self._take(dataclasses.replace(choose(self._shelf, "", keys), problem=""))
-        sources = self._with(self.choice)
-        return await asyncio.to_thread(load.load, sources.flags, sources.environment)
+        loaded = await asyncio.to_thread(self._load)
+        self.applied(loaded)
+        return loaded
+
+    def applied(self, loaded: Loaded) -> None:
+        """``loaded`` is in force from now on, and what a restart falls back upon."""
+        named, content = loaded.contents.nvidia_file, loaded.contents.nvidia or b""
+        self.in_force = InForce(os.path.basename(named), content.decode(errors="replace"))
+        self.revision.publish(self.revision.value + 1)
 
     async def sources(self) -> Sources:
         """What the configuration is made of now: the agent's own sources, and the file that label and directory choose."""
@@ -89,6 +110,18 @@ class NamedConfiguration:
         except ConfigError as err:
             self._complain(str(err))
         return self._with(self.choice)
+
+    def _load(self) -> Loaded:
+        """What was chosen; where that cannot be used, what an earlier agent had in force under the same name."""
+        sources = self._with(self.choice)
+        try:
+            return load.load_sources(sources)
+        except ConfigError as err:
+            if self._before is None or self._before.key != self.choice.key or not self._before.text:
+                raise
+            self.journal.record("config.refused", level="error", problems=err.problems, in_force="the settings from before the restart")
+            own = None if sources.file is None else load.read(sources.file)
+            return load.load_contents(sources, load.Contents(own, self._file(self.choice), self._before.text.encode()))
 
     def _choose(self, keys: frozenset[str]) -> None:
         """Choose anew; what cannot be followed is a problem, and the choice before stays."""
@@ -131,7 +164,8 @@ class NamedConfiguration:
         self.waited_seconds = time.monotonic() - began
         remembered = await Memory(self._settings.state_directory).recall(node)
         if remembered is not None:
-            self._before = remembered.named_config
+            if remembered.named_config is not None:
+                self._before = InForce(remembered.named_config, remembered.named_text)
             self.label = remembered.config_label if self.label is None else self.label
 
     async def _ask(self, node: str) -> str:

@@ -74,6 +74,8 @@ class Reload:
             if warning not in self.loaded.warnings:
                 _logger.warning("config.warning", problem=warning)
         self.loaded, self._refused, self.needs_restart = outcome, "", tuple(later)
+        if self.named is not None:
+            self.named.applied(outcome)
         if "log.level" in at_once:
             log.set_level(outcome.settings.log.level)
         self._journal.record("config.applied", file=outcome.files, changed=at_once, needs_restart=later)

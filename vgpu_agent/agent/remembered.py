@@ -32,6 +32,7 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
         node_configs: the same of the mounted node configuration, with the newest; it is not from the API server, but as easily spoilt.
         config_label: value of the Node's label that names its configuration, empty without the label; None when it was never read.
         named_config: the named configuration that was in force, empty for none; None when none was ever chosen.
+        named_text: what stood in it.
     """
 
     node: str = ""
@@ -42,6 +43,7 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
     node_configs: tuple[str, ...] = ()
     config_label: str | None = None
     named_config: str | None = None
+    named_text: str = ""
 
     @property
     def as_node(self) -> Node:
