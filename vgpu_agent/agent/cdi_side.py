@@ -235,7 +235,10 @@ class CdiSide:
         self._specs = self._source.specs
         names, error = self._source.names, self._source.error
         why = f"no CDI spec has its name yet{': ' if error else ''}{error}"
-        self._nameless = {uuid: why for uuid, name in self._named() if name not in names} if self._needed() else {}
+        # A spec with nothing but a device of that name is one of a Windows subsystem, where containers get all GPUs or none.
+        one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {f"{self._kind}=all"}
+        nameless = self._needed() and not one_for_all
+        self._nameless = {uuid: why for uuid, name in self._named() if name not in names} if nameless else {}
         by_names = any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy)
         wanted = self._nameless if by_names else {}
         for device, reason in wanted.items():

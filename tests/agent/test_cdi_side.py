@@ -1,0 +1,251 @@
+"""What is not offered, and what is not given out, as long as a runtime could not resolve its CDI name."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.golden import U0, U1, golden_inventory
+from vgpu_agent.agent.cdi_side import CdiSide
+from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config.binding import Binding, Cluster
+from vgpu_agent.config.device_answers import Cdi, Plugin
+from vgpu_agent.config.settings import Gpu, Settings, Tasks
+from vgpu_agent.device_ids import DeviceId
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.journal import Journal
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Decider, Inventory, MigInstance, Resource
+from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
+from vgpu_agent.sim.state import SimulatedNode
+
+VENDOR = "k8s.device-plugin.nvidia.com"
+GPUS = Resource("nvidia.com/gpu", "nvidia", tuple(DeviceId(uuid, uuid, 0) for uuid in (U0, U1)))
+SHARES = Resource("volcano.sh/vgpu-number", "volcano-vgpu", GPUS.ids, decided_by=Decider.POD)
+BY_NAME = Plugin(device_list_strategy=("cdi-cri",))
+
+
+class Side:
+    """A `CdiSide` on a simulated node, and what it meets."""
+
+    def __init__(self, folder: Path, supervisor: Supervisor, *, late: bool = True, **sections: Any) -> None:
+        self.node = SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2, uuids=[U0, U1])
+        self.tool = StandInCtk(self.node.directory)
+        self.cdi = folder / "cdi"
+        self.settings = msgspec.structs.replace(
+            Settings(
+                simulate=str(self.node.directory),
+                binding=Binding(cdi_directory=str(self.cdi)),
+                gpu=Gpu(driver_root=str(self.node.directory), poll_seconds=0.05),
+                tasks=Tasks(backoff_min_seconds=0.02, backoff_max_seconds=0.1),
+                plugin=BY_NAME,
+            ),
+            **sections,
+        )
+        self.journal, self.ledger = Journal(), Ledger()
+        self.side = CdiSide(self.settings, ledger=self.ledger, journal=self.journal, supervisor=supervisor, is_late=lambda: late)
+
+    async def begin(self, inventory: Inventory | None = None) -> None:
+        """The start of an agent with these GPUs."""
+        inventory = inventory or golden_inventory()
+        self.ledger.observe(inventory)
+        self.ledger.offer([GPUS])
+        await self.side.begin(self.settings, inventory)
+
+    @property
+    def healthy(self) -> list[str]:
+        """The ids that kubelet may give out."""
+        return [listed.id.id for listed in self.ledger.listing(GPUS.name) if listed.healthy]
+
+    def withheld(self, resource: Resource = GPUS) -> str:
+        """Why a resource is not offered."""
+        return self.side.why_withheld(resource)
+
+    async def until_offered(self) -> None:
+        """Wait, some seconds at most."""
+        task = asyncio.ensure_future(self.side.follow(_nothing))
+        try:
+            async with asyncio.timeout(10):
+                while True:
+                    if not self.withheld() and len(self.healthy) == 2:
+                        return
+                    await asyncio.sleep(0.01)
+        finally:
+            task.cancel()
+
+
+async def _nothing() -> None:
+    """Nobody has to be told."""
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Supervisor]:
+    """Loops that are restarted at once."""
+    async with Supervisor(backoff_min_seconds=0.01, backoff_max_seconds=0.01) as supervisor:
+        yield supervisor
+
+
+def _write_toolkits_spec(folder: Path, *names: str) -> None:
+    folder.mkdir(exist_ok=True)
+    devices = [{"name": name, "containerEdits": {"env": ["A=b"]}} for name in names]
+    (folder / "nvidia.json").write_text(json.dumps({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}))
+
+
+async def test_nothing_is_made_where_no_names_are_answered(tmp_path: Path, supervisor: Supervisor) -> None:
+    """The default list strategy: no tool runs, no file is written, nothing is withheld."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, plugin=Plugin()))
+    await side.begin()
+    assert side.withheld() == ""
+    assert len(side.healthy) == 2
+    assert not await asyncio.to_thread(side.cdi.exists)
+    assert side.side.status().source == ""
+
+
+async def test_a_resource_is_offered_once_its_names_are_there(tmp_path: Path, supervisor: Supervisor) -> None:
+    """At the start the first try is waited for, so that in the normal case nothing is ever withheld."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    await side.begin()
+    assert side.withheld() == ""
+    assert side.healthy == [U0, U1]
+    version, edits = side.side.inline([f"{VENDOR}/gpu={U1}"])
+    assert version == "0.6.0"
+    assert {"/dev/nvidia1", "/dev/nvidiactl"} <= {node["path"] for node in edits["deviceNodes"]}
+    (status,) = side.side.status().specs
+    assert status.devices == (U0, U1, "all")
+
+
+async def test_trouble_is_the_reason_and_ends_by_itself(tmp_path: Path, supervisor: Supervisor) -> None:
+    """What the tool complains of is what ``/readyz`` says; devices without a name are not given out, either."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    await asyncio.to_thread(side.tool.misbehave, fail="Driver Not Loaded")
+    await side.begin()
+    assert "Driver Not Loaded" in side.withheld()
+    assert side.healthy == []
+    with pytest.raises(CarrierError, match="kubelet will ask again"):
+        side.side.inline([f"{VENDOR}/gpu={U1}"])
+    await asyncio.to_thread(side.tool.behave)
+    await side.until_offered()
+
+
+async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(tmp_path: Path, supervisor: Supervisor) -> None:
+    """The start goes on, and says what it waits for."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cluster=Cluster(start_wait_seconds=0.2)))
+    await asyncio.to_thread(side.tool.misbehave, hang_seconds=60)
+    async with asyncio.timeout(5):
+        await side.begin()
+    assert side.withheld() == "the CDI spec of this node's GPUs is being made"
+    await supervisor.stop("cdi specs")
+
+
+async def test_one_device_without_a_name_keeps_back_only_itself(tmp_path: Path, supervisor: Supervisor) -> None:
+    """A GPU that the tool does not know is Unhealthy with the reason; the others are offered."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    await asyncio.to_thread(side.tool.misbehave, without=[U1])
+    await side.begin()
+    assert side.withheld() == ""
+    assert side.healthy == [U0]
+    (room,) = [room for room in side.ledger.rooms(GPUS.name) if room.device == U1]
+    assert "no CDI spec has its name yet" in room.trouble
+
+
+async def test_a_slice_is_kept_back_until_it_has_a_name(tmp_path: Path, supervisor: Supervisor) -> None:
+    """A GPU was cut a moment ago: before the first list with its slices goes out, they are held back; the other GPU is not touched."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    await side.begin()
+    await asyncio.to_thread(side.node.set_mig, 1, ["1g.5gb"])
+    (uuid,) = side.node.mig_uuids(1)
+    first, second = golden_inventory().gpus
+    slices = (MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),)
+    cut = Inventory(2, (first, dataclasses.replace(second, mig_enabled=True, mig_instances=slices)))
+    by_profile = Resource("nvidia.com/mig-1g.5gb", "nvidia", (DeviceId(uuid, uuid, 0),))
+
+    side.side.observe(cut)
+    side.ledger.observe(cut)
+    side.ledger.offer([dataclasses.replace(GPUS, ids=GPUS.ids[:1]), by_profile])
+    assert [listed.healthy for listed in side.ledger.listing(by_profile.name)] == [False]
+    assert "no CDI spec has its name yet" in side.withheld(by_profile)
+    assert side.withheld() == ""
+
+    task = asyncio.ensure_future(side.side.follow(_nothing))
+    async with asyncio.timeout(10):
+        while True:
+            if side.withheld(by_profile) == "":
+                break
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert [listed.healthy for listed in side.ledger.listing(by_profile.name)] == [True]
+    assert len(await asyncio.to_thread(lambda: side.tool.calls)) == 2
+
+
+async def test_a_change_of_health_runs_no_tool(tmp_path: Path, supervisor: Supervisor) -> None:
+    """Inventories come with every temperature; a spec says which devices there are."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    await side.begin()
+    first, second = golden_inventory().gpus
+    for version in range(2, 6):
+        ill = dataclasses.replace(second, health=dataclasses.replace(second.health, ok=version % 2 == 0, reason="XID 79"))
+        side.side.observe(Inventory(version, (first, ill)))
+    await asyncio.sleep(0.15)
+    assert len(await asyncio.to_thread(lambda: side.tool.calls)) == 1
+
+
+@pytest.mark.parametrize(("late", "withheld"), [(True, True), (False, False)])
+async def test_inlining_needs_a_spec_only_for_what_is_bound_late(
+    tmp_path: Path, supervisor: Supervisor, *, late: bool, withheld: bool
+) -> None:
+    """``cdi.inline`` with the default strategy: families whose ids name devices answer by variable and wait for nothing."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, late=late, plugin=Plugin(), cdi=Cdi(inline=True)))
+    await asyncio.to_thread(side.tool.misbehave, fail="no")
+    await side.begin()
+    assert bool(side.withheld(SHARES)) is withheld
+    assert side.withheld(GPUS) == ""
+    assert side.healthy == [U0, U1]
+
+
+async def test_a_required_channel_that_is_missing_withholds_everything(tmp_path: Path, supervisor: Supervisor) -> None:
+    """Whatever the list strategy; an optional one is told once and passed over."""
+    plugin = Plugin(imex_channel_ids=(0,), imex_required=True)
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, plugin=plugin))
+    await side.begin()
+    assert "channel0 is no character device" in side.withheld()
+    assert side.withheld().endswith("or set plugin.imexRequired: false")
+    await side.side.look(msgspec.structs.replace(side.settings, plugin=Plugin(imex_channel_ids=(0,))))
+    assert side.withheld() == ""
+    assert [entry.event for entry in side.journal.entries] == ["imex.missing"]
+
+
+async def test_the_toolkits_names_are_looked_for_and_never_written(tmp_path: Path, supervisor: Supervisor) -> None:
+    """``cdi.source: toolkit``: offered when its spec has the names, by what it says now; withdrawn without touching it."""
+    sections: dict[str, Any] = {"cdi": Cdi(source="toolkit"), "cluster": Cluster(withdraw_at_stop=True)}
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, **sections))
+    await side.begin()
+    assert "no CDI spec of kind nvidia.com/gpu" in side.withheld()
+    await asyncio.to_thread(_write_toolkits_spec, side.cdi, U0, U1)
+    await side.until_offered()
+    await side.side.withdraw()
+    assert await asyncio.to_thread((side.cdi / "nvidia.json").exists)
+    assert not await asyncio.to_thread(lambda: side.tool.calls)
+
+
+async def test_one_name_for_all_gpus_keeps_none_of_them_back(tmp_path: Path, supervisor: Supervisor) -> None:
+    """nvidia:A26 with CDI: under a Windows subsystem the spec has the device ``all`` and no other."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=Cdi(source="toolkit")))
+    await asyncio.to_thread(_write_toolkits_spec, side.cdi, "all")
+    await side.begin()
+    assert side.healthy == [U0, U1]
+    assert side.withheld(Resource("nvidia.com/gpu", "nvidia", (DeviceId("all", U0, None),))) == ""
+
+
+async def test_the_simulator_describes_simulated_gpus_unless_a_tool_is_named(tmp_path: Path, supervisor: Supervisor) -> None:
+    """So that a demo needs nothing; and a tool that somebody has named is the one that runs."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    assert side.side._command() == COMMAND
+    named = await asyncio.to_thread(lambda: Side(tmp_path / "b", supervisor, cdi=Cdi(nvidia_ctk="/opt/nvidia-ctk")))
+    assert named.side._command() == ("/opt/nvidia-ctk",)
