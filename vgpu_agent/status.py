@@ -122,6 +122,7 @@ class LedgerStatus:
     only_counted: frozenset[str] = frozenset()  # resources whose ids are neither booked nor answered
     rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)  # what each device has left, by resource
     decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not say what the holder gets
+    sharing: dict[str, str] = dataclasses.field(default_factory=dict)  # how a device is shared (`SharingMode`), by the other resources
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

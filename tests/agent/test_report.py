@@ -193,6 +193,7 @@ async def test_a_device_may_have_as_many_holders_as_one_family_allows(tmp_path: 
         ledger = node.report.status().ledger
     assert ledger.capacity == {gpu: 10}
     assert ledger.decided_by_pod == {VGPU}
+    assert ledger.sharing == {"nvidia.com/gpu": "none"}
     assert sorted(ledger.rooms) == ["nvidia.com/gpu", VGPU]
     assert ledger.rooms[VGPU][0].holders_free == 10
 

@@ -146,6 +146,7 @@ def node() -> AgentStatus:
             foreign=("GPU-9::0",),
             capacity={"GPU-0": 10, "MIG-1": 10},
             free={"nvidia.com/gpu": 9},
+            sharing={"nvidia.com/gpu": "time-slicing"},
         ),
         tasks=(
             TaskReport(

@@ -95,7 +95,7 @@ def test_pods_say_who_holds_which_gpu(node: AgentStatus) -> None:
 
 
 def test_resources_show_each_plugin_server_and_the_kubelet(node: AgentStatus) -> None:
-    """Registered, stream open, ids sent, held and free."""
+    """Registered, stream open, ids sent, held and free; and how a GPU is shared, so that nobody takes a replica for a limit."""
     found = answer(node, "resources")
     assert found["kubelet"]["socket_present"] is True
     (resource,) = found["resources"]
@@ -106,6 +106,7 @@ def test_resources_show_each_plugin_server_and_the_kubelet(node: AgentStatus) ->
         2,
         9,
     )
+    assert resource["sharing"] == "time-slicing"
 
 
 @pytest.mark.parametrize(

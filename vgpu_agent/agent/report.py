@@ -55,8 +55,8 @@ class Report:
         binding: BindingReport,
         cluster: ClusterReport,
         containers: Latest[tuple[ContainerUsage, ...]],
-        cdi: Callable[[], CdiStatus] = CdiStatus,
         mps: Callable[[], tuple[MpsStatus, ...]] = tuple,
+        cdi: Callable[[], CdiStatus] = CdiStatus,
     ) -> None:
         self._ledger = ledger
         self._watch = watch
@@ -70,8 +70,8 @@ class Report:
         self._binding = binding
         self._cluster = cluster
         self._containers = containers
-        self._cdi = cdi
         self._mps = mps
+        self._cdi = cdi
         self._offered = LedgerStatus()
         self._offered_at = -1
         self._started_at = time.time()
@@ -97,8 +97,8 @@ class Report:
             ledger=self._ledger_status(),
             binding=self._binding.status(),
             cluster=self._cluster.status(),
-            cdi=self._cdi(),
             mps=self._mps(),
+            cdi=self._cdi(),
             tasks=tasks,
             events=tuple(self._journal.entries),
             loop_lag_seconds=self._lag.percentile_99_seconds,
@@ -134,6 +134,7 @@ class Report:
                     resource.name: ledger.rooms(resource.name) for resource in ledger.resources if resource.decided_by is not Decider.NOBODY
                 },
                 only_counted=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.NOBODY),
+                sharing={resource.name: resource.sharing.value for resource in ledger.resources if resource.decided_by is Decider.IDS},
                 decided_by_pod=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.POD),
             )
         return self._offered

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vgpu_agent.model import Gpu, GpuUsage, Grant
-    from vgpu_agent.status import AgentStatus, PluginStatus
+    from vgpu_agent.status import AgentStatus, LedgerStatus, PluginStatus
 
 
 _SHOWN_IDS = 64
@@ -113,6 +113,7 @@ class ResourceView(msgspec.Struct, frozen=True):
 
     resource: str
     family: str = ""
+    sharing: str = ""  # how the holders of one device share it, where ids name devices: none, time-slicing, mps
     state: str = ""
     ready: bool = False
     stream_open: bool = False
@@ -299,12 +300,7 @@ def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
     """Every resource and its plugin server."""
     held = ids_held(status)
     ledger = status.ledger
-    return tuple(
-        _resource(
-            plugin, held.get(plugin.resource, 0), ledger.free.get(plugin.resource), now, booked=plugin.resource not in ledger.only_counted
-        )
-        for plugin in status.plugins
-    )
+    return tuple(_resource(plugin, held.get(plugin.resource, 0), ledger, now) for plugin in status.plugins)
 
 
 def withheld(status: AgentStatus) -> dict[str, str]:
@@ -316,10 +312,11 @@ def withheld(status: AgentStatus) -> dict[str, str]:
     return {resource: reason for resource, reason in reasons.items() if resource not in served}
 
 
-def _resource(plugin: PluginStatus, held: int, free: int | None, now: float, *, booked: bool) -> ResourceView:
+def _resource(plugin: PluginStatus, held: int, ledger: LedgerStatus, now: float) -> ResourceView:
     return ResourceView(
         resource=plugin.resource,
         family=plugin.family,
+        sharing=ledger.sharing.get(plugin.resource, ""),
         state=plugin.state.value,
         ready=plugin.ready,
         stream_open=plugin.stream_open,
@@ -333,8 +330,8 @@ def _resource(plugin: PluginStatus, held: int, free: int | None, now: float, *, 
         ids=plugin.ids_sent,
         ids_healthy=plugin.healthy_sent,
         ids_held=held,
-        ids_free=free,
-        ids_booked=booked,
+        ids_free=ledger.free.get(plugin.resource),
+        ids_booked=plugin.resource not in ledger.only_counted,
         allocations=plugin.allocations,
         allocations_refused=plugin.allocations_refused,
         allocate_seconds_last=plugin.allocate_seconds_last,
