@@ -14,6 +14,8 @@ from tests.component.volcano import IDS, NODE, REGISTER, U0, U1, VolcanoStage, a
 from tests.families.volcano_vgpu_golden import decided
 from tests.families.volcano_vgpu_mig_parts import DEVICE_CONFIG, GROUP2
 from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
+from vgpu_agent.sim.volcano_mig import Geometries
+from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
 
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 # 8000 MiB in units of 64, so that kubelet's lists stay short.
@@ -174,3 +176,39 @@ async def test_early_binding_cannot_serve_the_mode_and_says_so(folder: Path) -> 
         await stage.agent.until("/debug/resources", lambda answer: "takes late binding" in str(answer))
         assert (await stage.agent.get_text("/readyz"))[0] == 503
         assert (await stage.agent.get_text("/livez"))[0] == 200
+
+
+async def test_a_scheduler_and_the_agent_agree_about_the_instances(stage: MigStage) -> None:
+    """volcano-vgpu:D15: the scheduler gives the pods of one round one instance; it goes by what is held the next time, to the last one."""
+    await stage.begin()
+    text = DEVICE_CONFIG.replace("gpuMemoryFactor: 1", "gpuMemoryFactor: 64")
+    settings = VolcanoSettings(retry_seconds=0.2, geometries=Geometries.of(text))
+    stage.cluster.hold_admission = True
+    names = ("a", "b", "c")
+    for name in names[:2]:
+        stage.cluster.create_pod(name, ASKED)
+    await stage.cluster.start_volcano(settings)
+    await stage.cluster.until(lambda: all(IDS in stage.cluster.annotations(name) for name in names[:2]), "both to be scheduled")
+    assert {stage.cluster.annotations(name)[IDS] for name in names[:2]} == {f"{U1}[group2-0],NVIDIA,125,0:"}
+    await stage.cluster.admit_in_order(names[:2])
+    await stage.cluster.running(*names[:2])
+    await stage.settled(*names[:2])
+    stage.cluster.create_pod("c", ASKED)
+    await stage.cluster.running("c")
+    await stage.settled("c")
+    held = {name: stage.cluster.annotations(name)[IDS].partition(",")[0] for name in names}
+    assert set(held.values()) == {f"{U1}[group2-{position}]" for position in range(3)}
+    assert held["c"] == f"{U1}[group2-2]"
+    assert len({stage.seen(name) for name in names}) == 3
+    assert not any(pod == "c" for pod, _, _ in stage.cluster.refusals)
+
+
+async def test_without_a_scheduler_the_agent_finds_instances(stage: MigStage) -> None:
+    """Under the plain scheduler the agent divides a card by the first group that fits, and writes down where the pod is."""
+    await stage.begin()
+    for name in ("a", "b"):
+        stage.cluster.create_pod(name, asks(1, 200), scheduler="default-scheduler")
+    await stage.cluster.running("a", "b")
+    await stage.settled("a", "b")
+    assert {stage.cluster.annotations(name)[IDS] for name in ("a", "b")} == {f"{U0}[group3-{each}],NVIDIA,200,0:" for each in (0, 1)}
+    assert {stage.seen("a"), stage.seen("b")} == set(stage.gpus.mig_uuids(U0))

@@ -276,8 +276,8 @@ def test_a_place_is_read_or_it_is_none() -> None:
 
 def test_lists_of_the_node_apply_to_instances() -> None:
     """volcano-vgpu:G10: by CDI annotation an instance is named like a card, and without the variable."""
-    of = mig_family(lists=ListOptions(strategies=("cdi-annotations",)))
-    edits = of.provision(ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2)), (held_share("MIG-2-0", 9856),)).edits
+    family = mig_family(lists=ListOptions(strategies=("cdi-annotations",)))
+    edits = family.provision(ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2)), (held_share("MIG-2-0", 9856),)).edits
     ((key, value),) = edits.annotations.items()
     assert key.startswith("cdi.k8s.io/nvidia-device-plugin_")
     assert value == "k8s.device-plugin.nvidia.com/gpu=MIG-2-0"

@@ -1,8 +1,8 @@
 """The vGPU ledger of the simulated Volcano scheduler: which share of which card is whose, and where the next pod fits.
 
 Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `volcano_scheduler`, so it knows nothing that the
-API server does not. Rules: contract volcano-vgpu §8, golden vectors G3, G6, G7, G8 and G13 there. The reference's accounting mistakes (its
-§9, row 17) are not imitated; cards in ``mig`` mode are treated as the reference treats those whose geometry it does not know: like others.
+API server does not. Rules: contract volcano-vgpu §8, golden vectors G3, G6, G7, G8 and G13 there; for cards in the mode ``mig`` whose
+geometry is known, `volcano_mig`. The reference's accounting mistakes (its §9, row 17) are not imitated.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 from vgpu_agent.sim import volcano_annotations as words
 from vgpu_agent.sim.volcano_annotations import Card, Claim
+from vgpu_agent.sim.volcano_mig import InstanceUse
 from vgpu_agent.sim.volcano_resources import Object, amount, annotations_of, is_terminated, limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from vgpu_agent.sim.volcano_mig import Geometries
 
 NUMBER = "volcano.sh/vgpu-number"
 MEMORY = "volcano.sh/vgpu-memory"
@@ -51,9 +54,13 @@ class Placed:
 
 @dataclasses.dataclass(slots=True)
 class CardUse:
-    """A card and what is taken of it; ``groups`` are the pod groups that must not meet themselves on it."""
+    """A card and what is taken of it; ``groups`` are the pod groups that must not meet themselves on it.
+
+    With ``instances`` it is divided, and ``memory`` is that of the instances in use.
+    """
 
     card: Card
+    instances: InstanceUse | None = None
     holders: int = 0
     memory: int = 0
     cores: int = 0
@@ -66,6 +73,16 @@ class CardUse:
         self.cores += cores
         self.groups.add(group)
 
+    def take(self, ask: Ask, group: str) -> Claim:
+        """Book one container's claim, and say how it is written down."""
+        units = ask.memory_on(self.card)
+        if self.instances is None:
+            self.add(units, ask.cores, group)
+            return Claim(self.card.uuid, units, ask.cores)
+        place = self.instances.find(units)
+        self.add(self.instances.book(place), ask.cores, group)
+        return Claim(self.card.uuid + place, units, ask.cores)
+
     def has_room(self, ask: Ask, policy_group: str) -> bool:
         """Whether one container of that ask fits; ``policy_group`` is the group to be kept apart, empty for none."""
         return (
@@ -75,6 +92,7 @@ class CardUse:
             and self.cores + ask.cores <= _ALL_CORES
             and (ask.cores < _ALL_CORES or self.holders == 0)
             and (ask.cores > 0 or self.cores < _ALL_CORES)
+            and (self.instances is None or bool(self.instances.find(ask.memory_on(self.card))))
         )
 
 
@@ -95,14 +113,24 @@ class VgpuLedger:
     lock_key = words.VGPU_LOCK
     complaint = "hami-vgpuDeviceSharing error"
 
-    def __init__(self, node: str, registration: words.Registration, *, policy: Policy = "none") -> None:
+    def __init__(
+        self, node: str, registration: words.Registration, *, policy: Policy = "none", geometries: Geometries | None = None
+    ) -> None:
         self.node = node
         self.mode = registration.mode
-        self.uses = [CardUse(card) for card in registration.cards]
+        self.uses = [CardUse(card, _instances(card, registration.mode, geometries)) for card in registration.cards]
         self._policy = policy
 
     @classmethod
-    def of(cls, node: Object, pods: Iterable[Object], *, policy: Policy, requires_resources: bool) -> VgpuLedger | None:
+    def of(
+        cls,
+        node: Object,
+        pods: Iterable[Object],
+        *,
+        policy: Policy,
+        requires_resources: bool,
+        geometries: Geometries | None = None,
+    ) -> VgpuLedger | None:
         """The ledger of a node with ``pods`` on it; None when the scheduler takes it for a node without vGPU.
 
         Args:
@@ -110,6 +138,7 @@ class VgpuLedger:
             pods: those bound to it.
             policy: which card is tried first.
             requires_resources: also ask for all three resources in allocatable, as schedulers from 1.14.3 do.
+            geometries: how cards in the mode ``mig`` may be divided.
         """
         allocatable = (node.get("status") or {}).get("allocatable") or {}
         if requires_resources and not all(amount(allocatable.get(name, "0")) for name in (NUMBER, MEMORY, CORES)):
@@ -117,7 +146,7 @@ class VgpuLedger:
         registration = words.parse_registration(annotations_of(node).get(words.REGISTER, ""))
         if registration is None:
             return None
-        ledger = cls(node["metadata"]["name"], registration, policy=policy)
+        ledger = cls(node["metadata"]["name"], registration, policy=policy, geometries=geometries)
         for pod in pods:
             if not is_terminated(pod):
                 ledger.add(pod)
@@ -128,7 +157,8 @@ class VgpuLedger:
         for claim in words.parse_claims(annotations_of(pod).get(words.VGPU_IDS, "")):
             for use in self.uses:
                 if use.card.uuid in claim.uuid:
-                    use.add(claim.memory, claim.cores, group_of(pod))
+                    units = use.instances.book(claim.uuid) if use.instances else claim.memory
+                    use.add(units, claim.cores, group_of(pod))
                     break
 
     def copy(self) -> VgpuLedger:
@@ -162,10 +192,13 @@ class VgpuLedger:
             chosen = [use for use in self._in_order(trial) if _suits(use, ask, pod)][: ask.number]
             if len(chosen) < ask.number:
                 return None
+            claims = []
             for use in chosen:
-                use.add(ask.memory_on(use.card), ask.cores, group_of(pod))
+                claims.append(use.take(ask, group_of(pod)))
                 score += 100 * use.memory / use.card.memory if self._policy == "binpack" and use.card.memory else 0.0
-            containers.append([Claim(use.card.uuid, ask.memory_on(use.card), ask.cores) for use in chosen])
+            containers.append(claims)
+        for use, before in zip(trial, self.uses, strict=True):
+            use.instances = before.instances  # in use once the pod is seen to be bound, as in the real one (volcano-vgpu §9, row 15)
         self.uses = trial
         devices, seconds = words.format_claims(containers), str(int(now))
         written = {
@@ -186,6 +219,11 @@ class VgpuLedger:
                 return sorted(uses, key=lambda use: (use.holders, use.card.index))
             case _:
                 return sorted(uses, key=lambda use: -use.card.index)
+
+
+def _instances(card: Card, mode: str, geometries: Geometries | None) -> InstanceUse | None:
+    groups = geometries.for_card(card.type) if geometries is not None and mode == "mig" else ()
+    return InstanceUse(groups, geometries.factor) if geometries is not None and groups else None
 
 
 def _ask(container: Object) -> Ask:

@@ -36,6 +36,7 @@ from vgpu_agent.sim.volcano_node import NodeRoom
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from vgpu_agent.sim.volcano_mig import Geometries
     from vgpu_agent.sim.volcano_resources import Object
 
 _logger = log.get(__name__)
@@ -52,6 +53,7 @@ class VolcanoSettings:
         old: behave like 1.13 to 1.14.2: patch before bind, ask nodes for the handshake, do not ask for all three resources.
         gpushare: GPUSharingEnable (``share``) or GPUNumberEnable (``number``) instead of VGPUEnable (``off``).
         node_lock: deviceshare.NodeLockEnable.
+        geometries: what the ConfigMap says about MIG.
         min_members: ``namespace/group`` → how many must be placed together; a pod's annotation scheduling.volcano.sh/group-min-member
             says the same.
         period_seconds: shortest time between two rounds.
@@ -66,6 +68,7 @@ class VolcanoSettings:
     old: bool = False
     gpushare: Literal["off", "share", "number"] = "off"
     node_lock: bool = False
+    geometries: Geometries | None = None
     min_members: Mapping[str, int] = dataclasses.field(default_factory=dict)
     period_seconds: float = 0.05
     retry_seconds: float = 1.0
@@ -234,7 +237,8 @@ class VolcanoScheduler:
 
     def _ledger(self, node: Object, pods: Sequence[Object]) -> VgpuLedger | GpushareLedger | None:
         if self.settings.gpushare == "off":
-            return VgpuLedger.of(node, pods, policy=self.settings.policy, requires_resources=not self.settings.old)
+            known = self.settings
+            return VgpuLedger.of(node, pods, policy=known.policy, requires_resources=not known.old, geometries=known.geometries)
         return GpushareLedger.of(node, pods, strategy=self.settings.gpushare)
 
     def _needed(self, group: str, members: Iterable[Object]) -> int:

@@ -1,0 +1,90 @@
+"""MIG instances in the books of the simulated Volcano scheduler: which place of which group a container gets.
+
+`volcano_ledger` asks for each card of a node in the mode ``mig``. Rules: contract volcano-vgpu §4.3 (groups in the order of the ConfigMap,
+the smallest instance that is large enough, on a card in use its group only) and §9 row 15, which is imitated: an instance counts as used
+once its pod is seen to be bound, so pods of one round get the same one. The ConfigMap is read here and not by the agent's reader, for the
+reason that `volcano_annotations` gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PLACE = re.compile(r"\[(?P<group>[^-]+)-(?P<position>\d+)\]$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """One way to divide a card: the memory of each instance in MiB, by position."""
+
+    name: str
+    memory_mib: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometries:
+    """What the ConfigMap says about MIG: MiB in a unit of memory, and per model, a part of the card's type, its groups."""
+
+    factor: int = 1
+    groups: tuple[tuple[str, tuple[Group, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, device_config: str) -> Geometries:
+        """Those of a ``device-config.yaml``; none for an empty text."""
+        root: Any = (yaml.safe_load(device_config) or {}).get("nvidia", {})
+        found = [
+            (model, tuple(_group(group) for group in entry["allowedGeometries"]))
+            for entry in root.get("knownMigGeometries") or ()
+            for model in entry["models"]
+        ]
+        return cls(int(root.get("gpuMemoryFactor", 1)), tuple(found))
+
+    def for_card(self, type_: str) -> tuple[Group, ...]:
+        """The groups for a card of that type; without any it is shared as in the other mode."""
+        return next((groups for model, groups in self.groups if model in type_), ())
+
+
+@dataclasses.dataclass(slots=True)
+class InstanceUse:
+    """The instances of one card: how it may be divided, as which group it is, and which positions are used."""
+
+    groups: tuple[Group, ...]
+    factor: int
+    group: str = ""
+    used: set[int] = dataclasses.field(default_factory=set)
+
+    def book(self, claimed: str) -> int:
+        """Count the place of an annotation as used; the memory units that it is counted with, 0 for a place that does not exist."""
+        match = _PLACE.search(claimed)
+        found = next((group for group in self.groups if match and group.name == match["group"]), None)
+        if match is None or found is None or int(match["position"]) >= len(found.memory_mib):
+            return 0
+        self.group = found.name
+        self.used.add(int(match["position"]))
+        return found.memory_mib[int(match["position"])] // self.factor
+
+    def find(self, units: int) -> str:
+        """``[group-position]`` of the smallest free instance with that many memory units; empty when there is none."""
+        for group in self.groups:
+            if self.group not in ("", group.name):
+                continue
+            free = [
+                (memory, position)
+                for position, memory in enumerate(group.memory_mib)
+                if memory >= units * self.factor and position not in self.used
+            ]
+            if free:
+                return f"[{group.name}-{min(free)[1]}]"
+        return ""
+
+
+def _group(group: dict[str, Any]) -> Group:
+    each: Sequence[dict[str, Any]] = group["geometries"]
+    return Group(group["group"], tuple(profile["memory"] for profile in each for _ in range(profile["count"])))
