@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgpu_agent.config import schema
-from vgpu_agent.config.load import LARGEST_FILE_BYTES, Sources, load, load_content, read
+from vgpu_agent.config import options, schema
+from vgpu_agent.config.load import LARGEST_FILE_BYTES, Contents, Sources, load, load_content, load_contents, read
 from vgpu_agent.errors import ConfigError
 
 
@@ -106,6 +107,18 @@ def test_a_megabyte_of_junk_is_refused_in_one_short_line(junk: bytes) -> None:
     assert len(problems[0]) < 200
 
 
+@pytest.mark.timeout(10)
+def test_a_megabyte_of_unknown_keys_of_nvidias_plugin_is_told_in_few_lines() -> None:
+    """Each would be a warning; finding what it might have meant takes its time."""
+    content = b"".join(b"junk%d: 1\n" % number for number in range(4_900))
+
+    began = time.monotonic()
+    warnings = load_contents(Sources({}, {}, None), Contents(None, "v1.yaml", content)).warnings
+
+    assert len(warnings) == 21
+    assert time.monotonic() - began < 3
+
+
 @pytest.mark.parametrize("junk", [b"a: 1\n" * 200_000, b"{" + b"a," * 500_000 + b"}"], ids=["the same key", "flow keys"])
 def test_a_megabyte_of_repeated_keys_is_cut_short(junk: bytes) -> None:
     """Valid YAML can be junk, too."""
@@ -135,7 +148,10 @@ def test_no_content_raises_anything_but_a_config_error(content: bytes) -> None:
 
 
 _KEYS = st.sampled_from(
-    sorted({part for path in schema.value_paths() for part in path.split(".")} | {"version", "name", "replicas", "a b"})
+    sorted(
+        {part for path in schema.value_paths() for part in path.split(".")}
+        | {"version", "name", "replicas", "devices", "a b", "nvidiaConfig", "flags", "imex", "channelIDs", "deviceDiscoveryStrategy"}
+    )
 )
 _SCALARS = st.one_of(
     st.sampled_from(
@@ -161,14 +177,20 @@ def test_no_mixture_of_known_keys_raises_anything_but_a_config_error(members: li
     """Keys of the schema in every place, with values of every kind."""
     text = "version: v1\n" + "".join(f"{key}: {value}\n" for key, value in members)
 
-    _loads_or_is_refused(text.encode("utf-8", "surrogatepass"), {}, {})
+    content = text.encode("utf-8", "surrogatepass")
+    _loads_or_is_refused(content, {}, {})
+    with contextlib.suppress(ConfigError):
+        load_contents(Sources({}, {}, None), Contents(None, "v1.yaml", content))
 
 
 @given(
     st.text(alphabet=st.characters(codec=None)),
-    st.sampled_from(["VGPU_AGENT_LISTEN", "NODE_NAME", "VGPU_AGENT_SIMULATE", "FAIL_ON_INIT_ERROR", "VGPU_AGENT_X"]),
+    st.sampled_from(
+        [*sorted(name for option in options.OPTIONS for name in option.variables), "VGPU_AGENT_X", "DEVICE_DISCOVERY_STRATEGY"]
+    ),
+    st.sampled_from([option.flag for option in options.OPTIONS if option.flag]),
 )
 @settings(max_examples=200, deadline=None)
-def test_no_variable_or_flag_raises_anything_but_a_config_error(text: str, variable: str) -> None:
+def test_no_variable_or_flag_raises_anything_but_a_config_error(text: str, variable: str, flag: str) -> None:
     """Variables can hold any bytes, which Python shows as lone surrogates."""
-    _loads_or_is_refused(b"", {"--kubelet-dir": text, "--log-level": text}, {variable: text})
+    _loads_or_is_refused(b"", {"--kubelet-dir": text, flag: text}, {variable: text})

@@ -11,6 +11,7 @@ count (nvidia:D10). What it parses and drops (``resources``, ``rename``, ``devic
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import TYPE_CHECKING, Final
 
@@ -225,9 +226,9 @@ class _Translator:
         return found
 
     def _where_it_counts(self, section: str, written: str, known: list[str]) -> str:
-        places: dict[str, list[str]] = {}
-        for path in _every_path():
-            places.setdefault(path.rpartition(".")[2].lower(), []).append(path)
+        if len(self._warnings) >= _MOST_WARNINGS:  # only counted; a megabyte of junk needs no advice
+            return "unknown key, it has no effect"
+        places = _places_by_name()
         if found := places.get(written.lower()):
             return f"has no effect here; did you mean {self._prefix}{self._nearest_place(section, found)}?"
         if guess := nearest(written, known):
@@ -272,6 +273,15 @@ def _in_common(path: str, section: str) -> int:
     """How many sections the two share, from the top."""
     pairs = zip(path.split("."), section.split("."), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+@functools.cache
+def _places_by_name() -> dict[str, list[str]]:
+    """Where each name of NVIDIA's schema, in lower case, would count."""
+    places: dict[str, list[str]] = {}
+    for path in _every_path():
+        places.setdefault(path.rpartition(".")[2].lower(), []).append(path)
+    return places
 
 
 def _every_path() -> Iterator[str]:

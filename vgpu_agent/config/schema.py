@@ -94,7 +94,7 @@ class Key:
         if self.is_list:
             words = [word.strip() for word in text.split(",") if word.strip()]
             return self.accept([_number(word) for word in words] if _holds_numbers(_bare(self.annotation)) else words)
-        if _bare(self.annotation) in {int, float}:
+        if _bare(self.annotation) is int:
             return self.accept(_number(text))
         return self.accept(text)
 

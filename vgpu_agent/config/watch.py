@@ -60,6 +60,8 @@ class _Look:
     def __init__(self, loaded: load.Loaded) -> None:
         self.sources = loaded.sources
         self._last = loaded.contents
+        self._named_by: tuple[load.Sources, bytes | None] | None = None
+        self._nvidia_file = ""
         self._vanished: set[str] = set()
 
     @property
@@ -83,7 +85,9 @@ class _Look:
     def _read(self) -> Found:
         try:
             own = self._content(self.sources.file, options.CONFIG_FLAG, self._last.own)
-            file = load.nvidia_file(self.sources, own)
+            if (self.sources, own) != self._named_by:
+                self._named_by, self._nvidia_file = (self.sources, own), load.nvidia_file(self.sources, own)
+            file = self._nvidia_file
             before = self._last.nvidia if file == self._last.nvidia_file else None
             return load.Contents(own, file, self._content(file or None, options.NVIDIA_CONFIG_FLAG, before))
         except ConfigError as err:
