@@ -335,6 +335,19 @@ def test_what_mps_needs_lies_where_daemons_and_containers_look(container: Any) -
     assert set(capabilities.split(",")) == {"compute", "utility"}  # which bring nvidia-cuda-mps-control and nvidia-smi
 
 
+def test_what_divides_gpus_lies_where_the_settings_say_and_nothing_else_has_more_rights(container: Any) -> None:
+    """The program is delivered by a container without rights; the agent may divide GPUs, and the setting in the comment names its path."""
+    patched = _documents("components/mig/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (delivering,), (agent,) = patched["initContainers"], patched["containers"]
+    assert delivering["securityContext"] == container["securityContext"]
+    assert agent["securityContext"]["privileged"] is True
+    ((folder,), (delivered,)) = agent["volumeMounts"], delivering["volumeMounts"]
+    assert (folder["mountPath"], folder["readOnly"], folder["name"]) == (delivered["mountPath"], True, delivered["name"])
+    program = f"{folder['mountPath']}/nvidia-mig-parted"
+    assert delivering["command"][-1].endswith(program)
+    assert f"migParted: {program}" in (COMPONENTS / "mig" / "kustomization.yaml").read_text()
+
+
 def test_the_selector_finds_the_pods(objects: dict[str, Any]) -> None:
     """An API server refuses a DaemonSet whose selector does not match its own template."""
     spec = objects["DaemonSet"]["spec"]
