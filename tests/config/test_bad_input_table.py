@@ -22,7 +22,7 @@ FEATURES = (
     "a list of enable-explicit-driver-libraries, disable-nvsandboxutils, enable-coherent-annotations, disable-multiple-csv-devices, "
     "no-additional-gids-for-device-nodes, disable-ipc-discoverer"
 )
-NAME = "expected up to 63 letters, digits, '-', '_' and '.' after the slash"
+NAME = "expected up to 63 lower case letters, digits, '-' and '.' after the slash"
 DEVICES = '"all", a number of devices, or a list of indices and UUIDs'
 MISSING = "missing; list what is shared, or leave {} out"
 EMPTY = "expected at least one resource, got an empty list; leave {} out to share nothing"
@@ -202,6 +202,8 @@ ROWS = [
     shared("nvidia §2", '{name: gpu, replicas: "4"}', '.replicas: expected an integer ≥ 1, got "4"'),
     shared("nvidia §2, name", f"{{name: {'a' * 64}, replicas: 2}}", f'.name: {NAME}, got "nvidia.com/{"a" * 49}…"'),
     shared("nvidia §2, name", "{name: -gpu, replicas: 2}", f'.name: {NAME}, got "nvidia.com/-gpu"'),
+    shared("nvidia §2, name", "{name: GPU, replicas: 2}", f'.name: {NAME}, got "nvidia.com/GPU"'),
+    shared("nvidia §2, name", "{name: a..b, replicas: 2}", f'.name: {NAME}, got "nvidia.com/a..b"'),
     shared("nvidia §2, name", "{name: a b, replicas: 2}", f'.name: {NAME}, got "nvidia.com/a b"'),
     shared(
         "nvidia §2, name",
@@ -273,8 +275,8 @@ ROWS = [
     variable(
         "iktos I.2, I.7 row 9",
         "NVIDIA_DRIVER_RESOURCE_CONFIG",
-        "gpu:My GPU:4",
-        "entry \"gpu:My GPU:4\": expected up to 63 letters, digits, '-', '_' and '.' as the new name, got \"My GPU\"",
+        "gpu:MyGPU:4",
+        "entry \"gpu:MyGPU:4\": expected up to 63 lower case letters, digits, '-' and '.' as the new name, got \"MyGPU\"",
     ),
     variable(
         "iktos I.2",

@@ -42,7 +42,7 @@ def test_an_entry_is_a_resource_a_name_and_a_number(text: str, found: list[tuple
         *(
             (
                 f"gpu:{name}:1",
-                f"entry \"gpu:{name}:1\": expected up to 63 letters, digits, '-', '_' and '.' as the new name, got \"{name}\"",
+                f"entry \"gpu:{name}:1\": expected up to 63 lower case letters, digits, '-' and '.' as the new name, got \"{name}\"",
             )
             for name in ("", " a", "a/b", "-a")
         ),

@@ -100,14 +100,16 @@ TIME_SLICING = [
     (
         RESOURCES + "    - {name: nvidia.com/-gpu, replicas: 2}",
         (
-            "config.yaml:5: sharing.timeSlicing.resources[0].name: expected up to 63 letters, digits, '-', '_' and '.' after the slash, "
+            "config.yaml:5: sharing.timeSlicing.resources[0].name: "
+            "expected up to 63 lower case letters, digits, '-' and '.' after the slash, "
             'got "nvidia.com/-gpu"'
         ),
     ),
     (
         RESOURCES + f"    - {{name: {'g' * 64}, replicas: 2}}",
         (
-            "config.yaml:5: sharing.timeSlicing.resources[0].name: expected up to 63 letters, digits, '-', '_' and '.' after the slash, "
+            "config.yaml:5: sharing.timeSlicing.resources[0].name: "
+            "expected up to 63 lower case letters, digits, '-' and '.' after the slash, "
             f'got "nvidia.com/{"g" * 49}…"'
         ),
     ),

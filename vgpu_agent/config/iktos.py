@@ -74,7 +74,7 @@ def _entry(word: str) -> IktosEntry | str:
     if not _ORIGINAL.match(original):
         return f"expected gpu or mig-<profile> as the resource, got {shown(original)}"
     if "/" in new or resource_name_problem(f"{NVIDIA_DOMAIN}/{new}"):
-        return f"expected up to 63 letters, digits, '-', '_' and '.' as the new name, got {shown(new)}"
+        return f"expected up to 63 lower case letters, digits, '-' and '.' as the new name, got {shown(new)}"
     number = int(replicas) if _NUMBER.match(replicas) else 0
     if number != AUTOMATIC and not 1 <= number <= _MOST_REPLICAS:
         return f"expected replicas of 1 or more, or -1 for one per unit of memory, got {shown(replicas)}"

@@ -9,19 +9,18 @@ from vgpu_agent.config.sharing import NVIDIA_DOMAIN
 
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _DOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*\Z")
-_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z")
 
 
 def resource_name_problem(name: str) -> str | None:
     """Why ``name`` (complete, with its domain) cannot be shared, as the end of a sentence; None when it can.
 
-    Rules of extended resource names: Kubernetes, IsExtendedResourceName and IsQualifiedName; nvidia contract §2.
+    NVIDIA's rule (nvidia contract §2): DNS names before and after the slash, stricter than that of Kubernetes (IsExtendedResourceName).
     """
     domain, _, base = name.partition("/")
     if len(domain) > 253 or not _DOMAIN.match(domain):
         return f"expected a DNS name before the slash, got {shown(name)}"
-    if len(base) > 63 or not _NAME.match(base):
-        return f"expected up to 63 letters, digits, '-', '_' and '.' after the slash, got {shown(name)}"
+    if len(base) > 63 or not _DOMAIN.match(base):
+        return f"expected up to 63 lower case letters, digits, '-' and '.' after the slash, got {shown(name)}"
     if domain != NVIDIA_DOMAIN:
         return f"expected a resource whose name begins with {NVIDIA_DOMAIN}/, got {shown(name)}"
     return None
