@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -65,7 +64,6 @@ async def mps(stage: Stage) -> AsyncIterator[Mps]:
         with contextlib.suppress(Exception):
             await agent.terminate()
     end_daemon(made.pipe)
-    await asyncio.to_thread(subprocess.run, ["umount", "--lazy", str(made.root / "shm")], check=False, capture_output=True)
 
 
 def _is_proven(ledger: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,24 @@ def test_who_may_not_mount_is_told_how_somebody_else_can(tmp_path: Path) -> None
 
     with pytest.raises(MpsError, match=r"Operation not permitted; run the agent as root .* mount -t tmpfs -o mode=1777,size=65536k shm "):
         directories.share_memory(str(tmp_path), size_mib=64, mount=refuse)
+
+
+def test_the_shared_memory_is_really_mounted_and_only_once(tmp_path: Path) -> None:
+    """In a mount namespace of its own, where anybody may mount: a tmpfs of the size, open to all; the second call leaves it alone."""
+    script = (
+        "import os; from vgpu_agent.mps.directories import share_memory\n"
+        f"share_memory({str(tmp_path)!r}, size_mib=4); open({str(tmp_path / 'shm/kept')!r}, 'w').close()\n"
+        f"share_memory({str(tmp_path)!r}, size_mib=4); print(os.listdir({str(tmp_path / 'shm')!r}))\n"
+        f"status = os.statvfs({str(tmp_path / 'shm')!r}); print(status.f_blocks * status.f_frsize >> 20)\n"
+        f"print(oct(os.stat({str(tmp_path / 'shm')!r}).st_mode & 0o7777))\n"
+    )
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    if "unshare" in done.stderr:
+        pytest.skip(f"this machine gives nobody a mount namespace of his own: {done.stderr.strip()}")
+    assert done.stdout.splitlines() == ["['kept']", "4", "0o1777"], done.stderr
+    assert not (tmp_path / "shm/kept").exists()
 
 
 def test_the_kernels_refusal_to_mount_is_an_error_with_its_number(tmp_path: Path) -> None:

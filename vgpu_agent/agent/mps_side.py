@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.errors import MpsError
 from vgpu_agent.families import aws
 from vgpu_agent.families.aws import AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
@@ -62,7 +61,7 @@ class MpsSide:
             changed=lambda: self._news.publish(self._news.version + 1),
             sysfs_root=settings.gpu.sysfs_root,
             proc_root=settings.gpu.proc_root,
-            share_memory=_share_if_allowed if settings.simulate else directories.share_memory,
+            share_memory=_share_nothing if settings.simulate else directories.share_memory,
         )
         self.apply(settings)
         offering.gates.append(self._why_not)
@@ -153,9 +152,10 @@ class MpsSide:
         return frozenset(held.intersection(entry.device for entry in resource.ids))
 
 
-def _share_if_allowed(root: str, *, size_mib: int, proc_root: str) -> None:
-    """Simulated GPUs run no CUDA program that would need the shared memory, so who may not mount can still try everything else."""
-    try:
-        directories.share_memory(root, size_mib=size_mib, proc_root=proc_root)
-    except MpsError as err:
-        _logger.warning("mps.no_shared_memory", error=str(err))
+def _share_nothing(root: str, *, size_mib: int, proc_root: str) -> None:
+    """Simulated GPUs run no CUDA program that would need the shared memory, and nobody has to be root to try everything else."""
+
+    def leave(target: str, options: str) -> None:
+        _logger.info("mps.shared_memory_left_out", target=target, options=options, reason="the GPUs are simulated")
+
+    directories.share_memory(root, size_mib=size_mib, proc_root=proc_root, mount=leave)

@@ -1,9 +1,9 @@
 """``vgpu-agent demo``: the main job, played on a simulated node with the agent's own `run`.
 
 A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and restarted under running pods; kubelet
-restarts; a wrong request is refused. Then a shorter one about Volcano, in `demo_volcano`. Each scene states what it proves and checks it.
-With ``--check`` nobody is waited for and the exit status is the verdict; without it the node stays up, with the addresses to curl, until
-Ctrl-C. However it ends short of SIGKILL, the agents and the temporary directory go with it.
+restarts; a wrong request is refused. Then shorter ones about Volcano (`demo_volcano`) and MPS (`demo_mps`). Each scene states what it
+proves and checks it. With ``--check`` nobody is waited for and the exit status is the verdict; without it the node stays up, with the
+addresses to curl, until Ctrl-C. However it ends short of SIGKILL, the agents and the temporary directory go with it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from vgpu_agent.cli.demo_mps import play_mps
 from vgpu_agent.cli.demo_volcano import play_volcano
 from vgpu_agent.cli.narrator import Narrator
 from vgpu_agent.errors import AgentError, SimulationError
@@ -121,6 +122,7 @@ class _Demo:
         try:
             await self._scenes()
             await play_volcano(self._directory / "volcano", self._tell)
+            await play_mps(self._directory / "mps", self._tell)
             self._tell.say(f"\n{self._tell.proofs} things proven in {time.monotonic() - began:.1f} s.")
             if not self._check:
                 await self._stay()

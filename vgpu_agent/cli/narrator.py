@@ -1,4 +1,4 @@
-"""How the demo's stories speak: scenes, what was proven, and the number of it. Used by `demo` and `demo_volcano`."""
+"""How the demo's stories speak: scenes, what was proven, and the number of it. Used by `demo`, `demo_volcano` and `demo_mps`."""
 
 from __future__ import annotations
 
