@@ -10,6 +10,7 @@ import pytest
 from tests.gpu.watched import Watched, found, settings, watching
 from vgpu_agent.gpu.health import Probe, RecoveryPolicy
 from vgpu_agent.gpu.healths import Healths
+from vgpu_agent.gpu.nvml import DeviceEvent
 from vgpu_agent.model import Gpu, Health, MigInstance
 from vgpu_agent.sim.state import SimulatedNode
 
@@ -227,6 +228,15 @@ async def test_a_slice_recovers_and_says_so(node: SimulatedNode) -> None:
 
         assert entry.facts["was"].startswith("XID 48")
         assert _slices(watched, node) == [True] * 7
+
+
+async def test_an_event_that_names_a_slice_instead_of_its_gpu_is_placed_too(node: SimulatedNode) -> None:
+    """NVML says GPU and ids; should a driver hand out the slice's own handle, the error is not lost."""
+    await _seven(node)
+    async with watching(node, quiet=60) as watched:
+        watched.watch._on_event(DeviceEvent(gpu=node.mig_uuids(0)[2], xid=48, gpu_instance=9, compute_instance=0))
+
+        assert _slices(watched, node) == [True, True, False, True, True, True, True]
 
 
 async def test_an_ignored_xid_of_a_slice_hits_nobody(node: SimulatedNode) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.simulated import simulated_node
 from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim import mig
+from vgpu_agent.sim.layout import Gpu
 from vgpu_agent.sim.state import SimulatedNode
 
 
@@ -82,6 +84,26 @@ def test_capabilities_follow_the_mig_instances(tmp_path: Path) -> None:
     assert {"nvidia-cap1", "nvidia-cap2", "nvidia-cap228", "nvidia-cap229"} <= nodes
     assert not (capabilities / "gpu1").exists()
     assert sorted(path.name for path in (node.directory / "dev" / "nvidia-caps").iterdir()) == ["nvidia-cap1", "nvidia-cap2"]
+
+
+def test_files_of_an_instance_are_there_before_it_and_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds an instance in NVML can open it, also at the moment of a change."""
+    node = simulated_node(tmp_path, "A100-SXM4-40GB", 1)
+    node.set_mig(0, ["3g.20gb"])
+    capabilities = node.directory / "dev" / "nvidia-caps"
+    at_the_change: list[set[str]] = []
+    copy = mig.copy
+
+    def look_and_copy(source: Gpu, target: Gpu) -> None:
+        at_the_change.append({path.name for path in capabilities.iterdir()})
+        copy(source, target)
+
+    monkeypatch.setattr(mig, "copy", look_and_copy)
+    node.set_mig(0, ["1g.5gb"])
+
+    always = {"nvidia-cap1", "nvidia-cap2"}
+    assert at_the_change == [always | {"nvidia-cap12", "nvidia-cap13", "nvidia-cap66", "nvidia-cap67"}]
+    assert {path.name for path in capabilities.iterdir()} == always | {"nvidia-cap66", "nvidia-cap67"}
 
 
 def test_gpus_in_procfs(tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
         _fill(gpu, slot, wish, start, name)
 
 
+def copy(source: Gpu, target: Gpu) -> None:
+    """Cut ``target``, which clients may be reading, as ``source`` is cut; nothing else of it is touched."""
+    field = Gpu.mig_devices
+    ctypes.memmove(ctypes.byref(target, field.offset), ctypes.byref(source, field.offset), field.size)
+    target.mig_current, target.mig_pending = source.mig_current, source.mig_pending
+
+
 def _wish(gpu: Gpu, text: str) -> Wish:
     match = _PROFILE.fullmatch(text.removeprefix("MIG ").strip())
     for row, profile in enumerate(gpu.profiles):

@@ -339,7 +339,11 @@ class SimulatedNode:
             SimulationError: unknown profile, or they do not fit; nothing is changed then.
         """
         with self.writing():
-            mig.cut(self._gpu(gpu), profiles, uuids)
+            planned = layout.Node.from_buffer_copy(self.state)
+            number = self.gpu_number(gpu)
+            mig.cut(planned.gpus[number], profiles, uuids)
+            trees.write(self.directory, planned, tidy=False)  # as with a driver: who finds an instance finds its device nodes
+            mig.copy(planned.gpus[number], self.state.gpus[number])
             trees.write(self.directory, self.state)
 
     def utilisation(self, gpu: int | str, percent: int | None) -> None:

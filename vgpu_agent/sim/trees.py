@@ -29,16 +29,24 @@ _COMPUTE_INSTANCES: Final = 8
 _FIRST_CAPABILITY: Final = 3
 
 
-def write(directory: Path, node: Node) -> None:
+def write(directory: Path, node: Node, *, tidy: bool = True) -> None:
     """Bring ``sys``, ``proc`` and ``dev`` below ``directory`` in line with ``node``.
+
+    Args:
+        directory: of the simulated node.
+        node: what the files are to say.
+        tidy: remove what belongs to no MIG instance of ``node``; False adds only.
 
     Raises:
         SimulationError: a file cannot be written.
     """
     try:
         _write_sys(directory / "sys", node)
-        _write_proc(directory / "proc", node)
-        _write_dev(directory / "dev", node)
+        capabilities = _write_proc(directory / "proc", node)
+        devices = _write_dev(directory / "dev", node)
+        if tidy:
+            _remove_others(directory / "proc" / "driver" / "nvidia" / "capabilities", capabilities)
+            _remove_others(directory / "dev" / "nvidia-caps", devices)
     except OSError as err:
         raise SimulationError(f"cannot write {err.filename or directory}: {err.strerror}") from err
 
@@ -78,7 +86,8 @@ def _write_sys(root: Path, node: Node) -> None:
         (device / "numa_node").write_text(f"{numa_node}\n", encoding="ascii")
 
 
-def _write_proc(root: Path, node: Node) -> None:
+def _write_proc(root: Path, node: Node) -> set[Path]:
+    """Write what the driver shows; the files of capabilities come back."""
     driver = root / "driver"
     minors = ["config 1", "monitor 2"]
     for gpu in _gpus(node):
@@ -93,11 +102,11 @@ def _write_proc(root: Path, node: Node) -> None:
     wanted = {"mig/config": 1, "mig/monitor": 2} | {f"{path}/access": number for path, number in _mig_capabilities(node)}
     for path, number in wanted.items():
         _write_text(capabilities / path, f"DeviceFileMinor: {number}\nDeviceFileMode: 292\nDeviceFileModify: 1\n")
-    _remove_others(capabilities, {capabilities / path for path in wanted})
     for gpu in _gpus(node):
         lines = {"Model": gpu.name.decode(), "GPU UUID": gpu.uuid.decode(), "Bus Location": pci_address(gpu), "Device Minor": gpu.minor}
         information = driver / "nvidia" / "gpus" / pci_address(gpu) / "information"
         _write_text(information, "".join(f"{key}: \t {value}\n" for key, value in lines.items()))
+    return {capabilities / path for path in wanted}
 
 
 def _mig_capabilities(node: Node) -> Iterator[tuple[str, int]]:
@@ -113,13 +122,14 @@ def _mig_capabilities(node: Node) -> Iterator[tuple[str, int]]:
             )
 
 
-def _write_dev(root: Path, node: Node) -> None:
+def _write_dev(root: Path, node: Node) -> set[Path]:
+    """Make the device nodes, and say which there are."""
     names = [*_CONTROL_NODES, *(f"nvidia{gpu.minor}" for gpu in _gpus(node))]
     capabilities = [1, 2, *(number for _, number in _mig_capabilities(node))]
     names += [f"nvidia-caps/nvidia-cap{number}" for number in capabilities]
     for name in names:
         _write_device(root / name)
-    _remove_others(root / "nvidia-caps", {root / name for name in names})
+    return {root / name for name in names}
 
 
 def _write_text(path: Path, text: str) -> None:
