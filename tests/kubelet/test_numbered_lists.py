@@ -98,6 +98,16 @@ def test_too_many_numbered_ids_name_the_setting() -> None:
     assert str(refusal.value).endswith("volcanoVgpu.gpuMemoryFactor: change it so that there are 2 times fewer ids")
 
 
+def test_more_ids_than_can_be_looked_at_are_refused_at_once() -> None:
+    """Replicas of four thousand million come from one wrong digit; the answer says how many would fit."""
+    blocks = tuple(IdBlock(f"{uuid}::", 2**31 - 1, uuid) for uuid in (U0, U1))
+
+    with pytest.raises(
+        ConfigError, match=r"4294967294 ids of up to 67 bytes .* replicas: at most 27388 for each of the 2 devices would fit"
+    ):
+        codec.check_budget(Resource("nvidia.com/gpu", "nvidia", NumberedIds(blocks)), 3_670_016)
+
+
 @pytest.mark.parametrize("topology", [False, True])
 @settings(max_examples=30, deadline=None)
 @given(st.sets(st.sampled_from([entry.id for entry in IDS]), max_size=40), st.sets(st.sampled_from(["x", f"{U0}-memory-1200", "-"])))

@@ -125,8 +125,10 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
         fewer = -(-size // budget_bytes)
         remedy = f"{resource.unit}: change it so that there are {fewer} times fewer ids"
         raise ConfigError([f"{resource.name}: {len(resource.ids)} ids {too_long}; {remedy}"])
-    largest = max(_element_size(device) for device in resource.ids)
-    devices = len({device.device for device in resource.ids})
+    # Of numbered ids the last of each block is the longest; there may be more of them than anybody could look at.
+    ids = [NumberedIds((block,))[-1] for block in resource.ids.blocks] if isinstance(resource.ids, NumberedIds) else resource.ids
+    largest = max(_element_size(device) for device in ids)
+    devices = len({device.device for device in ids})
     fitting = budget_bytes // (largest * devices)
     problem = (
         f"{resource.name}: {len(resource.ids)} ids of up to {largest} bytes {too_long}; replicas: at most {fitting} for each of the"
