@@ -243,6 +243,19 @@ async def test_one_name_for_all_gpus_keeps_none_of_them_back(tmp_path: Path, sup
     assert side.withheld(Resource("nvidia.com/gpu", "nvidia", (DeviceId("all", U0, None),))) == ""
 
 
+async def test_a_tool_that_only_the_node_has_is_found_in_its_tree(tmp_path: Path, supervisor: Supervisor) -> None:
+    """An image without the toolkit, and the node's root mounted into it: nothing has to be set."""
+    tool = tmp_path / "root" / "opt" / "nvidia-ctk"
+    cdi = Cdi(nvidia_ctk="/opt/nvidia-ctk", container_driver_root=str(tmp_path / "root"))
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=cdi))
+    await side.side.look(side.settings)
+    assert side.side._command() == ("/opt/nvidia-ctk",)
+    await asyncio.to_thread(tool.parent.mkdir, parents=True)
+    await asyncio.to_thread(tool.touch)
+    await side.side.look(side.settings)
+    assert side.side._command() == (str(tool),)
+
+
 async def test_the_simulator_describes_simulated_gpus_unless_a_tool_is_named(tmp_path: Path, supervisor: Supervisor) -> None:
     """So that a demo needs nothing; and a tool that somebody has named is the one that runs."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))

@@ -39,6 +39,18 @@ def test_common_edits_come_once_and_each_device_adds_its_own() -> None:
     )
 
 
+def test_what_a_device_sets_over_the_common_edits_stays() -> None:
+    """Common edits come before all devices of their spec, and not again before the second one, over the first."""
+    spec = _spec(
+        "vendor.com/gpu",
+        {"deviceNodes": [{"path": "/dev/nvidiactl", "permissions": "r"}]},
+        a={"deviceNodes": [{"path": "/dev/nvidiactl", "permissions": "rwm"}]},
+        b={"env": ["A=b"]},
+    )
+    _, edits = inlined(["vendor.com/gpu=a", "vendor.com/gpu=b"], [spec])
+    assert edits["deviceNodes"] == [{"path": "/dev/nvidiactl", "permissions": "rwm"}]
+
+
 def test_the_version_is_what_the_edits_take() -> None:
     """Groups are known from CDI 0.7 on."""
     version, edits = inlined(["vendor.com/channel=c"], [GPUS, CHANNELS])

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from vgpu_agent import __version__
+from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.cluster import config_map
 from vgpu_agent.config import load
@@ -314,6 +315,17 @@ def test_the_init_container_has_no_more_rights_than_the_agent(library_component:
     (mount,) = delivering["volumeMounts"]
     assert mount["mountPath"] == DEFAULTS.hami_core.host_directory
     assert f"{mount['mountPath']}/incoming/libvgpu.so" in delivering["command"][-1]
+
+
+def test_what_cdi_needs_lies_where_the_agent_looks() -> None:
+    """The node's tree under the path that the settings have for it, and the other directory of specs, both only to be read."""
+    patched = _documents("components/cdi/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (agent,) = patched["containers"]
+    folders = {volume["name"]: volume["hostPath"]["path"] for volume in patched["volumes"]}
+    places = {folders[mount["name"]]: mount["mountPath"] for mount in agent["volumeMounts"]}
+    assert places == {DEFAULTS.gpu.driver_root: DEFAULTS.cdi.container_driver_root, STATIC_DIRECTORY: STATIC_DIRECTORY}
+    assert all(mount["readOnly"] for mount in agent["volumeMounts"])
+    assert "securityContext" not in agent
 
 
 def test_what_mps_needs_lies_where_daemons_and_containers_look(container: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
@@ -97,6 +98,7 @@ class CdiSide:
             )
         self._kind = toolkit_specs.GPU_KIND if settings.cdi.source == "toolkit" else GPU_KIND
         self._roots: Roots | None = None
+        self._tool = settings.cdi.nvidia_ctk
         self._channels = Channels()
         self._inventory: Inventory | None = None
         self._nameless: dict[str, str] = {}  # devices that have no name, and why
@@ -109,6 +111,7 @@ class CdiSide:
         """Look at the node for what ``settings``, which are in force from now on, ask for."""
         self._settings = settings
         gpu = settings.gpu
+        self._tool = await asyncio.to_thread(_tool, settings)
         roots = await asyncio.to_thread(
             find_roots,
             driver_root=gpu.driver_root,
@@ -228,7 +231,7 @@ class CdiSide:
             from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415 - a node with real GPUs never loads the simulator
 
             return COMMAND
-        return (self._settings.cdi.nvidia_ctk,)
+        return (self._tool,)
 
     def _keep_back(self) -> None:
         """Let the ledger give nothing away of devices that have no name; those that have one by now are free again."""
@@ -256,6 +259,12 @@ class CdiSide:
                 yield gpu.uuid, f"{self._kind}={gpu.index if by_index else gpu.uuid}"
             for instance in gpu.mig_instances:
                 yield instance.uuid, f"{self._kind}={f'{gpu.index}:{instance.index}' if by_index else instance.uuid}"
+
+
+def _tool(settings: Settings) -> str:
+    """Where nvidia-ctk is for the agent: at its own path, or at that path in the node's tree; looks at the file system."""
+    own, nodes = settings.cdi.nvidia_ctk, settings.cdi.container_driver_root.rstrip("/") + settings.cdi.nvidia_ctk
+    return nodes if not os.path.exists(own) and os.path.exists(nodes) else own
 
 
 def _shape(inventory: Inventory) -> Iterator[tuple[object, ...]]:
