@@ -71,6 +71,10 @@ class MigPlace(Place):
     def finish(self, gpu: str, *profiles: str, reason: str = "") -> None:
         """The change is over, and the driver shows ``profiles``."""
         self.show(gpu, *profiles)
+        self.answer(gpu, reason)
+
+    def answer(self, gpu: str, reason: str = "") -> None:
+        """The change is over."""
         self._waiting.pop(gpu)(reason)
 
     async def admitted(self, name: str, place: str, *, number: int = 0, containers: tuple[PodContainer, ...] = ()) -> tuple[str, ...]:
@@ -206,6 +210,37 @@ async def test_a_change_that_takes_longer_than_a_start_may_goes_on() -> None:
     await again
     assert len(place.asked) == 1
     assert place.seen(ids) == "MIG-2-0"
+
+
+async def test_instances_that_nobody_may_have_yet_are_waited_for() -> None:
+    """The book hears of them a moment after the driver shows them, and a CDI name may take a little longer."""
+    place = MigPlace()
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    start = await place.begin(ids)
+    place.inventory = dataclasses.replace(place.inventory, gpus=(place.inventory.gpus[0], a_gpu(U1, *GROUP2, index=1)))
+    place.answer(U1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    place.ledger.cordon("MIG-2-2", "no CDI spec has its name yet")
+    place.allocator.refresh_offer()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not start.done()
+    place.ledger.uncordon("MIG-2-2")
+    await start
+    assert place.seen(ids) == "MIG-2-0"
+
+
+@pytest.mark.looptime
+async def test_instances_that_stay_kept_back_are_named() -> None:
+    """The start is refused in time, with the reason of whoever keeps them."""
+    place = MigPlace(start_seconds=5)
+    ids = await place.admitted("p", f"{U1}[group2-0]")
+    start = await place.begin(ids)
+    place.ledger.cordon("MIG-2-0", "no CDI spec has its name yet")
+    place.finish(U1, *GROUP2)
+    with pytest.raises(LedgerError, match="no CDI spec has its name yet"):
+        await start
 
 
 async def test_a_call_that_is_cut_off_changes_nothing_about_the_change() -> None:

@@ -8,6 +8,7 @@ kubelet asks again in a moment and finds the GPU divided. Called by `binder`; `D
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,20 @@ class Division:
                 raise MigError(
                     f"GPU {change.layout.gpu} could not be divided into {_shown(change.layout)}: {reason}; kubelet will ask again"
                 )
+        await self._settled([layout.gpu for layout in layouts], until)
+
+    async def _settled(self, gpus: Sequence[str], until: float) -> None:
+        """Return when the new instances are in the book and nobody keeps them back, as for the want of a CDI name; or when time is up.
+
+        What is wrong then, the booking says.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while True:
+                    version, known = self._ledger.revision.version, map(self._inventory().gpu, gpus)
+                    if all(self._ledger.has_settled(instance.uuid) for gpu in known if gpu for instance in gpu.mig_instances):
+                        return
+                    await self._ledger.revision.newer_than(version)
 
     def _require_free(self, layout: MigLayout) -> None:
         """Refuse a GPU of which anybody has anything, or that is being divided otherwise."""

@@ -84,6 +84,10 @@ class Ledger:
         if self._cordoned.pop(device, None) is not None:
             self._changed()
 
+    def has_settled(self, device: str) -> bool:
+        """Whether the book knows ``device`` and nobody keeps it back; its health is another matter."""
+        return device in self._devices and device not in self._cordoned
+
     # -- reading ----------------------------------------------------------------------------------------------------------------------
 
     @property
