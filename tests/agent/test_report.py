@@ -198,6 +198,16 @@ async def test_a_device_may_have_as_many_holders_as_one_family_allows(tmp_path: 
     assert ledger.rooms[VGPU][0].holders_free == 10
 
 
+async def test_more_ids_than_can_be_looked_at_are_counted_by_block(tmp_path: Path) -> None:
+    """Thousands of millions of replicas are withheld, and the status of everything else is told all the same."""
+    first, second = (gpu.uuid for gpu in golden_inventory().gpus)
+    blocks = tuple(IdBlock(f"{uuid}::", 2**31 - 1, uuid) for uuid in (first, second))
+    async with parts(tmp_path) as node:
+        node.ledger.offer((a_resource("nvidia.com/gpu", "nvidia", NumberedIds(blocks), holders_per_device=2**31 - 1),))
+        ledger = node.report.status().ledger
+    assert ledger.capacity == {first: 2**31 - 1, second: 2**31 - 1}
+
+
 async def test_what_the_ledger_offers_is_counted_once_for_each_change(tmp_path: Path) -> None:
     """A scrape or a probe must not count tens of thousands of ids."""
     gpu = golden_inventory().gpus[0].uuid

@@ -26,6 +26,7 @@ from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
 from vgpu_agent.config.device_answers import Cdi
 from vgpu_agent.errors import CdiError
 from vgpu_agent.families.device_lists import CDI_STRATEGIES, MODES
+from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider
 from vgpu_agent.status import CdiStatus
 
@@ -163,7 +164,7 @@ class CdiSide:
             if (name := f"{vendor}/imex-channel={channel}") not in names:
                 return f"no CDI spec has the device {name}; let it be made, or take the channel out of plugin.imexChannelIds"
         if resource.decided_by is Decider.IDS:
-            devices = {entry.device for entry in resource.ids}
+            devices = set(Offers.devices(resource))
             if devices <= self._nameless.keys():
                 return next((self._nameless[device] for device in sorted(devices)), "")
         return ""

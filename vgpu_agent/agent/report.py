@@ -175,7 +175,9 @@ def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
     """How many holders each device may have. It serves one family at a time, so the family that allows most of them counts."""
     by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for resource in resources:
-        if resource.decided_by is Decider.IDS:
+        if resource.decided_by is Decider.IDS and isinstance(resource.ids, NumberedIds):
+            by_family[resource.family].update({block.device: block.count for block in resource.ids.blocks})
+        elif resource.decided_by is Decider.IDS:
             by_family[resource.family].update(entry.device for entry in resource.ids)
         elif resource.decided_by is Decider.POD:
             devices = resource.ids.devices if isinstance(resource.ids, NumberedIds) else {entry.device for entry in resource.ids}
