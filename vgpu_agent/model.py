@@ -206,6 +206,7 @@ class Resource:
         cores_scaling: the same for compute.
         pre_start_required: kubelet is to call PreStartContainer before each start.
         sharing: how the holders of one device share it.
+        undivided: what is given out is of the GPU as one piece, so nothing while it is in MIG mode.
     """
 
     name: str
@@ -219,6 +220,7 @@ class Resource:
     prefers: bool = True
     unit: str = ""
     sharing: SharingMode = SharingMode.NONE
+    undivided: bool = False
     holders: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def holders_of(self, device: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -20,25 +20,49 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.allocation.mixed_node import MixedNode
 from tests.families.nvidia_parts import shared_by
 from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.families.aws import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.family import IdFamily, PodFamily
 from vgpu_agent.families.nvidia import NvidiaFamily
+from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
-from vgpu_agent.model import Gpu, Health, Inventory
+from vgpu_agent.model import Gpu, Health, Inventory, MigInstance
 
 GPUS = tuple(f"GPU-{letter * 8}-0000-4000-8000-00000000000{place}" for place, letter in enumerate("abc"))
+DIVIDED = 2  # the GPU whose MIG geometry changes
+GEOMETRIES = ((), ("1g.5gb",) * 7, ("3g.20gb", "3g.20gb"), ("3g.20gb", "1g.5gb"))
 MEMORY_MIB, UNIT_MIB = 40960, 4096
 UNITS, REPLICAS, SPLIT = MEMORY_MIB // UNIT_MIB, 3, 4
 
-GPU, SHARED = "nvidia.com/gpu", "nvidia.com/gpu.shared"
+GPU, SHARED, VGPU = "nvidia.com/gpu", "nvidia.com/gpu.shared", "k8s.amazonaws.com/vgpu"
+SLICES = ("nvidia.com/mig-1g.5gb", "nvidia.com/mig-3g.20gb")
 NUMBER, MEMORY, GPUSHARE = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/gpu-memory"
+NVIDIA = {
+    "whole": NvidiaOptions(mig_strategy="mixed"),
+    "replicas": shared_by(REPLICAS, published=SHARED, mig_strategy="mixed"),
+    "replicas of slices": shared_by(REPLICAS, name=SLICES[0], mig_strategy="mixed"),
+    "MIG unseen": shared_by(REPLICAS, published=SHARED),
+}
+# The ids of AWS's family and of volcano-vgpu are alike, so a node offers one of them at most.
+BY_IDS: dict[str, Callable[[], IdFamily]] = {"aws": lambda: AwsFamily(AwsOptions(vgpus=SPLIT))}
+BY_POD: dict[str, Callable[[], PodFamily]] = {
+    "volcano-vgpu": lambda: VolcanoVgpuFamily(VolcanoVgpuOptions(split=SPLIT, factor=UNIT_MIB), NoIsolation()),
+    "volcano-gpushare": lambda: VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, lists=ListOptions())),
+}
+MIXES = ((), ("aws",), ("volcano-vgpu",), ("volcano-gpushare",), ("aws", "volcano-gpushare"), ("volcano-vgpu", "volcano-gpushare"))
 
 
-def gpu(place: int, *, ill: bool) -> Gpu:
-    """The GPU at that place, as NVML shows it."""
+def gpu(place: int, *, ill: bool, profiles: Sequence[str] = (), cut: int = 0) -> Gpu:
+    """The GPU at that place, as NVML shows it; each cut gives its slices other UUIDs."""
     health = Health(ok=False, reason="XID 79") if ill else Health()
-    return Gpu(GPUS[place], place, place, "NVIDIA A100-SXM4-40GB", MEMORY_MIB, f"0000:{place:02x}:00.0", 0, (8, 0), health=health)
+    slices = tuple(
+        MigInstance(f"MIG-{cut:08d}-0000-5000-8000-{place:06d}{number:06d}", number, 7 + number, 0, profile, 4864, 1, 1, ("/dev/cap",))
+        for number, profile in enumerate(profiles)
+    )
+    whole = Gpu(GPUS[place], place, place, "NVIDIA A100-SXM4-40GB", MEMORY_MIB, f"0000:{place:02x}:00.0", 0, (8, 0), health=health)
+    return dataclasses.replace(whole, mig_enabled=bool(profiles), mig_instances=slices)
 
 
 class MixedFamilies(RuleBasedStateMachine):
@@ -48,26 +72,33 @@ class MixedFamilies(RuleBasedStateMachine):
         super().__init__()
         self._runner = asyncio.Runner()
         self.ill: set[int] = set()
+        self.profiles: tuple[str, ...] = ()
+        self.cuts = 0
+        self.unseeing = ""  # the resource that offers a GPU in MIG mode as a whole one
+        self.of_slices = dict.fromkeys(SLICES, 1)  # places on each slice
         self.limits: dict[str, dict[str, int]] = {}  # of each pod that was admitted
         self.node: MixedNode
 
-    @initialize(seed=st.integers(0, 2**16), replicas=st.sampled_from((1, REPLICAS)), vgpu=st.booleans(), gpushare=st.booleans())
-    def begin(self, seed: int, replicas: int, *, vgpu: bool, gpushare: bool) -> None:
-        """A node with `nvidia`, whole or shared, and any of the others."""
-        by_pod: list[VolcanoVgpuFamily | VolcanoGpushareFamily] = []
-        if vgpu:
-            by_pod.append(VolcanoVgpuFamily(VolcanoVgpuOptions(split=SPLIT, factor=UNIT_MIB), NoIsolation()))
-        if gpushare:
-            by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, lists=ListOptions())))
-        nvidia = NvidiaFamily(shared_by(replicas, published=SHARED if replicas > 1 else GPU))
-        self.node = MixedNode(Families((nvidia,), tuple(by_pod)), self._inventory(), random.Random(seed))
+    @initialize(seed=st.integers(0, 2**16), nvidia=st.sampled_from(sorted(NVIDIA)), others=st.sampled_from(MIXES))
+    def begin(self, seed: int, nvidia: str, others: tuple[str, ...]) -> None:
+        """A node with `nvidia` in one of its ways, and any of the others."""
+        self.unseeing = SHARED if nvidia == "MIG unseen" else ""
+        self.of_slices[SLICES[0]] = REPLICAS if nvidia == "replicas of slices" else 1
+        by_ids = (NvidiaFamily(NVIDIA[nvidia]), *(BY_IDS[name]() for name in others if name in BY_IDS))
+        by_pod = tuple(BY_POD[name]() for name in others if name in BY_POD)
+        self.node = MixedNode(Families(by_ids, by_pod), self._inventory(), random.Random(seed))
 
     # -- what happens ---------------------------------------------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 3))
     def a_pod_wants_gpus(self, count: int) -> None:
         """By ids that name them, whole or replicas."""
-        self._admit({self._nvidia: count})
+        self._admit({next(name for name in (GPU, SHARED) if name in self.node.kubelet.lists): count})
+
+    @rule(count=st.integers(1, 2), resource=st.sampled_from((*SLICES, VGPU)))
+    def a_pod_wants_parts(self, resource: str, count: int) -> None:
+        """MIG slices, or AWS's shares."""
+        self._admit({resource: count})
 
     @rule(units=st.integers(1, UNITS), count=st.integers(1, 2))
     def a_pod_wants_vgpus(self, units: int, count: int) -> None:
@@ -101,6 +132,12 @@ class MixedFamilies(RuleBasedStateMachine):
         self.ill ^= {place}
         self._observe()
 
+    @rule(profiles=st.sampled_from(GEOMETRIES))
+    def a_gpu_is_divided_anew(self, profiles: tuple[str, ...]) -> None:
+        """Or made whole; an administrator need not ask who uses it."""
+        self.profiles, self.cuts = profiles, self.cuts + 1
+        self._observe()
+
     @rule()
     def the_agent_starts_anew(self) -> None:
         """Its memory is lost, the containers run on."""
@@ -116,7 +153,9 @@ class MixedFamilies(RuleBasedStateMachine):
         assert self.node.ledger.grants == ()
         for resource, listed in self.node.kubelet.lists.items():
             for id_, healthy in listed.items():
-                assert healthy == (self._gpu_behind(id_) not in self.ill), f"{resource}: {id_}"
+                place = self._place(id_)
+                divided = place == DIVIDED and bool(self.profiles) and not self._is_slice(id_)
+                assert healthy == (place not in self.ill and (not divided or resource == self.unseeing)), f"{resource}: {id_}"
 
     # -- what must be so ------------------------------------------------------------------------------------------------------------
 
@@ -128,23 +167,23 @@ class MixedFamilies(RuleBasedStateMachine):
 
     @invariant()
     def a_gpu_serves_one_family(self) -> None:
-        """Containers that reach one GPU are of one family, and a whole GPU's holder is alone on it."""
-        reached = self._reached()
-        for device, names in reached.items():
-            kinds = {self._kind(name) for name in names}
-            assert len(kinds) == 1, f"{device} serves {kinds}"
-            if kinds == {GPU}:
-                assert len(names) == 1, f"{device} was given whole to {names}"
+        """Containers that reach one GPU are of one family, and of that family they have the GPU or its slices."""
+        for place, names in self._holders().items():
+            assert len({_family(self._kind(name)) for name in names}) == 1, f"GPU {place} serves {names}"
+            devices = {device for name in names for device in self.node.reaches(name) & self.node.inventory.devices}
+            sliced = {self._is_slice(device) for device in devices if self._place(device) == place}
+            assert len(sliced) == 1, f"GPU {place} was given away whole and in slices, to {names}"
 
     @invariant()
     def what_others_have_is_not_offered(self) -> None:
-        """While a GPU serves one family, every id of the others on it is Unhealthy at kubelet."""
-        reached = self._reached()
+        """While a GPU serves one family, every id of the others on it is Unhealthy at kubelet; the same for a GPU and its slices."""
+        holders = self._holders()
         for resource, listed in self.node.kubelet.lists.items() if hasattr(self, "node") else ():
-            for id_, healthy in listed.items():
-                kinds = {self._kind(name) for name in reached.get(GPUS[self._gpu_behind(id_)], ())}
-                if healthy:
-                    assert kinds <= {_kind_of(resource)}, f"{resource} offers {id_}, whose GPU serves {kinds}"
+            for id_ in (id_ for id_, healthy in listed.items() if healthy):
+                for name in holders.get(self._place(id_), ()):
+                    assert _family(self._kind(name)) == _family(resource), f"{resource} offers {id_}, whose GPU has {name}"
+                    held = self._is_slice(next(iter(self.node.reaches(name))))
+                    assert held == self._is_slice(id_) or _family(resource) != "nvidia", f"{resource} offers {id_} beside {name}"
 
     @invariant()
     def memory_is_given_once(self) -> None:
@@ -154,12 +193,16 @@ class MixedFamilies(RuleBasedStateMachine):
             assert promised <= UNITS, f"{device}: {promised} of {UNITS} units were given to {names}"
 
     @invariant()
-    def replicas_are_given_once(self) -> None:
-        """No more containers on a GPU than it has places."""
+    def places_are_given_once(self) -> None:
+        """No more containers, or ids of containers, on a device than it has places."""
         for device, names in self._reached().items():
             (kind,) = {self._kind(name) for name in names}
-            most = {GPU: 1, SHARED: REPLICAS, NUMBER: SPLIT, GPUSHARE: UNITS}[kind]
-            assert len(names) <= most, f"{device} has {len(names)} containers of {kind}"
+            most = {GPU: 1, SHARED: REPLICAS, VGPU: SPLIT, NUMBER: SPLIT, GPUSHARE: UNITS}.get(
+                kind, self.of_slices[kind] if kind in SLICES else 0
+            )
+            ids = [id_ for name in names for id_ in self.node.kubelet.pods[name].held.get(kind, ())]
+            count = sum(device in id_ for id_ in ids) if _family(kind) in ("nvidia", "aws") else len(names)
+            assert count <= most, f"{device} has {count} of {kind}"
 
     def teardown(self) -> None:
         """The loop ends with the history."""
@@ -167,35 +210,48 @@ class MixedFamilies(RuleBasedStateMachine):
 
     # -- how it is done -------------------------------------------------------------------------------------------------------------
 
-    @property
-    def _nvidia(self) -> str:
-        return next(name for name in (GPU, SHARED) if name in self.node.kubelet.lists)
-
     def _admit(self, limits: dict[str, int]) -> None:
         if name := self._run(self.node.admit(limits)):
             self.limits[name] = limits
             self._run(self.node.start(name))
 
     def _reached(self) -> dict[str, list[str]]:
+        """Device → pods that reach it."""
         reached: dict[str, list[str]] = {}
         for name in self.limits:
             pod = self.node.kubelet.pods[name]
-            devices = self.node.reaches(name) if pod.runs or self._kind(name) in (GPU, SHARED) else set()
+            devices = self.node.reaches(name) if pod.runs else set()
             assert devices or not pod.runs, f"{name} runs and reaches nothing"
-            for device in devices:
+            for device in devices & self.node.inventory.devices:  # nobody can use a slice that was cut away
                 reached.setdefault(device, []).append(name)
         return reached
 
-    def _kind(self, name: str) -> str:
-        return _kind_of(next(iter(self.limits[name])))
+    def _holders(self) -> dict[int, list[str]]:
+        """Place of a GPU → pods that reach it or a slice of it."""
+        holders: dict[int, list[str]] = {}
+        for device, names in self._reached().items():
+            holders.setdefault(self._place(device), []).extend(names)
+        return holders
 
-    def _gpu_behind(self, id_: str) -> int:
-        # gpushare numbers the cards, all others name them.
-        named = [place for place, uuid in enumerate(GPUS) if uuid in id_]
-        return named[0] if named else int(id_.partition("-")[0])
+    def _kind(self, name: str) -> str:
+        return NUMBER if NUMBER in self.limits[name] else next(iter(self.limits[name]))
+
+    def _place(self, named: str) -> int:
+        """Of the GPU behind an id or a device; gpushare numbers the cards, all others name them."""
+        if self._is_slice(named):
+            return DIVIDED
+        named_places = [place for place, uuid in enumerate(GPUS) if uuid in named]
+        return named_places[0] if named_places else int(named.partition("-")[0])
+
+    def _is_slice(self, named: str) -> bool:
+        return named.startswith("MIG-")
 
     def _inventory(self) -> Inventory:
-        return Inventory(version=1, gpus=tuple(gpu(place, ill=place in self.ill) for place in range(len(GPUS))))
+        gpus = (
+            gpu(place, ill=place in self.ill, profiles=self.profiles if place == DIVIDED else (), cut=self.cuts)
+            for place in range(len(GPUS))
+        )
+        return Inventory(version=1, gpus=tuple(gpus))
 
     def _observe(self) -> None:
         self.node.inventory = dataclasses.replace(self._inventory(), version=self.node.inventory.version + 1)
@@ -205,11 +261,15 @@ class MixedFamilies(RuleBasedStateMachine):
         return self._runner.run(awaited)
 
 
-def _kind_of(resource: str) -> str:
-    return NUMBER if resource.startswith("volcano.sh/vgpu-") else resource
+def _family(resource: str) -> str:
+    if resource == VGPU:
+        return "aws"
+    if resource.startswith("nvidia.com/"):
+        return "nvidia"
+    return "volcano-gpushare" if resource == GPUSHARE else "volcano-vgpu"
 
 
 MixedFamilies.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 TestMixedFamilies = MixedFamilies.TestCase

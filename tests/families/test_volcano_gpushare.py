@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.golden import golden_inventory
 from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
@@ -605,3 +606,17 @@ def test_a_card_is_told_by_cdi_name_where_asked_for() -> None:
     edits = of.provision(asked, of.decide(asked).shares).edits
     assert edits.cdi_names == (f"k8s.device-plugin.nvidia.com/gpu={TWO.gpus[1].uuid}",)
     assert set(edits.environment) == {"VOLCANO_GPU_ALLOCATED", "VOLCANO_GPU_MEMORY_TOTAL"}
+
+
+def test_a_gpu_in_mig_mode_is_unhealthy_and_keeps_its_number() -> None:
+    """Nothing can use it as one piece; the cards behind it must not change their numbers for the scheduler."""
+    first, second = golden_inventory().gpus
+    family = VolcanoGpushareFamily(VolcanoGpushareOptions(factor=4096))
+    inventory = Inventory(version=1, gpus=(dataclasses.replace(first, mig_enabled=True), second))
+    ledger = Ledger()
+    ledger.observe(inventory)
+    ledger.offer(family.resources(inventory))
+
+    listed = {entry.id.id: entry.healthy for entry in ledger.listing("volcano.sh/gpu-memory")}
+
+    assert listed == {f"{card}-{unit}": card == 1 for card in range(2) for unit in range(10)}

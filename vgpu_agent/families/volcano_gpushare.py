@@ -241,6 +241,7 @@ class VolcanoGpushareFamily:
             decided_by=Decider.POD,
             prefers=False,
             unit=unit,
+            undivided=True,
         )
 
     def _refuse_unequal(self, numbered: Mapping[int, Gpu]) -> None:

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU or a MIG instance in the book; ``trouble`` says why nobody may get it now (health, or gone)."""
+    """A GPU or a MIG instance in the book; ``trouble`` says why nobody may get it now (health, or gone), ``divided`` is MIG mode."""
 
     uuid: str
     gpu: str
     memory_mib: int
     trouble: str = ""
+    divided: bool = False
 
 
 @dataclasses.dataclass(slots=True)

@@ -45,6 +45,8 @@ def trouble(device: str, resource: Resource, known: Surroundings) -> str:
     gpu = known.devices[device].gpu
     if reason := known.cordoned.get(device) or known.cordoned.get(gpu):
         return f"cordoned: {reason}"
+    if resource.undivided and known.devices[device].divided:
+        return "the GPU is in MIG mode, and this resource gives out GPUs that are not divided"
     by_ids = resource.decided_by is Decider.IDS
     for grant in known.grants:
         for share in grant.shares:

@@ -23,7 +23,8 @@ def devices_of(inventory: Inventory) -> dict[str, Device]:
     for gpu in inventory.gpus:
         trouble = _trouble(gpu)
         ill = next((instance for instance in gpu.mig_instances if not instance.health.ok), None)
-        devices[gpu.uuid] = Device(gpu.uuid, gpu.uuid, gpu.memory_mib, trouble or (f"{ill.uuid}: {_illness(ill)}" if ill else ""))
+        worst = f"{ill.uuid}: {_illness(ill)}" if ill else ""
+        devices[gpu.uuid] = Device(gpu.uuid, gpu.uuid, gpu.memory_mib, trouble or worst, divided=gpu.mig_enabled)
         for instance in gpu.mig_instances:
             own = _illness(instance) or instance.trouble
             devices[instance.uuid] = Device(instance.uuid, gpu.uuid, instance.memory_mib, trouble or own)
