@@ -40,6 +40,10 @@ def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
 
 def trouble(device: str, resource: Resource, known: Surroundings) -> str:
     """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
+    return _own_trouble(device, resource, known) or _somebody_in_the_way(device, resource, known)
+
+
+def _own_trouble(device: str, resource: Resource, known: Surroundings) -> str:
     if ill := illness(known.devices, device):
         return ill
     gpu = known.devices[device].gpu
@@ -47,6 +51,11 @@ def trouble(device: str, resource: Resource, known: Surroundings) -> str:
         return f"cordoned: {reason}"
     if resource.undivided and known.devices[device].divided:
         return "the GPU is in MIG mode, and this resource gives out GPUs that are not divided"
+    return ""
+
+
+def _somebody_in_the_way(device: str, resource: Resource, known: Surroundings) -> str:
+    gpu = known.devices[device].gpu
     by_ids = resource.decided_by is Decider.IDS
     for grant in known.grants:
         for share in grant.shares:
