@@ -25,7 +25,7 @@ ASKED = asks(1, 125)
 class MigStage(VolcanoStage):
     """A node in the operating mode mig, and the stand-in for nvidia-mig-parted."""
 
-    async def begin(self, *, wait: bool = True, **settings: Any) -> None:
+    async def begin(self, more: str = "", *, wait: bool = True, **settings: Any) -> None:
         """Start the agent, and wait until it offers something."""
         program = await asyncio.to_thread(deliver, self.gpus.directory, self.folder / "nvidia-mig-parted")
         text = DEVICE_CONFIG.replace("gpuMemoryFactor: 1", "gpuMemoryFactor: 64")
@@ -34,7 +34,7 @@ class MigStage(VolcanoStage):
         keys = {"operatingMode": "mig", "migParted": program, "migSettleSeconds": 0.5, "migRetrySeconds": 0.3, "nodeConfigFile": "''"}
         keys |= settings
         listed = ", ".join(f"{key}: {value}" for key, value in keys.items())
-        self.configure("families: {nvidia: false, volcanoVgpu: true}\n", mig=listed)
+        self.configure(f"families: {{nvidia: false, volcanoVgpu: true}}\n{more}", mig=listed)
         await self.new_agent().start()
         if wait:
             await self.offered()
@@ -212,3 +212,28 @@ async def test_without_a_scheduler_the_agent_finds_instances(stage: MigStage) ->
     await stage.settled("a", "b")
     assert {stage.cluster.annotations(name)[IDS] for name in ("a", "b")} == {f"{U0}[group3-{each}],NVIDIA,200,0:" for each in (0, 1)}
     assert {stage.seen("a"), stage.seen("b")} == set(stage.gpus.mig_uuids(U0))
+
+
+async def test_instances_are_told_of_by_cdi_names(stage: MigStage) -> None:
+    """volcano-vgpu:G10: a start waits until the new instance has a name, so the first try already finds the device behind it."""
+    await stage.begin("plugin: {deviceListStrategy: [cdi-cri]}\n")
+    stage.create("p", f"{U1}[group3-1]")
+    await stage.cluster.running("p")
+    received = stage.cluster.starts("p")[-1]
+    assert received.environment[VISIBLE] == "void"  # by the spec, so that NVIDIA's runtime adds nothing
+    assert any(path.startswith("/dev/nvidia-caps/") for path in received.device_nodes)
+    assert stage.cluster.refusals == []
+
+
+async def test_d16_instances_that_somebody_has_made_are_given_by_their_names(stage: MigStage) -> None:
+    """volcano-vgpu:D16: the count resource shares the whole card, and ``volcano.sh/mig-…`` gives the instances of the other one."""
+    await asyncio.to_thread(stage.gpus.set_mig, U1, GROUP2)
+    stage.deliver_library()
+    await stage.begin("plugin: {migStrategy: mixed}\n", operatingMode="hami-core")
+    await stage.cluster.until(lambda: stage.allocatable.get("volcano.sh/mig-2g.10gb") == "3", "the instances to be offered")
+    assert stage.register.startswith(f"{U0},10,640,")
+    assert U1 not in stage.register
+    stage.cluster.create_pod("p", {"volcano.sh/mig-2g.10gb": 2}, node=NODE)
+    await stage.cluster.running("p")
+    of_u1 = dict(zip(stage.gpus.mig_uuids(U1), GROUP2, strict=True))
+    assert [of_u1[uuid] for uuid in stage.seen("p").split(",")] == ["2g.10gb", "2g.10gb"]
