@@ -234,6 +234,42 @@ async def test_the_toolkits_names_are_looked_for_and_never_written(tmp_path: Pat
     assert not await asyncio.to_thread(lambda: side.tool.calls)
 
 
+async def test_a_gpu_that_the_toolkits_spec_does_not_have_is_kept_back(tmp_path: Path, supervisor: Supervisor) -> None:
+    """Made before the card was plugged in: who has to do what stands in the reason."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=Cdi(source="toolkit")))
+    await asyncio.to_thread(_write_toolkits_spec, side.cdi, U0)
+    await side.begin()
+    assert side.healthy == [U0]
+    (room,) = [room for room in side.ledger.rooms(GPUS.name) if room.device == U1]
+    assert "must make its spec anew (service nvidia-cdi-refresh" in room.trouble
+
+
+async def test_offers_are_looked_at_again_only_when_names_have_changed(tmp_path: Path, supervisor: Supervisor) -> None:
+    """Not at a start that knew them all; and again, when a look has failed."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=Cdi(source="toolkit")))
+    await asyncio.to_thread(_write_toolkits_spec, side.cdi, U0, U1)
+    await side.begin()
+    looks: list[int] = []
+
+    async def look_again() -> None:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise ConnectionError("not now")
+
+    supervisor.start("names", lambda: side.side.follow(look_again))
+    await asyncio.sleep(0.15)
+    assert looks == []
+    await asyncio.to_thread(_write_toolkits_spec, side.cdi, U0)
+    async with asyncio.timeout(10):
+        while True:
+            if len(looks) == 2:
+                break
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.15)
+    assert looks == [0, 1]
+    await supervisor.stop("names")
+
+
 async def test_one_name_for_all_gpus_keeps_none_of_them_back(tmp_path: Path, supervisor: Supervisor) -> None:
     """nvidia:A26 with CDI: under a Windows subsystem the spec has the device ``all`` and no other."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=Cdi(source="toolkit")))

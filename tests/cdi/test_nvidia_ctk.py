@@ -160,6 +160,23 @@ async def test_a_tool_that_hangs_is_ended_with_all_that_it_started(tool: Tool) -
     assert await asyncio.to_thread(_ends, child)
 
 
+async def test_a_tool_ends_with_whoever_waits_for_it(tool: Tool) -> None:
+    """The agent is stopped while a spec is being made."""
+    script, written = tool.node.directory / "wrapper", tool.node.directory / "child"
+    script.write_text(f"#!/bin/sh\necho $$ > {written}.new; mv {written}.new {written}; exec sleep 30\n")
+    script.chmod(0o755)
+    task = asyncio.ensure_future(_gpus(dataclasses.replace(tool.options, command=(str(script),))))
+    async with asyncio.timeout(10):
+        while True:
+            if await asyncio.to_thread(written.exists):
+                break
+            await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(_ends, written)
+
+
 def _ends(written: Path) -> bool:
     """Whether the process whose number stands in a file is gone, or dead and not collected, within some seconds."""
     status = Path(f"/proc/{written.read_text().strip()}/stat")

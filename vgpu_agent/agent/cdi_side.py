@@ -104,6 +104,7 @@ class CdiSide:
         self._inventory: Inventory | None = None
         self._nameless: dict[str, str] = {}  # devices that have no name, and why
         self._kept_back: dict[str, str] = {}
+        self._followed = 0  # version of the names that the offers are in line with
         self._specs: tuple[Spec, ...] = ()  # for threads, which may not look into what the loop changes
 
     # -- what is there ----------------------------------------------------------------------------------------------------------------
@@ -143,12 +144,16 @@ class CdiSide:
                 async with asyncio.timeout(settings.cluster.start_wait_seconds):
                     await self._source.settled.wait()
             self._keep_back()
+        self._followed = self._source.revision.version  # what is built from now on knows of all until here
 
     async def follow(self, changed: Callable[[], Awaitable[None]]) -> None:
         """For ever: let ``changed`` bring the offers in line with the names."""
-        async for _ in self._source.revision.changes():
+        while True:
+            await self._source.revision.newer_than(self._followed)
+            version = self._source.revision.version
             self._keep_back()
             await changed()
+            self._followed = version
 
     def why_withheld(self, resource: Resource) -> str:
         """Why ``resource`` must not be offered now, for `Offering.gates`; empty when it may."""
@@ -238,6 +243,8 @@ class CdiSide:
         """Let the ledger give nothing away of devices that have no name; those that have one by now are free again."""
         self._specs = self._source.specs
         names, error = self._source.names, self._source.error
+        if self._settings.cdi.source == "toolkit":
+            error = error or "the container toolkit must make its spec anew (service nvidia-cdi-refresh, or nvidia-ctk cdi generate)"
         why = f"no CDI spec has its name yet{': ' if error else ''}{error}"
         # A spec with nothing but a device of that name is one of a Windows subsystem, where containers get all GPUs or none.
         one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {f"{self._kind}=all"}
