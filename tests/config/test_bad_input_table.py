@@ -91,6 +91,8 @@ ROWS = [
     flag("nvidia §1", "--imex-channel-ids=0,0", 'expected [] or [0], got "0,0"'),
     variable("nvidia §1", "IMEX_CHANNEL_IDS", "zero", 'expected [] or [0], got "zero"'),
     flag("nvidia §1", "--driver-root=", 'expected an absolute path, got ""'),
+    flag("nvidia §1", "--nvidia-driver-root=", 'expected an absolute path, got ""'),
+    flag("nvidia §1", "--nvidia-ctk-path=", 'expected an absolute path, got ""'),
     flag("nvidia §1", "--cdi-annotation-prefix=cdi", 'expected a DNS name with a slash behind it, got "cdi"'),
     flag("nvidia §1", "--cdi-feature-flags=fast", f'expected {FEATURES}, got "fast"'),
     flag("nvidia §1", "--cdi-disable-hooks=A B", 'expected a list of hook names such as enable-cuda-compat, got "A B"'),

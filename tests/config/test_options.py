@@ -52,7 +52,8 @@ def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) 
     [
         (["-mig-strategy=mixed", "-vgpu", "4"], {"--mig-strategy": "mixed", "--vgpu": "4"}),
         (["--pass-device-specs", "--gds-enabled=false"], {"--pass-device-specs": "true", "--gds-enabled": "false"}),
-        (["--nvidia-driver-root=/a", "--container-driver-root", "/b"], {"--driver-root": "/a", "--driver-root-ctr-path": "/b"}),
+        (["--nvidia-driver-root=/a", "--container-driver-root", "/b"], {"--nvidia-driver-root": "/a", "--container-driver-root": "/b"}),
+        (["--driver-root=/a", "-nvidia-driver-root=/b"], {"--nvidia-driver-root": "/b"}),
         (
             ["--device-list-strategy=envvar", "--device-list-strategy=cdi-cri,volume-mounts"],
             {"--device-list-strategy": "envvar,cdi-cri,volume-mounts"},

@@ -62,7 +62,10 @@ class Contents:
     @property
     def digest(self) -> str:
         """Tells one from another."""
-        return hashlib.sha256(repr((self.own, self.nvidia_file, self.nvidia)).encode()).hexdigest()
+        digest = hashlib.sha256(os.fsencode(self.nvidia_file))
+        for content in (self.own, self.nvidia):
+            digest.update(b"-" if content is None else b"%d:%b" % (len(content), content))
+        return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ _SERVICE_LINK = re.compile(r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?
 _SIMULATION = "VGPU_AGENT_SIM_"
 # Set in the image to say which build it is; no configuration either.
 _COMMIT = "VGPU_AGENT_COMMIT"
+_DESTINATION = "settings_given"  # of the parsed arguments
 _KUBELET_SOCKET = "/device-plugins/kubelet.sock"
 
 
@@ -59,11 +60,6 @@ class Option:
     also: tuple[str, ...] = ()
     taken_from: Callable[[str], str | None] | None = None
     expected: str = ""
-
-    @property
-    def destination(self) -> str:
-        """The attribute of the parsed arguments."""
-        return _destination(self.flag)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -213,41 +209,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "settings", "A flag beats the environment, the environment beats the file, the file beats the default."
     )
-    group.add_argument(
-        CONFIG_FLAG,
-        metavar="FILE",
-        dest="setting_config",
-        default=None,
-        help=f"the configuration file; it is watched for changes ({CONFIG_VARIABLE})",
-    )
+    _add(group, (CONFIG_FLAG,), metavar="FILE", help=f"the configuration file; it is watched for changes ({CONFIG_VARIABLE})")
     for option in OPTIONS:
         if option.flag:
-            _add_argument(group, option)
+            key = schema.value_paths()[option.path]
+            shown = f"; default {_shown_default(key)}" if key.default not in ("", ()) and option.taken_from is None else ""
+            alone = {"nargs": "?", "const": "true"} if key.is_switch else {}
+            text = f"{option.text} ({option.variable}{shown})"
+            _add(group, option.flags, metavar=option.metavar, help=text, repeats=key.is_list, **alone)
     for foreign in foreign_variables.WITH_FLAG:
-        group.add_argument(
-            foreign.flag, _one_dash(foreign.flag), metavar="VALUE", dest=_destination(foreign.flag), default=None, help=argparse.SUPPRESS
-        )
+        _add(group, (foreign.flag,), metavar="VALUE", help=argparse.SUPPRESS)
 
 
-def _add_argument(group: argparse._ArgumentGroup, option: Option) -> None:
-    key = schema.value_paths()[option.path]
-    shown = f"; default {_shown_default(key)}" if key.default not in ("", ()) and option.taken_from is None else ""
-    arguments: dict[str, Any] = {"metavar": option.metavar, "dest": option.destination, "default": None}
-    if key.is_list:
-        arguments["action"] = "append"
-    elif key.is_switch:
-        arguments |= {"nargs": "?", "const": "true"}
-    group.add_argument(*option.flags, help=f"{option.text} ({option.variable}{shown})", **arguments)
-    group.add_argument(*map(_one_dash, option.flags), help=argparse.SUPPRESS, **arguments)
+class _Given(argparse.Action):
+    """Keeps a value under the name with which it was given, so that a sentence about it can begin with what the person typed."""
+
+    def __init__(self, *, names: tuple[str, ...], repeats: bool = False, **arguments: Any) -> None:
+        """``names`` mean the same, and the last one that is given counts; with ``repeats`` all of them do."""
+        super().__init__(**arguments)
+        self._names = names
+        self._repeats = repeats
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        flags = dict(getattr(namespace, self.dest) or {})
+        before = [flags.pop(name) for name in self._names if name in flags]
+        typed = f"--{(option_string or self._names[0]).lstrip('-')}"
+        flags[typed] = ",".join([*before, values]) if self._repeats else values
+        setattr(namespace, self.dest, flags)
 
 
-def _one_dash(flag: str) -> str:
-    """As Go's flags may be written, too."""
-    return flag.removeprefix("-")
-
-
-def _destination(flag: str) -> str:
-    return "setting_" + flag.removeprefix("--").replace("-", "_")
+def _add(group: argparse._ArgumentGroup, names: tuple[str, ...], *, help: str, **arguments: Any) -> None:  # noqa: A002 - argparse's word
+    """One option under its names, and, unmentioned, with the one dash that Go's flags may have."""
+    group.add_argument(*names, action=_Given, dest=_DESTINATION, default=None, names=names, help=help, **arguments)
+    one_dash = [name.removeprefix("-") for name in names]
+    group.add_argument(*one_dash, action=_Given, dest=_DESTINATION, default=None, names=names, help=argparse.SUPPRESS, **arguments)
 
 
 def _shown_default(key: schema.Key) -> str:
@@ -257,10 +254,8 @@ def _shown_default(key: schema.Key) -> str:
 
 
 def given(arguments: argparse.Namespace) -> dict[str, str]:
-    """The flags that were given, by flag (``{"--listen": ":9394"}``), from arguments that `add_arguments` declared."""
-    names = [CONFIG_FLAG, *(option.flag for option in OPTIONS if option.flag), *(foreign.flag for foreign in foreign_variables.WITH_FLAG)]
-    values = {name: getattr(arguments, _destination(name), None) for name in names}
-    return {name: ",".join(value) if isinstance(value, list) else value for name, value in values.items() if value is not None}
+    """The flags that were given, as they were typed (``{"--listen": ":9394"}``), from arguments that `add_arguments` declared."""
+    return dict(getattr(arguments, _DESTINATION) or {})
 
 
 def text_of(path: str, environment: Mapping[str, str]) -> str:

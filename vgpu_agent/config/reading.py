@@ -92,8 +92,9 @@ class Reading:
     def take_flags(self, flags: Mapping[str, str]) -> None:
         """Accept the flags that were given, the empty ones too."""
         for option in options.OPTIONS:
-            if option.flag in flags:
-                self._take_option(option, flags[option.flag], Place(f"flag {option.flag}", option.flag))
+            for name in option.flags:
+                if name in flags:
+                    self._take_option(option, flags[name], Place(f"flag {name}", name))
 
     def refuse(self, who: str, text: str) -> None:
         """Note something that is wrong with a flag or a variable which stands for no key."""
