@@ -297,6 +297,21 @@ async def test_renaming_under_running_pods_gives_no_gpu_away_twice(stage: Stage)
     assert await agent.metric("vgpu_agent_ledger_drift_total") == 0
 
 
+async def test_health_and_holders_are_there_for_probes_and_for_prometheus(stage: Stage) -> None:
+    """nvidia:D14: a GPU that fails is a number that an alert can watch, and no reason to kill the agent that serves the others."""
+    agent = await stage.ready_agent()
+    pod = await stage.admit("train")
+    held = stage.ids(pod)[0].partition("::")[0]
+    await agent.until("/debug/ledger", lambda answer: [grant["state"] for grant in answer["grants"]] == ["proven"])
+    stage.node.xid(U0, 79)
+    await stage.allocatable(4)
+    _, text = await agent.get_text("/metrics")
+    healthy = {line.split('"')[1]: line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("vgpu_agent_gpu_healthy{")}
+    assert healthy == {U0: "0.0", U1: "1.0"}
+    assert any("train" in line and held in line for line in text.splitlines())
+    assert [(await agent.get_text(path))[0] for path in ("/healthz", "/livez")] == [200, 200]
+
+
 async def test_a_simulated_node_says_so(stage: Stage) -> None:
     """No silent simulation: the log, /debug and a metric say that the GPUs are not real."""
     agent = await stage.ready_agent()
