@@ -53,6 +53,7 @@ async def serving(node: Node) -> AsyncIterator[Node]:
     try:
         await node.agent.start()
         await node.agent.until_ready()
+        await node.kubelet.until(lambda: bool(node.kubelet.resource(GPU).healthy))  # the list comes a moment after the stream
         yield node
     finally:
         await node.agent.kill()
