@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
+
 from tests.cluster.agents import GPU, QUICK, NodeAgent, kubelets_view, shared, wait_allocatable
 from tests.cluster.nvidia import containers_of, former_plugin, gpu_pod, printed, restart_container, wait_running
 from tests.cluster.rig import Rig
 
 
-def test_pods_of_the_plugin_before_keep_their_replicas(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("infix", "config"),
+    [("::", shared(4)), ("-replica-", QUICK + 'iktos: {resourceConfig: "gpu:gpu:4"}\n')],
+    ids=["NVIDIA's", "iktos'"],
+)
+def test_pods_of_the_plugin_before_keep_their_replicas(rig: Rig, infix: str, config: str) -> None:
     """The checkpoint that it left says who holds what; four replicas are held, four are had, and a fifth pod waits."""
-    agent = NodeAgent(rig, shared(4), gpus=2)
+    agent = NodeAgent(rig, config, gpus=2)
     with contextlib.closing(agent):
-        with former_plugin(rig, {GPU: {f"{uuid}::": 4 for uuid in agent.simulated.uuids}}):
+        with former_plugin(rig, {GPU: {f"{uuid}{infix}": 4 for uuid in agent.simulated.uuids}}):
             wait_allocatable(rig, 8)
             for name, number in {"one": 1, "two": 2, "crashes": 1}.items():
                 rig.create_pod(gpu_pod(name, number, restartPolicy="Always"))
