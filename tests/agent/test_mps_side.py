@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from blockbuster import BlockBuster
 
 from tests.agent.test_offering import Node as Offers
 from tests.golden import U0, U1, golden_inventory
+from tests.mps.supervised import no_blocked_loop
 from tests.simulated import simulated_node
 from vgpu_agent.agent.mps_side import MpsSide
 from vgpu_agent.concurrency import Supervisor
@@ -33,12 +33,13 @@ from vgpu_agent.status import MpsState
 GPU = "nvidia.com/gpu"
 
 
+pytestmark = pytest.mark.component  # each test starts dozens of processes
+
+
 @pytest.fixture(autouse=True)
-def _the_node_may_block(_no_blocked_loop: BlockBuster | None) -> None:
-    """The simulator is not the agent."""
-    for function in _no_blocked_loop.functions.values() if _no_blocked_loop else ():
-        function.can_block_in("vgpu_agent/sim/mps_tools.py", {"calls", "misbehave", "end_daemon"})
-        function.can_block_in("vgpu_agent/sim/state.py", {"open"})
+def _nothing_blocks() -> Iterator[None]:
+    with no_blocked_loop():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,20 @@ async def test_sharing_that_is_switched_off_ends_the_daemon(tmp_path: Path) -> N
         await node.offers.offer(dataclasses.replace(_shared(), sharing=SharingMode.TIME_SLICING))
         await node.until(lambda: node.compute_modes == [0, 0])
         assert node.offers.served == [GPU]
+
+
+async def test_settings_that_change_no_offer_reach_the_daemon(tmp_path: Path) -> None:
+    """failRequestsGreaterThanOne decides with perContainerLimits whose limits hold; the ledger does not change with it."""
+    async with running(tmp_path) as node:
+        mps = msgspec.structs.replace(node.settings.mps, per_container_limits=True)
+        single = msgspec.structs.replace(node.settings, mps=mps)
+        node.side.apply(single)
+        await node.offers.offer(_shared())
+        await node.until(lambda: GPU in node.offers.served)
+        assert node.side.statuses[0].thread_percentage == 25
+        several = msgspec.structs.replace(single.sharing.mps, fail_requests_greater_than_one=False)
+        node.side.apply(msgspec.structs.replace(single, sharing=msgspec.structs.replace(single.sharing, mps=several)))
+        await node.until(lambda: node.side.statuses[0].thread_percentage == 100)
 
 
 async def test_a_gpu_that_another_resource_holds_is_lent(tmp_path: Path) -> None:

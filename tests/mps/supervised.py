@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from blockbuster import blockbuster_ctx
 
 from tests.simulated import simulated_node
 from vgpu_agent.concurrency import Supervisor
@@ -20,6 +22,21 @@ from vgpu_agent.sim.state import SimulatedNode
 from vgpu_agent.status import MpsState, MpsStatus
 
 RESOURCE = "nvidia.com/gpu"
+
+_MAY_BLOCK = {
+    "vgpu_agent/sim/mps_tools.py": {"calls", "misbehave", "client", "daemon_pid", "end_daemon"},
+    "vgpu_agent/sim/state.py": {"open"},
+}
+
+
+@contextlib.contextmanager
+def no_blocked_loop() -> Iterator[None]:
+    """As in all unit tests, a blocking call of the agent on its event loop fails the test; the simulator, which is not the agent, may."""
+    with blockbuster_ctx("vgpu_agent") as detector:
+        for function in detector.functions.values():
+            for file, names in _MAY_BLOCK.items():
+                function.can_block_in(file, names)
+        yield
 
 
 class Node:

@@ -6,15 +6,24 @@ import asyncio
 import dataclasses
 import os
 import signal
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tests.mps.supervised import RESOURCE, Node, until, until_running
+from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
 from vgpu_agent.sim.mps_tools import daemon_pid, end_daemon
 from vgpu_agent.status import MpsState
 
 NOBODY: frozenset[str] = frozenset()
+
+pytestmark = pytest.mark.component  # each test starts dozens of processes
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks() -> Iterator[None]:
+    with no_blocked_loop():
+        yield
 
 
 def _told(node: Node, tool: str) -> list[str]:
@@ -215,6 +224,24 @@ async def test_a_missing_control_binary_is_named_with_its_setting(node: Node) ->
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
         assert "cannot run /nowhere/nvidia-cuda-mps-control: No such file or directory" in supervision.why_not(node.plan())
         assert "mps.controlBinary" in supervision.why_not(node.plan())
+
+
+async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> None:
+    """It may still serve its clients, and keeps the GPU from another one: no client counts as lost, and it ends with the last pod."""
+    node.tools.misbehave(server="orphan")
+    node.pods = ("team/train-0",)
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+        client = node.tools.client(node.pipe)
+        await until(lambda: supervision.statuses[0].clients)
+        end_daemon(node.pipe)
+        await until(lambda: "lives on, and no other can be started beside it" in supervision.why_not(node.plan()))
+        assert supervision.statuses[0].clients_lost == 0
+        assert client.poll() is None
+        node.pods = ()
+        await until_running(supervision)
+        client.communicate()
 
 
 async def test_limits_that_somebody_changed_are_put_back(node: Node) -> None:

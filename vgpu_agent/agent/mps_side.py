@@ -53,6 +53,7 @@ class MpsSide:
     ) -> None:
         self._ledger, self._offering, self._inventory, self._supervisor = ledger, offering, inventory, supervisor
         self._news: Latest[int] = Latest(0)
+        self._started = False
         self._supervision = Supervision(
             settings.mps,
             supervisor,
@@ -76,15 +77,19 @@ class MpsSide:
         lists = ListOptions()
         self._of_aws: MpsOptions = AwsOptions.from_settings(settings, lists=lists).paths
         self._of_others: MpsOptions = NvidiaOptions.from_settings(settings, lists=lists).mps
+        if self._started:  # the ledger need not change with it
+            self._refresh()
 
     def start(self) -> None:
         """Begin, once the ledger knows who holds what: a daemon with other limits is replaced when nobody does."""
+        self._started = True
         self._refresh()
         self._supervisor.start("mps", self._follow)
         self._supervisor.start("mps offering", self._tell)
 
     async def stop(self, seconds: float) -> None:
         """End the daemons that nobody needs, within so many seconds; the others go on without us."""
+        self._started = False
         await self._supervisor.stop("mps")
         await self._supervisor.stop("mps offering")
         try:

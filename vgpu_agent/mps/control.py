@@ -19,6 +19,8 @@ from vgpu_agent.isolation.mps import PROBE, QUIT
 from vgpu_agent.mps.host_tools import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vgpu_agent.isolation.mps import DaemonPlan, DeviceLimit
     from vgpu_agent.mps.host_tools import HostTool
 
@@ -27,6 +29,23 @@ _PID_FILE = "nvidia-cuda-mps-control.pid"
 _MEMORY = re.compile(r"(\d{1,12})([MG])", re.ASCII)
 _GIB_MIB = 1024
 _PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just started answers
+
+
+def living(pids: Iterable[int]) -> list[int]:
+    """Those of ``pids`` that are processes of MPS now: the kernel may have given an old number to another one. Blocks; for a thread."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if b"mps-" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"_", b"-"):
+                found.append(pid)
+    return found
+
+
+def end(pids: Iterable[int]) -> None:
+    """Kill processes."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Control:
@@ -87,16 +106,16 @@ class Control:
         ]
         return ", ".join(differences)
 
-    async def clients(self) -> tuple[int, ...]:
-        """Process ids of the daemon's clients, as the daemon sees them.
+    async def served(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Process ids of the daemon's servers and of their clients, as the daemon sees them.
 
         Raises:
             MpsError: it does not answer, or no list of process ids.
         """
-        clients: list[int] = []
-        for server in await self._numbers("get_server_list"):
+        servers, clients = await self._numbers("get_server_list"), list[int]()
+        for server in servers:
             clients += await self._numbers(f"get_client_list {server}")
-        return tuple(sorted(clients))
+        return tuple(sorted(servers)), tuple(sorted(clients))
 
     async def quit(self) -> None:
         """End the daemon; fine when there is none. One that does not listen is killed.
@@ -124,17 +143,14 @@ class Control:
         if pid is None:
             path = Path(self._plan.pipe) / _PID_FILE
             raise MpsError(f"the MPS control daemon does not listen, and {path} does not say which process it is; end it by hand")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        end([pid])
 
     def _process(self) -> int | None:
         try:
             pid = int((Path(self._plan.pipe) / _PID_FILE).read_text(encoding="ascii"))
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (OSError, ValueError):
             return None
-        # The number may be an old one, of which the kernel has made another process since.
-        return pid if b"mps-control" in words.replace(b"_", b"-") else None
+        return pid if living([pid]) else None
 
     async def _threads(self) -> float:
         answer = await self.tell(PROBE)

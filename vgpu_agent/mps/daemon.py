@@ -18,7 +18,7 @@ from vgpu_agent import log
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.mps import directories
 from vgpu_agent.mps.compute_mode import ComputeModes
-from vgpu_agent.mps.control import Control
+from vgpu_agent.mps.control import Control, end, living
 from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.mps.log_tail import LogTail
 from vgpu_agent.status import MpsState, MpsStatus
@@ -66,6 +66,7 @@ class Daemon:
         self._control_binary = HostTool(settings.control_binary, "mps.controlBinary", timeout_seconds=seconds)
         self._modes = ComputeModes(HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds))
         self._tail: LogTail | None = None
+        self._servers: tuple[int, ...] = ()
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
 
     def want(self, plan: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
@@ -93,6 +94,7 @@ class Daemon:
                 if self._wanted is None and not self._busy:
                     await self.retire()
                     if self._wanted is None:
+                        self.status.state = MpsState.STOPPED  # the last thing: from now on another loop may begin under this name
                         return
             except MpsError as err:
                 await self._fail(err)
@@ -111,7 +113,7 @@ class Daemon:
         self._modes.forget()
         await self._modes.release(limit.uuid for limit in self._plan.devices)
         await asyncio.to_thread(directories.clear, self._plan)
-        self.status.state, self.status.trouble, self.status.clients = MpsState.STOPPED, "its MPS control daemon has been stopped", ()
+        self.status.state, self.status.trouble, self.status.clients = MpsState.STARTING, "its MPS control daemon has been stopped", ()
         self._journal.record("mps.daemon_stopped", resource=self._plan.resource)
         await self._surroundings.changed()
 
@@ -134,7 +136,7 @@ class Daemon:
         await self._surroundings.prepare(self._plan)
         try:
             difference = await control.difference()
-            self.status.clients = await control.clients()
+            await self._count(control)
         except MpsDaemonGoneError:
             await self._start(control)
             return
@@ -161,8 +163,12 @@ class Daemon:
         await control.quit()
         await self._start(control)
 
+    async def _count(self, control: Control) -> None:
+        self._servers, self.status.clients = await control.served()
+
     async def _start(self, control: Control) -> None:
         self.status.clients = ()
+        await self._end_orphans()
         await self._bring_modes()
         await control.start()
         for command in self._plan.commands:
@@ -170,6 +176,17 @@ class Daemon:
         if difference := await control.difference():
             raise MpsError(f"its MPS control daemon was told its limits and has {difference}; see {self._plan.log}/control.log")
         await self._up(adopted=False)
+
+    async def _end_orphans(self) -> None:
+        """A server that outlives its daemon keeps its GPUs from the next one, and cannot be adopted. It is ended when nobody needs it."""
+        orphans = await asyncio.to_thread(living, self._servers)
+        if orphans and (pods := self._surroundings.holders(self._plan.resource)):
+            raise MpsError(
+                f"the MPS server of the lost daemon (process {orphans[0]}) lives on, and no other can be started beside it; "
+                f"there is a new daemon once these have ended: {', '.join(pods)}"
+            )
+        await asyncio.to_thread(end, orphans)
+        self._servers = ()
 
     async def _bring_modes(self) -> None:
         self._modes.forget()
@@ -224,7 +241,7 @@ class Daemon:
             if still := await control.difference():
                 raise MpsError(f"its MPS control daemon has {still} and does not take its limits again")
             self._journal.record("mps.limits_restored", level="warning", resource=self._plan.resource, had=difference)
-        self.status.clients = await control.clients()
+        await self._count(control)
         self.status.proven_at = time.time()
         for line in await asyncio.to_thread(self._tail.read) if self._tail else ():
             _logger.info("mps.control_log", resource=self._plan.resource, line=line)
@@ -261,7 +278,7 @@ class Daemon:
         if status.state is MpsState.RUNNING:
             status.restarts += 1
             gone = isinstance(err, MpsDaemonGoneError)
-            if gone:
+            if gone and not await asyncio.to_thread(living, self._servers):
                 status.clients_lost += len(status.clients)
             self._journal.record(
                 "mps.daemon_lost" if gone else "mps.daemon_silent",

@@ -100,6 +100,7 @@ class Supervision:
             if daemon.idle:
                 try:
                     await daemon.retire()
+                    daemon.status.state = MpsState.STOPPED
                 except MpsError as err:
                     _logger.warning("mps.stop_failed", resource=resource, error=str(err))
             else:

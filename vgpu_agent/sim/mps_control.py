@@ -7,7 +7,7 @@ limits are shown as the newest ones show them, in whole GiB.
 
 It runs as a file, by `mps_tools`, on the standard library alone: its environment is that of the real one, two variables, and it is started
 for each command. ``faults.json`` beside it tells it to misbehave: command (``start`` for ``-d``) → ``hang``, ``crash``, ``refuse``,
-``nonsense`` or ``forget`` (says nothing and does nothing).
+``nonsense`` or ``forget`` (says nothing and does nothing). ``"server": "orphan"`` lets a server outlive its daemon.
 """
 
 from __future__ import annotations
@@ -274,6 +274,8 @@ class _Daemon:
             for client in self._clients:
                 client.close()
             os.read(ours, 1)
+            while _faults(self._directory).get("server") == "orphan":
+                time.sleep(0.05)
             os._exit(0)
         os.close(held)
         os.close(ours)
