@@ -13,6 +13,7 @@ from tests.families.volcano_vgpu_golden import MEMORY, NODE, NUMBER, U0, U1, dec
 from tests.families.volcano_vgpu_mig_parts import GEOMETRIES, GROUP2, a_gpu
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import grant_token
+from vgpu_agent.allocation.division import Division
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.surroundings import Surroundings
@@ -195,6 +196,18 @@ async def test_a_gpu_that_another_family_has_is_not_divided() -> None:
     with pytest.raises(LedgerError, match="default/x"):
         await place.allocator.pre_start(NUMBER, ids)
     assert place.asked == []
+
+
+async def test_a_gpu_that_somebody_has_is_not_divided_whatever_a_family_says() -> None:
+    """The ledger is looked at where the change begins, with all grants of all families in it."""
+    place = MigPlace()
+    place.show(U1, *GROUP2)
+    ids = await place.admitted("a", f"{U1}[group2-0]")
+    await place.allocator.pre_start(NUMBER, ids)
+    division = Division(ledger=place.ledger, inventory=lambda: place.inventory, journal=place.journal, divider=place)
+    with pytest.raises(MigError, match="default/a has a part of it"):
+        await division.bring_about([MigLayout(U1, GROUP3)], "default/b", asyncio.get_running_loop().time() + 5)
+    assert (place.asked, place.cordoned) == ([], [])
 
 
 @pytest.mark.looptime

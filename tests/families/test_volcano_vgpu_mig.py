@@ -58,6 +58,14 @@ def test_a_position_counts_through_the_geometries_and_not_as_the_driver_does() -
     assert mig_family().decide(ask(a_pod(f"{U1}[group2-0]"), inventory)).shares == (held_share("MIG-2-1", 9856),)
 
 
+def test_a_position_stays_the_same_instance_however_the_driver_lists_them() -> None:
+    """NVML's order of instances is its own affair; what they are numbered by stays while the card is divided as it is."""
+    u0, u1 = node(of_u1=GROUP2).gpus
+    turned = dataclasses.replace(u1, mig_instances=u1.mig_instances[::-1])
+    for inventory in (Inventory(version=1, gpus=(u0, u1)), Inventory(version=2, gpus=(u0, turned))):
+        assert mig_family().decide(ask(a_pod(f"{U1}[group2-0]"), inventory)).shares == (held_share("MIG-2-0", 9856),)
+
+
 def test_d15_an_instance_that_is_taken_is_exchanged_for_another_of_its_size() -> None:
     """volcano-vgpu:D15: two pods of one round get the same instance from the scheduler; the second gets another, and it is said."""
     decision = mig_family().decide(ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2), held=taken(MIG_2_0="other")))

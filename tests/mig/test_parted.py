@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def _locked(directory: Path) -> int:
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
+
+
+async def until_called(node: SimulatedNode) -> None:
+    """Wait until the tool has been started."""
+    async with asyncio.timeout(10):
+        while not await asyncio.to_thread(calls, node.directory):  # noqa: ASYNC110 - a process has no event to wait for
+            await asyncio.sleep(0.05)
 
 
 def impatient(parted: MigParted) -> MigParted:
@@ -114,13 +122,31 @@ async def test_a_tool_of_an_earlier_agent_is_waited_for_by_nobody(parted: MigPar
     assert set(await parted.export(2)) == {0, 1}
 
 
+_AN_AGENT = """
+import asyncio, sys
+from pathlib import Path
+from vgpu_agent.mig.parted import MigParted
+asyncio.run(MigParted(sys.argv[1], Path(sys.argv[2]), timeout_seconds=60).export(2))
+"""
+
+
+async def test_a_tool_that_outlives_its_agent_has_the_lock(node: SimulatedNode, parted: MigParted, tmp_path: Path) -> None:
+    """An agent that is killed leaves its tool running; the next one does not run a second beside it."""
+    await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=2))
+    arguments = ("-c", _AN_AGENT, str(tmp_path / "nvidia-mig-parted"), str(tmp_path / "state" / "mig"))
+    agent = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+    await until_called(node)
+    agent.kill()
+    await agent.wait()
+    with pytest.raises(MigError, match="which an earlier agent has started, still runs"):
+        await parted.export(2)
+
+
 async def test_a_run_that_is_cancelled_leaves_no_tool_behind(node: SimulatedNode, parted: MigParted) -> None:
     """The agent is stopped while the tool runs: the tool is ended with it."""
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=3600))
     run = asyncio.get_running_loop().create_task(parted.export(2))
-    async with asyncio.timeout(10):
-        while not await asyncio.to_thread(calls, node.directory):  # noqa: ASYNC110 - a process has no event to wait for
-            await asyncio.sleep(0.05)
+    await until_called(node)
     run.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await run

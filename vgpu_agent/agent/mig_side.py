@@ -167,8 +167,7 @@ class _NotNowError(MigError):
 
 
 def _is_divided(gpu: Gpu, layout: MigLayout) -> bool:
-    found = collections.Counter(instance.profile for instance in gpu.mig_instances)
-    return gpu.mig_enabled and found == collections.Counter(layout.profiles)
+    return collections.Counter(instance.profile for instance in gpu.mig_instances) == collections.Counter(layout.profiles)
 
 
 def _require_same_sight(inventory: Inventory, exported: Mapping[int, Division]) -> None:

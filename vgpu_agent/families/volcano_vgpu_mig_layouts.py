@@ -70,8 +70,7 @@ def layout_of(group: MigGroup) -> tuple[str, ...]:
 
 def is_divided_as(gpu: Gpu, group: MigGroup) -> bool:
     """Whether the GPU has exactly the instances of the group now."""
-    found = collections.Counter(instance.profile for instance in gpu.mig_instances)
-    return gpu.mig_enabled and found == collections.Counter(layout_of(group))
+    return collections.Counter(instance.profile for instance in gpu.mig_instances) == collections.Counter(layout_of(group))
 
 
 def group_in_force(gpu: Gpu, groups: Iterable[MigGroup]) -> MigGroup | None:
