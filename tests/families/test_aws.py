@@ -149,17 +149,26 @@ def test_other_ways_to_name_devices_are_open() -> None:
     assert mounted.mounts == (Mount(f"/var/run/nvidia-container-devices/{U0}", "/dev/null"),)
 
 
-def test_gpus_before_volta_are_refused_with_the_reason() -> None:
-    """aws:D11: their MPS shares faults and limits nothing; beside a newer GPU they are left out, alone they withhold the resource."""
-    old = {"compute_capability": (6, 1), "name": "Tesla P40"}
+@pytest.mark.parametrize("mps", ["host", "supervised"])
+def test_gpus_before_volta_are_refused_under_mps_with_the_reason(mps: str) -> None:
+    """aws:D11: there MPS shares faults and limits nothing; beside a newer GPU they are left out, alone they withhold the resource."""
+    family, old = _family(mps=mps), {"compute_capability": (6, 1), "name": "Tesla P40"}
     mixed = _with_u1(**old)
-    assert {entry.device for entry in _offer(_family(), mixed).ids} == {U0}
-    assert "GPU 1 (Tesla P40, compute capability 6.1) is older than Volta" in _family().shortfall(mixed).cautions[0]
+    assert {entry.device for entry in _offer(family, mixed).ids} == {U0}
+    assert "GPU 1 (Tesla P40, compute capability 6.1) is older than Volta" in family.shortfall(mixed).cautions[0]
     alone = dataclasses.replace(mixed, gpus=mixed.gpus[1:])
-    assert _family().resources(alone) == ()
-    (refused,) = _family().shortfall(alone).refused
+    assert family.resources(alone) == ()
+    (refused,) = family.shortfall(alone).refused
     assert refused.startswith("k8s.amazonaws.com/vgpu: GPU 1 (Tesla P40")
-    assert {entry.device for entry in _offer(_family(), _with_u1(compute_capability=(7, 0))).ids} == {U0, U1}
+    assert {entry.device for entry in _offer(family, _with_u1(compute_capability=(7, 0))).ids} == {U0, U1}
+
+
+def test_gpus_before_volta_may_take_turns_as_long_as_mps_would_serve_so_many() -> None:
+    """Without MPS nothing speaks against them; pods may bring a daemon of their own, which has 16 clients at most."""
+    old = _with_u1(compute_capability=(6, 1))
+    assert {entry.device for entry in _offer(_family(vgpus=16), old).ids} == {U0, U1}
+    assert {entry.device for entry in _offer(_family(vgpus=17), old).ids} == {U0}
+    assert "at most 16 clients" in _family(vgpus=17).shortfall(old).cautions[0]
 
 
 def test_the_name_can_be_set_and_the_old_one_is_still_understood() -> None:

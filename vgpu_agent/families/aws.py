@@ -17,7 +17,16 @@ from vgpu_agent.errors import CapacityError
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Shortfall
 from vgpu_agent.isolation.edits import Edits, Mount
-from vgpu_agent.isolation.mps import PIPE_VARIABLE, SHARED_MEMORY, VOLTA, MpsOptions, memory_share_mib, mps_edits, thread_share
+from vgpu_agent.isolation.mps import (
+    PIPE_VARIABLE,
+    SHARED_MEMORY,
+    VOLTA,
+    MpsOptions,
+    memory_share_mib,
+    most_clients,
+    mps_edits,
+    thread_share,
+)
 from vgpu_agent.model import Resource, Share, SharingMode
 from vgpu_agent.placement.policies import ONE_GPU, Wish, choose
 from vgpu_agent.placement.sharing import PACKED
@@ -79,7 +88,7 @@ class AwsFamily:
         ids = tuple(
             DeviceId(f"{gpu.uuid}-{number}", gpu.uuid, gpu.numa_node)
             for gpu in inventory.gpus
-            if not _unfit(gpu)
+            if not self._unfit(gpu)
             for number in range(self._options.vgpus)
         )
         if not ids:
@@ -91,7 +100,7 @@ class AwsFamily:
     def shortfall(self, inventory: Inventory) -> Shortfall:
         """The GPUs that are left out; where none remains, the resource is refused with all the reasons."""
         name = self._options.resource
-        reasons = [reason for gpu in inventory.gpus if (reason := _unfit(gpu))]
+        reasons = [reason for gpu in inventory.gpus if (reason := self._unfit(gpu))]
         if reasons and len(reasons) == len(inventory.gpus):
             return Shortfall(refused=(f"{name}: {'; '.join(reasons)}",))
         return Shortfall(cautions=tuple(f"{name}: {reason}" for reason in reasons))
@@ -126,25 +135,32 @@ class AwsFamily:
         edits = edits_of(devices, self._options.lists, number=answer_number(resource.name, ids))
         return edits.joined(_JOINING[self._options.mps](resource, behind, inventory, self._options.paths))
 
+    def _unfit(self, gpu: Gpu) -> str:
+        """Why a GPU cannot be offered; empty when it can."""
+        if gpu.mig_enabled:  # aws:W4: upstream offers it, and the container finds nothing that works
+            off = f"nvidia-smi -i {gpu.index} -mig 0"
+            return (
+                f"GPU {gpu.index} ({gpu.uuid}) is in MIG mode, so its virtual GPUs would not work; it is left out until MIG is off ({off})"
+            )
+        if not (0, 0) < gpu.compute_capability < VOLTA:
+            return ""
+        capability = ".".join(map(str, gpu.compute_capability))
+        old = f"GPU {gpu.index} ({gpu.name}, compute capability {capability}) is older than Volta (7.0)"
+        if self._options.mps != "none":  # aws:D11
+            return (
+                f"{old}: under MPS a fault of one container ends all others there, and none can be limited; "
+                "it is left out, set aws.mps to none to let containers take turns on it"
+            )
+        # Without a daemon of ours the pods may still bring one, which takes no more.
+        if self._options.vgpus > (most := most_clients(gpu)):
+            return f"{old}, and MPS has at most {most} clients there; it is left out, set aws.vgpus to {most} or fewer"
+        return ""
+
     def _part(self, uuid: str, count: int, inventory: Inventory) -> Share:
         gpu, replicas = inventory.gpu(uuid), self._options.vgpus
         # Without limits of its own a container has those of the daemon, which are for one share.
         shares = count if self._options.paths.per_container_limits else 1
         return Share(uuid, memory_share_mib(gpu.memory_mib if gpu else 0, replicas, shares), thread_share(replicas, shares))
-
-
-def _unfit(gpu: Gpu) -> str:
-    """Why a GPU cannot be offered; empty when it can."""
-    if gpu.mig_enabled:  # aws:W4: upstream offers it, and the container finds nothing that works
-        off = f"nvidia-smi -i {gpu.index} -mig 0"
-        return f"GPU {gpu.index} ({gpu.uuid}) is in MIG mode, so its virtual GPUs would not work; it is left out until MIG is off ({off})"
-    if (0, 0) < gpu.compute_capability < VOLTA:  # aws:D11
-        capability = ".".join(map(str, gpu.compute_capability))
-        return (
-            f"GPU {gpu.index} ({gpu.name}, compute capability {capability}) is older than Volta (7.0): under MPS a fault of one container "
-            "ends all others there, and none can be limited; it is left out, offer it as nvidia.com/gpu"
-        )
-    return ""
 
 
 def _devices(ids: Iterable[str]) -> list[str]:
