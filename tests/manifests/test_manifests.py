@@ -360,6 +360,18 @@ def test_what_divides_gpus_lies_where_the_settings_say_and_nothing_else_has_more
     assert f"migParted: {program}" in (COMPONENTS / "mig" / "kustomization.yaml").read_text()
 
 
+def test_named_configurations_are_mounted_whole_where_the_agent_looks() -> None:
+    """The variable is NVIDIA's word for namedConfig.directory; a key mounted alone would never change under the agent."""
+    patched = _documents("components/nvidia-config/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (agent,), (volume,) = patched["containers"], patched["volumes"]
+    (variable,), (mount,) = agent["env"], agent["volumeMounts"]
+    assert load.load({}, {variable["name"]: variable["value"]}).settings.named_config.directory == mount["mountPath"]
+    assert mount == {"name": volume["name"], "mountPath": mount["mountPath"], "readOnly": True}
+    assert set(volume["configMap"]) == {"name"}
+    guide = (ROOT / "docs" / "coming-from-nvidia-device-plugin.md").read_text()
+    assert volume["configMap"]["name"] in guide
+
+
 def test_the_selector_finds_the_pods(objects: dict[str, Any]) -> None:
     """An API server refuses a DaemonSet whose selector does not match its own template."""
     spec = objects["DaemonSet"]["spec"]
