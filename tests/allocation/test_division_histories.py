@@ -95,7 +95,7 @@ class History(MigPlace):
             assert outcome is None or isinstance(outcome, (AgentError, asyncio.CancelledError)), outcome
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(steps=st.lists(STEPS, min_size=3, max_size=25))
 def test_no_instance_is_ever_given_twice(steps: list[tuple[str, str | int]]) -> None:
     """volcano-vgpu:D15, whatever the order in which pods, GPUs and kubelet's calls come and go."""
