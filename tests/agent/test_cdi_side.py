@@ -184,6 +184,35 @@ async def test_a_slice_is_kept_back_until_it_has_a_name(tmp_path: Path, supervis
     assert len(await asyncio.to_thread(lambda: side.tool.calls)) == 2
 
 
+async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_path: Path, supervisor: Supervisor) -> None:
+    """GPU 0 was unplugged and the other has its number: until the spec is made anew, the number in it opens the wrong card."""
+    plugin = Plugin(device_list_strategy=("cdi-cri",), device_id_strategy="index")
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, plugin=plugin))
+    await side.begin()
+    name = f"{VENDOR}/gpu=0"
+    _, before = side.side.inline([name])
+    await asyncio.to_thread(side.node.unplug, 0)
+    first, second = golden_inventory().gpus
+    left = Inventory(2, (dataclasses.replace(second, index=0), dataclasses.replace(first, index=1, present=False)))
+    side.side.observe(left)
+    side.ledger.observe(left)
+    assert side.healthy == []
+    with pytest.raises(CarrierError, match=r"does not have k8s\.device-plugin\.nvidia\.com/gpu=0 as it is now"):
+        side.side.inline([name])
+    task = asyncio.ensure_future(side.side.follow(_nothing))
+    async with asyncio.timeout(10):
+        while True:
+            if side.healthy == [U1]:
+                break
+            await asyncio.sleep(0.01)
+    task.cancel()
+    _, after = side.side.inline([name])
+    assert {node["path"] for node in before["deviceNodes"]} ^ {node["path"] for node in after["deviceNodes"]} == {
+        "/dev/nvidia0",
+        "/dev/nvidia1",
+    }
+
+
 async def test_a_change_of_health_runs_no_tool(tmp_path: Path, supervisor: Supervisor) -> None:
     """Inventories come with every temperature; a spec says which devices there are."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))

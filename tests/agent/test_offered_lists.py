@@ -41,6 +41,10 @@ def test_the_toolkits_names_are_used_where_it_keeps_the_spec() -> None:
     """``cdi.source: toolkit`` is another vendor, for every family."""
     settings = Settings(cdi=Cdi(source="toolkit"), plugin=Plugin(device_list_strategy=("cdi-cri",)))
     assert _edits(settings, Found()).cdi_names == (f"nvidia.com/gpu={U1}",)
+    by_index = Plugin(device_list_strategy=("envvar", "cdi-cri"), device_id_strategy="index")
+    edits = _edits(msgspec.structs.replace(settings, plugin=by_index), Found())
+    assert edits.environment["NVIDIA_VISIBLE_DEVICES"] == "1"
+    assert edits.cdi_names == (f"nvidia.com/gpu={U1}",), "nobody tells when the toolkit has counted anew"
 
 
 def test_what_was_found_on_the_node_is_told() -> None:

@@ -16,6 +16,7 @@ from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cdi_reader import Received, received
 from vgpu_agent.sim.kubelet import Pod
 from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
+from vgpu_agent.sim.trees import capability_number
 
 VENDOR = "k8s.device-plugin.nvidia.com"
 GPU_FILE = f"{VENDOR}-gpu.json"
@@ -90,9 +91,9 @@ async def test_slices_have_names_as_soon_as_they_are_given_out(stage: Stage) -> 
     await asyncio.to_thread(stage.node.set_mig, 1, ["2g.10gb", "2g.10gb"])
     await stage.allocatable(2, resource=TEN)
     pod = await stage.admit("ten", 2, TEN)
-    nodes = (await came(stage, pod)).device_nodes - CONTROL
-    assert "/dev/nvidia1" in nodes
-    assert len(nodes) == 5
+    slices = [(mig.gpu_instance, mig.compute_instance) for mig in stage.node.state.gpus[1].mig_devices if mig.used]
+    numbers = [number for of, within in slices for number in (capability_number(1, of), capability_number(1, of, within))]
+    assert (await came(stage, pod)).device_nodes - CONTROL == {"/dev/nvidia1", *(f"/dev/nvidia-caps/nvidia-cap{n}" for n in numbers)}
 
 
 async def test_a_tool_that_is_missing_withholds_the_resource_until_it_is_there(stage: Stage) -> None:

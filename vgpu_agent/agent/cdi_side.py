@@ -16,6 +16,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
+from vgpu_agent.agent.named_devices import places, shape
 from vgpu_agent.cdi import toolkit_specs
 from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
@@ -24,7 +25,7 @@ from vgpu_agent.cdi.nvidia_ctk import CtkOptions
 from vgpu_agent.cdi.roots import find_roots
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
 from vgpu_agent.config.device_answers import Cdi
-from vgpu_agent.errors import CdiError
+from vgpu_agent.errors import CarrierError, CdiError
 from vgpu_agent.families.device_lists import CDI_STRATEGIES, MODES
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider
@@ -33,6 +34,7 @@ from vgpu_agent.status import CdiStatus
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from vgpu_agent.agent.named_devices import Place
     from vgpu_agent.allocation.carrier import Inlined
     from vgpu_agent.cdi.document import Spec
     from vgpu_agent.cdi.roots import Roots
@@ -104,6 +106,7 @@ class CdiSide:
         self._inventory: Inventory | None = None
         self._nameless: dict[str, str] = {}  # devices that have no name, and why
         self._kept_back: dict[str, str] = {}
+        self._wrong_names: frozenset[str] = frozenset()  # that are not there, or stand for another device by now
         self._followed = 0  # version of the names that the offers are in line with
         self._specs: tuple[Spec, ...] = ()  # for threads, which may not look into what the loop changes
 
@@ -180,6 +183,8 @@ class CdiSide:
         Raises:
             CarrierError: nothing does now.
         """
+        if wrong := self._wrong_names.intersection(names):
+            raise CarrierError(f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is now; kubelet will ask again")
         return inlined(names, self._specs)
 
     def status(self) -> CdiStatus:
@@ -226,9 +231,9 @@ class CdiSide:
             ctk = CtkOptions(
                 self._command(), cdi.generate_timeout_seconds, self._roots, cdi.hook_path, cdi.feature_flags, cdi.disable_hooks
             )
-            shape = tuple(_shape(self._inventory)), self._inventory.driver_version
-            id_strategy = self._settings.plugin.device_id_strategy
-            self._source.want(Wanted(shape, id_strategy, self._modes(), self._channels.ids, self._channels.root, ctk))
+            described = shape(self._inventory), self._inventory.driver_version
+            id_strategy = "index" if self._by_index else "uuid"
+            self._source.want(Wanted(described, id_strategy, self._modes(), self._channels.ids, self._channels.root, ctk))
         if not any(report.name == _TASK for report in self._supervisor.reports):
             self._supervisor.start(_TASK, functools.partial(self._source.run, functools.partial(self._supervisor.beat, _TASK)))
 
@@ -248,8 +253,14 @@ class CdiSide:
         why = f"no CDI spec has its name yet{': ' if error else ''}{error}"
         # A spec with nothing but a device of that name is one of a Windows subsystem, where containers get all GPUs or none.
         one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {f"{self._kind}=all"}
-        nameless = self._needed() and not one_for_all
-        self._nameless = {uuid: why for uuid, name in self._named() if name not in names} if nameless else {}
+        described = self._described()
+        missing = {
+            uuid: name
+            for uuid, place, name in self._named()
+            if name not in names or (described is not None and described.get(uuid) != place)
+        }
+        self._nameless = dict.fromkeys(missing, why) if self._needed() and not one_for_all else {}
+        self._wrong_names = frozenset(missing.values())
         by_names = any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy)
         wanted = self._nameless if by_names else {}
         for device, reason in wanted.items():
@@ -259,25 +270,25 @@ class CdiSide:
             self._ledger.uncordon(device)
         self._kept_back = dict(wanted)
 
-    def _named(self) -> Iterator[tuple[str, str]]:
-        """UUID and qualified name of each device that containers can be given."""
-        by_index = self._settings.plugin.device_id_strategy == "index"
-        for gpu in self._inventory.gpus if self._inventory is not None else ():
-            if not gpu.mig_enabled:
-                yield gpu.uuid, f"{self._kind}={gpu.index if by_index else gpu.uuid}"
-            for instance in gpu.mig_instances:
-                yield instance.uuid, f"{self._kind}={f'{gpu.index}:{instance.index}' if by_index else instance.uuid}"
+    def _named(self) -> Iterator[tuple[str, Place, str]]:
+        """UUID, place and qualified name of each device that containers can be given."""
+        for uuid, place in places(shape(self._inventory)) if self._inventory is not None else ():
+            yield uuid, place, f"{self._kind}={place.position if self._by_index else uuid}"
+
+    @property
+    def _by_index(self) -> bool:
+        """Whether CDI names are made of indices; the toolkit's never are, because nobody tells when it has counted anew."""
+        return self._settings.plugin.device_id_strategy == "index" and isinstance(self._source, GeneratedSpecs)
+
+    def _described(self) -> dict[str, Place] | None:
+        """Which devices the names of the spec stand for; None where a name can stand for one device only."""
+        if not self._by_index or not isinstance(self._source, GeneratedSpecs):
+            return None
+        made = self._source.described
+        return dict(places(made[0])) if isinstance(made, tuple) else {}
 
 
 def _tool(settings: Settings) -> str:
     """Where nvidia-ctk is for the agent: at its own path, or at that path in the node's tree; looks at the file system."""
     own, nodes = settings.cdi.nvidia_ctk, settings.cdi.container_driver_root.rstrip("/") + settings.cdi.nvidia_ctk
     return nodes if not os.path.exists(own) and os.path.exists(nodes) else own
-
-
-def _shape(inventory: Inventory) -> Iterator[tuple[object, ...]]:
-    """What of an inventory a spec depends on: not health, not use, but which devices there are and how they are numbered."""
-    for gpu in inventory.gpus:
-        if gpu.present:
-            instances = tuple((each.uuid, each.index, each.capability_nodes) for each in gpu.mig_instances)
-            yield gpu.uuid, gpu.index, gpu.minor, gpu.mig_enabled, instances

@@ -146,6 +146,7 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
         id_strategy=plugin.device_id_strategy,
         cdi_annotation_prefix=plugin.cdi_annotation_prefix,
         cdi_kind=TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND,
+        cdi_id_strategy="uuid" if settings.cdi.source == "toolkit" else "",
         pass_device_specs=plugin.pass_device_specs,
         device_root=settings.gpu.dev_root or settings.gpu.driver_root,
         control_nodes=found.control_nodes,

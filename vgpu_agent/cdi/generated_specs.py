@@ -59,6 +59,7 @@ class _Made:
     """The content of one file: what for, when, and whether it is where runtimes look for it."""
 
     made_for: Hashable
+    described: Hashable
     spec: Spec | None
     at: float
     written: bool = True
@@ -117,6 +118,12 @@ class GeneratedSpecs:
     def specs(self) -> tuple[Spec, ...]:
         """The specs that are in their files."""
         return tuple(made.spec for made in self._made.values() if made.spec is not None and made.written)
+
+    @property
+    def described(self) -> Hashable:
+        """`Wanted.devices` of the GPUs' spec that is there now; None while there is none."""
+        made = self._made.get(GPU_KIND)
+        return made.described if made is not None else None
 
     @property
     def error(self) -> str:
@@ -190,7 +197,7 @@ class GeneratedSpecs:
             return
         fresh = self._unwritten.get(kind)
         if fresh is None or fresh.made_for != made_for:
-            fresh = self._unwritten[kind] = _Made(made_for, await self._make(kind, wanted), self._clock())
+            fresh = self._unwritten[kind] = _Made(made_for, wanted.devices, await self._make(kind, wanted), self._clock())
         if fresh.spec is not None and not await self._is_written(kind, fresh.spec):
             await self._write(kind, fresh.spec)  # the old file is good until this one has taken its place
         self._made[kind] = self._unwritten.pop(kind)
