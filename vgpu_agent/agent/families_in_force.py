@@ -130,7 +130,6 @@ class FamiliesInForce:
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
             self._allocator.revision.publish(self._allocator.revision.value + 1)  # on the Node stands more than the ledger knows
-            self._allocator.revision.publish(self._allocator.revision.value + 1)  # the mode stands on the Node, and is nothing to the ledger
         self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
         self._choose_mode()
         self._offering.blocked = self._blocked(missing if hami else "")
