@@ -61,6 +61,16 @@ def test_in_the_mode_mig_instances_have_no_names_of_their_own() -> None:
     assert "in the operating mode mig" in problem
 
 
+def test_a_tool_that_is_missing_is_named_before_a_pod_needs_it() -> None:
+    """GPUs that are divided already can be given all the same, so nothing is withheld; in the other mode nobody needs the tool."""
+    mode = settings(msgspec.structs.replace(HAMI, operating_mode="mig", mig_parted="/nowhere/nvidia-mig-parted"))
+    built = build(mode, Found(device_configs=(DEVICE_CONFIG,), divides=False))
+    (problem,) = built.problems
+    assert problem.startswith("volcanoVgpu.migParted: there is no program /nowhere/nvidia-mig-parted here")
+    assert len(built.families.by_pod) == 1
+    assert build(settings(), Found(divides=False)).problems == ()
+
+
 @pytest.mark.parametrize("entry", [{"operatingmode": "mig"}, {"operatingmode": "hami-core"}])
 def test_the_mode_of_the_node_chooses_the_family(entry: dict[str, str]) -> None:
     """With the geometries of the ConfigMap; the factor of the ConfigMap counts as ever."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ class Found:
         library_path: the installed libvgpu.so; empty when there is none.
         given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
         wsl: the node has no device node for each GPU, but `WSL_NODE` for all.
+        divides: the program that divides GPUs is there.
     """
 
     control_nodes: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ class Found:
     library_path: str = ""
     given: frozenset[str] = frozenset()
     wsl: bool = False
+    divides: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +119,8 @@ async def look(
         node_configs = node_before if trouble else told(node_before, text, _node_reader(settings))
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
     control_nodes = tuple(path for path in nodes if path != WSL_NODE)
-    return Found(control_nodes, cdi, late, device_configs, node_configs, trouble, library_path, given, WSL_NODE in nodes)
+    divides = await asyncio.to_thread(shutil.which, settings.volcano_vgpu.mig_parted) is not None
+    return Found(control_nodes, cdi, late, device_configs, node_configs, trouble, library_path, given, WSL_NODE in nodes, divides)
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -193,6 +197,11 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, list[IdF
     )
     strategy, problem = _static_strategy(settings, vgpu)
     problems += [problem] if problem else []
+    if vgpu.operating_mode == MIG and not found.divides:
+        problems.append(
+            f"volcanoVgpu.migParted: there is no program {vgpu.mig_parted} here, so no GPU can be divided, and pods that need one divided "
+            "wait; install nvidia-mig-parted where the agent runs (manifests/components/mig)"
+        )
     built = Built(Families(), tuple(problems), msgspec.structs.asdict(vgpu), origins, found.node_configs)
     names = {field.name: field.encode_name for field in msgspec.structs.fields(type(vgpu))}
     set_in = tuple((names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(origins.items()))
