@@ -51,6 +51,13 @@ def test_a_directory_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path
         directories.prepare(_plan(tmp_path))
 
 
+def test_a_pipe_whose_socket_no_daemon_could_open_is_refused(tmp_path: Path) -> None:
+    """Too long a path makes the real daemon start and never listen; the reason names the length and the keys."""
+    with pytest.raises(MpsError, match=r"has a name of \d{3} bytes, and the kernel takes 107; set a shorter mps.containerRoot"):
+        directories.prepare(_plan(tmp_path / ("x" * 100)))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_shared_memory_is_half_of_the_nodes(tmp_path: Path) -> None:
     """A tmpfs of half of MemTotal, or of the size that is set, and of NVIDIA's fallback where the memory is not known."""
     (tmp_path / "meminfo").write_text("MemTotal:       16384000 kB\nMemFree: 1 kB\n")

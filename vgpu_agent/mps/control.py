@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _NO_DAEMON = "Cannot find MPS control daemon process"
 _PID_FILE = "nvidia-cuda-mps-control.pid"
-_MEMORY = re.compile(r"(\d{1,12})([MG])", re.ASCII)
+_MEMORY = re.compile(r"\b(\d{1,12}) ?([MG])(?:i?B)?\b", re.ASCII)  # 10240M; in words about it in some versions
 _GIB_MIB = 1024
 _PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just started answers
 
@@ -80,12 +80,16 @@ class Control:
             MpsDaemonGoneError: there is no daemon.
             MpsError: the control binary is missing, hangs or fails.
         """
+        gone = f"there is no MPS control daemon at {self._plan.pipe}"
         try:
-            return await self._tool.run(text=command + "\n", environment=self._plan.environment)
+            answer = await self._tool.run(text=command + "\n", environment=self._plan.environment)
         except MpsError as err:
             if _NO_DAEMON in str(err):
-                raise MpsDaemonGoneError(f"there is no MPS control daemon at {self._plan.pipe}") from err
+                raise MpsDaemonGoneError(gone) from err
             raise
+        if _NO_DAEMON in answer:  # said with success
+            raise MpsDaemonGoneError(gone)
+        return answer
 
     async def difference(self, devices: tuple[DeviceLimit, ...] | None = None) -> str:
         """In what the daemon's limits differ from the plan's, in words; empty when they are in force.
@@ -166,10 +170,10 @@ class Control:
         """The memory limit that the daemon shows for a GPU, when it is another than the plan's; else empty."""
         command = f"get_default_device_pinned_mem_limit {limit.index}"
         answer = await self.tell(command)
-        found = _MEMORY.fullmatch(answer.strip())
+        found = _MEMORY.search(answer)
         if found is None:
             raise MpsError(self._nonsense(command, answer, "a limit such as 10240M"))
-        # Drivers from 595 on show whole GiB, rounded down.
+        # Many drivers show whole GiB, rounded down.
         as_shown = limit.memory_mib // _GIB_MIB if found[2] == "G" else limit.memory_mib
         return "" if int(found[1]) == as_shown else found[0]
 

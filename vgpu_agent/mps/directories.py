@@ -24,6 +24,7 @@ STARTED = ".started"
 READY = ".ready"
 # What containers may read and write under SELinux; as an attribute it ends in a zero byte.
 _LABEL = b"system_u:object_r:container_file_t:s0\0"
+_LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
 _FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8  # mount(2)
 
@@ -35,6 +36,11 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
         MpsError: they cannot be made.
     """
     pipe, log = Path(plan.pipe), Path(plan.log)
+    if (length := len(os.fsencode(f"{plan.pipe}/control"))) > _LONGEST_SOCKET:  # the daemon would start, not listen, and say nothing
+        raise MpsError(
+            f"the socket {plan.pipe}/control of an MPS control daemon has a name of {length} bytes, "
+            f"and the kernel takes {_LONGEST_SOCKET}; set a shorter mps.containerRoot, or a shorter name for the resource"
+        )
     try:
         pipe.mkdir(mode=0o755, parents=True, exist_ok=True)
         pipe.chmod(0o755)
