@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -124,6 +125,15 @@ def test_a_start_can_fail_or_be_followed_by_a_death(node: _Node) -> None:
     assert node.run("-d").returncode == 0
     assert node.run(commands="get_server_list\n").returncode == 1
     assert daemon_pid(node.pipe) is None
+
+
+def test_a_daemon_whose_node_was_deleted_ends(node: _Node) -> None:
+    """Tests and the demo delete their folders, and leave no process behind."""
+    node.run("-d")
+    pid = daemon_pid(node.pipe)
+    assert pid is not None
+    shutil.rmtree(node.pipe)
+    _await_end(pid)
 
 
 def test_memory_limits_can_be_shown_in_whole_gib(node: _Node) -> None:

@@ -32,6 +32,7 @@ NONSENSE = "\x00\ufffd lorem ipsum\n"
 CLIENT = "CLIENT"
 
 _GIB_MIB = 1024
+_LOOK_SECONDS = 1.0
 _PEER = struct.Struct("3i")
 
 
@@ -184,7 +185,11 @@ class _Daemon:
         self._log(f"To connect CUDA applications to this daemon, set env {PIPE_VARIABLE}={self._pipe}")
         while True:
             watched: list[Any] = [self._listener, *self._clients, *([self._server[1]] if self._server else [])]
-            ready, _, _ = select.select(watched, [], [])
+            ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
+            if not ready and not os.path.exists(os.path.join(self._pipe, "control")):
+                # The real one would stay for ever; a node that was deleted needs no daemon, and its machine has other work.
+                self._lose_server()
+                return
             for source in ready:
                 if source is self._listener:
                     if self._accept():
