@@ -135,6 +135,18 @@ async def test_a_bad_control_binary_withholds_its_resource_only(mps: Mps, binary
     assert await stage.admit("other", 1, VGPU)
 
 
+async def test_more_replicas_than_clients_withhold_the_resource_only(mps: Mps) -> None:
+    """nvidia:G15: no retry every 30 seconds but a reason with the number that fits; AWS's resource is served, and no tool was started."""
+    stage = mps.stage
+    agent = stage.agent(mps.shared.replace("replicas: 4", "replicas: 49") + "families: {aws: true}\n")
+    await agent.start()
+    await stage.allocatable(20, resource=VGPU)
+    _, text = await agent.get_text("/readyz")
+    assert "49 replicas of GPU 0" in text
+    assert "set replicas to 48 or fewer" in text
+    assert mps.tools.calls == []
+
+
 async def test_a_virtual_gpu_of_aws_is_told_as_before(mps: Mps) -> None:
     """aws:W1, aws:§II.6-1: twenty ids, and one variable for a container; aws:D3: registered anew when kubelet restarts."""
     stage = mps.stage
