@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.agents import QUICK, NodeAgent, kubelets_view, wait_allocatable
-from tests.cluster.nvidia import CONTROL_NODES, cdi_config, gpu_pod, printed, restart_container, running, wait_running
+from tests.cluster.nvidia import CONTROL_NODES, cdi_config, containers_of, gpu_pod, printed, restart_container, running, wait_running
 from tests.cluster.rig import Rig
 
 SMALL, LARGE = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-3g.20gb"
@@ -51,3 +51,17 @@ def test_one_container_with_two_profiles_gets_both_by_cdi(rig: Rig) -> None:
         assert len([node for node in found.nodes if "nvidia-caps" in node]) == 4
         assert {*CONTROL_NODES, "/dev/nvidia1"} <= set(found.nodes)
         assert "/dev/nvidia0" not in found.nodes
+
+
+def test_names_of_a_new_geometry_mean_something_before_they_are_given_out(rig: Rig) -> None:
+    """A GPU is cut anew, a pod that waits for such a slice gets it at once, and the runtime finds its name."""
+    agent = NodeAgent(rig, QUICK + cdi_config(rig, "cdi-cri", migStrategy="mixed"), gpus=1)
+    agent.simulated.set_mig(0, ["3g.20gb"])
+    with running(agent):
+        wait_allocatable(rig, 1, resource=LARGE)
+        rig.create_pod(gpu_pod("waits", {SMALL: 1}))
+        agent.simulated.set_mig(0, ["1g.5gb"] * 2)
+        wait_running(rig, ["waits"])
+        caps = [node for node in printed(rig, "waits").nodes if "nvidia-caps" in node]
+        assert len(caps) == 2
+        assert containers_of(rig, ["waits"])["waits"][1] == 0
