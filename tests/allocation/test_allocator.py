@@ -14,7 +14,7 @@ from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Health, Holding, Inventory, KubeletRecords, Owner
+from vgpu_agent.model import Health, Holding, Inventory, KubeletRecords, Owner, SharingMode
 
 GPU = "nvidia.com/gpu"
 
@@ -129,6 +129,29 @@ async def test_new_options_change_the_offer_and_keep_the_grants() -> None:
     allocator.refresh_offer()
     assert len(ledger.listing(GPU)) == 4
     assert [grant.ids for grant in ledger.grants] == [(f"{U0}::1",)]
+
+
+async def test_more_replicas_by_mps_find_room_beside_containers_of_before() -> None:
+    """A reload from 4 replicas to 8: four containers have a half of the GPU now and not all of it, as a restart would find, too."""
+    allocator, ledger, _ = make(shared_by(4, sharing=SharingMode.MPS))
+    for number in range(4):
+        await allocator.allocate(GPU, [f"{U0}::{number}"])
+    allocator.use_families(Families((NvidiaFamily(shared_by(8, sharing=SharingMode.MPS)),)))
+    allocator.refresh_offer()
+    for number in range(4, 8):
+        await allocator.allocate(GPU, [f"{U0}::{number}"])
+    assert {(share.memory_mib, share.cores_percent) for grant in ledger.grants for share in grant.shares} == {(5120, 12)}
+    assert ledger.audit() == []
+
+
+async def test_a_restatement_leaves_what_is_no_longer_offered() -> None:
+    """Two of four replicas by MPS are left: who has one of them has its part, who has another keeps the one that it was given."""
+    allocator, ledger, _ = make(shared_by(4, sharing=SharingMode.MPS))
+    for number in (1, 3):
+        await allocator.allocate(GPU, [f"{U0}::{number}"])
+    allocator.use_families(Families((NvidiaFamily(shared_by(2, sharing=SharingMode.MPS)),)))
+    allocator.refresh_offer()
+    assert [share.memory_mib for grant in ledger.grants for share in grant.shares] == [20480, 10240]
 
 
 def test_ids_of_another_plugin_in_nvidias_domain_are_none_of_ours() -> None:

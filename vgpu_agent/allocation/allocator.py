@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Correction, Grant, Inventory, KubeletRecords, Resource
+    from vgpu_agent.model import Correction, Grant, Inventory, KubeletRecords, Resource, Share
     from vgpu_agent.nodes import Node, NodeWishes
     from vgpu_agent.pods import Pod
 
@@ -91,7 +91,15 @@ class Allocator:
     def refresh_offer(self) -> None:
         """Bring the ledger's devices and offers in line with the inventory and the families."""
         inventory = self._observed()
-        self._ledger.offer(resource for family in self._families.all for resource in family.resources(inventory))
+        resources = [resource for family in self._families.all for resource in family.resources(inventory)]
+        by_ids = {family.name: family for family in self._families.by_ids}
+
+        def stand_for(grant: Grant) -> tuple[Share, ...]:
+            # A container from before a change has a part of today's size: its ids are as many of those of the device.
+            family = by_ids.get(grant.family)
+            return family.shares(grant.resource, grant.ids, inventory) if family else grant.shares
+
+        self._ledger.offer(resources, stand_for)
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
         """The complete list for one resource; empty when it is no longer offered."""

@@ -62,16 +62,18 @@ class Ledger:
             self._devices = seen
             self._changed()
 
-    def offer(self, resources: Iterable[Resource]) -> None:
+    def offer(self, resources: Iterable[Resource], stand_for: Callable[[Grant], tuple[Share, ...]] = lambda grant: grant.shares) -> None:
         """Replace what this node offers.
 
-        Grants stay: an id that is no longer offered remains in its container's hands and is reported as foreign.
+        Grants stay: an id that is no longer offered remains in its container's hands and is reported as foreign. Ids that name devices and
+        are still offered have what ``stand_for`` says they stand for now, as they would after a restart.
 
         Raises:
             ValueError: an id occurs in two resources (kubelet contract V17): kubelet would mix their health up.
         """
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
-        if self._offers.replace(resources, held):
+        changed = self._offers.replace(resources, held)
+        if self._grants.restate(stand_for) or changed:
             self._changed()
 
     def cordon(self, device: str, reason: str) -> None:
@@ -372,9 +374,7 @@ class Ledger:
 
     def _check_capacity(self, resource: Resource, wanted: Mapping[str, str], before: Saved) -> None:
         """Go back to ``before`` and raise when a device of ``wanted`` now holds more than it has."""
-        if not wanted:
-            return
-        excess = self._overbooked(resource)
+        excess = self._overbooked(resource) if wanted else {}
         for device, called in wanted.items():
             if text := excess.get(device):
                 self._grants.restore(before)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from vgpu_agent.model import Decider, Grant, GrantState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from vgpu_agent.ledger.offers import Offers
+    from vgpu_agent.model import Share
 
 # The evidence of a grant whose container has ended: its share went on with the ids that the next container of its pod took.
 HANDED_ON = ("handed on to a container that came after",)
@@ -96,6 +97,16 @@ class Grants:
         for id_ in grant.ids:
             index.pop(id_, None)
 
+    def restate(self, stand_for: Callable[[Grant], tuple[Share, ...]]) -> bool:
+        """Take over what ids that name devices and are all offered stand for under today's settings; whether that changed anything."""
+        restated = {
+            number: dataclasses.replace(grant, shares=shares)
+            for number, grant in self.by_number.items()
+            if self._is_offered_by_ids(grant) and (shares := stand_for(grant)) != grant.shares
+        }
+        self.by_number.update(restated)
+        return bool(restated)
+
     def hand_on(self, number: int) -> None:
         """Take the shares of grant ``number``, whose container has ended; its ids stay its pod's. Unknown ones are fine."""
         if grant := self.by_number.get(number):
@@ -116,6 +127,12 @@ class Grants:
         devices = {self.device_behind(grant, id_) for id_ in rest}
         shares = tuple(share for share in grant.shares if share.device in devices)
         self.enter(dataclasses.replace(grant, ids=rest, shares=shares))
+
+    def _is_offered_by_ids(self, grant: Grant) -> bool:
+        offered = self._offers.by_name.get(grant.resource)
+        if offered is None or offered.decided_by is not Decider.IDS or offered.family != grant.family:
+            return False
+        return self.offers_all_of(grant)
 
     def _index(self, grant: Grant) -> None:
         self.holder.setdefault(grant.resource, {}).update(dict.fromkeys(grant.ids, grant.number))
