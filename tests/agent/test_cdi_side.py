@@ -14,7 +14,7 @@ import pytest
 
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent.cdi_side import CdiSide
-from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.settings import Gpu, Settings, Tasks
@@ -42,7 +42,7 @@ class Side:
         self.settings = msgspec.structs.replace(
             Settings(
                 simulate=str(self.node.directory),
-                binding=Binding(cdi_directory=str(self.cdi)),
+                binding=Binding(cdi_directory=str(self.cdi), pod_wait_seconds=0.2),
                 gpu=Gpu(driver_root=str(self.node.directory), poll_seconds=0.05),
                 tasks=Tasks(backoff_min_seconds=0.02, backoff_max_seconds=0.1),
                 plugin=BY_NAME,
@@ -114,7 +114,7 @@ async def test_a_resource_is_offered_once_its_names_are_there(tmp_path: Path, su
     await side.begin()
     assert side.withheld() == ""
     assert side.healthy == [U0, U1]
-    version, edits = side.side.inline([f"{VENDOR}/gpu={U1}"])
+    version, edits = await side.side.inline([f"{VENDOR}/gpu={U1}"])
     assert version == "0.6.0"
     assert {"/dev/nvidia1", "/dev/nvidiactl"} <= {node["path"] for node in edits["deviceNodes"]}
     (status,) = side.side.status().specs
@@ -129,7 +129,7 @@ async def test_trouble_is_the_reason_and_ends_by_itself(tmp_path: Path, supervis
     assert "Driver Not Loaded" in side.withheld()
     assert side.healthy == []
     with pytest.raises(CarrierError, match="kubelet will ask again"):
-        side.side.inline([f"{VENDOR}/gpu={U1}"])
+        await side.side.inline([f"{VENDOR}/gpu={U1}"])
     await asyncio.to_thread(side.tool.behave)
     await side.until_offered()
 
@@ -189,28 +189,51 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_pat
     plugin = Plugin(device_list_strategy=("cdi-cri",), device_id_strategy="index")
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, plugin=plugin))
     await side.begin()
-    name = f"{VENDOR}/gpu=0"
-    _, before = side.side.inline([name])
+    name, inventories = f"{VENDOR}/gpu=0", Latest(golden_inventory())
+    supervisor.start("devices", lambda: side.side.watch(inventories))
+    supervisor.start("names", lambda: side.side.follow(_nothing))
+    _, before = await side.side.inline([name])
+
+    await asyncio.to_thread(side.tool.misbehave, fail="busy")
     await asyncio.to_thread(side.node.unplug, 0)
     first, second = golden_inventory().gpus
     left = Inventory(2, (dataclasses.replace(second, index=0), dataclasses.replace(first, index=1, present=False)))
-    side.side.observe(left)
+    inventories.publish(left)
+    await asyncio.sleep(0)
     side.ledger.observe(left)
     assert side.healthy == []
     with pytest.raises(CarrierError, match=r"does not have k8s\.device-plugin\.nvidia\.com/gpu=0 as it is now"):
-        side.side.inline([name])
-    task = asyncio.ensure_future(side.side.follow(_nothing))
+        await side.side.inline([name])
+
+    await asyncio.to_thread(side.tool.behave)
     async with asyncio.timeout(10):
         while True:
             if side.healthy == [U1]:
                 break
             await asyncio.sleep(0.01)
-    task.cancel()
-    _, after = side.side.inline([name])
-    assert {node["path"] for node in before["deviceNodes"]} ^ {node["path"] for node in after["deviceNodes"]} == {
-        "/dev/nvidia0",
-        "/dev/nvidia1",
-    }
+    _, after = await side.side.inline([name])
+    paths = [{node["path"] for node in edits["deviceNodes"]} for edits in (before, after)]
+    assert paths[0] ^ paths[1] == {"/dev/nvidia0", "/dev/nvidia1"}
+    await supervisor.stop("devices")
+    await supervisor.stop("names")
+
+
+async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(tmp_path: Path, supervisor: Supervisor) -> None:
+    """A GPU was cut for the container that is about to start; kubelet would ask again after a quarter of a minute only."""
+    binding = Binding(cdi_directory=str(tmp_path / "cdi"), pod_wait_seconds=10)
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, binding=binding))
+    await side.begin()
+    await asyncio.to_thread(side.node.set_mig, 1, ["1g.5gb"])
+    (uuid,) = side.node.mig_uuids(1)
+    starting = asyncio.ensure_future(side.side.inline([f"{VENDOR}/gpu={uuid}"]))
+    await asyncio.sleep(0.05)
+    assert not starting.done()
+    first, second = golden_inventory().gpus
+    slices = (MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),)
+    side.side.observe(Inventory(2, (first, dataclasses.replace(second, mig_enabled=True, mig_instances=slices))))
+    async with asyncio.timeout(5):
+        _, edits = await starting
+    assert "/dev/nvidia1" in {node["path"] for node in edits["deviceNodes"]}
 
 
 async def test_a_change_of_health_runs_no_tool(tmp_path: Path, supervisor: Supervisor) -> None:

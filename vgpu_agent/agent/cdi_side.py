@@ -4,7 +4,7 @@ A container whose device name no spec has does not start. So a resource is not o
 none yet (it was cut a moment ago) is not given out. IMEX channels are here as well, because they are looked for below the same roots and a
 node that lacks one that is required offers nothing.
 
-Built by `composition`, which gives it every inventory; `families_in_force` asks what was found, `offering` has its gate.
+Built by `composition`; `families_in_force` shows it every inventory before it is offered, and asks what was found; `offering` has its gate.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.agent.named_devices import Place
     from vgpu_agent.allocation.carrier import Inlined
-    from vgpu_agent.cdi.document import Spec
     from vgpu_agent.cdi.roots import Roots
-    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.concurrency import Latest, Supervisor
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
@@ -108,7 +107,6 @@ class CdiSide:
         self._kept_back: dict[str, str] = {}
         self._wrong_names: frozenset[str] = frozenset()  # that are not there, or stand for another device by now
         self._followed = 0  # version of the names that the offers are in line with
-        self._specs: tuple[Spec, ...] = ()  # for threads, which may not look into what the loop changes
 
     # -- what is there ----------------------------------------------------------------------------------------------------------------
 
@@ -149,6 +147,11 @@ class CdiSide:
             self._keep_back()
         self._followed = self._source.revision.version  # what is built from now on knows of all until here
 
+    async def watch(self, inventory: Latest[Inventory]) -> None:
+        """For ever: see each inventory at once; whoever offers it may be busy with the one before for seconds."""
+        async for newest in inventory.changes():
+            self.observe(newest)
+
     async def follow(self, changed: Callable[[], Awaitable[None]]) -> None:
         """For ever: let ``changed`` bring the offers in line with the names."""
         while True:
@@ -177,15 +180,23 @@ class CdiSide:
                 return next((self._nameless[device] for device in sorted(devices)), "")
         return ""
 
-    def inline(self, names: Sequence[str]) -> Inlined:
-        """What stands behind CDI names; may be called from threads.
+    async def inline(self, names: Sequence[str]) -> Inlined:
+        """What stands behind CDI names; waits a moment for a spec that is being made, because a slice was cut for this very container.
 
         Raises:
             CarrierError: nothing does now.
         """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.binding.pod_wait_seconds):
+                while not self._can_resolve(names):
+                    await self._source.revision.newer_than(self._source.revision.version)
+                    self._keep_back()
         if wrong := self._wrong_names.intersection(names):
             raise CarrierError(f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is now; kubelet will ask again")
-        return inlined(names, self._specs)
+        return inlined(names, self._source.specs)
+
+    def _can_resolve(self, names: Sequence[str]) -> bool:
+        return not self._wrong_names.intersection(names) and self._source.names.issuperset(names)
 
     def status(self) -> CdiStatus:
         """For ``/debug/config``."""
@@ -246,7 +257,6 @@ class CdiSide:
 
     def _keep_back(self) -> None:
         """Let the ledger give nothing away of devices that have no name; those that have one by now are free again."""
-        self._specs = self._source.specs
         names, error = self._source.names, self._source.error
         if self._settings.cdi.source == "toolkit":
             error = error or "the container toolkit must make its spec anew (service nvidia-cdi-refresh, or nvidia-ctk cdi generate)"

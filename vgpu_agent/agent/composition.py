@@ -282,6 +282,7 @@ class Agent:
         self._supervisor.start("offering", self._follow_inventory)
         if settings.families.volcano_vgpu:
             self._supervisor.start("mig", self._mig.run)
+        self._supervisor.start("cdi devices", functools.partial(self._cdi.watch, self._watch.inventory))
         self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
         vanished = VanishedDevices(ledger=self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
         self._supervisor.start("vanished devices", vanished.run)
@@ -377,8 +378,7 @@ class Agent:
             await self._verification.rebuild()
 
     async def _follow_inventory(self) -> None:
-        async for inventory in self._watch.inventory.changes():
-            self._cdi.observe(inventory)
+        async for _ in self._watch.inventory.changes():
             self._families.refresh()
             await self._know_holders()
             await self._offering.sync()

@@ -137,6 +137,8 @@ class FamiliesInForce:
     def _offer(self) -> None:
         """Offer what can be offered; what cannot stops nothing else, and is withheld with its reason."""
         inventory = self._inventory()
+        if self._cdi is not None:
+            self._cdi.observe(inventory)  # before anything of it can be given out
         offered: list[Resource] = []
         cautions: list[str] = []
         refused: list[str] = []  # each begins with its resource's name

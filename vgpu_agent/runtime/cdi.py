@@ -18,11 +18,9 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.model import Owner, Share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from vgpu_agent.isolation.edits import Edits
-
-    Inline = Callable[[Sequence[str]], Inlined]
 
 CDI_VERSION = "0.6.0"
 _NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")  # which edits behind other names may take
@@ -52,33 +50,35 @@ class _Spec(msgspec.Struct):
     annotations: dict[str, str]
 
 
-def inline_nothing(names: Sequence[str]) -> Inlined:
-    """Where nobody knows what stands behind other CDI names.
+def other_names(edits: Edits) -> tuple[str, ...]:
+    """The CDI names in ``edits``, be they in annotations, each once: a spec cannot refer to them, only have what stands behind them.
 
     Raises:
-        CarrierError: always; a spec cannot refer to them.
-    """
-    raise CarrierError(
-        f"a CDI spec cannot carry other CDI names ({', '.join(names)}); choose the device list strategy envvar, or binding.mode early"
-    )
-
-
-def spec_text(record: GrantRecord, edits: Edits, inline: Inline = inline_nothing) -> bytes:
-    """The content of the grant's spec file; the same for the same grant.
-
-    Args:
-        record: stands in it as annotations.
-        edits: what the container gets. Instead of other CDI names, be they in annotations, it gets what stands behind them.
-        inline: says what does.
-
-    Raises:
-        CarrierError: the edits contain what a CDI spec cannot bring into a container, or a name that nothing stands behind.
+        CarrierError: there are annotations that are something else.
     """
     others = {key: value for key, value in edits.annotations.items() if not _NAMES.fullmatch(value)}
     if others:
         raise CarrierError(f"a CDI spec cannot carry annotations ({', '.join(others)}); choose binding.mode early")
-    names = [*edits.cdi_names, *(name for value in edits.annotations.values() for name in value.split(","))]
-    inlined = inline(list(dict.fromkeys(names))) if names else Inlined(CDI_VERSION, {})
+    annotated = (name for value in edits.annotations.values() for name in value.split(","))
+    return tuple(dict.fromkeys([*edits.cdi_names, *annotated]))
+
+
+def spec_text(record: GrantRecord, edits: Edits, inlined: Inlined | None = None) -> bytes:
+    """The content of the grant's spec file; the same for the same grant.
+
+    Args:
+        record: stands in it as annotations.
+        edits: what the container gets.
+        inlined: what stands behind `other_names`.
+
+    Raises:
+        CarrierError: the edits contain what a CDI spec cannot bring into a container.
+    """
+    if (names := other_names(edits)) and inlined is None:
+        raise CarrierError(
+            f"a CDI spec cannot carry other CDI names ({', '.join(names)}); choose the device list strategy envvar, or binding.mode early"
+        )
+    inlined = inlined or Inlined(CDI_VERSION, {})
     spec = {
         "cdiVersion": inlined.version if inlined.version in _NEWER else CDI_VERSION,
         "kind": CDI_KIND,

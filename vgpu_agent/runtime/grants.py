@@ -20,9 +20,9 @@ from vgpu_agent.runtime import cdi, host_files
 from vgpu_agent.runtime.mounts import MountTables, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.allocation.carrier import GrantRecord, Inlined
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
 
@@ -48,7 +48,7 @@ class GrantDirectory:
         *,
         kept_directory: str,
         proc_root: str = "/proc",
-        inline: cdi.Inline = cdi.inline_nothing,
+        inline: Callable[[Sequence[str]], Awaitable[Inlined]] | None = None,
     ) -> None:
         """Use these directories.
 
@@ -57,7 +57,7 @@ class GrantDirectory:
             journal: where damaged files are told of.
             kept_directory: where the records of grants without a spec are kept, those that were answered in full in Allocate.
             proc_root: where procfs is mounted, for what is mounted by whom.
-            inline: what stands behind CDI names, which a spec cannot refer to; may be asked in a thread.
+            inline: finds what stands behind CDI names, which a spec cannot refer to; raises CarrierError where nothing does.
         """
         self._directory = cdi_directory
         self._kept = kept_directory
@@ -92,7 +92,7 @@ class GrantDirectory:
         Raises:
             CarrierError: something could not be written; the text names path, reason and remedy.
         """
-        await asyncio.to_thread(self._deliver, record, provision)
+        await asyncio.to_thread(self._deliver, record, provision, await self._inlined(provision))
 
     async def prepare(self, record: GrantRecord, provision: Provision) -> None:
         """The same without a spec: for answers that were complete in Allocate.
@@ -117,7 +117,8 @@ class GrantDirectory:
         for token in await self.missing(wanted):
             record, provision = wanted[token]
             try:
-                restored += await asyncio.to_thread(self._deliver, record, provision, only_missing=True)
+                inlined = await self._inlined(provision)
+                restored += await asyncio.to_thread(self._deliver, record, provision, inlined, only_missing=True)
             except CarrierError as err:
                 self._journal.record(
                     "grants.not_restored", level="error", pod=record.owner.pod_name, container=record.owner.container, error=str(err)
@@ -215,9 +216,13 @@ class GrantDirectory:
                     notes.append(("grants.unreadable", {"path": path, "error": str(err), "moved": _moved_away(path)}))
         return records
 
-    def _deliver(self, record: GrantRecord, provision: Provision, *, only_missing: bool = False) -> bool:
+    async def _inlined(self, provision: Provision) -> Inlined | None:
+        names = cdi.other_names(provision.edits)
+        return await self._inline(names) if names and self._inline is not None else None
+
+    def _deliver(self, record: GrantRecord, provision: Provision, inlined: Inlined | None = None, *, only_missing: bool = False) -> bool:
         """Whether it was delivered; with ``only_missing`` not where a start has put a spec of that name meanwhile."""
-        content = cdi.spec_text(record, provision.edits, self._inline)
+        content = cdi.spec_text(record, provision.edits, inlined)
         path = self._path(record.token)
         with self._lock(record.token), self._lock_of(provision.collected):
             before = self._records.get(record.token)
