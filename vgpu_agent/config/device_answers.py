@@ -91,7 +91,11 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         ),
     ] = "generated"
     nvidia_ctk: Annotated[
-        Directory, Meta(description="The program of the NVIDIA container toolkit that makes the spec, as the agent sees it.")
+        Directory,
+        Meta(
+            description="The program of the NVIDIA container toolkit that makes the spec, as the agent sees it: at this path, or "
+            "at this path below `containerDriverRoot`."
+        ),
     ] = "/usr/bin/nvidia-ctk"
     hook_path: Annotated[
         Directory, Meta(description="Path on the node of the program that the container runtime runs as hook; written into the spec.")
