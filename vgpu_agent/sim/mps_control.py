@@ -141,8 +141,12 @@ def _start(pipe: str, directory: str) -> int:
     except OSError as err:
         sys.stderr.write(f"Failed to start the daemon: {err}\n")
         return 1
+    ready, started = os.pipe()
     if os.fork():
+        os.close(started)
+        os.read(ready, 1)  # ends when the daemon has written its pid, or is dead
         return 0
+    os.close(ready)
     os.setsid()
     if os.fork():
         os._exit(0)
@@ -153,6 +157,7 @@ def _start(pipe: str, directory: str) -> int:
         os._exit(1)
     with open(os.path.join(pipe, PID_FILE), "w", encoding="utf-8") as file:
         file.write(str(os.getpid()))
+    os.close(started)
     _Daemon(listener, pipe, directory, log).serve()
     os._exit(0)
 
