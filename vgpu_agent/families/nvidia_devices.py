@@ -15,7 +15,7 @@ from vgpu_agent.families.nvidia_ids import EVERY_GPU
 from vgpu_agent.families.nvidia_options import DOMAIN, GPU_RESOURCE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from vgpu_agent.families.nvidia_options import NvidiaOptions, Pattern
     from vgpu_agent.model import Gpu, Inventory, MigInstance
@@ -101,7 +101,7 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
         # They are not told apart there, so all are as well as the worst of them.
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
         return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
-    for gpu in inventory.gpus:
+    for gpu in _numbered(inventory.gpus):
         if gpu.mig_enabled and strategy.slices:
             _name_slices(gpu, strategy, options, named)
             continue
@@ -119,6 +119,18 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
     return named
 
 
+def _numbered(gpus: Iterable[Gpu]) -> Iterator[Gpu]:
+    """The GPUs with the indices that they had before any was lost.
+
+    The driver moves the indices behind a card that it no longer lists, and what names GPUs by them means the same ones as before.
+    """
+    index = 0
+    for gpu in gpus:
+        index = max(index, gpu.index)
+        yield dataclasses.replace(gpu, index=index)
+        index += 1
+
+
 def _name_slices(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named: Named) -> None:
     for instance in gpu.mig_instances:
         default = strategy.slice_name.format(instance.profile.replace("+", "."))
@@ -127,7 +139,7 @@ def _name_slices(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named:
     if gpu.mig_instances:
         return
     device = Device(gpu)
-    if strategy.alike:
+    if strategy.alike and gpu.present:
         named.refused[strategy.slice_name] = (
             f"device {device.index} has no MIG devices configured: {device.shown} is in MIG mode without a slice, and with "
             "plugin.migStrategy: single all devices must be alike; create its slices, switch its MIG mode off, or set "
@@ -151,8 +163,9 @@ def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str
     return _unlike(devices) if strategy.alike else ""
 
 
-def _unlike(devices: Iterable[Device]) -> str:
-    """Why these cannot stand under one name; empty when they can."""
+def _unlike(devices: Sequence[Device]) -> str:
+    """Why these cannot stand under one name; empty when they can. A lost GPU, which nobody is given, is not measured by the others."""
+    devices = [device for device in devices if device.gpu.present] or devices
     first: dict[tuple[str, int], Device] = {}
     for device in devices:
         first.setdefault(device.kind, device)

@@ -75,8 +75,9 @@ class _Plan:
     def share(self, entry: SharedEntry) -> None:
         """Offer the devices that the entry means as it says."""
         name = entry.published
-        if (reason := self._named.refused.get(entry.name)) and entry.devices == ALL:
-            self._refused.pop(entry.name, None)  # it would not be offered under this name
+        if reason := self._named.refused.get(entry.name):
+            if entry.devices == ALL:
+                self._refused.pop(entry.name, None)  # it would not be offered under this name
             self._refused[name] = reason
         if (devices := self._named.devices.get(entry.name)) is None:
             return  # one configuration serves nodes with and without such devices
