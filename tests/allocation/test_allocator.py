@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families.nvidia_parts import shared_by
+from tests.families.nvidia_parts import iktos, shared_by
 from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_slices
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
@@ -81,7 +81,18 @@ def test_a_preference_avoids_what_allocate_would_refuse() -> None:
     """Between an XID and the list that tells kubelet, an unhealthy id is still available to it; it is not recommended."""
     allocator, _, _ = make(inventory=golden_inventory(U0=Health(ok=False, reason="XID 79")))
     assert allocator.preferred(GPU, [f"{U0}::0", f"{U1}::0"], [], 1) == [f"{U1}::0"]
-    assert allocator.preferred(GPU, [f"{U0}::0", f"{U1}::0"], [], 2) == [f"{U0}::0", f"{U1}::0"]
+    assert allocator.preferred(GPU, [f"{U0}::0", f"{U1}::0"], [], 2) == [f"{U1}::0", f"{U0}::0"]
+
+
+@pytest.mark.parametrize("required", ["GPU-x::0", f"{U0}::1"])
+@pytest.mark.parametrize(
+    "options", [NvidiaOptions(), shared_by(4), shared_by(4, policy="packed"), iktos(("gpu", "gpu", 4)), iktos(("gpu", "gpu", -1))]
+)
+def test_a_simple_pick_avoids_it_too(options: NvidiaOptions, required: str) -> None:
+    """What kubelet wants included, of an init container, is unknown here or Unhealthy by now; the rest is what Allocate would take."""
+    allocator, ledger, _ = make(options, golden_inventory(U0=Health(ok=False, reason="XID 79")))
+    first_of = {entry.id.device: entry.id.id for entry in reversed(ledger.listing(GPU))}
+    assert allocator.preferred(GPU, [first_of[U0], first_of[U1]], [required], 2) == [required, first_of[U1]]
 
 
 def test_the_list_of_a_resource_that_went_away_is_empty() -> None:

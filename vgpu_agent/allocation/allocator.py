@@ -118,6 +118,7 @@ class Allocator:
             # kubelet's view of health can be a moment older than ours; what Allocate would refuse is not recommended.
             usable = {entry.id.id for entry in self._ledger.listing(resource) if entry.healthy}
             healthy = [id_ for id_ in available if id_ in usable]
+            simple = list(dict.fromkeys([*must_include, *healthy, *available]))[:size]
             return self._id_family(offered).prefer(offered, healthy, must_include, size, self._inventory())
         except (CapacityError, UnknownDeviceError) as err:
             self._journal.record("preferred.simple", level="warning", resource=resource, size=size, reason=str(err))
