@@ -167,7 +167,7 @@ def test_ids_of_earlier_settings_are_read_under_any_name(id_: str, inventory: In
         assert (share.device, share.exclusive) == (U0, id_ == U0)
 
 
-@pytest.mark.parametrize("id_", ["7", "GPU-x", f"{U0}-3", f"{U0}::x", f"{U0}::01", "", f"{U0}::1::2"])
+@pytest.mark.parametrize("id_", ["7", "GPU-x", f"{U0}-3", f"{U0}::x", f"{U0}::01", "", f"{U0}::1::2", "all", "all::0"])
 def test_ids_of_other_plugins_come_to_nothing(id_: str, inventory: Inventory) -> None:
     """Passed-through cards of virtual machines and vGPUs have names in NVIDIA's domain, too."""
     assert NvidiaFamily(NvidiaOptions()).shares("nvidia.com/GA100_A100_PCIE_40GB", [id_], inventory) == ()

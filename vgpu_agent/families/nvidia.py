@@ -88,8 +88,8 @@ class NvidiaFamily:
         offered = self._offers(inventory).resource(resource)
         counts = collections.Counter(one_by_one(ids))
         behind = devices_behind(ids)
-        if EVERY_GPU in behind:
-            behind = {gpu.uuid: behind[EVERY_GPU] for gpu in inventory.gpus}
+        if (any_whole := behind.pop(EVERY_GPU, None)) is not None and self._options.wsl:  # elsewhere it is the id of another plugin
+            behind |= {gpu.uuid: any_whole for gpu in inventory.gpus}
         return tuple(
             self._whole(uuid, inventory) if whole else self._part(uuid, counts[uuid], offered, inventory) for uuid, whole in behind.items()
         )
