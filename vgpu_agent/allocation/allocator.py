@@ -9,7 +9,6 @@ Where ids name devices, the answer is complete in Allocate. Where the pod decide
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from typing import TYPE_CHECKING
@@ -333,11 +332,12 @@ class Allocator:
     async def _allocate_early(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
         assert self._around is not None  # noqa: S101 - `_late` has just asked
         assert self.binder is not None  # noqa: S101 - likewise
-        candidate = await self._candidate(offered, len(ids))
+        around = self._around
+        candidate = await early.awaited_candidate(around, self.binder.guesses, self._siblings, offered.name, len(ids))
         if candidate is None:
             # The words before the colon are those that users of the replaced plugin know (volcano-vgpu:G11).
             raise RequestRefusedError(
-                f"cannot get valid pod: no pending pod on node {self._around.node} has a container that waits for {len(ids)} of "
+                f"cannot get valid pod: no pending pod on node {around.node} has a container that waits for {len(ids)} of "
                 f"{offered.name}; see /debug/pods"
             )
         pod, family = candidate.pod, self._pod_family(offered)
@@ -363,22 +363,6 @@ class Allocator:
         self._siblings.decided(candidate.container.limits, self._counted())
         self.binder.guesses.made(grant_token(offered.name, ids), Given(candidate.key, decision.shares, provision))
         return grant, provision.edits
-
-    async def _candidate(self, offered: Resource, count: int) -> early.Candidate | None:
-        assert self._around is not None  # noqa: S101 - `_late` has just asked
-        assert self.binder is not None  # noqa: S101 - likewise
-        book, until = self._around.book, asyncio.get_running_loop().time() + self._around.settings.allocate_wait_seconds
-        while True:
-            version = book.revision.version
-            found = early.candidates(book.pods, self.binder.guesses.answered, offered.name, count, self._around.node)
-            left = until - asyncio.get_running_loop().time()
-            if found or left <= 0:
-                return early.likeliest(found, self._siblings)
-            try:
-                async with asyncio.timeout(left):
-                    await book.revision.newer_than(version)
-            except TimeoutError:
-                return None
 
     def _counted(self) -> list[str]:
         return [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY]

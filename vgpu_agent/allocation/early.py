@@ -7,12 +7,15 @@ has proven it: a wrong one is exchanged or refused there, never started.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from vgpu_agent.allocation.guesses import Guesses
+    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.pods import Pod, PodContainer
 
 
@@ -87,3 +90,27 @@ class Siblings:
 def likeliest(found: list[Candidate], siblings: Siblings) -> Candidate | None:
     """The candidate to decide for; None when there is none."""
     return next((candidate for candidate in found if siblings.fits(candidate)), found[0] if found else None)
+
+
+async def awaited_candidate(around: Surroundings, guesses: Guesses, siblings: Siblings, resource: str, count: int) -> Candidate | None:
+    """The candidate to decide for; one whose pod the watch has not shown yet is waited for, up to ``binding.allocateWaitSeconds``.
+
+    Args:
+        around: where pods are known from.
+        guesses: whom earlier answers were meant for.
+        siblings: the second witness.
+        resource: what is allocated.
+        count: how many ids.
+    """
+    book, until = around.book, asyncio.get_running_loop().time() + around.settings.allocate_wait_seconds
+    while True:
+        version = book.revision.version
+        found = candidates(book.pods, guesses.answered, resource, count, around.node)
+        left = until - asyncio.get_running_loop().time()
+        if found or left <= 0:
+            return likeliest(found, siblings)
+        try:
+            async with asyncio.timeout(left):
+                await book.revision.newer_than(version)
+        except TimeoutError:
+            return None
