@@ -176,6 +176,7 @@ class ApiModel:
     def _list(self, connection: int) -> None:
         if self._book is not None and connection == self._connection:
             self._book.replace([pod.shown() for pod in self.pods.values()])
+            self._connection += 1  # what was told before the list is in it, and must not be heard after what is told from now on
             for pod in self.pods.values():
                 pod.heard_at = 0.0
 
