@@ -152,6 +152,13 @@ def test_devices_are_named_once_and_sorted(id_strategy: str, expected: str, inve
     assert edits.environment == {"NVIDIA_VISIBLE_DEVICES": expected}
 
 
+def test_under_wsl_the_one_id_has_no_place_to_be_sorted_by(inventory: Inventory) -> None:
+    """nvidia:A26 in iktos's words: "all" is neither an index nor a UUID."""
+    options = dataclasses.replace(iktos(("gpu", "gpu", 2)), wsl=True, lists=ListOptions(id_strategy="index"))
+    family, resource = NvidiaFamily(options), only_resource(options, inventory)
+    assert family.edits(resource, ["all-replica-1"], inventory).environment == {"NVIDIA_VISIBLE_DEVICES": "all"}
+
+
 def test_volume_mounts_and_device_nodes(inventory: Inventory) -> None:
     """iktos contract I.9: the other two ways of its table; cdi names, which it does not have, come from the same place (iktos:D16)."""
     lists = ListOptions(("volume-mounts", "cdi-cri"), pass_device_specs=True, control_nodes=("/dev/nvidiactl",))

@@ -146,7 +146,7 @@ class NvidiaFamily:
 
 
 def _place(device: VisibleDevice) -> tuple[int | str, ...]:
-    return tuple(map(int, device.index.split(":")))
+    return tuple(map(int, device.index.split(":"))) if device.uuid != EVERY_GPU else ()
 
 
 def _uuid(device: VisibleDevice) -> tuple[int | str, ...]:
