@@ -24,6 +24,7 @@ FEATURES = (
 )
 NAME = "expected up to 63 lower case letters, digits, '-' and '.' after the slash"
 DEVICES = '"all", a number of devices, or a list of indices and UUIDs'
+OBJECT = "ConfigMap is an object of Kubernetes; give the text below one key of its data, as a file of its own"
 MISSING = "missing; list what is shared, or leave {} out"
 EMPTY = "expected at least one resource, got an empty list; leave {} out to share nothing"
 
@@ -199,6 +200,7 @@ ROWS = [
     shared("nvidia §2", "gpu", ': expected name and replicas, got "gpu"'),
     shared("nvidia §2", "{name: gpu}", ".replicas: missing, expected an integer ≥ 1"),
     shared("nvidia §2", "{replicas: 2}", ".name: missing, expected a resource name such as nvidia.com/gpu"),
+    shared("nvidia §2", '{name: "", replicas: 2}', '.name: expected a resource name such as nvidia.com/gpu, got ""'),
     shared("nvidia §2", "{name: gpu, replicas: 0}", ".replicas: expected an integer ≥ 1, got 0"),
     shared("nvidia §2", "{name: gpu, replicas: -4}", ".replicas: expected an integer ≥ 1, got -4", block="mps"),
     shared("nvidia §2", '{name: gpu, replicas: "4"}', '.replicas: expected an integer ≥ 1, got "4"'),
@@ -262,6 +264,29 @@ ROWS = [
         "nvidia §2, given as our file",
         "config.yaml:2: flags: unknown key, a configuration of NVIDIA's plugin is given as --config-file, or stands below nvidiaConfig",
         own="version: v1\nflags: {migStrategy: none}\n",
+    ),
+    Row(
+        "nvidia §13, a whole ConfigMap",
+        f"v1.yaml:2: kind: {OBJECT}",
+        text="apiVersion: v1\nkind: ConfigMap\ndata: {default: 'version: v1'}\n",
+    ),
+    Row(
+        "nvidia §13, a whole ConfigMap", f"config.yaml:2: kind: {OBJECT}", own="apiVersion: v1\nkind: ConfigMap\ndata: {a: 'version: v1'}\n"
+    ),
+    Row(
+        "nvidia §2, its text as a block",
+        'config.yaml:2: nvidiaConfig: expected keys such as version: v1, got "flags: {}\\n"; take what stands behind nvidiaConfig: away',
+        own="version: v1\nnvidiaConfig: |\n  flags: {}\n",
+    ),
+    Row(
+        "nvidia §1",
+        "/config/config.yaml: cannot be read: No such file or directory; give CONFIG_FILE an existing, readable file",
+        environment={"CONFIG_FILE": "/config/config.yaml"},
+    ),
+    Row(
+        "nvidia §2",
+        "/config/config.yaml: cannot be read: No such file or directory; give nvidiaConfigFile an existing, readable file",
+        own="version: v1\nnvidiaConfigFile: /config/config.yaml\n",
     ),
     # iktos contract I.2; more of them in test_iktos.py.
     flag("iktos I.2", "--resource-config=gpu;a;4", 'entry "gpu;a;4": expected <resource>:<new name>:<replicas>, got 1 part'),

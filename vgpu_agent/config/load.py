@@ -115,7 +115,7 @@ def load_sources(sources: Sources) -> Loaded:
     """
     own = None if sources.file is None else read(sources.file)
     file = nvidia_file(sources, own)
-    return load_contents(sources, Contents(own, file, read(file, options.NVIDIA_CONFIG_FLAG) if file else None))
+    return load_contents(sources, Contents(own, file, read(file, nvidia_file_named_by(sources)) if file else None))
 
 
 def load_content(sources: Sources, content: bytes | None) -> Loaded:
@@ -173,6 +173,13 @@ def nvidia_file(sources: Sources, own: bytes | None) -> str:
     return file if file.startswith("/") else ""
 
 
+def nvidia_file_named_by(sources: Sources) -> str:
+    """The flag, the variable or the key that says which file of NVIDIA's plugin is read, as far as one does."""
+    if options.NVIDIA_CONFIG_FLAG in sources.flags:
+        return options.NVIDIA_CONFIG_FLAG
+    return options.NVIDIA_CONFIG_VARIABLE if options.text_of("nvidiaConfigFile", sources.environment) else "nvidiaConfigFile"
+
+
 def _text_at(root: yaml.Node | None, *path: str) -> str:
     node = root
     for name in path:
@@ -195,8 +202,8 @@ def _nvidia_document(sources: Sources, contents: Contents, root: yaml.Node | Non
     return sources.file, nvidia_plugin.translate_section(section)
 
 
-def read(file: str, flag: str = options.CONFIG_FLAG) -> bytes:
-    """The content of ``file``, which ``flag`` names.
+def read(file: str, named_by: str = options.CONFIG_FLAG) -> bytes:
+    """The content of ``file``, which ``named_by`` (a flag, a variable, a key) names.
 
     Raises:
         ConfigError: it cannot be read; chained to the OSError when there is one.
@@ -214,7 +221,7 @@ def read(file: str, flag: str = options.CONFIG_FLAG) -> bytes:
             os.close(descriptor)
     except (OSError, ValueError) as err:  # ValueError: a NUL in the name
         reason = err.strerror if isinstance(err, OSError) else "not a file name"
-        raise ConfigError([f"{file}: cannot be read: {reason}; give {flag} an existing, readable file"]) from err
+        raise ConfigError([f"{file}: cannot be read: {reason}; give {named_by} an existing, readable file"]) from err
     if len(content) > LARGEST_FILE_BYTES:
         raise ConfigError([f"{file}: is larger than {LARGEST_FILE_BYTES} bytes; no configuration is, look whether it is the right file"])
     return content

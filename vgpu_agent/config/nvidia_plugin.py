@@ -122,7 +122,10 @@ class _Translator:
     def translate(self, root: yaml.Node) -> Translation:
         """The whole document."""
         if root.value is not None and not isinstance(root.value, dict):
-            self._fault(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}")
+            block = f"; take what stands behind {SECTION}: away" if self._prefix and isinstance(root.value, str) else ""
+            self._fault(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}{block}")
+        elif fault := yaml.kubernetes_object(root):
+            self._fault(*fault)
         elif root.value is not None:
             members = dict(root.value)
             version = members.pop("version", None)

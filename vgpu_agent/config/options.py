@@ -155,7 +155,7 @@ OPTIONS: tuple[Option, ...] = (
         for name, devices in (("gdrcopy", "GDRCopy"), ("gds", "GPUDirect Storage"), ("mofed", "Mellanox"))
     ),
     Option("plugin.imexChannelIds", "--imex-channel-ids", "IMEX_CHANNEL_IDS", "IDS", "IMEX channels of containers: 0, or none"),
-    Option("plugin.imexRequired", "--imex-required", "IMEX_REQUIRED", "BOOL", "end when the IMEX channel does not exist"),
+    Option("plugin.imexRequired", "--imex-required", "IMEX_REQUIRED", "BOOL", "offer nothing while the IMEX channel does not exist"),
     Option(
         "plugin.cdiAnnotationPrefix",
         "--cdi-annotation-prefix",

@@ -79,6 +79,9 @@ class Reading:
         if not isinstance(root.value, dict):
             self._problem(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}")
             return
+        if whole_object := yaml.kubernetes_object(root):
+            self._problem(*whole_object)
+            return
         members = {name: node for name, node in root.value.items() if name != nvidia_plugin.SECTION}
         self._check_version(members.pop("version", None), root.line)
         _lay_over(self._accepted, self._section(Settings, members, ""))
@@ -222,7 +225,9 @@ class Reading:
     def _complete_names(self, items: schema.Struct, members: Mapping[str, yaml.Node], found: dict[str, Any], path: str) -> None:
         """Give the resource names in ``found`` their domain, and refuse those that Kubernetes would refuse."""
         for key in schema.keys(items).values():
-            if key.is_resource and found.get(key.name):
+            if key.is_resource and found.get(key.name) == "" and key.default is msgspec.NODEFAULT:
+                self._problem(members[key.name].line, f"{path}.{key.name}", f'expected {key.expectation}, got ""')
+            elif key.is_resource and found.get(key.name):
                 found[key.name] = complete_resource_name(found[key.name])
                 if problem := resource_name_problem(found[key.name]):
                     self._problem(members[key.name].line, f"{path}.{key.name}", problem)

@@ -89,11 +89,11 @@ class _Look:
                 self._named_by, self._nvidia_file = (self.sources, own), load.nvidia_file(self.sources, own)
             file = self._nvidia_file
             before = self._last.nvidia if file == self._last.nvidia_file else None
-            return load.Contents(own, file, self._content(file or None, options.NVIDIA_CONFIG_FLAG, before))
+            return load.Contents(own, file, self._content(file or None, load.nvidia_file_named_by(self.sources), before))
         except ConfigError as err:
             return err
 
-    def _content(self, file: str | None, flag: str, before: bytes | None) -> bytes | None:
+    def _content(self, file: str | None, named_by: str, before: bytes | None) -> bytes | None:
         """What is in ``file``; ``before`` when it has vanished.
 
         Raises:
@@ -102,7 +102,7 @@ class _Look:
         if file is None:
             return None
         try:
-            content = load.read(file, flag)
+            content = load.read(file, named_by)
         except ConfigError as err:
             if before is None or not isinstance(err.__cause__, FileNotFoundError):
                 raise

@@ -91,6 +91,16 @@ def parse(text: str) -> tuple[Node | None, list[Fault]]:
         return None, [*faults, refused.fault]
 
 
+def kubernetes_object(root: Node) -> Fault | None:
+    """What is wrong with a document that is a whole ConfigMap, or another object; None for one that is not."""
+    members = root.value if isinstance(root.value, dict) else {}
+    kind = members.get("kind")
+    if kind is None or not isinstance(kind.value, str) or "apiVersion" not in members:
+        return None
+    found = shown_key(kind.value)
+    return Fault(kind.line, "kind", f"{found} is an object of Kubernetes; give the text below one key of its data, as a file of its own")
+
+
 def _events(text: str) -> Iterator[Any]:
     try:
         yield from yaml.parse(text, Loader=_Loader)
