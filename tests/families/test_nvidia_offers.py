@@ -284,6 +284,18 @@ def test_an_entry_about_what_this_node_does_not_have_says_nothing(inventory: Inv
     assert refused(options, inventory) == cautions(options, inventory) == ()
 
 
+def test_an_entry_that_misses_gpus_by_their_new_name_is_told(inventory: Inventory) -> None:
+    """Patterns come first, so an entry about the usual name shares nothing; on a node without GPUs all is well."""
+    renamed = (Pattern("*", "nvidia.com/a100"),)
+    options = shared_by(4, gpu_patterns=renamed)
+    assert offered(options, inventory) == {"nvidia.com/a100": [U0, U1]}
+    assert cautions(options, inventory) == (
+        f"{GPU}: no GPU is shared by the entry about {GPU}, because resources.gpus calls them nvidia.com/a100; name those in it",
+    )
+    assert cautions(shared_by(4, name="nvidia.com/a100", gpu_patterns=renamed), inventory) == ()
+    assert cautions(options, Inventory()) == ()
+
+
 def test_more_ids_than_kubelet_takes_are_not_made_one_by_one(inventory: Inventory) -> None:
     """The list is refused by its length; counting it must not take the node's memory."""
     resource = only_resource(shared_by(65536 * 4), inventory)

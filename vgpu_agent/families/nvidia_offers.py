@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.families.family import Shortfall
 from vgpu_agent.families.nvidia_devices import named_devices
-from vgpu_agent.families.nvidia_options import ALL, AUTOMATIC
+from vgpu_agent.families.nvidia_options import ALL, AUTOMATIC, GPU_RESOURCE
 from vgpu_agent.isolation.mps import why_not
 from vgpu_agent.model import Resource, SharingMode
 
@@ -80,7 +80,13 @@ class _Plan:
                 self._refused.pop(entry.name, None)  # it would not be offered under this name
             self._refused[name] = reason
         if (devices := self._named.devices.get(entry.name)) is None:
-            return  # one configuration serves nodes with and without such devices
+            # One configuration serves nodes with and without such devices, but GPUs may only be called otherwise.
+            if entry.name == GPU_RESOURCE and not reason and (names := self._names_of_gpus()):
+                self._cautions.append(
+                    f"{name}: no GPU is shared by the entry about {entry.name}, because resources.gpus calls them {', '.join(names)}; "
+                    "name those in it"
+                )
+            return
         chosen, missing = _chosen(entry, devices)
         if missing:
             self._cautions.append(f"{name}: {_about_missing(entry, devices, missing)}")
@@ -112,6 +118,9 @@ class _Plan:
                 resources.append(resource)
         problems = tuple(f"{name}: {reason}" for name, reason in self._refused.items())
         return Offers(tuple(resources), Shortfall(problems, tuple(self._cautions)))
+
+    def _names_of_gpus(self) -> list[str]:
+        return [name for name, devices in self._named.devices.items() if any(device.instance is None for device in devices)]
 
     def _part(self, entry: SharedEntry, device: Device) -> _Part:
         if entry.replicas != AUTOMATIC:
