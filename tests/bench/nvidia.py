@@ -16,6 +16,7 @@ import grpc
 
 from tests.bench.allocate import timed_calls
 from tests.bench.figures import Figure, percentile
+from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.kubelet import SimulatedKubelet
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
@@ -134,10 +135,11 @@ async def metrics(node: Node) -> list[Figure]:
 
 
 async def resident(node: Node) -> list[Figure]:
-    """Memory after all of the above."""
+    """Memory after all of the above, once the next look at kubelet's records has given back what large messages had taken."""
+    await asyncio.sleep(Kubelet().verify_seconds + 1)
     status = await asyncio.to_thread(Path(f"/proc/{node.agent.pid}/status").read_text)
     rss_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    return [Figure("RSS", rss_kib / 1024, 60, "MiB", "VmRSS of the process after the measurements above")]
+    return [Figure("RSS", rss_kib / 1024, 60, "MiB", "VmRSS of the process after the measurements above and the next verification")]
 
 
 async def idle_cpu(node: Node) -> list[Figure]:
