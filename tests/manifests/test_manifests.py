@@ -149,7 +149,7 @@ def test_the_commented_sharing_is_accepted_once_the_hashes_are_gone(objects: dic
     assert (shared.name, shared.replicas) == ("nvidia.com/gpu", 4)
 
 
-@pytest.mark.parametrize("key", ["nvidia.com/gpu", "volcano.sh/gpu-memory"])
+@pytest.mark.parametrize("key", ["nvidia.com/gpu", "k8s.amazonaws.com/vgpu", "volcano.sh/gpu-memory"])
 def test_the_pod_tolerates_the_taints_that_the_replaced_plugins_tolerate(pod: Any, key: str) -> None:
     """Whoever keeps other pods off the GPU nodes in the usual way must not have to change the manifest."""
     assert {"key": key, "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
@@ -358,6 +358,21 @@ def test_what_divides_gpus_lies_where_the_settings_say_and_nothing_else_has_more
     program = f"{folder['mountPath']}/nvidia-mig-parted"
     assert delivering["command"][-1].endswith(program)
     assert f"migParted: {program}" in (COMPONENTS / "mig" / "kustomization.yaml").read_text()
+
+
+def test_what_reads_mig_instances_has_what_nvidias_chart_has_for_it_and_no_more() -> None:
+    """nvidia contract §14: the variable and the capability; the API server refuses SYS_ADMIN without the escalation."""
+    (agent,) = _documents("components/mig-monitor/daemonset.yaml")[0]["spec"]["template"]["spec"]["containers"]
+    assert agent["env"] == [{"name": "NVIDIA_MIG_MONITOR_DEVICES", "value": "all"}]
+    assert agent["securityContext"] == {"allowPrivilegeEscalation": True, "capabilities": {"add": ["SYS_ADMIN"]}}
+
+
+def test_the_config_map_says_nothing_that_would_beat_a_configuration_of_nvidias(objects: dict[str, Any], tmp_path: Path) -> None:
+    """What stands in our file wins, so a value there would make one of a v1 file below ``nvidiaConfig``, or named by a label, void."""
+    file = tmp_path / "config.yaml"
+    file.write_text(objects["ConfigMap"]["data"]["config.yaml"])
+    origins = load.load({"--config": str(file)}, {}).origins
+    assert {path for path, origin in origins.items() if origin != "default"} == set()
 
 
 def test_named_configurations_are_mounted_whole_where_the_agent_looks() -> None:

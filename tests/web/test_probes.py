@@ -65,7 +65,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
         "[~] nvml: hung, in nvmlDeviceGetCount_v2",
         "[~] kubelet: no socket in /var/lib/kubelet",
         "[~] resource nvidia.com/gpu: waiting for kubelet, stream closed, 10 of 20 ids healthy",
-        "[~] config: newest file refused, the previous one is in force: config.yaml:3: no",
+        "[~] config: the newest configuration is not in force: config.yaml:3: no",
         "[+] event loop: 1.0 ms late (99th percentile), 250.0 ms at worst",
         "[~] task health: no sign of life for 10 s longer than promised",
         "[~] task watch: backing off (OSError: gone)",

@@ -66,7 +66,7 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
         )
         for plugin in status.plugins
     )
-    config = f"newest file refused, the previous one is in force: {status.config_problem}" if status.config_problem else "in force"
+    config = f"the newest configuration is not in force: {status.config_problem}" if status.config_problem else "in force"
     return (
         Check("nvml", nvml.state is NvmlState.ANSWERING, state),
         Check("kubelet", status.kubelet.socket_present, kubelet),
