@@ -145,6 +145,17 @@ class Inventory:
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
     @property
+    def numbered(self) -> dict[int, Gpu]:
+        """Number → GPU, ascending, for what names GPUs by their index over a long time.
+
+        A lost card keeps its number, although NVML moves the indices behind it up as soon as it is gone from the bus.
+        """
+        numbers: dict[int, Gpu] = {}
+        for gpu in self.gpus:
+            numbers[max(gpu.index, max(numbers, default=-1) + 1)] = gpu
+        return numbers
+
+    @property
     def devices(self) -> frozenset[str]:
         """The UUIDs of all GPUs and MIG instances."""
         return frozenset(uuid for gpu in self.gpus for uuid in (gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)))
@@ -226,23 +237,6 @@ class Resource:
     def holders_of(self, device: str) -> int:
         """How many ids of ``device`` may be held at once."""
         return self.holders.get(device, self.holders_per_device)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """What one container asks for.
-
-    Attributes:
-        resource: the resource's name.
-        ids: the ids kubelet chose; their number is the number of shares.
-        memory_mib: memory wanted on each device; None for whatever the device has.
-        cores_percent: compute wanted on each device; None for no claim.
-    """
-
-    resource: str
-    ids: tuple[str, ...]
-    memory_mib: int | None = None
-    cores_percent: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

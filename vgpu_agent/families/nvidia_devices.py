@@ -15,7 +15,7 @@ from vgpu_agent.families.nvidia_ids import EVERY_GPU
 from vgpu_agent.families.nvidia_options import DOMAIN, GPU_RESOURCE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vgpu_agent.families.nvidia_options import NvidiaOptions, Pattern
     from vgpu_agent.model import Gpu, Inventory, MigInstance
@@ -101,7 +101,8 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
         # They are not told apart there, so all are as well as the worst of them.
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
         return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
-    for gpu in _numbered(inventory.gpus):
+    for number, known in inventory.numbered.items():
+        gpu = dataclasses.replace(known, index=number)  # as the entries of `devices` mean it, also when a card before it is lost
         if gpu.mig_enabled and strategy.slices:
             _name_slices(gpu, strategy, options, named)
             continue
@@ -117,18 +118,6 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
     for name in named.refused:
         named.devices.pop(name, None)
     return named
-
-
-def _numbered(gpus: Iterable[Gpu]) -> Iterator[Gpu]:
-    """The GPUs with the indices that they had before any was lost.
-
-    The driver moves the indices behind a card that it no longer lists, and what names GPUs by them means the same ones as before.
-    """
-    index = 0
-    for gpu in gpus:
-        index = max(index, gpu.index)
-        yield dataclasses.replace(gpu, index=index)
-        index += 1
 
 
 def _name_slices(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named: Named) -> None:
