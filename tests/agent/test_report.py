@@ -41,7 +41,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Decider, Resource, Share
+from vgpu_agent.model import Decider, Inventory, Resource, Share
 from vgpu_agent.pods import Pod
 from vgpu_agent.status import ContainerUsage, FamilyStatus, KubeletStatus, NvmlState, PluginState
 
@@ -51,8 +51,8 @@ VGPU = "volcano.sh/vgpu-number"
 class Parts:
     """A report over real parts that nobody has started: neither a driver nor a kubelet."""
 
-    def __init__(self, supervisor: Supervisor, directory: Path) -> None:
-        loaded = load_content(Sources({}, {}, "config.yaml"), f"version: v1\nkubelet: {{directory: {directory}}}\n".encode())
+    def __init__(self, supervisor: Supervisor, directory: Path, config: str = "") -> None:
+        loaded = load_content(Sources({}, {}, "config.yaml"), f"version: v1\nkubelet: {{directory: {directory}}}\n{config}".encode())
         settings = loaded.settings
         journal, self.ledger, self.kubelet = Journal(), Ledger(), KubeletStatus()
         self.supervisor, self.watch = supervisor, GpuWatch(settings.gpu, journal)
@@ -134,6 +134,30 @@ async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_pa
     async with parts(tmp_path) as node:
         assert node.not_ready == {"resource nvidia.com/gpu": f"waiting for kubelet: there is no {tmp_path}/device-plugins/kubelet.sock"}
         assert node.not_alive == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "inventory", "reason"),
+    [
+        ("", Inventory(), "this node has no GPU to offer; /debug/devices says which cards did not answer"),
+        (
+            "",
+            golden_inventory(),
+            "nothing of this node's 2 GPUs is offered; /debug/devices shows them, /debug/events?event=config.caution says why",
+        ),
+        (
+            "families: {nvidia: false}\n",
+            golden_inventory(),
+            "no family of resources is on; set one of families.nvidia, volcanoVgpu, volcanoGpushare, aws to true",
+        ),
+    ],
+)
+async def test_why_nothing_is_offered_is_told_apart(tmp_path: Path, config: str, inventory: Inventory, reason: str) -> None:
+    """Whoever switches to another family and forgets to name it has no broken cards to look for."""
+    async with asyncio.timeout(10), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+        node = Parts(supervisor, tmp_path, config)
+        node.watch.inventory.publish(inventory)
+        assert node.not_ready == {"gpus": reason}
 
 
 async def test_a_refused_registration_stays_in_the_verdict(tmp_path: Path) -> None:

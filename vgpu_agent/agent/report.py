@@ -12,6 +12,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from vgpu_agent import __version__
 from vgpu_agent.config import schema
 from vgpu_agent.device_ids import NumberedIds
@@ -152,10 +154,19 @@ class Report:
             yield ReadyProblem(f"resource {resource}", reason)
         plugins = self._offering.statuses
         if not plugins and not self._offering.withheld and not self.starting:
-            yield ReadyProblem("gpus", "this node has no GPU to offer; /debug/devices says which cards did not answer")
+            yield ReadyProblem("gpus", self._why_nothing())
         for plugin in plugins:
             if not plugin.ready:
                 yield ReadyProblem(f"resource {plugin.resource}", self._why_not_ready(plugin))
+
+    def _why_nothing(self) -> str:
+        families = self._reload.loaded.settings.families
+        gpus = len(self._watch.inventory.value.gpus)
+        if not any(msgspec.structs.astuple(families)):
+            return f"no family of resources is on; set one of families.{', '.join(families.__struct_encode_fields__)} to true"
+        if gpus:
+            return f"nothing of this node's {gpus} GPUs is offered; /debug/devices shows them, /debug/events?event=config.caution says why"
+        return "this node has no GPU to offer; /debug/devices says which cards did not answer"
 
     def _why_not_ready(self, plugin: PluginStatus) -> str:
         if plugin.state is PluginState.WAITING and not self._kubelet.socket_present:
