@@ -8,7 +8,7 @@ from tests.component.conftest import GPU, QUICK, SHARED, Stage
 from tests.golden import U0, U1
 from vgpu_agent.sim.kubelet_faults import AdmissionError
 
-MEMORY = "nvidia.com/gpu-mem-gb"
+MEMORY, VGPU = "nvidia.com/gpu-mem-gb", "k8s.amazonaws.com/vgpu"
 
 
 async def test_units_of_memory_lie_on_one_gpu(stage: Stage) -> None:
@@ -74,4 +74,32 @@ async def test_what_single_cannot_offer_is_said_in_the_readiness(stage: Stage) -
     assert (status, problem in text, U0 in text, U1 in text) == (503, True, True, True)
     stage.node.set_mig(1, [])
     await agent.until_ready()
+    await stage.allocatable(2)
+
+
+async def test_a_family_that_is_switched_off_keeps_its_gpus_from_others_until_its_pods_end(stage: Stage) -> None:
+    """A node goes from NVIDIA's names to those of AWS while a pod runs: kubelet's records still say which GPU it has to itself."""
+    before = await stage.ready_agent(QUICK)
+    await stage.allocatable(2)
+    pod = await stage.admit("train")
+    await before.terminate()
+    after = await stage.ready_agent(QUICK + "families: {nvidia: false, aws: true}\naws: {vgpus: 3}\n")
+    await stage.allocatable(3, resource=VGPU)
+    assert set(stage.kubelet.resource(VGPU).healthy) == {f"{U1}-{number}" for number in range(3)}
+    (grant,) = (await after.get("/debug/ledger"))["grants"]
+    assert (grant["family"], grant["ids"], grant["pod"]) == ("nvidia", [U0], "train")
+    await stage.kubelet.delete(pod)
+    await stage.allocatable(6, resource=VGPU)
+
+
+async def test_the_same_the_other_way_round(stage: Stage) -> None:
+    """Two of three virtual GPUs of a card are held: nobody gets the card whole."""
+    before = await stage.ready_agent(QUICK + "families: {nvidia: false, aws: true}\naws: {vgpus: 3}\n")
+    await stage.allocatable(6, resource=VGPU)
+    pod = await stage.admit("old", 2, VGPU)
+    await before.terminate()
+    await stage.ready_agent(QUICK)
+    await stage.allocatable(1)
+    assert list(stage.kubelet.resource(GPU).healthy) == [U1]
+    await stage.kubelet.delete(pod)
     await stage.allocatable(2)

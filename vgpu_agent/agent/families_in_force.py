@@ -159,7 +159,7 @@ class FamiliesInForce:
         for name, problem in reasons.items():
             self._offering.refuse(name, problem)
         unserved = [family for family in self._families.by_pod if family not in by_pod or family.name in self._offering.blocked]
-        idle = [family for family in self._families.by_ids if family not in by_ids]
+        idle = [*self._families.idle, *(family for family in self._families.by_ids if family not in by_ids)]
         self._allocator.use_families(Families(tuple(by_ids), tuple(by_pod), tuple(unserved), tuple(idle)))
         self._allocator.refresh_offer()
         self._caution(offered, cautions)

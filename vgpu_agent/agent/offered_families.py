@@ -127,18 +127,20 @@ def build(settings: Settings, found: Found) -> Built:
     """The families that the settings ask for; never an error, problems of foreign files are named."""
     by_ids: list[IdFamily] = []
     by_pod: list[PodFamily] = []
+    off: list[IdFamily] = []  # what they have given away before they were switched off is still held
     built = Built(Families())
-    if settings.families.nvidia:
-        by_ids.append(NvidiaFamily(NvidiaOptions.from_settings(settings, lists=list_options(settings, found), wsl=found.wsl)))
-    if settings.families.aws:
-        by_ids.append(AwsFamily(AwsOptions.from_settings(settings, lists=list_options(settings, found))))
+    lists = list_options(settings, found)
+    nvidia = NvidiaFamily(NvidiaOptions.from_settings(settings, lists=lists, wsl=found.wsl))
+    aws = AwsFamily(AwsOptions.from_settings(settings, lists=lists))
+    (by_ids if settings.families.nvidia else off).append(nvidia)
+    (by_ids if settings.families.aws else off).append(aws)
     if settings.families.volcano_vgpu:
         family, static, built = _volcano_vgpu(settings, found)
         by_pod.append(family)
         by_ids += static
     if settings.families.volcano_gpushare:
         by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings, lists=_of_pods(settings, found))))
-    return dataclasses.replace(built, families=Families(tuple(by_ids), tuple(by_pod)))
+    return dataclasses.replace(built, families=Families(tuple(by_ids), tuple(by_pod), idle=tuple(off)))
 
 
 def list_options(settings: Settings, found: Found) -> ListOptions:

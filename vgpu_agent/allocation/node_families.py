@@ -17,7 +17,7 @@ class Families:
         by_ids: whose ids name devices.
         by_pod: whose pods decide.
         unserved: those of ``by_pod``, or besides them, that nobody is served by now: their schedulers are told that nothing is free.
-        idle: families whose ids name devices and that are not offered now; who has something of them keeps it.
+        idle: families whose ids name devices and that are not offered now, or are switched off; who has something of them keeps it.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
