@@ -1,52 +1,92 @@
 """The compute mode of the GPUs of one daemon: exclusive while MPS shares them, so that nobody uses one past its limit.
 
 A GPU in that mode takes one process: the MPS server. While the GPU serves another family (one at a time) it must take others, so it is
-*lent*: back in the default mode until the last share of the other family is returned. Called by `daemon`.
+*lent*: back in the default mode until the last share of the other family is returned. One that has left the daemon's resource goes back for
+good, unless another daemon has it by then. Called by `daemon`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
 from typing import TYPE_CHECKING
 
+from vgpu_agent.errors import MpsError
 from vgpu_agent.isolation.mps import DEFAULT, EXCLUSIVE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from vgpu_agent.mps.host_tools import HostTool
 
 
-class ComputeModes:
-    """What was set, by GPU. Somebody else may change it; it is set anew with each start of a daemon."""
+class Claims:
+    """Which daemon had a GPU made exclusive last: one that ends late must not undo what its successor under another name has done.
 
-    def __init__(self, smi: HostTool) -> None:
-        self._smi = smi
+    State: resource by GPU, and a lock by GPU, since two programs that set one mode at the same time could end in either order.
+    """
+
+    def __init__(self) -> None:
+        self.resource: dict[str, str] = {}
+        self.lock: collections.defaultdict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
+
+
+class ComputeModes:
+    """What was set, by GPU, empty where it is not believed. Somebody else may change it; it is set anew with each start of a daemon."""
+
+    def __init__(self, smi: HostTool, resource: str, claims: Claims) -> None:
+        self._smi, self._resource, self._claims = smi, resource, claims
         self._set: dict[str, str] = {}
 
     def forget(self) -> None:
         """Believe nothing: the next `bring` sets every mode."""
-        self._set.clear()
+        self._set = dict.fromkeys(self._set, "")
 
     async def bring(self, uuids: Iterable[str], lent: frozenset[str]) -> None:
-        """Exclusive for all of ``uuids`` but the ``lent``.
+        """Exclusive for all of ``uuids`` but the ``lent``; the default mode for those that were among them before.
 
         Raises:
-            MpsError: a mode cannot be set; the ones before it are.
+            MpsError: a mode cannot be set; all others are.
         """
-        for uuid in uuids:
-            await self._bring_one(uuid, DEFAULT if uuid in lent else EXCLUSIVE)
+        wanted = {uuid: DEFAULT if uuid in lent else EXCLUSIVE for uuid in uuids}
+        await self._bring(wanted, given_back=self._set.keys() - wanted.keys())
 
     async def release(self, uuids: Iterable[str]) -> None:
-        """The default mode for all of ``uuids``.
+        """The default mode for all of ``uuids``, and for those that were given to `bring` before.
 
         Raises:
-            MpsError: a mode cannot be set; the ones before it are.
+            MpsError: a mode cannot be set; all others are.
         """
-        for uuid in uuids:
-            await self._bring_one(uuid, DEFAULT)
+        await self._bring({}, given_back=dict.fromkeys([*uuids, *self._set]))
+
+    async def _bring(self, wanted: Mapping[str, str], given_back: Iterable[str]) -> None:
+        errors: list[MpsError] = []
+        for uuid in list(given_back):
+            try:
+                await self._give_back(uuid)
+            except MpsError as err:  # a GPU that is lost must not keep the others exclusive
+                errors.append(err)
+        for uuid, mode in wanted.items():
+            try:
+                await self._bring_one(uuid, mode)
+            except MpsError as err:
+                errors.append(err)
+        if errors:
+            raise errors[0]
 
     async def _bring_one(self, uuid: str, mode: str) -> None:
-        if self._set.get(uuid) != mode:
-            self._set.pop(uuid, None)
+        if self._set.get(uuid) == mode:
+            return
+        self._set[uuid] = ""
+        async with self._claims.lock[uuid]:
+            self._claims.resource[uuid] = self._resource
             await self._smi.run("-i", uuid, "-c", mode)
-            self._set[uuid] = mode
+        self._set[uuid] = mode
+
+    async def _give_back(self, uuid: str) -> None:
+        async with self._claims.lock[uuid]:
+            if self._claims.resource.get(uuid, self._resource) == self._resource:
+                self._set[uuid] = ""
+                await self._smi.run("-i", uuid, "-c", DEFAULT)
+                self._claims.resource.pop(uuid, None)
+        self._set.pop(uuid, None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from vgpu_agent import log
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.mps import directories
-from vgpu_agent.mps.compute_mode import ComputeModes
+from vgpu_agent.mps.compute_mode import Claims, ComputeModes
 from vgpu_agent.mps.control import Control, end, living
 from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.mps.log_tail import LogTail
@@ -36,6 +36,8 @@ _MOST_MISSES = 2
 
 class Surroundings(Protocol):
     """What a daemon needs to know of the node and has to tell."""
+
+    claims: Claims
 
     def holders(self, resource: str) -> tuple[str, ...]:
         """Who holds a share through the resource, ``namespace/pod`` each."""
@@ -64,7 +66,9 @@ class Daemon:
         self._news = asyncio.Event()
         seconds = settings.command_timeout_seconds
         self._control_binary = HostTool(settings.control_binary, "mps.controlBinary", timeout_seconds=seconds)
-        self._modes = ComputeModes(HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds))
+        self._modes = ComputeModes(
+            HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds), plan.resource, surroundings.claims
+        )
         self._tail: LogTail | None = None
         self._servers: tuple[int, ...] = ()
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
@@ -110,9 +114,9 @@ class Daemon:
             MpsError: something of it cannot be done.
         """
         await self._control().quit()
+        await asyncio.to_thread(directories.clear, self._plan)
         self._modes.forget()
         await self._modes.release(limit.uuid for limit in self._plan.devices)
-        await asyncio.to_thread(directories.clear, self._plan)
         self.status.state, self.status.trouble, self.status.clients = MpsState.STARTING, "its MPS control daemon has been stopped", ()
         self._journal.record("mps.daemon_stopped", resource=self._plan.resource)
         await self._surroundings.changed()
@@ -190,7 +194,12 @@ class Daemon:
 
     async def _bring_modes(self) -> None:
         self._modes.forget()
-        await self._modes.bring((limit.uuid for limit in self._plan.devices), self._lent)
+        await self._modes.bring(self._gpus(), self._lent)
+
+    def _gpus(self) -> list[str]:
+        """UUIDs of those that are to be exclusive. One that has left the resource serves somebody else, although this daemon knows it."""
+        wanted = self._plan if self._wanted is None else self._wanted
+        return [limit.uuid for limit in self._plan.devices if limit.uuid in {other.uuid for other in wanted.devices}]
 
     async def _up(self, *, adopted: bool) -> None:
         plan, status = self._plan, self.status
@@ -249,7 +258,7 @@ class Daemon:
     async def _lend(self) -> None:
         """GPUs that serve somebody else take any process; a mode that cannot be set ends no daemon, but is told."""
         try:
-            await self._modes.bring((limit.uuid for limit in self._plan.devices), self._lent)
+            await self._modes.bring(self._gpus(), self._lent)
         except MpsError as err:
             _logger.warning("mps.compute_mode_failed", resource=self._plan.resource, error=str(err))
         self.status.lent = tuple(sorted(self._lent))

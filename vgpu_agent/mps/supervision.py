@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent import log
 from vgpu_agent.errors import MpsError
 from vgpu_agent.mps import directories
+from vgpu_agent.mps.compute_mode import Claims
 from vgpu_agent.mps.daemon import Daemon
 from vgpu_agent.status import MpsState
 
@@ -62,6 +63,7 @@ class Supervision:
         self._sysfs_root, self._proc_root, self._share_memory = sysfs_root, proc_root, share_memory
         self._daemons: dict[str, Daemon] = {}
         self._preparing = asyncio.Lock()
+        self.claims = Claims()
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:

@@ -1,0 +1,66 @@
+"""Which GPUs are in exclusive mode when: one that leaves a daemon, is lost, or changes to another daemon."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
+from vgpu_agent.isolation.mps import DaemonPlan
+from vgpu_agent.sim.mps_tools import end_daemon
+from vgpu_agent.status import MpsState
+
+NOBODY: frozenset[str] = frozenset()
+
+pytestmark = pytest.mark.component  # each test starts dozens of processes
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks() -> Iterator[None]:
+    with no_blocked_loop():
+        yield
+
+
+def _first_only(plan: DaemonPlan) -> DaemonPlan:
+    return dataclasses.replace(plan, devices=plan.devices[:1])
+
+
+@pytest.mark.parametrize("replicas", [4, 2], ids=["same limits", "other limits"])
+async def test_a_gpu_that_leaves_the_resource_takes_any_process_again(node: Node, replicas: int) -> None:
+    """It serves somebody else from now on, whose second process would find the GPU busy; whether the daemon goes on or is replaced."""
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+        supervision.want({RESOURCE: (_first_only(node.plan(replicas)), NOBODY)})
+        await until(lambda: node.compute_modes == [3, 0])
+        supervision.want({RESOURCE: (node.plan(replicas), NOBODY)})
+        await until(lambda: node.compute_modes == [3, 3])
+
+
+async def test_a_lost_gpu_keeps_no_other_in_exclusive_mode(node: Node) -> None:
+    """MPS is switched off while nvidia-smi does not know a GPU any more: the others are given back all the same."""
+    lost = dataclasses.replace(node.plan().devices[0], uuid="GPU-00000000-0000-0000-0000-000000000000")
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+        daemon = supervision._daemons[RESOURCE]
+        daemon._plan = dataclasses.replace(daemon._plan, devices=(lost, *daemon._plan.devices))
+        supervision.want({})
+        await until(lambda: node.compute_modes == [0, 0])
+        await until(lambda: lost.uuid in supervision.statuses[0].trouble)
+        assert not (node.root / RESOURCE / "log").exists()
+
+
+async def test_a_daemon_that_ends_late_leaves_its_successors_gpus_exclusive(node: Node) -> None:
+    """The resource gets another name: the old daemon is stopped while the new one starts on the same GPUs."""
+    renamed = node.plan(resource=f"{RESOURCE}.shared")
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        old = await until_running(supervision)
+        supervision.want({renamed.resource: (renamed, NOBODY)})
+        await until(lambda: old.state is MpsState.STOPPED)
+        await until(lambda: supervision.why_not(renamed) == "")
+        assert node.compute_modes == [3, 3]
+    end_daemon(renamed.pipe)
