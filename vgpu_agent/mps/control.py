@@ -7,45 +7,22 @@ resources whose daemon had none.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import re
-import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.isolation.mps import PROBE, QUIT
+from vgpu_agent.mps import processes
 from vgpu_agent.mps.host_tools import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from vgpu_agent.isolation.mps import DaemonPlan, DeviceLimit
     from vgpu_agent.mps.host_tools import HostTool
 
 _NO_DAEMON = "Cannot find MPS control daemon process"
-_PID_FILE = "nvidia-cuda-mps-control.pid"
 _MEMORY = re.compile(r"\b(\d{1,12}) ?([MG])(?:i?B)?\b", re.ASCII)  # 10240M; in words about it in some versions
 _GIB_MIB = 1024
 _PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just started answers
-
-
-def living(pids: Iterable[int]) -> list[int]:
-    """Those of ``pids`` that are processes of MPS now: the kernel may have given an old number to another one. Blocks; for a thread."""
-    found = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if b"mps-" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"_", b"-"):
-                found.append(pid)
-    return found
-
-
-def end(pids: Iterable[int]) -> None:
-    """Kill processes."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 class Control:
@@ -140,21 +117,14 @@ class Control:
 
     def has_process(self) -> bool:
         """Whether the process lives that the daemon has written down as itself. Blocks; for a thread."""
-        return self._process() is not None
+        return processes.written_pid(self._plan.pipe) is not None
 
     def _kill(self) -> None:
-        pid = self._process()
+        pid = processes.written_pid(self._plan.pipe)
         if pid is None:
-            path = Path(self._plan.pipe) / _PID_FILE
+            path = processes.pid_path(self._plan.pipe)
             raise MpsError(f"the MPS control daemon does not listen, and {path} does not say which process it is; end it by hand")
-        end([pid])
-
-    def _process(self) -> int | None:
-        try:
-            pid = int((Path(self._plan.pipe) / _PID_FILE).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return None
-        return pid if living([pid]) else None
+        processes.end([pid], self._plan.pipe)
 
     async def _threads(self) -> float:
         answer = await self.tell(PROBE)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent import log
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
-from vgpu_agent.mps import directories
+from vgpu_agent.mps import directories, processes
 from vgpu_agent.mps.compute_mode import Claims, ComputeModes
-from vgpu_agent.mps.control import Control, end, living
+from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.mps.log_tail import LogTail
 from vgpu_agent.status import MpsState, MpsStatus
@@ -183,13 +183,17 @@ class Daemon:
 
     async def _end_orphans(self) -> None:
         """A server that outlives its daemon keeps its GPUs from the next one, and cannot be adopted. It is ended when nobody needs it."""
-        orphans = await asyncio.to_thread(living, self._servers)
+        orphans = await asyncio.to_thread(processes.living, self._servers)
         if orphans and (pods := self._surroundings.holders(self._plan.resource)):
             raise MpsError(
                 f"the MPS server of the lost daemon (process {orphans[0]}) lives on, and no other can be started beside it; "
                 f"there is a new daemon once these have ended: {', '.join(pods)}"
             )
-        await asyncio.to_thread(end, orphans)
+        if strangers := await asyncio.to_thread(processes.end, orphans, self._plan.pipe):
+            raise MpsError(
+                f"process {strangers[0]}, which the lost daemon has named as its MPS server, was not started for {self._plan.pipe}; "
+                "end it by hand if it is one"
+            )
         self._servers = ()
 
     async def _bring_modes(self) -> None:
@@ -287,7 +291,7 @@ class Daemon:
         if status.state is MpsState.RUNNING:
             status.restarts += 1
             gone = isinstance(err, MpsDaemonGoneError)
-            if gone and not await asyncio.to_thread(living, self._servers):
+            if gone and not await asyncio.to_thread(processes.living, self._servers):
                 status.clients_lost += len(status.clients)
             self._journal.record(
                 "mps.daemon_lost" if gone else "mps.daemon_silent",
