@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -56,6 +57,24 @@ def test_a_pipe_whose_socket_no_daemon_could_open_is_refused(tmp_path: Path) -> 
     with pytest.raises(MpsError, match=r"has a name of \d{3} bytes, and the kernel takes 107; set a shorter mps.containerRoot"):
         directories.prepare(_plan(tmp_path / ("x" * 100)))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "stranger's"])
+def test_a_directory_that_somebody_else_has_put_there_is_left_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may make /tmp/nvidia-mps: root would change the mode of what a link leads to, and an owner is between daemon and clients."""
+    victim, pipe = tmp_path / "victim", tmp_path / "tmp/nvidia-mps"
+    victim.mkdir(mode=0o700)
+    pipe.parent.mkdir()
+    if kind == "link":
+        pipe.symlink_to(victim)
+    else:
+        pipe.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    plan = dataclasses.replace(_plan(tmp_path), pipe=str(pipe))
+    with pytest.raises(MpsError, match=r"nvidia-mps .*remove it, so that the agent makes its own"):
+        directories.prepare(plan, sysfs_root=str(tmp_path))
+    assert victim.stat().st_mode & 0o777 == 0o700
+    assert pipe.stat().st_mode & 0o777 == 0o700
 
 
 def test_shared_memory_is_half_of_the_nodes(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,15 +44,32 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
         )
     try:
         pipe.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _require_own(pipe)
         pipe.chmod(0o755)
         if _has_selinux(sysfs_root):
             for path in (pipe, *pipe.rglob("*")):
-                os.setxattr(path, "security.selinux", _LABEL, follow_symlinks=False)
+                with contextlib.suppress(FileNotFoundError):  # clients may write there
+                    os.setxattr(path, "security.selinux", _LABEL, follow_symlinks=False)
         log.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as err:
         raise MpsError(
             f"cannot prepare {err.filename or plan.directory} for an MPS control daemon: {err.strerror}; {_remedy(err)}"
         ) from err
+
+
+def _require_own(directory: Path) -> None:
+    """Raises `MpsError` for a directory that somebody else has made, as everybody may in /tmp."""
+    found = directory.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        what = "is a link"
+    elif found.st_uid != os.geteuid():
+        what = f"belongs to the user {found.st_uid}"
+    else:
+        return
+    raise MpsError(
+        f"{directory} {what}, and whoever has put it there would be between an MPS control daemon and its clients; remove it, "
+        "so that the agent makes its own"
+    )
 
 
 def mark(directory: str, name: str) -> None:
