@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.families.volcano_vgpu_golden import INVENTORY, U1, decided, main, pod, question
+from tests.golden import SLICES
 from vgpu_agent.agent.cdi_side import CdiFound
 from vgpu_agent.agent.offered_families import Found, build, list_options
 from vgpu_agent.cdi.imex import Channels
@@ -57,3 +58,20 @@ def test_what_was_found_on_the_node_is_told() -> None:
     assert dataclasses.replace(options, cdi_modes=()) == list_options(
         settings, dataclasses.replace(found, cdi=CdiFound(found.cdi.channels))
     )
+
+
+@pytest.mark.parametrize("on", [(), ("nvidia",), ("aws", "volcano_vgpu"), ("nvidia", "aws", "volcano_vgpu")])
+@pytest.mark.parametrize(
+    ("resource", "id_", "device"),
+    [
+        ("nvidia.com/gpu", U1, U1),
+        ("k8s.amazonaws.com/vgpu", f"{U1}-3", U1),
+        ("volcano.sh/mig-1g.5gb", SLICES[0], SLICES[0]),
+    ],
+)
+def test_what_ids_name_is_read_whichever_families_are_on(on: tuple[str, ...], resource: str, id_: str, device: str) -> None:
+    """Pods from before a change of ``families`` still hold what they hold, and kubelet's records say it in the words of then."""
+    switches = {"nvidia": False, **dict.fromkeys(on, True)}
+    families = build(msgspec.structs.replace(Settings(), families=FamilySettings(**switches)), Found()).families
+    readers = [family for family in (*families.by_ids, *families.idle) if family.claims(resource)]
+    assert [[share.device for share in family.shares(resource, [id_], INVENTORY)] for family in readers] == [[device]]

@@ -24,7 +24,7 @@ from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu_mig import VolcanoVgpuMigFamily
-from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.families.volcano_vgpu_mig_static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.families.volcano_vgpu_offer import MIG, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.isolation.hami_core import HamiCore
@@ -138,6 +138,8 @@ def build(settings: Settings, found: Found) -> Built:
         family, static, built = _volcano_vgpu(settings, found)
         by_pod.append(family)
         by_ids += static
+    if not any(isinstance(family, VolcanoStaticMigFamily) for family in by_ids):
+        off.append(VolcanoStaticMigFamily(StaticMigOptions(MIXED, settings.volcano_vgpu.mig_resource_prefix)))
     if settings.families.volcano_gpushare:
         by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings, lists=_of_pods(settings, found))))
     return dataclasses.replace(built, families=Families(tuple(by_ids), tuple(by_pod), idle=tuple(off)))
