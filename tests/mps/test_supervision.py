@@ -194,7 +194,7 @@ async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: 
     [
         ({"start": "refuse"}, "-d ended with status 1: 'Insufficient permissions'"),
         ({"start": "crash"}, "the daemon was started and does not answer"),
-        ({"start": "hang"}, "-d has not ended after 0.3 s and was killed"),
+        ({"start": "hang"}, "-d has not ended after 1 s and was killed"),
         (
             {"get_default_active_thread_percentage": "nonsense"},
             "lorem ipsum' to get_default_active_thread_percentage, expected a percentage",
@@ -207,7 +207,7 @@ async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: 
 )
 async def test_tools_that_fail_withhold_the_resource_with_the_reason(node: Node, faults: dict[str, str], reason: str) -> None:
     """Refusing, dying, hanging and babbling each give one sentence, which stays as long as the tool is ill."""
-    node.settings = msgspec.structs.replace(node.settings, command_timeout_seconds=0.3)
+    node.settings = msgspec.structs.replace(node.settings, command_timeout_seconds=1.0 if "start" in faults else 10.0)
     node.tools.misbehave(**faults)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})

@@ -133,6 +133,11 @@ class DaemonPlan:
         memory = (f"set_default_device_pinned_mem_limit {limit.index} {limit.memory_mib}M" for limit in self.devices if limit.memory_mib)
         return (*memory, f"set_default_active_thread_percentage {self.thread_percentage}")
 
+    def commands_for(self, server: int) -> tuple[str, ...]:
+        """The same for clients to come of a server that runs already, by its process id: it has the defaults of when it was started."""
+        memory = (f"set_device_pinned_mem_limit {server} {limit.index} {limit.memory_mib}M" for limit in self.devices if limit.memory_mib)
+        return (*memory, f"set_active_thread_percentage {server} {self.thread_percentage}")
+
 
 def most_clients(gpu: Gpu) -> int:
     """How many processes one MPS server of that GPU takes (nvidia contract D6)."""

@@ -175,11 +175,27 @@ class Daemon:
         await self._end_orphans()
         await self._bring_modes()
         await control.start()
-        for command in self._plan.commands:
-            await control.tell(command)
+        await self._tell_limits(control)
         if difference := await control.difference():
             raise MpsError(f"its MPS control daemon was told its limits and has {difference}; see {self._plan.log}/control.log")
         await self._up(adopted=False)
+
+    async def _tell_limits(self, control: Control) -> None:
+        """What is told holds for servers to come, so one that somebody was quick enough to have started is told by itself."""
+        for command in self._plan.commands:
+            await control.tell(command)
+        await self._count(control)
+        for server in self._servers:
+            for command in self._plan.commands_for(server):
+                await control.tell(command)
+        if clients := self.status.clients:
+            self._journal.record(
+                "mps.clients_without_limits",
+                level="warning",
+                resource=self._plan.resource,
+                clients=list(clients),
+                pods=list(self._surroundings.holders(self._plan.resource)),
+            )
 
     async def _end_orphans(self) -> None:
         """A server that outlives its daemon keeps its GPUs from the next one, and cannot be adopted. It is ended when nobody needs it."""
@@ -249,8 +265,7 @@ class Daemon:
         control, devices = self._control(), self._plan.devices
         one = (devices[turn % len(devices)],) if devices else ()
         if difference := await control.difference(one):
-            for command in self._plan.commands:
-                await control.tell(command)
+            await self._tell_limits(control)
             if still := await control.difference():
                 raise MpsError(f"its MPS control daemon has {still} and does not take its limits again")
             self._journal.record("mps.limits_restored", level="warning", resource=self._plan.resource, had=difference)

@@ -238,23 +238,37 @@ class _Daemon:
             case ["get_default_active_thread_percentage"]:
                 answer = f"{self._threads}\n"
             case ["set_default_device_pinned_mem_limit", device, value]:
-                self._memory[device] = int(value[:-1]) * (_GIB_MIB if value.endswith("G") else 1)
+                self._memory[device] = _mib(value)
                 answer = ""
             case ["get_default_device_pinned_mem_limit", device]:
                 answer = self._shown(self._memory.get(device, 0))
             case ["get_server_list"]:
                 answer = f"{self._server[0]}\n" if self._server else ""
-            case ["get_client_list", server] if self._is_server(server):
-                answer = "".join(f"{pid}\n" for pid in self._clients.values())
-            case ["get_active_thread_percentage", server] if self._is_server(server):
-                answer = f"{self._frozen[0]}\n"
-            case ["get_device_pinned_mem_limit", server, device] if self._is_server(server):
-                answer = self._shown(self._frozen[1].get(device, 0))
+            case [command, server, *values] if self._is_server(server):
+                answer = self._of_server(command, values)
             case ["quit"]:
                 answer = ""
             case _:
                 answer = f"Unknown or invalid command: {' '.join(words)}\n"
         return answer
+
+    def _of_server(self, command: str, values: list[str]) -> str:
+        """What a server that runs already has, and gives the clients to come."""
+        threads, memory = self._frozen
+        match command, values:
+            case "get_client_list", []:
+                return "".join(f"{pid}\n" for pid in self._clients.values())
+            case "set_active_thread_percentage", [percentage]:
+                self._frozen = (float(percentage), memory)
+                return f"{float(percentage)}\n"
+            case "get_active_thread_percentage", []:
+                return f"{threads}\n"
+            case "set_device_pinned_mem_limit", [device, value]:
+                memory[device] = _mib(value)
+                return ""
+            case "get_device_pinned_mem_limit", [device]:
+                return self._shown(memory.get(device, 0))
+        return f"Unknown or invalid command: {command}\n"
 
     def _shown(self, mib: int) -> str:
         gib = mib >= _GIB_MIB and _faults(self._directory).get("shown") == "gib"
@@ -309,6 +323,10 @@ class _Daemon:
         now = time.time()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
         os.write(self._log_file, f"[{stamp}.{int(now % 1 * 1000):03d} Control {os.getpid():5d}] {text}\n".encode())
+
+
+def _mib(value: str) -> int:
+    return int(value[:-1]) * (_GIB_MIB if value.endswith("G") else 1)
 
 
 if __name__ == "__main__":
