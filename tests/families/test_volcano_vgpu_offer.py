@@ -93,6 +93,13 @@ def test_hidden_cards_and_cards_in_mig_mode_are_not_offered() -> None:
     assert {entry.device for entry in _offered(split)[NUMBER].ids} == {U0}
 
 
+def test_a_card_stays_hidden_when_one_before_it_is_lost() -> None:
+    """NVML moves the indices up; it is still the same card that somebody wanted left alone."""
+    first, second = INVENTORY.gpus
+    lost = Inventory(1, (dataclasses.replace(first, present=False), dataclasses.replace(second, index=0)))
+    assert {entry.device for entry in _offered(lost, hidden_indices=frozenset({1}))[NUMBER].ids} == {U0}
+
+
 def test_a_node_without_cards_offers_nothing() -> None:
     """No GPU, or none to share."""
     assert _offered(Inventory()) == {}

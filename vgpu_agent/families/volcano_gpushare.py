@@ -20,7 +20,7 @@ from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_o
 from vgpu_agent.families.family import Decision
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.node_lock import CLOCK_TOLERANCE_SECONDS, unlocked
-from vgpu_agent.families.volcano_gpushare_numbers import first_units, numbered_gpus, parse_indices, units
+from vgpu_agent.families.volcano_gpushare_numbers import first_units, parse_indices, units
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Resource, Share
 from vgpu_agent.nodes import NodeWishes
@@ -118,7 +118,7 @@ class VolcanoGpushareFamily:
         Raises:
             ConfigError: the cards differ in size, or the list of ids would not fit into a message of kubelet, or a unit into a card.
         """
-        numbered = numbered_gpus(inventory)
+        numbered = inventory.numbered
         self._numbers = {gpu.uuid: number for number, gpu in numbered.items()}
         if not numbered:
             return ()
@@ -218,7 +218,7 @@ class VolcanoGpushareFamily:
             # Nothing is offered (any more), so the count of an earlier moment must not make the scheduler believe in cards.
             stale = self._options.strategy == SHARE and NUMBER_RESOURCE in view.node.capacity
             return NodeWishes(annotations={UNHEALTHY_IDS: None}, capacity={NUMBER_RESOURCE: "0"} if stale else {}).joined(lock)
-        numbers = {gpu.uuid: number for number, gpu in numbered_gpus(view.inventory).items()}
+        numbers = {gpu.uuid: number for number, gpu in view.inventory.numbered.items()}
         usable = {numbers[room.device] for room in rooms if not room.trouble and room.device in numbers}
         # A card that did not answer at the start has a number and no id. The scheduler counts from 0 without a gap, so it is counted, too.
         count = max(numbers.values(), default=-1) + 1
@@ -270,7 +270,7 @@ class VolcanoGpushareFamily:
         """MiB in one id. Whole cards are counted by the same rule, as the replaced plugin does."""
         if self._options.factor:
             return self._options.factor
-        return 1 if self._options.strategy == NUMBER else self._fitting_factor(numbered_gpus(inventory)) or LARGEST_FACTOR
+        return 1 if self._options.strategy == NUMBER else self._fitting_factor(inventory.numbered) or LARGEST_FACTOR
 
     def _fitting_factor(self, numbered: Mapping[int, Gpu]) -> int | None:
         return smallest_fitting_factor(lambda factor: list_bytes(_memory_ids(numbered, factor)), self._options.message_budget_bytes)
@@ -308,19 +308,19 @@ class VolcanoGpushareFamily:
             if len(chosen) < len(question.ids):
                 needed = first + len(question.ids)
                 raise RequestRefusedError(f"{where}, and with container {question.container} the pod needs {needed} GPUs; {_ANEW}")
-        numbered = numbered_gpus(question.inventory)
+        numbered = question.inventory.numbered
         if strangers := [str(index) for index in chosen if index not in numbered]:
             known = ", ".join(map(str, numbered)) or "none"
             raise RequestRefusedError(f"{where}, and node {question.node} has no GPU {', '.join(strangers)}; it has {known}; {_ANEW}")
         return tuple(numbered[index] for index in chosen)
 
     def _roomy_gpu(self, question: Question) -> Gpu:
-        gpus = {gpu.uuid: gpu for gpu in numbered_gpus(question.inventory).values()}
+        gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
         here = [share.device for shares in question.siblings.values() for share in shares if share.device in gpus]
         if here:
             return gpus[here[0]]
         needed_mib = units(question.pod, self._resource_name) * self._factor(question.inventory)
-        budget_mib = _size_mib(numbered_gpus(question.inventory))
+        budget_mib = _size_mib(question.inventory.numbered)
         rooms = [dataclasses.replace(room, memory_free_mib=_free_mib(room, budget_mib)) for room in _ordered(question, gpus)]
         try:
             return gpus[first_with_room(rooms, needed_mib).device]
@@ -328,7 +328,7 @@ class VolcanoGpushareFamily:
             raise _unplaced(question, err, "deviceshare.GPUSharingEnable") from err
 
     def _idle_gpus(self, question: Question) -> tuple[Gpu, ...]:
-        gpus = {gpu.uuid: gpu for gpu in numbered_gpus(question.inventory).values()}
+        gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
         taken = self._by_place(question.pod, question.siblings)
         missing = [place for place in range(units(question.pod, self._resource_name)) if place not in taken]
         try:

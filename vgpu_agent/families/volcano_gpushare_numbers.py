@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from vgpu_agent.model import Gpu, Inventory
     from vgpu_agent.pods import Pod
 
 # Decimal numbers joined by commas, without spaces, as the scheduler writes them; no node has a thousand cards.
@@ -21,14 +20,6 @@ _INDICES = re.compile(r"\A(0|[1-9][0-9]{0,2})(,(0|[1-9][0-9]{0,2})){0,999}\Z", r
 def parse_indices(text: str) -> list[int] | None:
     """The numbers in the annotation, in its order; None when it is no list of numbers (volcano-gpushare contract §3)."""
     return [int(index) for index in text.split(",")] if _INDICES.match(text) else None
-
-
-def numbered_gpus(inventory: Inventory) -> dict[int, Gpu]:
-    """Number → card, ascending. A lost card keeps its number, although NVML moves those behind it up as soon as it is gone from the bus."""
-    numbered: dict[int, Gpu] = {}
-    for gpu in inventory.gpus:
-        numbered[max(gpu.index, max(numbered, default=-1) + 1)] = gpu
-    return numbered
 
 
 def first_units(pod: Pod, resource: str) -> dict[str, int]:

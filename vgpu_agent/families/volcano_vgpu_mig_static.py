@@ -15,6 +15,7 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Shortfall
+from vgpu_agent.families.volcano_vgpu_offer import visible_gpus
 from vgpu_agent.model import Resource, Share
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ class VolcanoStaticMigFamily:
         options = self._options
         return [
             (gpu, instance)
-            for gpu in inventory.gpus
-            if gpu.mig_enabled and gpu.uuid not in options.hidden_uuids and gpu.index not in options.hidden_indices
+            for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices)
+            if gpu.mig_enabled
             for instance in sorted(gpu.mig_instances, key=lambda each: each.index)
         ]
 

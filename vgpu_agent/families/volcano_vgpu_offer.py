@@ -136,6 +136,11 @@ class VolcanoVgpuOptions:
         )
 
 
+def visible_gpus(inventory: Inventory, hidden_uuids: frozenset[str], hidden_indices: frozenset[int]) -> tuple[Gpu, ...]:
+    """Those that the node configuration does not hide; a number stays with its GPU when one before it is lost."""
+    return tuple(gpu for number, gpu in inventory.numbered.items() if gpu.uuid not in hidden_uuids and number not in hidden_indices)
+
+
 def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu, ...]:
     """The GPUs that are offered, by minor number, which is how schedulers count them (contract §2.1).
 
@@ -144,10 +149,8 @@ def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu,
     """
     offered = (
         gpu
-        for gpu in inventory.gpus
+        for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices)
         if (bool(groups_of(gpu, options.geometries)) if options.mode == MIG else not gpu.mig_enabled)
-        and gpu.uuid not in options.hidden_uuids
-        and gpu.index not in options.hidden_indices
     )
     return tuple(sorted(offered, key=lambda gpu: (gpu.minor, gpu.index)))
 
