@@ -85,7 +85,8 @@ def test_a_daemon_that_knows_a_lost_gpu_still_covers_the_others() -> None:
     assert both.covers(one)
     assert not one.covers(both)
     assert not both.covers(dataclasses.replace(one, thread_percentage=50))
-    assert not both.covers(dataclasses.replace(both, devices=(dataclasses.replace(both.devices[1], index=0),)))
+    assert both.covers(dataclasses.replace(both, devices=(dataclasses.replace(both.devices[1], index=0),)))  # as NVML counts it now
+    assert not both.covers(dataclasses.replace(both, devices=(dataclasses.replace(both.devices[1], memory_mib=1),)))
 
 
 def test_a_family_can_have_its_pipe_elsewhere() -> None:

@@ -123,9 +123,12 @@ class DaemonPlan:
         return {PIPE_VARIABLE: self.pipe, LOG_VARIABLE: self.log}
 
     def covers(self, wanted: DaemonPlan) -> bool:
-        """Whether a daemon by this plan does all that ``wanted`` asks for; that it knows a GPU more, which is gone, does no harm."""
-        here = dataclasses.replace(self, devices=())
-        return here == dataclasses.replace(wanted, devices=()) and set(wanted.devices) <= set(self.devices)
+        """Whether a daemon by this plan does all that ``wanted`` asks for; that it knows a GPU more, which is gone, does no harm.
+
+        Indices do not count: the daemon has those of its start, and NVML moves them up when a card is lost.
+        """
+        here, there = ({(limit.uuid, limit.memory_mib) for limit in plan.devices} for plan in (self, wanted))
+        return dataclasses.replace(self, devices=()) == dataclasses.replace(wanted, devices=()) and there <= here
 
     @property
     def commands(self) -> tuple[str, ...]:
