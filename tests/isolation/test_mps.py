@@ -79,7 +79,7 @@ def test_the_largest_number_of_replicas_decides_about_compute() -> None:
 
 
 def test_a_daemon_that_knows_a_lost_gpu_still_covers_the_others() -> None:
-    """A card that falls off the bus must not cost the clients of the others their daemon; other limits or another index must."""
+    """A card that falls off the bus must not cost the clients of the others their daemon; other limits must."""
     both = mps.daemon_plan(_resource(), golden_inventory(), OPTIONS)
     one = dataclasses.replace(both, devices=both.devices[1:])
     assert both.covers(one)
