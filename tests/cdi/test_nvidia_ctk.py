@@ -17,7 +17,7 @@ from tests.cdi.conftest import Tool
 from tests.golden import U0, U1
 from tests.runtime.cdi_schema import SCHEMA
 from vgpu_agent.cdi.document import Spec, encode
-from vgpu_agent.cdi.nvidia_ctk import CtkOptions, generate
+from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
 from vgpu_agent.cdi.roots import Roots
 from vgpu_agent.errors import CdiError
 
@@ -189,3 +189,29 @@ def _ends(written: Path) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+async def test_what_a_tool_leaves_behind_is_ended_with_it(tool: Tool, tmp_path: Path) -> None:
+    """It has ended, and something that it started holds its output open: no process stays on the node for each time it is tried."""
+    path = tmp_path / "forks"
+    await asyncio.to_thread(path.write_text, f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/pid\n")
+    await asyncio.to_thread(path.chmod, 0o755)
+    with pytest.raises(CdiError, match="did not end within 1 s"):
+        await _gpus(dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=1.0))
+    assert await asyncio.to_thread(_ends, tmp_path / "pid")
+
+
+async def test_a_tool_that_not_even_a_signal_ends_holds_nobody_up(tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that hangs keeps it in the kernel: there is an error all the same, and no second tool is started beside it."""
+    path = tmp_path / "waits"
+    await asyncio.to_thread(path.write_text, f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 4\n")
+    await asyncio.to_thread(path.chmod, 0o755)
+    options = dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=0.5)
+    monkeypatch.setattr("vgpu_agent.cdi.nvidia_ctk.os.killpg", lambda *_: None)
+    stuck = Stuck()
+    for said in ("did not end within 0.5 s", "an earlier .*waits .* does not even end when killed"):
+        began = time.monotonic()
+        with pytest.raises(CdiError, match=said):
+            await generate(options, vendor=VENDOR, name="gpu", mode="auto", id_strategy="uuid", stuck=stuck)
+        assert time.monotonic() - began < 3
+    assert len((await asyncio.to_thread((tmp_path / "pids").read_text)).split()) == 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.cdi import spec_files
 from vgpu_agent.cdi.document import Spec, encode
 from vgpu_agent.cdi.imex import channel_spec
-from vgpu_agent.cdi.nvidia_ctk import CtkOptions, generate
+from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import CdiError
 from vgpu_agent.status import CdiSpecStatus
@@ -100,6 +100,7 @@ class GeneratedSpecs:
         self._made: dict[str, _Made] = {}
         self._unwritten: dict[str, _Made] = {}
         self._errors: dict[str, str] = {}
+        self._stuck = Stuck()
         self.settled = asyncio.Event()  # what is wanted now was tried at least once
         self.revision: Latest[int] = Latest(0)  # of the names and errors
 
@@ -209,7 +210,7 @@ class GeneratedSpecs:
             return channel_spec(kind, wanted.channels, wanted.channel_root)
         name = kind.partition("/")[2]
         mode = "auto" if kind == GPU_KIND else name
-        return await generate(wanted.ctk, vendor=VENDOR, name=name, mode=mode, id_strategy=wanted.id_strategy)
+        return await generate(wanted.ctk, vendor=VENDOR, name=name, mode=mode, id_strategy=wanted.id_strategy, stuck=self._stuck)
 
     async def _is_written(self, kind: str, spec: Spec) -> bool:
         return await asyncio.to_thread(spec_files.has, self._path(kind), encode(spec))

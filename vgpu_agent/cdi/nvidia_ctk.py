@@ -31,6 +31,7 @@ _LEFT_OUT_BY_DEFAULT = "enable-cuda-compat"
 _VOID = "NVIDIA_VISIBLE_DEVICES=void"
 _NOTHING_TO_INJECT = "empty device edits"  # how the tool says that a node has no GDS, GDRCopy or Mellanox devices
 _KEPT_STDERR = 64 * 1024
+_KILL_SECONDS = 1.0  # how long a killed tool may take to disappear; one that waits for the driver in the kernel does not
 _MESSAGE = re.compile(r'\bmsg="((?:[^"\\]|\\.)*)"')
 
 
@@ -55,7 +56,22 @@ class CtkOptions:
     disable_hooks: tuple[str, ...] = ()
 
 
-async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id_strategy: str) -> Spec | None:
+class Stuck:
+    """A run of the tool that was killed and did not end. While there is one no other is started: a hung driver would collect them."""
+
+    def __init__(self) -> None:
+        self.process: asyncio.subprocess.Process | None = None
+
+    def require_none(self, shown: str) -> None:
+        """Raises `CdiError` as long as it is there."""
+        if self.process is not None and self.process.returncode is None:
+            raise CdiError(
+                f"an earlier {shown} (process {self.process.pid}) does not even end when killed; the driver hangs, see nvidia-smi and dmesg"
+            )
+        self.process = None
+
+
+async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id_strategy: str, stuck: Stuck | None = None) -> Spec | None:
     """Have the tool describe this node's devices.
 
     Args:
@@ -64,6 +80,7 @@ async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id
         name: class of the spec's kind.
         mode: what is looked for: ``auto`` for GPUs, or one of ``gds``, ``mofed``, ``gdrcopy``.
         id_strategy: ``uuid`` or ``index``: how devices are named.
+        stuck: of the caller, the same each time.
 
     Returns:
         the spec, with paths of the node; None when the node has nothing of that mode.
@@ -73,7 +90,7 @@ async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id
     """
     arguments = _arguments(options, vendor=vendor, name=name, mode=mode, id_strategy=id_strategy)
     shown = options.command[-1]
-    status, out, err = await _run([*options.command, *arguments], options, shown)
+    status, out, err = await _run([*options.command, *arguments], options, shown, stuck or Stuck())
     if status != 0:
         if _NOTHING_TO_INJECT in err and mode != "auto":
             return None
@@ -122,7 +139,8 @@ def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
     return spec
 
 
-async def _run(command: Sequence[str], options: CtkOptions, shown: str) -> tuple[int, bytes, str]:
+async def _run(command: Sequence[str], options: CtkOptions, shown: str, stuck: Stuck) -> tuple[int, bytes, str]:
+    stuck.require_none(shown)
     environment = {**os.environ, "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS": _LEFT_OUT_BY_DEFAULT}
     try:
         process = await asyncio.create_subprocess_exec(
@@ -143,21 +161,26 @@ async def _run(command: Sequence[str], options: CtkOptions, shown: str) -> tuple
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
+    ended = False
     try:
         async with asyncio.timeout(options.timeout_seconds):
             out, err_bytes = await asyncio.gather(
                 _read(process.stdout, LARGEST_BYTES, too_much=end), _read(process.stderr, _KEPT_STDERR, too_much=None)
             )
             status = await process.wait()
+        ended = True
     except TimeoutError:
         raise CdiError(
             f"{shown} cdi generate did not end within {options.timeout_seconds:g} s (cdi.generateTimeoutSeconds); it was ended; "
             "a driver that hangs shows in nvidia-smi as well"
         ) from None
     finally:
-        if process.returncode is None:
+        if not ended:  # perhaps it has, and what it has started holds its output open
             end()
-            await process.wait()
+            stuck.process = process
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_KILL_SECONDS):
+                    await process.wait()
     if len(out) > LARGEST_BYTES:
         raise CdiError(f"{shown} cdi generate prints without end; check cdi.nvidiaCtk")
     return status, out, err_bytes.decode(errors="replace")
