@@ -54,7 +54,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     node.nvml = NvmlStatus(NvmlState.HUNG, "nvmlDeviceGetCount_v2", since=NOW - 9)
     node.kubelet.socket_present = False
     node.plugins = (dataclasses.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),)
-    node.config_problem = "config.yaml:3: no"
+    node.config_problem = "config.yaml:3: no\nlabel a/b: nor"
     node.tasks = (
         TaskReport("health", last_beat_at=NOW - 15, stuck_after_seconds=5),
         TaskReport("watch", state=TaskState.BACKING_OFF, last_error="OSError: gone"),
@@ -65,7 +65,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
         "[~] nvml: hung, in nvmlDeviceGetCount_v2",
         "[~] kubelet: no socket in /var/lib/kubelet",
         "[~] resource nvidia.com/gpu: waiting for kubelet, stream closed, 10 of 20 ids healthy",
-        "[~] config: the newest configuration is not in force: config.yaml:3: no",
+        "[~] config: the newest configuration is not in force: config.yaml:3: no; label a/b: nor",
         "[+] event loop: 1.0 ms late (99th percentile), 250.0 ms at worst",
         "[~] task health: no sign of life for 10 s longer than promised",
         "[~] task watch: backing off (OSError: gone)",

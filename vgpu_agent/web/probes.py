@@ -66,7 +66,8 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
         )
         for plugin in status.plugins
     )
-    config = f"the newest configuration is not in force: {status.config_problem}" if status.config_problem else "in force"
+    refused = "; ".join(status.config_problem.splitlines())
+    config = f"the newest configuration is not in force: {refused}" if refused else "in force"
     return (
         Check("nvml", nvml.state is NvmlState.ANSWERING, state),
         Check("kubelet", status.kubelet.socket_present, kubelet),
