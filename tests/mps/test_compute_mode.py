@@ -53,6 +53,19 @@ async def test_a_lost_gpu_keeps_no_other_in_exclusive_mode(node: Node) -> None:
         assert not (node.root / RESOURCE / "log").exists()
 
 
+async def test_a_daemon_starts_again_without_a_gpu_that_is_lost(node: Node) -> None:
+    """The lost one cannot be given back, which is tried again, and keeps nobody from sharing the others."""
+    lost = "GPU-00000000-0000-0000-0000-000000000000"
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+        supervision._daemons[RESOURCE]._modes._set[lost] = "EXCLUSIVE_PROCESS"
+        end_daemon(node.pipe)
+        await until(lambda: node.events("mps.daemon_lost"))
+        await until_running(supervision)
+        assert node.compute_modes == [3, 3]
+
+
 async def test_a_daemon_that_ends_late_leaves_its_successors_gpus_exclusive(node: Node) -> None:
     """The resource gets another name: the old daemon is stopped while the new one starts on the same GPUs."""
     renamed = node.plan(resource=f"{RESOURCE}.shared")
@@ -64,3 +77,17 @@ async def test_a_daemon_that_ends_late_leaves_its_successors_gpus_exclusive(node
         await until(lambda: supervision.why_not(renamed) == "")
         assert node.compute_modes == [3, 3]
     end_daemon(renamed.pipe)
+
+
+async def test_a_daemon_that_stays_for_its_last_holders_keeps_nobody_else_out(node: Node) -> None:
+    """Sharing by MPS is switched off under pods: who gets the GPUs from now on comes without MPS, and its programs must find them free."""
+    node.pods = ("team/train-0",)
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+        supervision.want({})
+        await until(lambda: node.compute_modes == [0, 0])
+        await until(lambda: "ends once team/train-0 have ended" in supervision.statuses[0].trouble)
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until(lambda: node.compute_modes == [3, 3])
+        node.pods = ()

@@ -15,7 +15,7 @@ from vgpu_agent.errors import MpsError
 from vgpu_agent.isolation.mps import DEFAULT, EXCLUSIVE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Awaitable, Iterable
 
     from vgpu_agent.mps.host_tools import HostTool
 
@@ -42,14 +42,20 @@ class ComputeModes:
         """Believe nothing: the next `bring` sets every mode."""
         self._set = dict.fromkeys(self._set, "")
 
-    async def bring(self, uuids: Iterable[str], lent: frozenset[str]) -> None:
-        """Exclusive for all of ``uuids`` but the ``lent``; the default mode for those that were among them before.
+    async def bring(self, uuids: Iterable[str], lent: frozenset[str], others: Iterable[str] = ()) -> str:
+        """Exclusive for all of ``uuids`` but the ``lent``; the default mode for ``others``, and for those that were exclusive before.
+
+        Returns:
+            why one of the others could not be given back, which is tried again the next time; empty when all are.
 
         Raises:
-            MpsError: a mode cannot be set; all others are.
+            MpsError: one of ``uuids`` cannot be set; all others are.
         """
         wanted = {uuid: DEFAULT if uuid in lent else EXCLUSIVE for uuid in uuids}
-        await self._bring(wanted, given_back=self._set.keys() - wanted.keys())
+        kept = await self._each(self._give_back(uuid) for uuid in list(dict.fromkeys([*others, *self._set])) if uuid not in wanted)
+        if errors := await self._each(self._bring_one(uuid, mode) for uuid, mode in wanted.items()):
+            raise errors[0]
+        return str(kept[0]) if kept else ""  # one that is lost must not keep the others from being shared
 
     async def release(self, uuids: Iterable[str]) -> None:
         """The default mode for all of ``uuids``, and for those that were given to `bring` before.
@@ -57,22 +63,18 @@ class ComputeModes:
         Raises:
             MpsError: a mode cannot be set; all others are.
         """
-        await self._bring({}, given_back=dict.fromkeys([*uuids, *self._set]))
+        if errors := await self._each(self._give_back(uuid) for uuid in dict.fromkeys([*uuids, *self._set])):
+            raise errors[0]
 
-    async def _bring(self, wanted: Mapping[str, str], given_back: Iterable[str]) -> None:
+    async def _each(self, changes: Iterable[Awaitable[None]]) -> list[MpsError]:
+        """Do all of them, whatever becomes of one."""
         errors: list[MpsError] = []
-        for uuid in list(given_back):
+        for change in changes:
             try:
-                await self._give_back(uuid)
-            except MpsError as err:  # a GPU that is lost must not keep the others exclusive
-                errors.append(err)
-        for uuid, mode in wanted.items():
-            try:
-                await self._bring_one(uuid, mode)
+                await change
             except MpsError as err:
                 errors.append(err)
-        if errors:
-            raise errors[0]
+        return errors
 
     async def _bring_one(self, uuid: str, mode: str) -> None:
         if self._set.get(uuid) == mode:
@@ -85,8 +87,11 @@ class ComputeModes:
 
     async def _give_back(self, uuid: str) -> None:
         async with self._claims.lock[uuid]:
-            if self._claims.resource.get(uuid, self._resource) == self._resource:
+            if self._claims.resource.get(uuid, self._resource) != self._resource:
+                self._set[uuid] = DEFAULT  # it is another daemon's, which sees to it
+                return
+            if self._set.get(uuid) != DEFAULT:
                 self._set[uuid] = ""
                 await self._smi.run("-i", uuid, "-c", DEFAULT)
-                self._claims.resource.pop(uuid, None)
-        self._set.pop(uuid, None)
+            self._set[uuid] = DEFAULT
+            self._claims.resource.pop(uuid, None)

@@ -71,6 +71,7 @@ class Daemon:
         )
         self._tail: LogTail | None = None
         self._servers: tuple[int, ...] = ()
+        self._not_given_back = ""
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
 
     def want(self, plan: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
@@ -148,6 +149,7 @@ class Daemon:
             await self._replace_silent(control, err)
             return
         if not difference:
+            self._modes.forget()
             await self._bring_modes()
             await self._up(adopted=True)
         elif self._busy:
@@ -173,6 +175,7 @@ class Daemon:
     async def _start(self, control: Control) -> None:
         self.status.clients = ()
         await self._end_orphans()
+        self._modes.forget()
         await self._bring_modes()
         await control.start()
         await self._tell_limits(control)
@@ -213,13 +216,13 @@ class Daemon:
         self._servers = ()
 
     async def _bring_modes(self) -> None:
-        self._modes.forget()
-        await self._modes.bring(self._gpus(), self._lent)
-
-    def _gpus(self) -> list[str]:
-        """UUIDs of those that are to be exclusive. One that has left the resource serves somebody else, although this daemon knows it."""
-        wanted = self._plan if self._wanted is None else self._wanted
-        return [limit.uuid for limit in self._plan.devices if limit.uuid in {other.uuid for other in wanted.devices}]
+        """Exclusive for the resource's GPUs. One that has left it, or all where sharing is off, serve others now, whoever is still here."""
+        wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
+        known = [limit.uuid for limit in self._plan.devices]
+        trouble = await self._modes.bring([uuid for uuid in known if uuid in wanted], self._lent, known)
+        if trouble and trouble != self._not_given_back:
+            _logger.warning("mps.gpu_not_given_back", resource=self._plan.resource, error=trouble)
+        self._not_given_back = trouble
 
     async def _up(self, *, adopted: bool) -> None:
         plan, status = self._plan, self.status
@@ -277,7 +280,7 @@ class Daemon:
     async def _lend(self) -> None:
         """GPUs that serve somebody else take any process; a mode that cannot be set ends no daemon, but is told."""
         try:
-            await self._modes.bring(self._gpus(), self._lent)
+            await self._bring_modes()
         except MpsError as err:
             _logger.warning("mps.compute_mode_failed", resource=self._plan.resource, error=str(err))
         self.status.lent = tuple(sorted(self._lent))
