@@ -107,6 +107,7 @@ class MpsSide:
             )
 
     async def _follow(self) -> None:
+        await self._supervision.recall()
         async for _ in self._ledger.revision.changes():
             self._refresh()
 

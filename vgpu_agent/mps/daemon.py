@@ -118,6 +118,7 @@ class Daemon:
         await asyncio.to_thread(directories.clear, self._plan)
         self._modes.forget()
         await self._modes.release(limit.uuid for limit in self._plan.devices)
+        await asyncio.to_thread(directories.forget, self._plan)
         self.status.state, self.status.trouble, self.status.clients = MpsState.STARTING, "its MPS control daemon has been stopped", ()
         self._journal.record("mps.daemon_stopped", resource=self._plan.resource)
         await self._surroundings.changed()
@@ -139,6 +140,7 @@ class Daemon:
     async def _bring_up(self) -> None:
         control = self._control()
         await self._surroundings.prepare(self._plan)
+        await asyncio.to_thread(directories.remember, self._plan)
         try:
             difference = await control.difference()
             await self._count(control)

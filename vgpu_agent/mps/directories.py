@@ -14,14 +14,16 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from vgpu_agent.errors import MpsError
+from vgpu_agent.isolation.mps import DaemonPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vgpu_agent.isolation.mps import DaemonPlan
-
 STARTED = ".started"
+_PLAN = ".plan.json"  # beside the pipe, not in it: containers do not see it
 READY = ".ready"
 # What containers may read and write under SELinux; as an attribute it ends in a zero byte.
 _LABEL = b"system_u:object_r:container_file_t:s0\0"
@@ -82,6 +84,37 @@ def unmark(directory: str, name: str) -> None:
     """Take such a mark away."""
     with contextlib.suppress(OSError):
         (Path(directory) / name).unlink()
+
+
+def remember(plan: DaemonPlan) -> None:
+    """Write down which GPUs a daemon is about to have, for an agent that comes when nobody wants it any more.
+
+    Raises:
+        MpsError: it cannot be written.
+    """
+    path = Path(plan.directory) / _PLAN
+    unfinished = path.with_suffix(".new")
+    try:
+        unfinished.write_bytes(msgspec.json.encode(plan))
+        unfinished.replace(path)
+    except OSError as err:
+        raise MpsError(f"cannot write {path}: {err.strerror}; {_remedy(err)}") from err
+
+
+def remembered(root: str) -> list[DaemonPlan]:
+    """The plans of all daemons that were not ended in order; what cannot be read was written by nobody."""
+    plans = []
+    for path in sorted(Path(root).glob(f"*/*/{_PLAN}")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            plan = msgspec.json.decode(path.read_bytes(), type=DaemonPlan)
+            if plan.directory == str(path.parent):
+                plans.append(plan)
+    return plans
+
+
+def forget(plan: DaemonPlan) -> None:
+    """Take away what `remember` has written: its daemon has ended and its GPUs are given back."""
+    unmark(plan.directory, _PLAN)
 
 
 def clear(plan: DaemonPlan) -> None:

@@ -81,12 +81,22 @@ class Supervision:
             elif resource not in wanted:
                 daemon.want(None)
         for resource, (plan, lent) in wanted.items():
-            known = self._daemons.get(resource)
-            daemon = known or Daemon(plan, self._settings, self._journal, self)
-            daemon.want(plan, lent)
-            if known is None:
-                self._daemons[resource] = daemon
-                self._supervisor.start(_task(resource), daemon.run)
+            if known := self._daemons.get(resource):
+                known.want(plan, lent)
+            else:
+                self._begin(plan, plan, lent)
+
+    async def recall(self) -> None:
+        """End what an earlier agent has left and nobody wants now: it may have been killed, and sharing switched off before the next."""
+        for plan in await asyncio.to_thread(directories.remembered, self._settings.container_root):
+            if plan.resource not in self._daemons:
+                _logger.info("mps.daemon_recalled", resource=plan.resource, directory=plan.directory)
+                self._begin(plan, None)
+
+    def _begin(self, plan: DaemonPlan, wanted: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
+        daemon = self._daemons[plan.resource] = Daemon(plan, self._settings, self._journal, self)
+        daemon.want(wanted, lent)
+        self._supervisor.start(_task(plan.resource), daemon.run)
 
     def why_not(self, plan: DaemonPlan) -> str:
         """Why the plan's resource must not be offered now; empty when its limits are proven to be in force."""

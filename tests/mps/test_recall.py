@@ -1,0 +1,64 @@
+"""What an agent that was killed has left behind is undone by the next one, although nobody wants a daemon by then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
+from vgpu_agent.mps import directories, processes
+from vgpu_agent.sim.mps_tools import end_daemon
+from vgpu_agent.status import MpsState
+
+NOBODY: frozenset[str] = frozenset()
+
+pytestmark = pytest.mark.component  # each test starts dozens of processes
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks() -> Iterator[None]:
+    with no_blocked_loop():
+        yield
+
+
+@pytest.mark.parametrize("daemon", ["lives", "died with its container"])
+async def test_sharing_that_was_switched_off_between_two_agents_leaves_nothing(node: Node, daemon: str) -> None:
+    """The daemon ends and the GPUs take any process again, once the pods that held shares are gone."""
+    node.pods = ("team/train-0",)
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+    if daemon != "lives":
+        end_daemon(node.pipe)
+    node.pods = ()
+    assert node.compute_modes == [3, 3]
+    async with node.agent() as supervision:
+        supervision.want({})
+        await supervision.recall()
+        await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
+        assert await asyncio.to_thread(processes.written_pid, str(node.pipe)) is None
+        assert node.compute_modes == [0, 0]
+    async with node.agent() as supervision:
+        await supervision.recall()
+        assert supervision.statuses == ()
+
+
+async def test_a_daemon_that_is_wanted_again_is_recalled_by_nobody(node: Node) -> None:
+    """It is adopted; and a file that is no plan is passed over."""
+    node.pods = ("team/train-0",)
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+    broken = node.root / "example.com/gpu/.plan.json"
+    await asyncio.to_thread(broken.parent.mkdir, parents=True)
+    await asyncio.to_thread(broken.write_text, '{"resource": "example.com/gpu", "dev')
+    assert [plan.resource for plan in await asyncio.to_thread(directories.remembered, str(node.root))] == [RESOURCE]
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await supervision.recall()
+        status = await until_running(supervision)
+        assert status.adopted
+        assert [entry.resource for entry in supervision.statuses] == [RESOURCE]
+        node.pods = ()
