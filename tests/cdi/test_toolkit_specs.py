@@ -84,3 +84,22 @@ async def test_changes_are_seen_and_told(tmp_path: Path) -> None:
     await specs.look()
     assert not specs.names
     assert specs.revision.value == first + 2
+
+
+async def test_a_name_in_two_files_of_one_directory_is_none(tmp_path: Path) -> None:
+    """Runtimes refuse it, as after a copy of the spec that was kept beside it; in two directories the later one has it."""
+    for path in ("etc/nvidia.yaml", "run/nvidia.yaml", "run/gds.json"):
+        await asyncio.to_thread(_write, tmp_path / path, GDS if path.endswith(".json") else TOOLKITS)
+    specs = await _looked(ToolkitSpecs([str(tmp_path / "etc"), str(tmp_path / "run")], Journal(), look_seconds=1))
+    assert "nvidia.com/gpu=GPU-1" in specs.names
+    copy = tmp_path / "run/nvidia-before.yaml"
+    await asyncio.to_thread(_write, copy, TOOLKITS)
+    await specs.look()
+    assert specs.names == {"nvidia.com/gds=all"}
+    assert specs.error == (
+        f"nvidia.com/gpu=GPU-1 is in {copy} and in {tmp_path / 'run/nvidia.yaml'}, so runtimes take neither; remove one of them"
+    )
+    await asyncio.to_thread(os.unlink, copy)
+    await specs.look()
+    assert "nvidia.com/gpu=GPU-1" in specs.names
+    assert not specs.error

@@ -7,6 +7,7 @@ nothing; we only make sure that a name is there before kubelet may give it out. 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import os
@@ -19,7 +20,7 @@ from vgpu_agent.errors import CdiError
 from vgpu_agent.status import CdiSpecStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.journal import Journal
 
@@ -58,13 +59,14 @@ class ToolkitSpecs:
         self._journal = journal
         self._look_seconds = look_seconds
         self._files: dict[str, _Read] = {}
+        self._ambiguous: dict[str, tuple[str, ...]] = {}  # names that files of one directory both have
         self.settled = asyncio.Event()  # they were looked at
         self.revision: Latest[int] = Latest(0)
 
     @property
     def names(self) -> frozenset[str]:
         """The qualified names that runtimes can resolve."""
-        return frozenset(name for spec in self.specs for name in spec.names)
+        return frozenset(name for spec in self.specs for name in spec.names) - self._ambiguous.keys()
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -74,6 +76,9 @@ class ToolkitSpecs:
     @property
     def error(self) -> str:
         """Why the GPUs have no names; empty when there is a spec of them."""
+        for name, paths in sorted(self._ambiguous.items()):
+            if name.startswith(f"{GPU_KIND}="):
+                return f"{name} is in {' and in '.join(paths)}, so runtimes take neither; remove one of them"
         if any(spec.kind == GPU_KIND for spec in self.specs):
             return ""
         broken = "; ".join(f"{path} {read.error}" for path, read in self._files.items() if read.error)
@@ -117,7 +122,7 @@ class ToolkitSpecs:
             if read.error and (before is None or before.error != read.error):
                 self._journal.record("cdi.unusable_spec", level="warning", path=path, error=read.error)
         changed = files != self._files
-        self._files = files
+        self._files, self._ambiguous = files, _ambiguous(files)
         self.settled.set()
         if changed:
             self.revision.publish(self.revision.value + 1)
@@ -155,6 +160,15 @@ class ToolkitSpecs:
             return _Read((0, 0, 0), 0.0, error=f"cannot be read: {err.strerror or err}")
         spec, error = _spec(content, is_yaml=not path.endswith(".json"))
         return _Read(signature, status.st_mtime, spec, error)
+
+
+def _ambiguous(files: Mapping[str, _Read]) -> dict[str, tuple[str, ...]]:
+    """Names that two files of one directory have, with the files: neither directory wins, and a runtime resolves them not at all."""
+    paths: collections.defaultdict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for path, read in files.items():
+        for name in read.spec.names if read.spec else ():
+            paths[os.path.dirname(path), name].append(path)
+    return {name: tuple(found) for (_, name), found in paths.items() if len(found) > 1}
 
 
 def _spec(content: bytes, *, is_yaml: bool) -> tuple[Spec | None, str]:
