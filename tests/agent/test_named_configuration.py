@@ -263,13 +263,30 @@ async def test_a_wrong_one_does_not_stop_a_restart_that_knows_the_good_one(tmp_p
     assert named.in_force == InForce("four", good)
 
 
-async def test_the_good_text_of_another_name_helps_nobody(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """Who labels the node with a wrong configuration wants that one, not the one from before."""
+async def test_a_wrong_one_under_a_new_name_leaves_the_good_one_of_before_too(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """The label was changed to it while an agent ran, which kept what it had; its restart must not end the node's service."""
     label(server, "four")
-    await remember(tmp_path, named_config="two", named_text="version: v1\n")
+    two = await asyncio.to_thread((shelf / "two").read_text)
+    await remember(tmp_path, named_config="two", named_text=two)
     await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
-    with pytest.raises(ConfigError, match="available-configs/four"):
-        await begun(tmp_path, server)
+    loaded, named = await begun(tmp_path, server)
+    assert replicas(loaded) == 2
+    assert (named.in_force, named.report["name"], named.report["in_force"]) == (InForce("two", two), "four", "two")
+    outcome = await anext(changes(loaded, interval_seconds=0.01, sources=named.sources))
+    assert isinstance(outcome, ConfigError)
+    write(shelf / "four", 4)
+    mended = await asyncio.to_thread(load_sources, await named.sources())
+    assert replicas(mended) == 4
+
+
+async def test_a_wrong_one_where_none_was_in_force_leaves_it_at_none(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+    """Also that is what runs on the node."""
+    label(server, "four")
+    await remember(tmp_path, named_config="", named_text="")
+    await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
+    loaded, named = await begun(tmp_path, server)
+    assert loaded.settings.sharing.time_slicing.resources == ()
+    assert named.in_force == InForce("", "")
 
 
 async def test_a_directory_that_is_missing_ends_a_start(tmp_path: Path, server: ApiServer) -> None:

@@ -73,7 +73,13 @@ class NamedConfiguration:
     @property
     def report(self) -> dict[str, str]:
         """For ``/debug/config``: what was chosen and why, and why something newer was not."""
-        return {"name": self.choice.key, "reason": self.choice.reason, "file": self._file(self.choice), "problem": self.problem}
+        return {
+            "name": self.choice.key,
+            "reason": self.choice.reason,
+            "file": self._file(self.choice),
+            "in_force": "" if self.in_force is None else self.in_force.key,
+            "problem": self.problem,
+        }
 
     def follow(self, read: Callable[[], str | None]) -> None:
         """From now on ``read`` says what the label is; None while it does not know, and then what was read last counts."""
@@ -112,16 +118,19 @@ class NamedConfiguration:
         return self._with(self.choice)
 
     def _load(self) -> Loaded:
-        """What was chosen; where that cannot be used, what an earlier agent had in force under the same name."""
+        """What was chosen; where that cannot be used, what an earlier agent had in force, under whatever name: the last that was good."""
         sources = self._with(self.choice)
         try:
             return load.load_sources(sources)
         except ConfigError as err:
-            if self._before is None or self._before.key != self.choice.key or not self._before.text:
+            before = self._before
+            if before is None or (before.key and not before.text):
                 raise
             self.journal.record("config.refused", level="error", problems=err.problems, in_force="the settings from before the restart")
+            named = Choice(before.key)
             own = None if sources.file is None else load.read(sources.file)
-            return load.load_contents(sources, load.Contents(own, self._file(self.choice), self._before.text.encode()))
+            text = before.text.encode() if before.key else None
+            return load.load_contents(self._with(named), load.Contents(own, self._file(named), text))
 
     def _choose(self, keys: frozenset[str]) -> None:
         """Choose anew; what cannot be followed is a problem, and the choice before stays."""
@@ -140,7 +149,8 @@ class NamedConfiguration:
 
     def _complain(self, problem: str) -> None:
         if problem and problem != self.problem:
-            self.journal.record("config.named_refused", level="error", problem=problem, in_force=self.choice.key or "none")
+            running = self.choice.key if self.in_force is None else self.in_force.key
+            self.journal.record("config.named_refused", level="error", problem=problem, in_force=running or "none")
         self.problem = problem
 
     def _with(self, choice: Choice) -> Sources:
