@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.config.conftest import Load, Problems
+from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.config.settings import Settings
 
 VALUES = [
@@ -405,3 +406,23 @@ def test_the_namespace_of_the_config_map_must_be_one(problems_of: Problems, name
     """It becomes part of a path that is asked of the API server."""
     (problem,) = problems_of(environment={"DEVICE_CONFIG_NAMESPACE": name})
     assert "environment variable DEVICE_CONFIG_NAMESPACE: expected the name of a namespace" in problem
+
+
+def test_a_shared_resource_that_no_node_can_have_is_named() -> None:
+    """A typing error would share nothing, silently; a MIG profile or a renamed resource may be on another node."""
+    text = """\
+version: v1
+resources: {gpus: [{pattern: "*A100*", name: nvidia.com/a100}]}
+sharing:
+  timeSlicing:
+    resources:
+      - {name: nvidia.com/gpus, replicas: 2}
+      - {name: nvidia.com/a100, replicas: 2}
+      - {name: nvidia.com/mig-1g.5gb, replicas: 2}
+      - {name: nvidia.com/gpu, replicas: 2}
+"""
+    (warning,) = load_content(Sources({}, {}, "config.yaml"), text.encode()).warnings
+    assert warning == (
+        'sharing.timeSlicing.resources[0].name: "nvidia.com/gpus" is no resource of any node; expected nvidia.com/gpu, '
+        "nvidia.com/mig-<profile>, or a name from resources:"
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vgpu_agent.config import iktos, schema
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.settings import split_address
+from vgpu_agent.config.sharing import NVIDIA_GPU
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ _ORDERED = (
     ("mps.backoffMinSeconds", "mps.backoffMaxSeconds"),
     ("tasks.backoffMinSeconds", "tasks.backoffMaxSeconds"),
 )
+_MIG_PREFIX = "nvidia.com/mig-"
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 
 
@@ -102,6 +104,14 @@ def without_effect(settings: Settings) -> Iterator[str]:
         yield "sharing.timeSlicing: has no effect beside sharing.mps, which wins as in NVIDIA's plugin; leave one of them out"
     if settings.iktos.resource_config and (settings.sharing.mps.resources or settings.sharing.time_slicing.resources):
         yield "sharing: has no effect beside iktos.resourceConfig; leave one of them out"
+    known = {NVIDIA_GPU} | {pattern.name for pattern in (*settings.resources.gpus, *settings.resources.mig)}
+    for kind, block in (("timeSlicing", settings.sharing.time_slicing), ("mps", settings.sharing.mps)):
+        for index, entry in enumerate(block.resources):
+            if entry.name not in known and not entry.name.startswith(_MIG_PREFIX):
+                yield (
+                    f"sharing.{kind}.resources[{index}].name: {shown(entry.name)} is no resource of any node; expected {NVIDIA_GPU}, "
+                    f"{_MIG_PREFIX}<profile>, or a name from resources:"
+                )
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:
