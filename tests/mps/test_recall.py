@@ -62,3 +62,14 @@ async def test_a_daemon_that_is_wanted_again_is_recalled_by_nobody(node: Node) -
         assert status.adopted
         assert [entry.resource for entry in supervision.statuses] == [RESOURCE]
         node.pods = ()
+
+
+async def test_a_daemon_that_nobody_wants_does_not_count_for_the_mark(node: Node) -> None:
+    """``.ready`` says that all daemons are up; one that has been ended is none of them."""
+    other = node.plan(2, "nvidia.com/other")
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY), other.resource: (other, NOBODY)})
+        await until(lambda: supervision.why_not(other) == supervision.why_not(node.plan()) == "")
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until(lambda: supervision.statuses[1].state is MpsState.STOPPED)
+        assert (node.root / ".ready").exists()

@@ -77,7 +77,7 @@ class ComputeModes:
         return errors
 
     async def _bring_one(self, uuid: str, mode: str) -> None:
-        if self._set.get(uuid) == mode:
+        if self._set.get(uuid) == mode and self._claims.resource.get(uuid) == self._resource:
             return
         self._set[uuid] = ""
         async with self._claims.lock[uuid]:

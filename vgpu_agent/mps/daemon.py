@@ -124,6 +124,11 @@ class Daemon:
         await self._surroundings.changed()
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether a resource is offered through it; else it ends with its last holder."""
+        return self._wanted is not None
+
+    @property
     def idle(self) -> bool:
         """Whether the daemon can be ended without harm to anybody."""
         return not self._busy

@@ -132,7 +132,8 @@ class Supervision:
 
     async def changed(self) -> None:
         """A daemon has come up, failed or ended."""
-        up = bool(self._daemons) and all(daemon.status.state is MpsState.RUNNING for daemon in self._daemons.values())
+        states = [daemon.status.state for daemon in self._daemons.values() if daemon.is_wanted]
+        up = bool(states) and all(state is MpsState.RUNNING for state in states)
         put = directories.mark if up else directories.unmark
         await asyncio.to_thread(put, self._settings.container_root, directories.READY)
         self._changed()
