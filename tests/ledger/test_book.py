@@ -164,6 +164,19 @@ def test_a_cordoned_device_is_refused_until_it_is_uncordoned(clock: Clock) -> No
     assert book(ledger, U0).ids == (U0,)
 
 
+def test_each_keeper_lifts_his_own_cordon(clock: Clock) -> None:
+    """A GPU that was divided is not open as long as no runtime can name it."""
+    ledger = make(clock, WHOLE)
+    ledger.cordon(U0, "it is being divided", by="division")
+    ledger.cordon(U0, "no CDI spec has its name yet", by="cdi")
+    ledger.uncordon(U0, by="division")
+    with pytest.raises(UnhealthyDeviceError, match="cordoned: no CDI spec"):
+        book(ledger, U0)
+    assert not ledger.has_settled(U0)
+    ledger.uncordon(U0, by="cdi")
+    assert book(ledger, U0).ids == (U0,)
+
+
 def test_an_id_named_twice_is_refused(clock: Clock) -> None:
     """One container cannot hold one id two times."""
     with pytest.raises(CapacityError, match="named twice"):

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _TASK = "cdi specs"
+_KEEPER = "cdi"  # of cordons in the ledger
 
 
 class CdiFound(NamedTuple):
@@ -275,9 +276,9 @@ class CdiSide:
         wanted = self._nameless if by_names else {}
         for device, reason in wanted.items():
             if self._kept_back.get(device) != reason:
-                self._ledger.cordon(device, reason)
+                self._ledger.cordon(device, reason, by=_KEEPER)
         for device in self._kept_back.keys() - wanted.keys():
-            self._ledger.uncordon(device)
+            self._ledger.uncordon(device, by=_KEEPER)
         self._kept_back = dict(wanted)
 
     def _named(self) -> Iterator[tuple[str, Place, str]]:

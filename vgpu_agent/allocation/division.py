@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Inventory
 
+_KEEPER = "division"  # of cordons in the ledger
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Change:
@@ -109,14 +111,14 @@ class Division:
 
     def _begin(self, layout: MigLayout, pod: str, divider: Divider) -> _Change:
         change = self._under_way[layout.gpu] = _Change(layout, pod, asyncio.get_running_loop().create_future())
-        self._ledger.cordon(layout.gpu, f"it is being divided into {_shown(layout)} for {pod}")
+        self._ledger.cordon(layout.gpu, f"it is being divided into {_shown(layout)} for {pod}", by=_KEEPER)
         self._journal.record("mig.dividing", gpu=layout.gpu, profiles=list(layout.profiles), pod=pod)
         divider.divide(layout, lambda reason: self._end(change, reason))
         return change
 
     def _end(self, change: _Change, reason: str) -> None:
         del self._under_way[change.layout.gpu]
-        self._ledger.uncordon(change.layout.gpu)
+        self._ledger.uncordon(change.layout.gpu, by=_KEEPER)
         gpu, profiles = change.layout.gpu, list(change.layout.profiles)
         if reason:
             self._journal.record("mig.not_divided", level="error", gpu=gpu, profiles=profiles, pod=change.pod, reason=reason)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from vgpu_agent.ledger.accounting import Device
+    from vgpu_agent.ledger.cordons import Cordons
     from vgpu_agent.model import Grant, Resource, Share
 
 
@@ -21,13 +22,13 @@ class Surroundings(NamedTuple):
 
     Attributes:
         devices: by UUID.
-        cordoned: device or GPU → the reason.
+        cordons: of devices and of whole GPUs.
         grants: those that are `in_the_way` of the resource in question.
         offers_all_of: whether a grant was made under today's settings.
     """
 
     devices: Mapping[str, Device]
-    cordoned: Mapping[str, str]
+    cordons: Cordons
     grants: Sequence[Grant]
     offers_all_of: Callable[[Grant], bool]
 
@@ -47,7 +48,7 @@ def _own_trouble(device: str, resource: Resource, known: Surroundings) -> str:
     if ill := illness(known.devices, device):
         return ill
     gpu = known.devices[device].gpu
-    if reason := known.cordoned.get(device) or known.cordoned.get(gpu):
+    if reason := known.cordons.reason(device) or known.cordons.reason(gpu):
         return f"cordoned: {reason}"
     if resource.undivided and known.devices[device].divided:
         return "the GPU is in MIG mode, and this resource gives out GPUs that are not divided"

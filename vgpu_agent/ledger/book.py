@@ -18,6 +18,7 @@ from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedL
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
+from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
@@ -43,7 +44,7 @@ class Ledger:
         self.revision: Latest[int] = Latest(0)
         self._clock = clock
         self._devices: dict[str, Device] = {}
-        self._cordoned: dict[str, str] = {}
+        self._cordons = Cordons()
         self._offers = Offers()
         self._grants = Grants(self._offers)
         self._reconciliation = Reconciliation(self._grants, clock)
@@ -76,19 +77,19 @@ class Ledger:
         if self._grants.restate(stand_for) or changed:
             self._changed()
 
-    def cordon(self, device: str, reason: str) -> None:
-        """Give nothing of ``device`` to new containers; who holds it keeps it."""
-        self._cordoned[device] = reason
+    def cordon(self, device: str, reason: str, *, by: str = "") -> None:
+        """Give nothing of ``device`` to new containers, as ``by`` wishes; who holds it keeps it."""
+        self._cordons.set(device, by, reason)
         self._changed()
 
-    def uncordon(self, device: str) -> None:
-        """Take a cordon back."""
-        if self._cordoned.pop(device, None) is not None:
+    def uncordon(self, device: str, *, by: str = "") -> None:
+        """Take the cordon of ``by`` back."""
+        if self._cordons.lift(device, by):
             self._changed()
 
     def has_settled(self, device: str) -> bool:
         """Whether the book knows ``device`` and nobody keeps it back; its health is another matter."""
-        return device in self._devices and device not in self._cordoned
+        return device in self._devices and not self._cordons.reason(device)
 
     # -- reading ----------------------------------------------------------------------------------------------------------------------
 
@@ -339,13 +340,12 @@ class Ledger:
         Returns:
             What was changed. A grant leaves after two passes in a row that do not know it: one alone may be kubelet's own gap.
         """
-        initial = initial or not self.rebuilt
         corrections = self._reconciliation.run(
             records,
             interpret,
             reservation_seconds=reservation_seconds,
             newest=newest,
-            initial=initial,
+            initial=initial or not self.rebuilt,
             may_release=may_release,
             still_runs=still_runs,
         )
@@ -363,7 +363,7 @@ class Ledger:
         """Why nothing of a device may be given out now, empty when it may: of ``devices``, or of all that ``resource`` offers, in order."""
         asked = self._offers.devices(resource) if devices is None else devices
         grants = availability.in_the_way(resource, self._grants.by_number.values())
-        known = availability.Surroundings(self._devices, self._cordoned, grants, self._grants.offers_all_of)
+        known = availability.Surroundings(self._devices, self._cordons, grants, self._grants.offers_all_of)
         return {device: availability.trouble(device, resource, known) for device in asked}
 
     def _refuse_troubled(self, resource: Resource, wanted: Mapping[str, str]) -> None:
