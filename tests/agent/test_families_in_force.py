@@ -178,8 +178,25 @@ async def test_what_is_odd_is_said_once(tmp_path: Path) -> None:
         assert parts.families.cautions == ()
 
 
-async def test_two_families_that_name_one_slice_are_not_offered_both(tmp_path: Path) -> None:
-    """The first keeps it; the other is withheld with the reason, and who has something of it keeps that (kubelet contract V17)."""
+async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path: Path) -> None:
+    """The first keeps the name; the other is withheld with the reason, until the first is gone."""
+    settings = await with_mig(tmp_path, "mixed")
+    async with wired(settings, in_mig_mode(both=False)) as parts:
+        await parts.families.apply(settings)
+        static = VolcanoStaticMigFamily(StaticMigOptions("mixed", prefix="nvidia.com"))
+        both = (*parts.families._families.by_ids, static)
+        parts.families._families = dataclasses.replace(parts.families._families, by_ids=both)
+        parts.families.refresh()
+        await parts.offering.sync()
+        assert parts.offered == {GPU: 1, MIG: 7}
+        assert "turn one of the families off" in parts.offering.withheld[MIG]
+        parts.families._families = dataclasses.replace(parts.families._families, by_ids=both[:1])
+        await look_again(parts)
+        assert parts.offering.withheld == {}
+
+
+async def test_two_families_may_have_the_same_slices(tmp_path: Path) -> None:
+    """Each slice serves one of them at a time; while one has it, it is Unhealthy for the other."""
     settings = await with_mig(tmp_path, "mixed")
     async with wired(settings, in_mig_mode(both=False)) as parts:
         await parts.families.apply(settings)
@@ -187,11 +204,9 @@ async def test_two_families_that_name_one_slice_are_not_offered_both(tmp_path: P
         parts.families._families = dataclasses.replace(parts.families._families, by_ids=(*parts.families._families.by_ids, static))
         parts.families.refresh()
         await parts.offering.sync()
-        assert parts.offered == {GPU: 1, MIG: 7}
-        assert "turn one of the families off" in parts.offering.withheld["volcano.sh/mig-1g.5gb"]
+        assert parts.offered == {GPU: 1, MIG: 7, "volcano.sh/mig-1g.5gb": 7}
         holding = Holding("volcano.sh/mig-1g.5gb", (SLICES[0],), Owner("main", "uid-1", "default", "train"))
         parts.allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60, initial=True)
         assert [(grant.family, grant.ids) for grant in parts.ledger.grants] == [("volcano-vgpu-mig", (SLICES[0],))]
-        parts.families._families = dataclasses.replace(parts.families._families, by_ids=parts.families._families.by_ids[:1])
-        await look_again(parts)
-        assert parts.offering.withheld == {}
+        assert not any(entry.healthy for entry in parts.ledger.listing(MIG))
+        assert all(entry.healthy for entry in parts.ledger.listing("volcano.sh/mig-1g.5gb"))

@@ -39,19 +39,30 @@ UNITS, REPLICAS, SPLIT = MEMORY_MIB // UNIT_MIB, 3, 4
 GPU, SHARED, VGPU = "nvidia.com/gpu", "nvidia.com/gpu.shared", "k8s.amazonaws.com/vgpu"
 SLICES = ("nvidia.com/mig-1g.5gb", "nvidia.com/mig-3g.20gb")
 NUMBER, MEMORY, GPUSHARE = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/gpu-memory"
+CARDS = "volcano.sh/gpu-number"
 NVIDIA = {
     "whole": NvidiaOptions(mig_strategy="mixed"),
     "replicas": shared_by(REPLICAS, published=SHARED, mig_strategy="mixed"),
     "replicas of slices": shared_by(REPLICAS, name=SLICES[0], mig_strategy="mixed"),
     "MIG unseen": shared_by(REPLICAS, published=SHARED),
 }
-# The ids of AWS's family and of volcano-vgpu are alike, so a node offers one of them at most.
+# Of AWS's family and volcano-vgpu the ids are alike, and of whole GPUs under two names.
 BY_IDS: dict[str, Callable[[], IdFamily]] = {"aws": lambda: AwsFamily(AwsOptions(vgpus=SPLIT))}
 BY_POD: dict[str, Callable[[], PodFamily]] = {
     "volcano-vgpu": lambda: VolcanoVgpuFamily(VolcanoVgpuOptions(split=SPLIT, factor=UNIT_MIB), NoIsolation()),
     "volcano-gpushare": lambda: VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, lists=ListOptions())),
+    "whole cards": lambda: VolcanoGpushareFamily(VolcanoGpushareOptions(strategy="number", lists=ListOptions())),
 }
-MIXES = ((), ("aws",), ("volcano-vgpu",), ("volcano-gpushare",), ("aws", "volcano-gpushare"), ("volcano-vgpu", "volcano-gpushare"))
+MIXES = (
+    (),
+    ("aws", "volcano-vgpu", "volcano-gpushare"),
+    ("aws", "whole cards"),
+    ("aws",),
+    ("volcano-vgpu",),
+    ("volcano-gpushare",),
+    ("aws", "volcano-gpushare"),
+    ("volcano-vgpu", "volcano-gpushare"),
+)
 
 
 def gpu(place: int, *, ill: bool, profiles: Sequence[str] = (), cut: int = 0) -> Gpu:
@@ -109,6 +120,11 @@ class MixedFamilies(RuleBasedStateMachine):
     def a_pod_wants_a_budget(self, units: int) -> None:
         """By memory on one GPU that nothing limits."""
         self._admit({GPUSHARE: units})
+
+    @rule(count=st.integers(1, 2))
+    def a_pod_wants_cards(self, count: int) -> None:
+        """Whole ones, by Volcano's name."""
+        self._admit({CARDS: count})
 
     @rule(chosen=st.integers(0, 100))
     @precondition(lambda self: self.limits)
@@ -197,7 +213,7 @@ class MixedFamilies(RuleBasedStateMachine):
         """No more containers, or ids of containers, on a device than it has places."""
         for device, names in self._reached().items():
             (kind,) = {self._kind(name) for name in names}
-            most = {GPU: 1, SHARED: REPLICAS, VGPU: SPLIT, NUMBER: SPLIT, GPUSHARE: UNITS}.get(
+            most = {GPU: 1, SHARED: REPLICAS, VGPU: SPLIT, NUMBER: SPLIT, GPUSHARE: UNITS, CARDS: 1}.get(
                 kind, self.of_slices[kind] if kind in SLICES else 0
             )
             ids = [id_ for name in names for id_ in self.node.kubelet.pods[name].held.get(kind, ())]
@@ -266,7 +282,7 @@ def _family(resource: str) -> str:
         return "aws"
     if resource.startswith("nvidia.com/"):
         return "nvidia"
-    return "volcano-gpushare" if resource == GPUSHARE else "volcano-vgpu"
+    return "volcano-gpushare" if resource in (GPUSHARE, CARDS) else "volcano-vgpu"
 
 
 MixedFamilies.TestCase.settings = settings(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
-from vgpu_agent.device_ids import DeviceId
-from vgpu_agent.ledger.offers import Offers
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
+from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.model import Decider, Resource
 
 NAME = "example.com/number"
@@ -66,3 +67,32 @@ def test_one_name_is_offered_once() -> None:
     twin = dataclasses.replace(WIDE, family="other", ids=(DeviceId("b", "GPU-1"),))
     with pytest.raises(ValueError, match=r"example.com/number is offered by number and by other"):
         Offers().replace([WIDE, twin])
+
+
+@pytest.mark.parametrize("ids", [(DeviceId("a", "GPU-1"),), NumberedIds((IdBlock("", 1, "GPU-1"),))], ids=["listed", "numbered"])
+def test_an_id_is_offered_once_within_a_family(ids: Sequence[DeviceId]) -> None:
+    """kubelet contract V17: it would mix the health of the two up."""
+    first = dataclasses.replace(WIDE, ids=ids)
+    with pytest.raises(ValueError, match=r"device id (a|0) is offered by example.com/number and by example.com/memory"):
+        Offers().replace([first, dataclasses.replace(first, name="example.com/memory")])
+
+
+def test_families_may_have_ids_alike() -> None:
+    """Their plugins never stood on one node; which resource an id is of, kubelet always says."""
+    other = dataclasses.replace(WIDE, name="example.org/gpu", family="other", ids=(DeviceId("a", "GPU-2"),))
+    numbered = dataclasses.replace(WIDE, name="example.net/gpu", family="third", ids=NumberedIds((IdBlock("a", 2, "GPU-3"),)))
+    plain = dataclasses.replace(WIDE, name="example.edu/gpu", family="fourth", ids=(DeviceId("a1", "GPU-4"),))
+    offers = after()
+    offers.replace([WIDE, other, numbered, plain])
+    assert [offers.device(name, "a") for name in (NAME, "example.org/gpu", "example.net/gpu")] == ["GPU-1", "GPU-2", None]
+    assert [offers.device(name, "a1") for name in ("example.net/gpu", "example.edu/gpu")] == ["GPU-3", "GPU-4"]
+    assert [(one.name, two.name, id_) for one, two, id_ in alike(offers.by_name.values())] == [
+        (NAME, "example.org/gpu", "a"),
+        ("example.net/gpu", "example.edu/gpu", "a1"),
+    ]
+
+
+def test_a_resource_offers_an_id_once() -> None:
+    """Such a list would be nonsense to kubelet."""
+    with pytest.raises(ValueError, match=r"example.com/number offers a device id twice"):
+        Offers().replace([dataclasses.replace(WIDE, ids=(*WIDE.ids, *WIDE.ids))])

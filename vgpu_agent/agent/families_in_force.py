@@ -17,7 +17,7 @@ from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import CarrierError, ConfigError
 from vgpu_agent.families.volcano_vgpu_offer import MIG
-from vgpu_agent.ledger.offers import Offers
+from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.hami_library import HamiLibrary
 
 if TYPE_CHECKING:
@@ -179,7 +179,12 @@ class FamiliesInForce:
 
     def _caution(self, offered: list[Resource], others: list[str]) -> None:
         node = self._cluster.node
-        found = (*long_status.cautions(offered, node.kubelet_version if node else ""), *others)
+        same = (
+            f"{one.name} and {other.name} have the same ids, as in the plugins that they come from; when a device changes its health, the "
+            "kubelet (feature ResourceHealthStatus) may refresh the status of the other one's pod"
+            for one, other, _ in alike(offered)
+        )
+        found = (*long_status.cautions(offered, node.kubelet_version if node else ""), *others, *same)
         for text in found:
             if text not in self.cautions:
                 self._journal.record("config.caution", level="warning", problem=text)

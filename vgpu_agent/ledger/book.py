@@ -70,7 +70,7 @@ class Ledger:
         are still offered have what ``stand_for`` says they stand for now, as they would after a restart.
 
         Raises:
-            ValueError: an id occurs in two resources (kubelet contract V17): kubelet would mix their health up.
+            ValueError: a name occurs twice, or an id in two resources of a family (kubelet contract V17).
         """
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)

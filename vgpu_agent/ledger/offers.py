@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from vgpu_agent.device_ids import DeviceId
     from vgpu_agent.model import Resource
+
+
+def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, str]]:
+    """Each pair of resources that have an id in common, and one such id.
+
+    The replaced plugins never stood on one node, and some give their ids the same form. A device serves one family at a time, so at most
+    one of the two has a holder whose health an id tells of.
+    """
+    for one, other in itertools.combinations(resources, 2):
+        few, many = sorted((one, other), key=lambda each: isinstance(each.ids, NumberedIds))
+        if (id_ := _common(few.ids, many.ids)) is not None:
+            yield one, other, id_
+
+
+def _common(few: Sequence[DeviceId], many: Sequence[DeviceId]) -> str | None:
+    if not isinstance(many, NumberedIds):
+        known = {entry.id for entry in many}
+        return next((entry.id for entry in few if entry.id in known), None)
+    if not isinstance(few, NumberedIds):
+        return next((entry.id for entry in few if many.device(entry.id) is not None), None)
+    prefixes = {block.prefix for block in few.blocks if block.count}
+    return next((f"{block.prefix}0" for block in many.blocks if block.count and block.prefix in prefixes), None)
 
 
 class Offers:
@@ -22,36 +45,35 @@ class Offers:
         self.by_name: dict[str, Resource] = {}
         self._wider: dict[str, Resource] = {}  # as they were when some of today's grants were made, where the pod decides
         self.version = 0  # moves on when what is offered has changed
-        self._ids: dict[str, tuple[str, DeviceId]] = {}  # id → (resource, id)
+        self._devices: dict[str, dict[str, str]] = {}  # resource → id → device
 
     def replace(self, resources: Iterable[Resource], held: Collection[str] = ()) -> bool:
         """Offer exactly ``resources`` from now on; whether that changed anything. Of those in ``held``, wider limits are remembered.
 
         Raises:
-            ValueError: a name, or an id (kubelet contract V17), is offered twice: kubelet would mix their health up.
+            ValueError: a name, or within one family an id (kubelet contract V17), is offered twice: kubelet would mix their health up.
         """
         offered: dict[str, Resource] = {}
         for resource in resources:
             if (twin := offered.setdefault(resource.name, resource)) is not resource:
                 raise ValueError(f"{resource.name} is offered by {twin.family} and by {resource.family}")
-        ids: dict[str, tuple[str, DeviceId]] = {}
-        prefixes: dict[str, str] = {}
-        for resource in offered.values():
-            if isinstance(resource.ids, NumberedIds):
-                for block in resource.ids.blocks:
-                    if (other := prefixes.setdefault(block.prefix, resource.name)) != resource.name:
-                        raise ValueError(f"device ids {block.prefix}… are offered by {other} and by {resource.name}")
-                continue
-            for device_id in resource.ids:
-                if device_id.id in ids:
-                    raise ValueError(f"device id {device_id.id} is offered by {ids[device_id.id][0]} and by {resource.name}")
-                ids[device_id.id] = (resource.name, device_id)
+        for one, other, id_ in alike(offered.values()):
+            if one.family == other.family:
+                raise ValueError(f"device id {id_} is offered by {one.name} and by {other.name}")
+        devices = {
+            resource.name: {device_id.id: device_id.device for device_id in resource.ids}
+            for resource in offered.values()
+            if not isinstance(resource.ids, NumberedIds)
+        }
+        for name, listed in devices.items():
+            if len(listed) < len(offered[name].ids):
+                raise ValueError(f"{name} offers a device id twice")
         changed = offered != self.by_name
         if changed:
             known = (resource for name, resource in self.by_name.items() if name in held)
             wider = {resource.name: self.at_its_widest(resource) for resource in known if resource.decided_by is Decider.POD}
             self._wider = {name: resource for name, resource in {**self._wider, **wider}.items() if name in held}
-        self.by_name, self._ids = offered, ids
+        self.by_name, self._devices = offered, devices
         self.version += changed
         return changed
 
@@ -60,8 +82,7 @@ class Offers:
         offered = self.by_name.get(resource)
         if offered is not None and isinstance(offered.ids, NumberedIds):
             return offered.ids.device(id_)
-        name, device_id = self._ids.get(id_, ("", None))
-        return device_id.device if device_id and name == resource else None
+        return self._devices.get(resource, {}).get(id_)
 
     def at_its_widest(self, resource: Resource) -> Resource:
         """``resource`` with the widest limits under which any of its grants may have been made; those grants are not unsound now."""
