@@ -91,6 +91,8 @@ def _type(command: str) -> None:
 @pytest.fixture
 def demos(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
     """Starts demos, and ends what a failed test leaves of them."""
+    # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     started: list[Demo] = []
 
     def start(*flags: str) -> Demo:
@@ -102,6 +104,7 @@ def demos(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
         if demo.process.poll() is None:
             demo.process.terminate()
             demo.process.wait(_SECONDS)
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=["SIGTERM", "closed terminal", "Ctrl-C"])
