@@ -45,7 +45,7 @@ def _nothing_blocks() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nobody_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test has no business in the mount table of the machine."""
-    monkeypatch.setattr(directories, "mount_tmpfs", lambda *_: None)
+    monkeypatch.setattr(directories, "share_memory", lambda *_, **__: None)
 
 
 class Node:
