@@ -8,6 +8,7 @@ import io
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
@@ -18,6 +19,10 @@ from vgpu_agent.model import Inventory
 
 # Some tests import grpcio before the simulator, which says the same and why.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# How long one example takes tells of what else the machine does; what is to be quick has a test that says so.
+hypothesis.settings.register_profile("vgpu-agent", deadline=None)
+hypothesis.settings.load_profile("vgpu-agent")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -215,3 +215,6 @@ async def test_a_tool_that_not_even_a_signal_ends_holds_nobody_up(tool: Tool, tm
             await generate(options, vendor=VENDOR, name="gpu", mode="auto", id_strategy="uuid", stuck=stuck)
         assert time.monotonic() - began < 3
     assert len((await asyncio.to_thread((tmp_path / "pids").read_text)).split()) == 1
+    assert stuck.process is not None
+    stuck.process.kill()
+    await stuck.process.communicate()  # the loop of this test ends before it, and must not be asked to collect it
