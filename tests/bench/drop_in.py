@@ -54,6 +54,7 @@ async def serving(node: Node) -> AsyncIterator[Node]:
         await node.agent.start()
         await node.agent.until_ready()
         await node.kubelet.until(lambda: bool(node.kubelet.resource(GPU).healthy))  # the list comes a moment after the stream
+        await asyncio.sleep(2)  # let the start settle: the first comparison with kubelet's records comes after a second
         yield node
     finally:
         await node.agent.kill()
@@ -81,14 +82,14 @@ async def preferences(folder: Path) -> list[Figure]:
     for gpus, limit in ((8, 3), (16, 20)):
         async with serving(Node(folder / f"whole-{gpus}", gpus=gpus, settings={})) as node:
             for size in (2, gpus // 2, gpus - 1):
-                slowest = max(await _preferences(node, size, calls=50))
-                how = "all free; round trip of a grpcio client, worst of 50"
-                figures.append(Figure(f"GetPreferredAllocation, {size} of {gpus} GPUs", slowest * 1000, limit, "ms", how))
+                slow = percentile(await _preferences(node, size, calls=200), 99)
+                how = "all free; round trip of a grpcio client, p99 of 200"
+                figures.append(Figure(f"GetPreferredAllocation, {size} of {gpus} GPUs", slow * 1000, limit, "ms", how))
     sharing = {"timeSlicing": {"resources": [{"name": GPU, "replicas": 64}]}}
     async with serving(Node(folder / "replicas", gpus=16, settings={"sharing": sharing})) as node:
-        slowest = max(await _preferences(node, 16, calls=50))
-        how = "all free, 16 wanted; round trip of a grpcio client, worst of 50"
-        figures.append(Figure("GetPreferredAllocation, 64 replicas × 16 GPUs", slowest * 1000, 50, "ms", how))
+        slow = percentile(await _preferences(node, 16, calls=200), 99)
+        how = "all free, 16 wanted; round trip of a grpcio client, p99 of 200"
+        figures.append(Figure("GetPreferredAllocation, 64 replicas × 16 GPUs", slow * 1000, 50, "ms", how))
     return figures
 
 
