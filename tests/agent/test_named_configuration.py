@@ -92,9 +92,9 @@ def journalled(named: NamedConfiguration, event: str) -> list[Mapping[str, Any]]
     return [entry.facts for entry in named.journal.entries if entry.event == event]
 
 
-async def remember(tmp_path: Path, **facts: str | None) -> None:
+async def remember(tmp_path: Path, **facts: Any) -> None:
     """What an agent before this one has left."""
-    await Memory(str(tmp_path / "state")).keep(Remembered(NODE, **facts))  # type: ignore[arg-type] # names of fields
+    await Memory(str(tmp_path / "state")).keep(Remembered(NODE, **facts))
 
 
 async def test_without_a_directory_nothing_is_asked_and_nothing_chosen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -23,16 +24,16 @@ def replicas_of(*uuids: str, count: int) -> list[str]:
     return [f"{uuid}::{number}" for uuid in uuids for number in range(count)]
 
 
-def one_slice(profile: str, **changes: object) -> Inventory:
+def one_slice(profile: str, **changes: Any) -> Inventory:
     """GPU 1 with a single slice of that profile."""
     (instance,) = golden_slices(count=1)
-    changed = dataclasses.replace(instance, profile=profile, **changes)  # type: ignore[arg-type]  # fields of a MigInstance
+    changed = dataclasses.replace(instance, profile=profile, **changes)
     return with_slices(golden_inventory(), U1=(changed,))
 
 
-def entries(*shared: SharedEntry, **options: object) -> NvidiaOptions:
+def entries(*shared: SharedEntry, **options: Any) -> NvidiaOptions:
     """Options with several entries about sharing."""
-    return NvidiaOptions(shared=shared, **options)  # type: ignore[arg-type]  # fields of NvidiaOptions
+    return NvidiaOptions(shared=shared, **options)
 
 
 # -- the vectors ----------------------------------------------------------------------------------------------------------------------

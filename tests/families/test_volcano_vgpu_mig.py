@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -239,9 +240,9 @@ def test_a_place_that_cannot_be_told_any_more_stays_as_it_is() -> None:
     assert IDS not in wishes_for(f"{U1}[group2-0]", "MIG-2-0", instead="nonsense")
 
 
-def view(inventory: Inventory, **room: object) -> NodeView:
+def view(inventory: Inventory, **room: Any) -> NodeView:
     """The Node as it stands, with nothing on it."""
-    rooms = tuple(dataclasses.replace(DeviceRoom(gpu.uuid, "", 40960), **room) for gpu in inventory.gpus)  # type: ignore[arg-type]
+    rooms = tuple(dataclasses.replace(DeviceRoom(gpu.uuid, "", 40960), **room) for gpu in inventory.gpus)
     return NodeView(Node(NODE), inventory, {NUMBER: rooms}, {}, 0.0)
 
 

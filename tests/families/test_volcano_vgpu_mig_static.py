@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,9 @@ from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import Inventory, Resource, Share
 
 
-def mixed(**options: object) -> VolcanoStaticMigFamily:
+def mixed(**options: Any) -> VolcanoStaticMigFamily:
     """The strategy mixed."""
-    return VolcanoStaticMigFamily(dataclasses.replace(StaticMigOptions("mixed"), **options))  # type: ignore[arg-type]
+    return VolcanoStaticMigFamily(dataclasses.replace(StaticMigOptions("mixed"), **options))
 
 
 def single() -> VolcanoStaticMigFamily:

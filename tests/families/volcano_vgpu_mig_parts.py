@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tests.families.volcano_vgpu_golden import NODE, NUMBER, U0, U1
 from vgpu_agent.config.volcano_files import read_device_config
@@ -57,10 +58,10 @@ def node(*of_u0: str, of_u1: Sequence[str] = ()) -> Inventory:
     return Inventory(version=1, gpus=(a_gpu(U0, *of_u0), a_gpu(U1, *of_u1, index=1)))
 
 
-def mig_family(**options: object) -> VolcanoVgpuMigFamily:
+def mig_family(**options: Any) -> VolcanoVgpuMigFamily:
     """The family on that node, with every MiB as an id and a kubelet that takes as many."""
     known = VolcanoVgpuOptions(factor=1, mode=MIG, geometries=GEOMETRIES, message_budget_bytes=10**9)
-    return VolcanoVgpuMigFamily(dataclasses.replace(known, **options))  # type: ignore[arg-type]
+    return VolcanoVgpuMigFamily(dataclasses.replace(known, **options))
 
 
 def taken(**by: str) -> Mapping[str, Grant]:

@@ -217,12 +217,15 @@ class CdiSide:
 
     # -- how it is done ---------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _by_names(self) -> bool:
+        return any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy)
+
     def _needed(self) -> bool:
-        strategies = self._settings.plugin.device_list_strategy
-        return self._settings.cdi.inline or any(strategy in CDI_STRATEGIES for strategy in strategies)
+        return self._settings.cdi.inline or self._by_names
 
     def _is_told_by_names(self, resource: Resource) -> bool:
-        if any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy):
+        if self._by_names:
             return True
         return self._settings.cdi.inline and resource.decided_by is not Decider.IDS and self._is_late()
 
@@ -272,8 +275,7 @@ class CdiSide:
         }
         self._nameless = dict.fromkeys(missing, why) if self._needed() and not one_for_all else {}
         self._wrong_names = frozenset(missing.values())
-        by_names = any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy)
-        wanted = self._nameless if by_names else {}
+        wanted = self._nameless if self._by_names else {}
         for device, reason in wanted.items():
             if self._kept_back.get(device) != reason:
                 self._ledger.cordon(device, reason, by=_KEEPER)

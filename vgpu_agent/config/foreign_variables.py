@@ -41,10 +41,6 @@ class _Variable:
     words: tuple[str, ...] = ()
 
 
-def _vgpu(settings: Settings) -> bool:
-    return settings.families.volcano_vgpu
-
-
 def _gpushare(settings: Settings) -> bool:
     return settings.families.volcano_gpushare
 

@@ -80,11 +80,6 @@ class ListOptions:
     enabled: tuple[str, ...] = ()
     cdi_modes: tuple[str, ...] = ()
 
-    @property
-    def names_devices_by_cdi(self) -> bool:
-        """Whether answers have CDI names in them, so that a spec must have those names before anybody is answered."""
-        return any(strategy in CDI_STRATEGIES for strategy in self.strategies)
-
 
 def visible_device(uuid: str, inventory: Inventory) -> VisibleDevice | None:
     """The GPU or MIG instance of that UUID; None when the driver does not show it."""
