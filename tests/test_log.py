@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from vgpu_agent import log
+from vgpu_agent.concurrency import Supervisor
 
 
 @pytest.fixture
@@ -37,6 +39,22 @@ def test_an_exception_stays_on_one_line(lines: io.StringIO) -> None:
     log.get("x").error("task.restarting", exc_info=RuntimeError("boom"))
     (line,) = lines.getvalue().splitlines()
     assert json.loads(line)["exception"][0]["exc_value"] == "boom"
+
+
+async def test_a_traceback_that_is_logged_from_the_loop_is_not_lost(lines: io.StringIO) -> None:
+    """The detector of blocked loops lets it pass, or tests would show no word of what the agent's loops complain of."""
+    called = asyncio.Event()
+
+    async def fail() -> None:
+        called.set()
+        raise RuntimeError("boom")
+
+    async with Supervisor(backoff_min_seconds=60, backoff_max_seconds=60) as supervisor:
+        supervisor.start("failing", fail)
+        await called.wait()
+        await supervisor.stop("failing")
+    (line,) = map(json.loads, lines.getvalue().splitlines())
+    assert (line["msg"], line["task"], line["exception"][0]["exc_value"]) == ("task.restarting", "failing", "boom")
 
 
 def test_the_level_can_be_changed_while_running(lines: io.StringIO) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
+from tests.replacing import replace_text
 from vgpu_agent.agent.cdi_side import CdiSide
 from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Binding, Cluster
@@ -95,7 +96,7 @@ async def supervisor() -> AsyncIterator[Supervisor]:
 def _write_toolkits_spec(folder: Path, *names: str) -> None:
     folder.mkdir(exist_ok=True)
     devices = [{"name": name, "containerEdits": {"env": ["A=b"]}} for name in names]
-    (folder / "nvidia.json").write_text(json.dumps({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}))
+    replace_text(folder / "nvidia.json", json.dumps({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}))
 
 
 async def test_nothing_is_made_where_no_names_are_answered(tmp_path: Path, supervisor: Supervisor) -> None:
