@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 
+class NotYet(str):
+    """A reason that passes by itself within seconds, as a daemon that is being started; any other is trouble."""
+
+    __slots__ = ()
+
+
 class PluginState(enum.StrEnum):
     """Where a plugin server stands with kubelet."""
 

@@ -26,6 +26,7 @@ from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Inventory, MigInstance, Resource
 from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
 from vgpu_agent.sim.state import SimulatedNode
+from vgpu_agent.status import NotYet
 
 VENDOR = "k8s.device-plugin.nvidia.com"
 GPUS = Resource("nvidia.com/gpu", "nvidia", tuple(DeviceId(uuid, uuid, 0) for uuid in (U0, U1)))
@@ -128,6 +129,7 @@ async def test_trouble_is_the_reason_and_ends_by_itself(tmp_path: Path, supervis
     await asyncio.to_thread(side.tool.misbehave, fail="Driver Not Loaded")
     await side.begin()
     assert "Driver Not Loaded" in side.withheld()
+    assert not isinstance(side.withheld(), NotYet)
     assert side.healthy == []
     with pytest.raises(CarrierError, match="kubelet will ask again"):
         await side.side.inline([f"{VENDOR}/gpu={U1}"])
@@ -142,6 +144,7 @@ async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(tmp_path:
     async with asyncio.timeout(5):
         await side.begin()
     assert side.withheld() == "the CDI spec of this node's GPUs is being made"
+    assert isinstance(side.withheld(), NotYet)
     await supervisor.stop("cdi specs")
 
 
@@ -172,6 +175,7 @@ async def test_a_slice_is_kept_back_until_it_has_a_name(tmp_path: Path, supervis
     side.ledger.offer([dataclasses.replace(GPUS, ids=GPUS.ids[:1]), by_profile])
     assert [listed.healthy for listed in side.ledger.listing(by_profile.name)] == [False]
     assert "no CDI spec has its name yet" in side.withheld(by_profile)
+    assert isinstance(side.withheld(by_profile), NotYet)
     assert side.withheld() == ""
 
     task = asyncio.ensure_future(side.side.follow(_nothing))

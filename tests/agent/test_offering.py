@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from vgpu_agent.agent.offering import Offering
 from vgpu_agent.allocation.allocator import Allocator
@@ -19,7 +21,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Inventory, Resource
-from vgpu_agent.status import KubeletStatus
+from vgpu_agent.status import KubeletStatus, NotYet
 
 
 def resource(name: str, ids: int = 1) -> Resource:
@@ -40,6 +42,7 @@ class Node:
             directory=DirectoryWatch(settings.device_plugin_directory, poll_seconds=5, journal=self.journal, status=KubeletStatus()),
             supervisor=supervisor,
             journal=self.journal,
+            patience_seconds=30,
         )
 
     async def offer(self, *resources: Resource) -> None:
@@ -58,10 +61,15 @@ class Node:
         return [report.name for report in self.supervisor.reports]
 
 
+def withheld(lines: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Level and reason of each line that says why something is not served."""
+    return [(line["log_level"], line["reason"]) for line in lines if line["event"] == "plugin.withheld"]
+
+
 @contextlib.asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[Node]:
+async def running(directory: Path, *, seconds: float = 10) -> AsyncIterator[Node]:
     """A node whose loops end with the test, in time or not at all."""
-    async with asyncio.timeout(10), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+    async with asyncio.timeout(seconds), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
         yield Node(supervisor, directory)
 
 
@@ -99,6 +107,67 @@ async def test_a_gate_withholds_one_resource_until_it_opens(tmp_path: Path) -> N
         missing.clear()
         await node.offering.sync()
         assert (node.served, node.offering.withheld) == (["nvidia.com/gpu", "nvidia.com/gpu.shared"], {})
+
+
+@pytest.mark.looptime
+async def test_waiting_for_what_is_on_its_way_is_no_error(tmp_path: Path) -> None:
+    """The ordinary start of a daemon: shown in the readiness, and logged as information."""
+    async with running(tmp_path) as node:
+        reasons = [NotYet("the daemon is being started")]
+        node.offering.gates.append(lambda _: reasons[0])
+        with capture_logs() as lines:
+            await node.offer(resource("nvidia.com/gpu"))
+            assert node.offering.withheld == {"nvidia.com/gpu": "nvidia.com/gpu: the daemon is being started"}
+            reasons[0] = NotYet("")
+            await node.offering.sync()
+            await asyncio.sleep(9)
+        assert withheld(lines) == [("info", "nvidia.com/gpu: the daemon is being started")]
+        assert (node.served, node.offering.withheld) == (["nvidia.com/gpu"], {})
+
+
+@pytest.mark.looptime
+async def test_a_wait_that_fails_is_an_error_at_once(tmp_path: Path) -> None:
+    """The daemon was refused: trouble has no patience, and what was said of the wait is not said of it again."""
+    async with running(tmp_path, seconds=100) as node:
+        reasons: list[str] = [NotYet("the daemon is being started")]
+        node.offering.gates.append(lambda _: reasons[0])
+        with capture_logs() as lines:
+            await node.offer(resource("nvidia.com/gpu"))
+            reasons[:] = ["no permission"]
+            await node.offering.sync()
+            await asyncio.sleep(40)
+        assert withheld(lines) == [("info", "nvidia.com/gpu: the daemon is being started"), ("error", "nvidia.com/gpu: no permission")]
+
+
+@pytest.mark.looptime
+async def test_a_wait_that_does_not_end_is_an_error(tmp_path: Path) -> None:
+    """Said once, however often the steps on the way change; the readiness has shown it all the time."""
+    async with running(tmp_path, seconds=100) as node:
+        reasons = [NotYet("the daemon is about to be started")]
+        node.offering.gates.append(lambda _: reasons[0])
+        with capture_logs() as lines:
+            await node.offer(resource("nvidia.com/gpu"))
+            await asyncio.sleep(20)
+            reasons[:] = [NotYet("the daemon is being started")]
+            await node.offering.sync()
+            await asyncio.sleep(60)
+            await node.offering.sync()
+        assert [line for line in withheld(lines) if line[0] == "error"] == [
+            ("error", "nvidia.com/gpu: the daemon is being started, for 30 s by now")
+        ]
+        assert node.offering.withheld == {"nvidia.com/gpu": "nvidia.com/gpu: the daemon is being started"}
+
+
+@pytest.mark.looptime
+async def test_a_wait_for_what_is_no_longer_offered_ends_silently(tmp_path: Path) -> None:
+    """Sharing was switched off while the daemon started."""
+    async with running(tmp_path, seconds=100) as node:
+        node.offering.gates.append(lambda _: NotYet("the daemon is being started"))
+        with capture_logs() as lines:
+            await node.offer(resource("nvidia.com/gpu"))
+            await node.offer()
+            await asyncio.sleep(40)
+        assert [level for level, _ in withheld(lines)] == ["info"]
 
 
 @pytest.mark.parametrize("turns", range(1, 7))

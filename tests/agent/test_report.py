@@ -67,6 +67,7 @@ class Parts:
             directory=DirectoryWatch(path, poll_seconds=5, journal=journal, status=self.kubelet),
             supervisor=supervisor,
             journal=journal,
+            patience_seconds=30,
         )
         self.containers: Latest[tuple[ContainerUsage, ...]] = Latest(())
         self.cluster, self.refusals = ClusterSide(settings, journal, supervisor), Refusals()

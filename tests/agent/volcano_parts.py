@@ -83,6 +83,7 @@ class Wired:
             directory=DirectoryWatch(kubelet.device_plugin_directory, poll_seconds=5, journal=self.journal, status=KubeletStatus()),
             supervisor=supervisor,
             journal=self.journal,
+            patience_seconds=30,
         )
         self.families = FamiliesInForce(
             settings,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
 from vgpu_agent.sim.mps_tools import daemon_pid, end_daemon
-from vgpu_agent.status import MpsState
+from vgpu_agent.status import MpsState, NotYet
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -69,8 +69,10 @@ async def test_nothing_is_offered_before_the_limits_are_read_back(node: Node) ->
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         assert supervision.why_not(node.plan()) == "its MPS control daemon is being started"
+        assert isinstance(supervision.why_not(node.plan()), NotYet)
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
         assert "was told its limits and has 100 % of compute instead of 25 %" in supervision.why_not(node.plan())
+        assert not isinstance(supervision.why_not(node.plan()), NotYet)
         node.tools.behave()
         await until_running(supervision)
         assert supervision.why_not(node.plan()) == ""

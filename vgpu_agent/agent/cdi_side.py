@@ -29,7 +29,7 @@ from vgpu_agent.errors import CarrierError, CdiError
 from vgpu_agent.families.device_lists import CDI_STRATEGIES, MODES
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider
-from vgpu_agent.status import CdiStatus
+from vgpu_agent.status import CdiStatus, NotYet
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -163,14 +163,14 @@ class CdiSide:
             self._followed = version
 
     def why_withheld(self, resource: Resource) -> str:
-        """Why ``resource`` must not be offered now, for `Offering.gates`; empty when it may."""
+        """Why ``resource`` must not be offered now, for `Offering.gates`, a `NotYet` while specs are made; empty when it may."""
         if self._channels.trouble and self._settings.plugin.imex_required:
             return f"{self._channels.trouble}, or set plugin.imexRequired: false"
         if not self._is_told_by_names(resource):
             return ""
         names = self._source.names
         if not any(name.startswith(f"{self._kind}=") for name in names):
-            return self._source.error or "the CDI spec of this node's GPUs is being made"
+            return self._source.error or NotYet("the CDI spec of this node's GPUs is being made")
         vendor = self._kind.partition("/")[0]
         for channel in self._channels.ids:
             if (name := f"{vendor}/imex-channel={channel}") not in names:
@@ -178,7 +178,8 @@ class CdiSide:
         if resource.decided_by is Decider.IDS:
             devices = set(Offers.devices(resource))
             if devices <= self._nameless.keys():
-                return next((self._nameless[device] for device in sorted(devices)), "")
+                reason = next((self._nameless[device] for device in sorted(devices)), "")
+                return reason if self._source.error or isinstance(self._source, ToolkitSpecs) else NotYet(reason)
         return ""
 
     async def inline(self, names: Sequence[str]) -> Inlined:

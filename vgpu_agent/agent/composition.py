@@ -156,6 +156,7 @@ class Agent:
             directory=self._directory,
             supervisor=self._supervisor,
             journal=self._journal,
+            patience_seconds=settings.tasks.stuck_seconds,
         )
         self._offering.gates.append(self._cdi.why_withheld)
         self._mps = MpsSide(

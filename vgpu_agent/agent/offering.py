@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.kubelet.codec import check_budget
 from vgpu_agent.kubelet.server import DevicePlugin
+from vgpu_agent.status import NotYet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,8 +46,9 @@ def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
 class Offering:
     """The running plugin servers.
 
-    State: one `DevicePlugin` and one supervised task for each offered resource that fits. Changes come one at a time, because a plugin
-    server takes seconds to drain, and a second change in between would start what the first has yet to stop.
+    State: one `DevicePlugin` and one supervised task for each offered resource that fits, a timer for each that waits for something that
+    is on its way: a wait is no error before it has lasted for ``patience_seconds``. Changes come one at a time, because a server takes
+    seconds to drain, and a second change in between would start what the first has yet to stop.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Offering:
         directory: DirectoryWatch,
         supervisor: Supervisor,
         journal: Journal,
+        patience_seconds: float,
     ) -> None:
         self._ledger = ledger
         self._allocator = allocator
@@ -65,6 +68,8 @@ class Offering:
         self._directory = directory
         self._supervisor = supervisor
         self._journal = journal
+        self._patience_seconds = patience_seconds
+        self._waiting: dict[str, asyncio.TimerHandle] = {}
         self._plugins: dict[str, DevicePlugin] = {}
         self._changing = asyncio.Lock()
         self._closed = False
@@ -89,11 +94,30 @@ class Offering:
             if not self._closed:
                 await self._sync()
 
-    def withhold(self, resource: str, reason: str) -> None:
-        """Say, once and in the readiness, why ``resource`` is not served, until a `sync` finds that it can be."""
+    def withhold(self, resource: str, reason: str, *, not_yet: bool = False) -> None:
+        """Say, once and in the readiness, why ``resource`` is not served, until a `sync` finds that it can be.
+
+        Args:
+            resource: its name.
+            reason: one sentence.
+            not_yet: nothing is wrong, what is missing is on its way; an error only when it does not come.
+        """
+        if not not_yet:
+            self._end_wait(resource)
+        elif resource not in self._waiting:
+            self._waiting[resource] = asyncio.get_running_loop().call_later(self._patience_seconds, self._complain, resource)
         if self.withheld.get(resource) != reason:
             self.withheld[resource] = reason
-            self._journal.record("plugin.withheld", level="error", resource=resource, reason=reason)
+            self._journal.record("plugin.withheld", level="info" if not_yet else "error", resource=resource, reason=reason)
+
+    def _complain(self, resource: str) -> None:
+        """What was on its way has not come."""
+        reason = f"{self.withheld[resource]}, for {self._patience_seconds:g} s by now"
+        self._journal.record("plugin.withheld", level="error", resource=resource, reason=reason)
+
+    def _end_wait(self, resource: str) -> None:
+        if timer := self._waiting.pop(resource, None):
+            timer.cancel()
 
     def refuse(self, resource: str, reason: str) -> None:
         """Withhold a resource that cannot even be offered, until it is accepted."""
@@ -108,6 +132,8 @@ class Offering:
     async def stop(self) -> None:
         """Drain every plugin server for good; containers go on, and their ids stay theirs."""
         self._closed = True
+        for resource in list(self._waiting):
+            self._end_wait(resource)
         async with self._changing:
             await self._stop(list(self._plugins))
 
@@ -120,6 +146,8 @@ class Offering:
         self.withheld = {
             name: reason for name, reason in self.withheld.items() if any(item.name == name for item in self._ledger.resources)
         } | self._refused
+        for name in self._waiting.keys() - self.withheld.keys():
+            self._end_wait(name)
         if self._closed:
             return
         for name in wanted.keys() - self._plugins.keys():
@@ -137,7 +165,7 @@ class Offering:
             self.withhold(resource.name, f"{resource.name}: {reason}")
             return False
         if reason := next((reason for gate in self.gates if (reason := gate(resource))), ""):
-            self.withhold(resource.name, f"{resource.name}: {reason}")
+            self.withhold(resource.name, f"{resource.name}: {reason}", not_yet=isinstance(reason, NotYet))
             return False
         try:
             check_budget(resource, self._settings.message_budget_bytes)
@@ -145,6 +173,7 @@ class Offering:
             self.withhold(resource.name, str(err))
             return False
         self.withheld.pop(resource.name, None)
+        self._end_wait(resource.name)
         return True
 
 

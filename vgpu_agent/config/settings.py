@@ -182,7 +182,11 @@ class Tasks(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
     ] = 0.5
     backoff_max_seconds: Annotated[Seconds, Meta(description="Longest pause before a failed loop is started again.")] = 30.0
     stuck_seconds: Annotated[
-        Seconds, Meta(description="A loop that gives no sign of life for this long beyond its promise is stuck, and `/livez` fails.")
+        Seconds,
+        Meta(
+            description="A loop that gives no sign of life for this long beyond its promise is stuck, and `/livez` fails. What a resource "
+            "still waits for after this long is an error in the log."
+        ),
     ] = 30.0
 
 

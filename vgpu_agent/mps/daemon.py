@@ -21,7 +21,7 @@ from vgpu_agent.mps.compute_mode import Claims, ComputeModes
 from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.mps.log_tail import LogTail
-from vgpu_agent.status import MpsState, MpsStatus
+from vgpu_agent.status import MpsState, MpsStatus, NotYet
 
 if TYPE_CHECKING:
     from vgpu_agent.config.mps import Mps
@@ -81,8 +81,10 @@ class Daemon:
             self._news.set()
 
     def why_not(self, plan: DaemonPlan) -> str:
-        """Why a resource with that plan must not be offered now; empty when its limits are in force."""
-        return self.status.trouble or ("" if self._plan.covers(plan) else "its MPS control daemon is about to be told other limits")
+        """Why a resource with that plan must not be offered now, a `NotYet` while this comes up; empty when its limits are in force."""
+        if trouble := self.status.trouble:
+            return NotYet(trouble) if self.status.state is MpsState.STARTING else trouble
+        return "" if self._plan.covers(plan) else NotYet("its MPS control daemon is about to be told other limits")
 
     async def run(self) -> None:
         """Have a daemon as long as one is wanted; returns when none is and the last holder is gone."""

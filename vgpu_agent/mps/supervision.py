@@ -15,7 +15,7 @@ from vgpu_agent.errors import MpsError
 from vgpu_agent.mps import directories
 from vgpu_agent.mps.compute_mode import Claims
 from vgpu_agent.mps.daemon import Daemon
-from vgpu_agent.status import MpsState
+from vgpu_agent.status import MpsState, NotYet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -99,9 +99,9 @@ class Supervision:
         self._supervisor.start(_task(plan.resource), daemon.run)
 
     def why_not(self, plan: DaemonPlan) -> str:
-        """Why the plan's resource must not be offered now; empty when its limits are proven to be in force."""
+        """Why the plan's resource must not be offered now, a `NotYet` while the daemon comes up; empty when its limits are in force."""
         daemon = self._daemons.get(plan.resource)
-        return daemon.why_not(plan) if daemon else "its MPS control daemon is about to be started"
+        return daemon.why_not(plan) if daemon else NotYet("its MPS control daemon is about to be started")
 
     async def stop(self) -> None:
         """The agent ends. Daemons whose shares somebody holds go on, and the next agent adopts them; the others end."""
