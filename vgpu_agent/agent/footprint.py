@@ -3,16 +3,43 @@
 Lists, kubelet's records and its checkpoint have up to 5 MB each on a node that counts memory in ids. glibc remembers the largest block that
 was ever freed and keeps blocks of that size, one heap a thread, for a next time; that made 25 MiB in a measurement. `composition` calls
 `keep_small` once, before the first thread starts, and `verification` calls `give_back` after each reading of kubelet's records.
+
+aiohttp makes two TLS contexts with all of the system's certificates when it is imported, 2 MiB that nobody here uses: a connection to the
+API server has a context of its own (`cluster.connections`). The package's ``__init__`` imports all under `without_system_certificates`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # mallopt(3): blocks from this size on are mapped one by one and unmapped when freed; setting it stops glibc from raising it.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _OWN_MAPPING_FROM_BYTES = 64 * 1024
 _KEPT_AT_MOST_BYTES = 128 * 1024
+
+# OpenSSL looks there for certificates that nobody named (X509_get_default_cert_file_env).
+_NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
+
+
+@contextlib.contextmanager
+def without_system_certificates() -> Iterator[None]:
+    """Let TLS contexts that are made meanwhile know no certificate: they would trust no server, rather than any."""
+    before = {name: os.environ.get(name) for name in _NO_CERTIFICATES}
+    os.environ.update(_NO_CERTIFICATES)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def keep_small() -> None:
