@@ -86,6 +86,8 @@ class Gpu:
         numa_node: the NUMA node of its slot; None when the kernel does not say.
         compute_capability: (major, minor).
         mig_enabled: MIG mode is on; ``mig_instances`` may still be empty.
+        mig_instances: those that could be read.
+        mig_trouble: why there may be others, with the remedy; empty when all could be read.
         present: False for a card that answered earlier and no longer does or is gone.
     """
 
@@ -101,6 +103,7 @@ class Gpu:
     mig_instances: tuple[MigInstance, ...] = ()
     health: Health = Health()
     present: bool = True
+    mig_trouble: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -99,6 +99,34 @@ def test_g7_mixed_leaves_out_a_gpu_without_slices() -> None:
     assert cautions(MIXED, EMPTY) == (f"GPU 1 ({U1}) is in MIG mode and has no slices, so nothing of it is offered; create some",)
 
 
+def _troubled(inventory: Inventory, trouble: str) -> Inventory:
+    """Of GPU 1 there may be slices that cannot be read."""
+    first, second = inventory.gpus
+    return dataclasses.replace(inventory, gpus=(first, dataclasses.replace(second, mig_trouble=trouble)))
+
+
+UNREAD = _troubled(EMPTY, "not allowed; do this")
+
+
+def test_a_gpu_whose_slices_cannot_be_read_is_not_said_to_have_none() -> None:
+    """nvidia:G7: creating some would not help; the caution has the driver's word and the remedy."""
+    assert offered(MIXED, UNREAD) == {GPU: [U0]}
+    assert cautions(MIXED, UNREAD) == (f"slices of GPU 1 ({U1}) cannot be read, so they are not offered: not allowed; do this",)
+
+
+def test_one_name_for_all_slices_waits_for_those_that_cannot_be_read() -> None:
+    """With `single` nobody knows whether they are alike."""
+    assert offered(SINGLE, UNREAD) == {}
+    assert refused(SINGLE, UNREAD) == (f"{GPU}: slices of GPU 1 ({U1}) cannot be read, so they are not offered: not allowed; do this",)
+
+
+def test_slices_that_can_be_read_are_offered_beside_those_that_cannot() -> None:
+    """One that answers nothing costs only itself, and is told."""
+    partly = _troubled(GPU_1_DIVIDED, "Unknown Error")
+    assert offered(MIXED, partly) == offered(MIXED, GPU_1_DIVIDED)
+    assert cautions(MIXED, partly) == (f"slices of GPU 1 ({U1}) cannot be read, so they are not offered: Unknown Error",)
+
+
 def test_g8_four_replicas_of_each_gpu_are_offered(inventory: Inventory) -> None:
     """nvidia:G8: ``<uuid>::0`` to ``<uuid>::3`` for each GPU, under the same name, by time-slicing."""
     resource = only_resource(shared_by(4), inventory)

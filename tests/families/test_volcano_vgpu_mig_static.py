@@ -74,6 +74,16 @@ def test_an_instance_that_shares_its_memory_is_left_out() -> None:
     assert "1c.2g.10gb" in caution
 
 
+def test_instances_that_cannot_be_read_are_told_and_those_that_can_be_are_offered() -> None:
+    """Why, and what to do, is the driver's part of the sentence."""
+    u1 = dataclasses.replace(node(of_u1=GROUP2).gpus[1], mig_trouble="not allowed; do this")
+    inventory = Inventory(version=1, gpus=(u1,))
+    assert set(names(mixed(), inventory)) == {"volcano.sh/mig-1g.5gb", "volcano.sh/mig-2g.10gb"}
+    assert mixed().shortfall(inventory).cautions == (
+        f"slices of GPU {u1.index} ({u1.uuid}) cannot be read, so they are not offered: not allowed; do this",
+    )
+
+
 @pytest.mark.parametrize("hidden", [{"hidden_uuids": frozenset({U1})}, {"hidden_indices": frozenset({1})}])
 def test_hidden_cards_hide_their_instances(hidden: dict[str, object]) -> None:
     """``filterdevices`` of the node configuration counts here as well."""

@@ -13,7 +13,7 @@ from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu import inventory, mig
 from vgpu_agent.gpu.capabilities import Capabilities
 from vgpu_agent.gpu.inventory import NumaNodes, Reading
-from vgpu_agent.gpu.nvml import NOT_FOUND, Nvml
+from vgpu_agent.gpu.nvml import NO_PERMISSION, NOT_FOUND, Nvml
 from vgpu_agent.model import Gpu, MigInstance
 from vgpu_agent.sim.state import SimulatedNode
 
@@ -187,6 +187,60 @@ def test_a_known_instance_that_does_not_answer_is_kept(node: SimulatedNode, nvml
     problems = inventory.silent_instances(known[0], reading.cards[0])
     assert list(problems) == list(node.mig_uuids(0)[:silent])
     assert set(problems.values()) == {f"{function}: Unknown Error (NVML code 999)"}
+
+
+PERMISSION = "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
+
+
+@pytest.mark.parametrize(
+    ("function", "slots"),
+    [("nvmlDeviceGetMaxMigDeviceCount", 0), ("nvmlDeviceGetMigDeviceHandleByIndex", 7), ("nvmlDeviceGetGpuInstanceId", 2)],
+)
+def test_instances_that_may_not_be_read_are_told_with_the_remedy(node: SimulatedNode, nvml: Nvml, function: str, slots: int) -> None:
+    """A container that was not given NVIDIA's MIG monitor: the GPU is there, and says why its instances are not."""
+    node.set_mig(0, ["3g.40gb", "3g.40gb"])
+    node.fault(function, gpu=0, code=NO_PERMISSION)
+
+    reading = _reading(node, nvml)
+
+    assert (reading.failures, len(reading.cards)) == ((), 4)
+    gpu = inventory.merge((), reading)[0]
+    assert (gpu.mig_enabled, gpu.mig_instances, len(reading.cards[0].mig.failures)) == (True, (), slots)
+    assert gpu.mig_trouble == (
+        f"{function}: Insufficient Permissions (NVML code 4); the agent's container may not read MIG instances: {PERMISSION}"
+    )
+
+
+def test_a_card_that_may_not_be_opened_is_told_with_the_remedy(node: SimulatedNode, nvml: Nvml) -> None:
+    """Some drivers do not even let a container without the right open a card in MIG mode."""
+    node.fault("nvmlDeviceGetHandleByIndex", gpu=1, code=NO_PERMISSION)
+
+    (failure,) = _reading(node, nvml).failures
+
+    assert failure.startswith("1: nvmlDeviceGetHandleByIndex: Insufficient Permissions (NVML code 4); the agent's container may not open")
+    assert failure.endswith(PERMISSION)
+
+
+def test_known_instances_are_kept_when_the_right_to_read_them_is_lost(node: SimulatedNode, nvml: Nvml) -> None:
+    """A container can lose its devices while it runs: its instances are Unhealthy with that reason, and not gone."""
+    node.set_mig(0, THREE)
+    known = inventory.merge((), _reading(node, nvml))
+    node.fault("nvmlDeviceGetMaxMigDeviceCount", gpu=0, code=NO_PERMISSION)
+
+    reading = _reading(node, nvml)
+
+    assert inventory.merge(known, reading)[0].mig_instances == known[0].mig_instances
+    problems = inventory.silent_instances(known[0], reading.cards[0])
+    assert list(problems) == list(node.mig_uuids(0))
+    assert all(problem.endswith(PERMISSION) for problem in problems.values())
+
+
+def test_a_driver_that_cannot_count_instances_has_none(node: SimulatedNode, nvml: Nvml) -> None:
+    """An old one does not know the function; that is no want of permission."""
+    node.set_mig(0, THREE)
+    node.fault("nvmlDeviceGetMaxMigDeviceCount", code=13)
+
+    assert (_read(node, nvml).layout.slots, _read(node, nvml).trouble) == ((), "")
 
 
 def test_a_lost_card_is_lost_with_its_instances(node: SimulatedNode, nvml: Nvml) -> None:

@@ -317,7 +317,7 @@ def _add_fault(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("function", nargs="?", metavar="FUNCTION", help="an NVML name, or a prefix and *")
     parser.add_argument("--gpu", metavar="N", help="only calls about this GPU (number or UUID)")
     parser.add_argument(
-        "--code", type=_whole(1, 999), metavar="CODE", help="NVML return code, for example 999 unknown, 15 lost, 3 not supported"
+        "--code", type=_whole(1, 999), metavar="CODE", help="NVML return code, for example 999 unknown, 15 lost, 4 no permission"
     )
     parser.add_argument("--times", type=_times, default=-1, metavar="COUNT", help="how often (default: for ever)")
     parser.add_argument("--delay-ms", type=_whole(0, 3_600_000), default=0, metavar="MS", help="how long each such call takes first")

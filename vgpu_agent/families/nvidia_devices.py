@@ -125,9 +125,16 @@ def _name_slices(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named:
         default = strategy.slice_name.format(instance.profile.replace("+", "."))
         name = _first_match(options.mig_patterns, instance.profile) or default
         named.devices.setdefault(name, []).append(Device(gpu, instance))
+    device = Device(gpu)
+    if gpu.mig_trouble:
+        unread = f"slices of {device.shown} cannot be read, so they are not offered: {gpu.mig_trouble}"
+        if strategy.alike and gpu.present and not gpu.mig_instances:
+            named.refused[strategy.slice_name] = unread
+        else:
+            named.cautions.append(unread)
+        return
     if gpu.mig_instances:
         return
-    device = Device(gpu)
     if strategy.alike and gpu.present:
         named.refused[strategy.slice_name] = (
             f"device {device.index} has no MIG devices configured: {device.shown} is in MIG mode without a slice, and with "

@@ -70,7 +70,7 @@ class VolcanoStaticMigFamily:
         return tuple(Resource(name, FAMILY, tuple(ids)) for name, ids in sorted(offered.items()))
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """Instances of several sizes under the one name of `SINGLE`, and instances that share theirs with others, which are left out."""
+        """Instances of several sizes under the one name of `SINGLE`, and those that are left out: they share theirs, or cannot be read."""
         refusal = self._refusal(inventory)
         odd = tuple(
             f"MIG instance {instance.uuid} of GPU {gpu.uuid} is a {instance.profile}: it has a part of a GPU instance only, whose memory "
@@ -78,7 +78,12 @@ class VolcanoStaticMigFamily:
             for gpu, instance in self._instances(inventory)
             if instance.compute_slices != instance.gpu_slices
         )
-        return Shortfall((refusal,) if refusal else (), odd)
+        unread = tuple(
+            f"slices of GPU {gpu.index} ({gpu.uuid}) cannot be read, so they are not offered: {gpu.mig_trouble}"
+            for gpu in self._gpus(inventory)
+            if gpu.mig_trouble
+        )
+        return Shortfall((refusal,) if refusal else (), (*odd, *unread))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Any number of instances makes sense."""
@@ -122,13 +127,11 @@ class VolcanoStaticMigFamily:
         return [(gpu, each) for gpu, each in self._instances(inventory) if each.compute_slices == each.gpu_slices]
 
     def _instances(self, inventory: Inventory) -> list[tuple[Gpu, MigInstance]]:
+        return [(gpu, instance) for gpu in self._gpus(inventory) for instance in sorted(gpu.mig_instances, key=lambda each: each.index)]
+
+    def _gpus(self, inventory: Inventory) -> list[Gpu]:
         options = self._options
-        return [
-            (gpu, instance)
-            for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices)
-            if gpu.mig_enabled
-            for instance in sorted(gpu.mig_instances, key=lambda each: each.index)
-        ]
+        return [gpu for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices) if gpu.mig_enabled]
 
 
 def _memory_mib(uuid: str, inventory: Inventory) -> int:

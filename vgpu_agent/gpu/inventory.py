@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu import mig
 from vgpu_agent.gpu.health import Probe
-from vgpu_agent.gpu.mig import MigReading
-from vgpu_agent.gpu.nvml import GPU_IS_LOST
+from vgpu_agent.gpu.mig import PERMISSION_REMEDY, MigReading
+from vgpu_agent.gpu.nvml import GPU_IS_LOST, NO_PERMISSION
 from vgpu_agent.model import Gpu
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def read(nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, between: Calla
         try:
             card = _read_card(nvml, numa, capabilities, index, warnings)
         except NvmlError as err:
-            failures.append(f"{index}: {err}")
+            failures.append(f"{index}: {_explained(err)}")
         else:
             if card is not None:
                 cards.append(card)
@@ -142,6 +142,8 @@ def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
 
 def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
     """The MIG instances of ``gpu`` that did not describe themselves in this reading: UUID → what the driver said."""
+    if card.mig.layout.unread:
+        return {instance.uuid: card.mig.layout.unread for instance in gpu.mig_instances}
     known = {instance.index: instance for instance in gpu.mig_instances}
     return {known[slot.index].uuid: problem for slot, problem in card.mig.failures if _is_of(slot, known.get(slot.index))}
 
@@ -152,9 +154,13 @@ def _joined(known: Gpu | None, card: Card) -> Gpu:
         return card.gpu
     if not card.mig.settled:  # it is being cut anew: what was is nearer to the truth than half of what will be
         return dataclasses.replace(card.gpu, health=known.health, mig_enabled=known.mig_enabled, mig_instances=known.mig_instances)
+    if card.mig.layout.unread:
+        return dataclasses.replace(card.gpu, health=known.health, mig_instances=known.mig_instances)
     silent = [instance for instance in known.mig_instances for slot, _ in card.mig.failures if _is_of(slot, instance)]
     instances = sorted([*card.gpu.mig_instances, *silent], key=lambda instance: instance.index)
-    return dataclasses.replace(card.gpu, health=known.health, mig_instances=tuple(instances))
+    # What is wrong with a known instance is a matter of its health.
+    trouble = "" if len(silent) == len(card.mig.failures) else card.gpu.mig_trouble
+    return dataclasses.replace(card.gpu, health=known.health, mig_instances=tuple(instances), mig_trouble=trouble)
 
 
 def _is_of(slot: Slot, instance: MigInstance | None) -> bool:
@@ -188,8 +194,16 @@ def _read_card(nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, index: i
         compute_capability=nvml.compute_capability(handle),
         mig_enabled=instances.layout.enabled,
         mig_instances=instances.instances,
+        mig_trouble=instances.trouble,
     )
     return Card(gpu, handle, _probe(nvml, handle), instances)
+
+
+def _explained(err: NvmlError) -> str:
+    """The error of a card that did not answer, with what can be done about it."""
+    if err.code != NO_PERMISSION:
+        return str(err)
+    return f"{err}; the agent's container may not open this GPU, as it may none in MIG mode until it is told: {PERMISSION_REMEDY}"
 
 
 def _probe(nvml: Nvml, handle: Handle) -> Probe:

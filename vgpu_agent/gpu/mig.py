@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import NvmlError
-from vgpu_agent.gpu.nvml import GPU_IS_LOST, INVALID_ARGUMENT, NOT_FOUND
+from vgpu_agent.gpu.nvml import GPU_IS_LOST, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND
 from vgpu_agent.model import MigInstance
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ _PAUSE_SECONDS = 0.002  # between two tries; a tool that cuts a GPU anew takes l
 
 # What a call about an instance answers that has just been destroyed.
 _GONE = frozenset({NOT_FOUND, INVALID_ARGUMENT})
+
+# What NVIDIA's container runtime makes of it is told in docs/operations.md, "MIG".
+PERMISSION_REMEDY = "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,11 +50,13 @@ class Layout:
         capable: the card knows MIG at all; one that does not never will.
         enabled: MIG mode is on now.
         slots: the instances there are.
+        unread: why not even those are known; empty when they are.
     """
 
     capable: bool = False
     enabled: bool = False
     slots: tuple[Slot, ...] = ()
+    unread: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ class MigReading:
     instances: tuple[MigInstance, ...] = ()
     failures: tuple[tuple[Slot, str], ...] = ()
     settled: bool = True
+
+    @property
+    def trouble(self) -> str:
+        """Why there may be other instances than ``instances``; empty when all were read."""
+        return self.layout.unread or "; ".join(dict.fromkeys(problem for _, problem in self.failures))
 
 
 class _LayoutMovedError(Exception):
@@ -135,7 +145,13 @@ def _look(nvml: Nvml, handle: Handle) -> Layout:
     if not enabled:
         return Layout(capable=enabled is not None)
     slots: list[Slot] = []
-    for index in range(nvml.mig_slots(handle)):
+    try:
+        count = nvml.mig_slots(handle)
+    except NvmlError as err:
+        if err.code != NO_PERMISSION:
+            raise
+        return Layout(capable=True, enabled=True, unread=_explained(err))
+    for index in range(count):
         slot = Slot(index)
         try:
             mig = nvml.mig_handle(handle, index)
@@ -164,7 +180,7 @@ def _describe(
             name = nvml.name(mig)
         except NvmlError as err:
             _unless_gone(err)
-            failures.append((slot, str(err)))
+            failures.append((slot, _explained(err)))
             continue
         nodes, trouble = minors.nodes(minor, *ids)
         instances.append(
@@ -182,6 +198,11 @@ def _describe(
             )
         )
     return tuple(instances), tuple(failures)
+
+
+def _explained(err: NvmlError) -> str:
+    """The error of a call about an instance, with what can be done about it."""
+    return f"{err}; the agent's container may not read MIG instances: {PERMISSION_REMEDY}" if err.code == NO_PERMISSION else str(err)
 
 
 def _unless_gone(err: NvmlError) -> None:

@@ -195,8 +195,13 @@ class Nvml:
         return None if modes is None else bool(modes[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
 
     def mig_slots(self, handle: Handle) -> int:
-        """How many MIG devices the GPU could have."""
-        return int(self._optional("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+        """How many MIG devices the GPU could have; fails where they may not be counted (code 4), since there may be some."""
+        try:
+            return int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))
+        except NvmlError as err:
+            if err.code in {NOT_SUPPORTED, FUNCTION_NOT_FOUND}:
+                return 0
+            raise
 
     def mig_handle(self, handle: Handle, index: int) -> Handle | None:
         """The MIG device at ``index``, None where there is a hole."""

@@ -175,7 +175,10 @@ class Session:
         troubles: dict[str, tuple[str, ...]] = {}
         for card in reading.cards:
             uuid = card.gpu.uuid
-            troubles[uuid] = tuple(f"MIG instance {slot.uuid or slot.index} of {uuid}: {problem}" for slot, problem in card.mig.failures)
+            slots: dict[str, list[str]] = {card.mig.layout.unread: ["?"]} if card.mig.layout.unread else {}
+            for slot, problem in card.mig.failures:
+                slots.setdefault(problem, []).append(slot.uuid or str(slot.index))
+            troubles[uuid] = tuple(f"MIG instance {', '.join(names)} of {uuid}: {problem}" for problem, names in slots.items())
         news = [text for uuid, texts in troubles.items() for text in texts if text not in self._mig_troubles.get(uuid, ())]
         self._mig_troubles = troubles
         return news
