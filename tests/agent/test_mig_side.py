@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.gpu.watched import Watched, watching
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.agent.mig_side import MigSide
 from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.families.family import MigLayout
@@ -32,7 +33,7 @@ class Dividing:
         """Why the GPU is not divided so; empty when it is."""
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.side.divide(MigLayout(self.node.uuids[gpu], tuple(profiles)), answered.set_result)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await answered
 
     async def misbehave(self, what: Misbehaviour | None) -> None:
@@ -58,10 +59,10 @@ async def dividing(folder: Path, **changes: float) -> AsyncIterator[Dividing]:
         return node, str(deliver(node.directory, folder / "nvidia-mig-parted"))
 
     node, program = await asyncio.to_thread(prepared)
-    settings = msgspec.structs.replace(VolcanoVgpu(mig_settle_seconds=0.3, mig_retry_seconds=0.01), **changes)
+    settings = msgspec.structs.replace(VolcanoVgpu(mig_settle_seconds=PATIENCE_SECONDS, mig_retry_seconds=0.01), **changes)
     async with watching(node) as watched:
         parted = MigParted(program, folder / "mig", timeout_seconds=settings.mig_parted_timeout_seconds)
-        side = MigSide(parted, watched.watch, settings, call_timeout_seconds=1)
+        side = MigSide(parted, watched.watch, settings, call_timeout_seconds=PATIENCE_SECONDS)
         async with asyncio.TaskGroup() as group:
             loop = group.create_task(side.run())
             try:
@@ -121,7 +122,8 @@ async def test_d16_whatever_goes_wrong_is_a_reason(
 ) -> None:
     """volcano-vgpu:D16: it costs who has asked for it, and ends nothing."""
     monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.1)
-    async with dividing(tmp_path, mig_parted_timeout_seconds=0.5 if what.hangs else 20.0) as side:
+    times = {"mig_parted_timeout_seconds": 0.5} if what.hangs else {"mig_settle_seconds": 0.3}
+    async with dividing(tmp_path, **times) as side:
         await side.misbehave(what)
         assert expected in await side.divide()
 

@@ -3,63 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import statistics
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from tests.gpu.watched import PATIENCE_SECONDS, Watched, eventually, settings, watching
+from tests.gpu.watched import SOON_HUNG, Watched, settings, watching
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import NvmlHungError
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.sim.state import SimulatedNode
 from vgpu_agent.status import NvmlState
 
+FOR_EVER_MS = int(FOR_EVER_SECONDS * 1000)
+
 
 async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNode) -> None:
-    """Two seconds inside one call: the call and its GPU are named once, only that GPU is Unhealthy, and it returns by the normal way."""
-    async with watching(node) as watched:
-        node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=1500)
+    """The call and its GPU are named once, only that GPU is Unhealthy, and it returns by the normal way."""
+    async with watching(node, **SOON_HUNG) as watched:
+        before = time.time()
+        node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
         status = watched.watch.status
         assert entry.facts == {"call": "nvmlDeviceGetTemperature", "gpu": node.uuids[1]}
         assert (status.state, status.call, status.gpu) == (NvmlState.HUNG, "nvmlDeviceGetTemperature", node.uuids[1])
-        assert 0 < time.time() - status.since < 1.5
+        assert before < status.since < time.time()
 
         gpu = await watched.unhealthy(node.uuids[1])
         assert gpu.health.reason == "the NVIDIA driver does not return from nvmlDeviceGetTemperature"
         assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [True, False, True, True]
 
+        node.clear_faults()
         await watched.healthy(node.uuids[1])
         answering = await watched.recorded("nvml.answering")
         assert answering.facts["call"] == "nvmlDeviceGetTemperature"
-        assert answering.facts["after_seconds"] == pytest.approx(1.5, abs=0.4)
+        assert 0.5 < answering.facts["after_seconds"] < time.time() - before + 0.001
         assert watched.count("nvml.hung") == 1
         assert watched.watch.status.hangs == 1
         assert watched.watch.status.state.value == "answering"
 
 
 async def test_the_loop_stays_responsive_during_a_hang(node: SimulatedNode) -> None:
-    """Two seconds of hang, and 99 of 100 who wait on the event loop get their turn within 50 ms; the machine itself may be busy."""
-    async with watching(node) as watched:
+    """Most who wait on the event loop get their turn within 50 ms; the machine itself may be busy now and then."""
+    async with watching(node, **SOON_HUNG) as watched:
         lags = []
-        node.fault("nvmlDeviceGetMemoryInfo", gpu=0, times=1, delay_ms=2000)
+        node.fault("nvmlDeviceGetMemoryInfo", gpu=0, times=1, delay_ms=FOR_EVER_MS)
         await watched.recorded("nvml.hung")
-        while watched.watch.status.state is NvmlState.HUNG:
+        for _ in range(100):
             before = time.perf_counter()
             await asyncio.sleep(0.005)
             lags.append(time.perf_counter() - before - 0.005)
 
-        assert len(lags) > 50
-        assert sorted(lags)[len(lags) * 99 // 100] < 0.05
+        assert watched.watch.status.state is NvmlState.HUNG
+        assert statistics.median(lags) < 0.05
+        node.clear_faults()
 
 
 async def test_a_short_hang_leaves_the_gpu_alone(node: SimulatedNode) -> None:
     """Shorter than hungUnhealthySeconds: reported, and no pod is touched by it."""
-    async with watching(node, call_timeout_seconds=0.2, hung_unhealthy_seconds=2.0) as watched:
-        node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=500)
+    async with watching(node, call_timeout_seconds=0.2) as watched:
+        node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=FOR_EVER_MS)
         await watched.recorded("nvml.hung")
+        node.clear_faults()
         await watched.recorded("nvml.answering")
 
         assert watched.watch.inventory.version == 1
@@ -67,9 +77,10 @@ async def test_a_short_hang_leaves_the_gpu_alone(node: SimulatedNode) -> None:
 
 async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNode) -> None:
     """It belongs to no GPU, so none is marked; XIDs are heard again afterwards."""
-    async with watching(node) as watched:
-        node.fault("nvmlEventSetWait", times=1, delay_ms=600)
+    async with watching(node, **SOON_HUNG) as watched:
+        node.fault("nvmlEventSetWait", times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
+        node.clear_faults()
         assert entry.facts == {"call": "nvmlEventSetWait_v2", "gpu": ""}
         await watched.recorded("nvml.answering")
         assert all(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)
@@ -80,38 +91,40 @@ async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNod
 
 async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
     """Whoever asks while the driver hangs is refused at once, with the call and the GPU in the text."""
-    async with watching(node) as watched:
-        node.fault("nvmlDeviceGetTemperature", gpu=2, times=1, delay_ms=700)
+    async with watching(node, **SOON_HUNG) as watched:
+        node.fault("nvmlDeviceGetTemperature", gpu=2, times=1, delay_ms=FOR_EVER_MS)
         await watched.recorded("nvml.hung")
         ran = []
-        began = time.monotonic()
 
         with pytest.raises(NvmlHungError, match=f"hangs in nvmlDeviceGetTemperature about {node.uuids[2]}"):
             await watched.watch._thread.call("ask something", lambda: ran.append(1))
 
-        assert time.monotonic() - began < 0.05
+        assert watched.count("nvml.answering") == 0
+        node.clear_faults()
         await watched.recorded("nvml.answering")
         assert ran == []
 
 
 async def test_a_caller_gets_its_deadline_and_the_thread_goes_on(node: SimulatedNode) -> None:
     """A caller with less patience than callTimeoutSeconds leaves alone; its job does not disturb the ones after it."""
-    async with watching(node, call_timeout_seconds=3.0) as watched:
-        thread = watched.watch._thread
+    async with watching(node) as watched:
+        thread, returning = watched.watch._thread, threading.Event()
         with pytest.raises(NvmlHungError, match=r"slow job: no answer from the driver within 0\.1 s"):
-            await thread.call("slow job", lambda: time.sleep(0.3), timeout_seconds=0.1)
+            await thread.call("slow job", lambda: returning.wait(PATIENCE_SECONDS), timeout_seconds=0.1)
 
+        returning.set()
         assert await thread.call("next job", lambda: "done") == "done"
 
 
 async def test_a_job_that_nobody_waits_for_is_not_begun(node: SimulatedNode) -> None:
     """Its caller gave up while it stood in the queue."""
-    async with watching(node, call_timeout_seconds=3.0) as watched:
-        thread, ran = watched.watch._thread, []
+    async with watching(node) as watched:
+        thread, returning, ran = watched.watch._thread, threading.Event(), []
         with pytest.raises(NvmlHungError):
-            await thread.call("blocking", lambda: time.sleep(0.3), timeout_seconds=0.05)
+            await thread.call("blocking", lambda: returning.wait(PATIENCE_SECONDS), timeout_seconds=0.05)
         with pytest.raises(NvmlHungError):
             await thread.call("given up", lambda: ran.append(1), timeout_seconds=0.05)
+        returning.set()
         await thread.call("after both", lambda: None)
 
         assert ran == []
@@ -128,22 +141,24 @@ async def test_an_exception_of_a_job_reaches_its_caller(node: SimulatedNode) -> 
 
 async def test_a_driver_that_hangs_at_the_start_is_an_error(node: SimulatedNode) -> None:
     """failOnInitError true: start gives up after callTimeoutSeconds, though the thread is still inside nvmlInit."""
-    node.fault("nvmlInit", times=1, delay_ms=600)
-    watch = GpuWatch(settings(node), Journal())
+    node.fault("nvmlInit", times=1, delay_ms=FOR_EVER_MS)
+    watch = GpuWatch(settings(node, **SOON_HUNG), Journal())
 
     with pytest.raises(NvmlHungError, match="hangs in nvmlInit"):
         await watch.start()
 
     assert not await watch.stop(0.01)
+    node.clear_faults()
     assert await watch.stop(PATIENCE_SECONDS)
 
 
 async def test_a_driver_that_hangs_at_the_start_can_be_waited_for(node: SimulatedNode) -> None:
     """failOnInitError false: the GPUs are there when nvmlInit comes back."""
-    node.fault("nvmlInit", times=1, delay_ms=600)
+    node.fault("nvmlInit", times=1, delay_ms=FOR_EVER_MS)
 
-    async with watching(node, fail_on_init_error=False) as watched:
+    async with watching(node, fail_on_init_error=False, **SOON_HUNG) as watched:
         assert watched.watch.status.state is NvmlState.HUNG
+        node.clear_faults()
         await watched.until(lambda inventory: len(inventory.gpus) == 4)
         await eventually(lambda: watched.watch.status.state is NvmlState.ANSWERING)
 
@@ -158,27 +173,27 @@ async def test_calls_to_a_stopped_watch_are_refused(node: SimulatedNode) -> None
 
 
 async def test_an_xid_does_not_wait_for_the_end_of_a_slow_reading(node: SimulatedNode) -> None:
-    """A driver that takes 300 ms for each GPU answers all the same; events come through between two GPUs, and the loop shows life."""
-    beats = []
+    """A driver that takes long for each GPU answers all the same; events come through between two GPUs, and the loop shows life."""
+    beats: list[int] = []
     journal = Journal()
-    watch = GpuWatch(settings(node), journal, beat=lambda: beats.append(1))
+    watch = GpuWatch(settings(node, call_timeout_seconds=1.5), journal, beat=lambda: beats.append(1))
     await watch.start()
-    watched = Watched(watch, journal)
-    node.fault("nvmlDeviceGetMemoryInfo", delay_ms=300)
+    watched, slow = Watched(watch, journal), node.state.faults
+    for gpu in (0, 1):
+        node.fault("nvmlDeviceGetMemoryInfo", gpu=gpu, times=1, delay_ms=FOR_EVER_MS)
     reading = asyncio.ensure_future(watch._poll())
-    await asyncio.sleep(0.1)
-    began = time.monotonic()
+    await eventually(lambda: slow[0].times_left == 0)  # in the first GPU's call
     node.xid(3, 79)
+    slow[0].function = b""
 
     try:
         await watched.unhealthy(node.uuids[3])
-        assert time.monotonic() - began < 0.8
-        assert not reading.done()
         await eventually(lambda: bool(beats))
-        assert not reading.done()
+        assert (slow[1].function, slow[2].function) == (b"nvmlDeviceGetMemoryInfo", b"")  # in the second GPU's
     finally:
         node.clear_faults()
-        await reading
+        with contextlib.suppress(NvmlHungError):
+            await reading
         assert await watch.stop(PATIENCE_SECONDS)
 
 
@@ -199,9 +214,11 @@ except NvmlHungError:
 
 
 def test_a_hung_driver_does_not_keep_the_process_from_exiting(node: SimulatedNode) -> None:
-    """The thread is still inside a call that would take a minute."""
-    node.fault("nvmlInit", times=1, delay_ms=60_000)
+    """The thread is still inside a call that would take minutes."""
+    node.fault("nvmlInit", times=1, delay_ms=FOR_EVER_MS)
 
-    process = subprocess.run([sys.executable, "-c", _GIVES_UP_ON_A_HUNG_DRIVER, str(node.directory)], check=False, timeout=10)
+    process = subprocess.run(
+        [sys.executable, "-c", _GIVES_UP_ON_A_HUNG_DRIVER, str(node.directory)], check=False, timeout=2 * PATIENCE_SECONDS
+    )
 
     assert process.returncode == 7

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.watched import PATIENCE_SECONDS, eventually, found, settings, watching
+from tests.gpu.watched import found, settings, watching
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import DriverMissingError
 from vgpu_agent.gpu.nvml import DeviceEvent
 from vgpu_agent.gpu.watch import GpuWatch
@@ -69,14 +70,12 @@ async def test_a_gpu_that_was_lost_at_the_start_joins_when_it_answers(node: Simu
         assert inventory.failures == ()
 
 
-async def test_an_xid_makes_the_gpu_unhealthy_within_a_second(node: SimulatedNode) -> None:
+async def test_an_xid_makes_the_gpu_unhealthy_at_once(node: SimulatedNode) -> None:
     """XID 79 is published long before the next poll, and hits only its GPU."""
-    async with watching(node, poll_seconds=30.0) as watched:
-        began = time.monotonic()
+    async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
         node.xid(1, 79)
         gpu = await watched.unhealthy(node.uuids[1])
 
-        assert time.monotonic() - began < 1.0
         assert gpu.health.reason == "XID 79: the GPU has fallen off the bus"
         assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [True, False, True, True]
         assert watched.journal.entries[-2].facts == {
@@ -138,14 +137,14 @@ async def test_a_lost_gpu_recovers_when_it_answers_and_is_quiet(node: SimulatedN
 
 
 async def test_recovery_comes_when_the_quiet_time_ends_and_not_at_the_next_regular_poll(node: SimulatedNode) -> None:
-    """A long poll interval does not prolong a short quiet time."""
-    async with watching(node, quiet=0.3, poll_seconds=2.0) as watched:
+    """A long poll interval, a tenth of which is the shortest, does not prolong a short quiet time."""
+    began = time.monotonic()
+    async with watching(node, quiet=0.3, poll_seconds=10.0) as watched:
         node.xid(0, 79)
         await watched.unhealthy(node.uuids[0])
-        began = time.monotonic()
         await watched.healthy(node.uuids[0])
 
-        assert 0.1 < time.monotonic() - began < 1.0
+        assert 0.3 < time.monotonic() - began < 10
 
 
 async def test_a_flapping_gpu_stays_away_longer(node: SimulatedNode) -> None:
@@ -154,12 +153,12 @@ async def test_a_flapping_gpu_stays_away_longer(node: SimulatedNode) -> None:
         node.xid(0, 79)
         await watched.unhealthy(node.uuids[0])
         await watched.healthy(node.uuids[0])
+        began = time.monotonic()
         node.xid(0, 79)
         await watched.unhealthy(node.uuids[0])
-        began = time.monotonic()
         await watched.healthy(node.uuids[0])
 
-        assert time.monotonic() - began > 0.3
+        assert time.monotonic() - began > 0.4
 
 
 async def test_recovery_never_means_never(node: SimulatedNode) -> None:
@@ -274,13 +273,13 @@ async def test_a_broken_event_queue_makes_no_gpu_unhealthy(node: SimulatedNode) 
 async def test_the_driver_asks_for_a_look_without_an_xid(node: SimulatedNode) -> None:
     """Newer drivers report a wanted recovery action as an event of its own: it brings the poll forward and is no XID."""
     node.state.gpus[0].event_types |= RECOVERY_ACTION_EVENT
-    async with watching(node, poll_seconds=2.0) as watched:
-        began = time.monotonic()
+    began = time.monotonic()
+    async with watching(node, poll_seconds=10.0) as watched:
         node.recovery_action(0, "reset")
         node.event(0, RECOVERY_ACTION_EVENT)
         gpu = await watched.unhealthy(node.uuids[0])
 
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 10
         assert gpu.health.reason == "the driver asks for a GPU reset"
         assert watched.count("gpu.xid") == 0
 

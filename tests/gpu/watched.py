@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.config.settings import Gpu as GpuSettings
 from vgpu_agent.config.settings import Recovery
 from vgpu_agent.gpu.watch import GpuWatch
@@ -14,8 +15,8 @@ from vgpu_agent.journal import Entry, Journal
 from vgpu_agent.model import Gpu, Inventory
 from vgpu_agent.sim.state import SimulatedNode
 
-# Long enough for a busy machine, and only waited for by a test that fails.
-PATIENCE_SECONDS = 5.0
+# For tests of hangs. Elsewhere a machine that stands still for half a second must not look like a driver that does.
+SOON_HUNG = {"call_timeout_seconds": 0.4, "hung_unhealthy_seconds": 0.5}
 
 
 class Watched:
@@ -67,13 +68,6 @@ def found(inventory: Inventory, uuid: str) -> Gpu:
     return gpu
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for something that announces itself to nobody."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - counters and journals have no event to wait for
-            await asyncio.sleep(0.01)
-
-
 def settings(node: SimulatedNode, *, quiet: float = 0.2, mode: Any = "auto", **changes: Any) -> GpuSettings:
     """Times short enough for a test; ``changes`` are keys of `GpuSettings`."""
     values: dict[str, Any] = {
@@ -82,8 +76,8 @@ def settings(node: SimulatedNode, *, quiet: float = 0.2, mode: Any = "auto", **c
         "poll_seconds": 0.1,
         "usage_seconds": 0.1,
         "event_wait_milliseconds": 50,
-        "call_timeout_seconds": 0.4,
-        "hung_unhealthy_seconds": 0.5,
+        "call_timeout_seconds": PATIENCE_SECONDS,
+        "hung_unhealthy_seconds": PATIENCE_SECONDS,
         "init_retry_seconds": 0.1,
         "recovery": Recovery(mode=mode, quiet_seconds=quiet, flap_window_seconds=60, max_quiet_seconds=60),
     }

@@ -18,6 +18,7 @@ import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 from structlog.testing import capture_logs
 
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import (
     AgentError,
     CapacityError,
@@ -85,7 +86,7 @@ class Served:
         )
         self.channel: Any = grpc.aio.insecure_channel(f"unix:{path}", options=[("grpc.use_local_subchannel_pool", 1)])
 
-    def call(self, method: str, request: bytes = b"", timeout_seconds: float = 5.0) -> Any:
+    def call(self, method: str, request: bytes = b"", timeout_seconds: float = PATIENCE_SECONDS) -> Any:
         return self.channel.unary_unary(method)(request, timeout=timeout_seconds)
 
     def watch(self) -> Any:
@@ -112,8 +113,8 @@ async def test_a_call_moves_bytes_both_ways(served: Served) -> None:
     """Megabytes as well: kubelet's GetPreferredAllocation has no limit on our side (kubelet contract §10)."""
     request = b"x" * 5_000_000
 
-    assert await served.channel.unary_unary(ECHO)(b"", timeout=5) == b""
-    assert await room.call(served.path, ECHO, request, timeout_seconds=5) == request
+    assert await served.channel.unary_unary(ECHO)(b"", timeout=PATIENCE_SECONDS) == b""
+    assert await room.call(served.path, ECHO, request, timeout_seconds=PATIENCE_SECONDS) == request
 
 
 async def test_an_unknown_method_is_unimplemented(served: Served) -> None:
@@ -166,7 +167,7 @@ async def test_a_cancelled_stream_is_cleaned_up_at_once(served: Served) -> None:
 
     call.cancel()
 
-    await asyncio.wait_for(served.service.cleaned_up.wait(), 1)
+    await asyncio.wait_for(served.service.cleaned_up.wait(), PATIENCE_SECONDS)
     assert await served.call(ECHO, b"still there") == b"still there"
 
 
@@ -174,12 +175,12 @@ async def test_a_reader_that_goes_away_during_a_send_is_cleaned_up_at_once(serve
     """The method is blocked in a send of more than the flow-control window when the connection is cut."""
     served.service.message = b"x" * 20_000_000
     reader, writer = await _raw_watch(served.path, _client())
-    await asyncio.wait_for(served.service.watching.wait(), 1)
+    await asyncio.wait_for(served.service.watching.wait(), PATIENCE_SECONDS)
     await reader.read(1000)
 
     writer.transport.abort()
 
-    await asyncio.wait_for(served.service.cleaned_up.wait(), 1)
+    await asyncio.wait_for(served.service.cleaned_up.wait(), PATIENCE_SECONDS)
 
 
 async def test_draining_ends_streams_cleanly_while_the_client_keeps_its_connection(served: Served) -> None:
@@ -188,10 +189,8 @@ async def test_draining_ends_streams_cleanly_while_the_client_keeps_its_connecti
     await call.read()
     served.service.ending.set()
 
-    began = time.perf_counter()
-    await served.server.drain(2)
+    await asyncio.wait_for(served.server.drain(FOR_EVER_SECONDS), PATIENCE_SECONDS)
 
-    assert time.perf_counter() - began < 0.5
     assert await call.read() == EOF
     assert await call.code() == grpc.StatusCode.OK
 
@@ -201,10 +200,10 @@ async def test_draining_lets_a_running_call_finish(served: Served) -> None:
     answer = asyncio.ensure_future(served.call(SLOW, b"answer"))
     await served.service.watching.wait()
 
-    drain = asyncio.create_task(served.server.drain(5))
+    drain = asyncio.create_task(served.server.drain(FOR_EVER_SECONDS))
     await asyncio.sleep(0)
     with pytest.raises(CallError, match="Connection refused"):
-        await room.call(served.path, ECHO, b"", timeout_seconds=1)
+        await room.call(served.path, ECHO, b"", timeout_seconds=PATIENCE_SECONDS)
     served.service.ending.set()
 
     assert await answer == b"answer"
@@ -217,9 +216,9 @@ async def test_draining_cancels_what_does_not_finish_in_time(served: Served) -> 
     await served.service.watching.wait()
 
     began = time.perf_counter()
-    await served.server.drain(0.1)
+    await asyncio.wait_for(served.server.drain(0.1), PATIENCE_SECONDS)
 
-    assert 0.1 <= time.perf_counter() - began < 0.6
+    assert time.perf_counter() - began >= 0.1
     assert served.service.cleaned_up.is_set()
     assert (await hanging)[0] in {"UNAVAILABLE", "CANCELLED", "UNKNOWN"}
 
@@ -232,15 +231,15 @@ async def test_draining_cuts_off_a_peer_that_does_not_read(served: Served) -> No
     client.increment_flow_control_window(2**30)
     _, writer = await _raw_watch(served.path, client)
     writer.transport.pause_reading()  # type: ignore[attr-defined]  # a stream's transport can both
-    await asyncio.wait_for(served.service.watching.wait(), 1)
+    await asyncio.wait_for(served.service.watching.wait(), PATIENCE_SECONDS)
     client.reset_stream(1)
     writer.write(client.data_to_send())
-    await asyncio.wait_for(served.service.cleaned_up.wait(), 1)
+    await asyncio.wait_for(served.service.cleaned_up.wait(), PATIENCE_SECONDS)
 
     began = time.perf_counter()
-    await served.server.drain(1.0)
+    await served.server.drain(10.0)
 
-    assert time.perf_counter() - began < 0.5
+    assert time.perf_counter() - began < 9.0  # it gets a tenth of the grace
     assert [task for task in asyncio.all_tasks() if "request_handler" in repr(task)] == []
     writer.transport.abort()
 
@@ -255,7 +254,7 @@ async def test_garbage_on_the_socket_disturbs_nobody(served: Served, junk: bytes
     writer.write(junk)
     writer.write_eof()
     with contextlib.suppress(ConnectionError):
-        await asyncio.wait_for(reader.read(), 1)
+        await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)
     writer.close()
 
     assert await served.call(ECHO, b"after") == b"after"
@@ -271,7 +270,7 @@ async def test_an_unknown_frame_does_not_end_the_connection(served: Served) -> N
 
     received = b""
     while b"hello" not in received:
-        chunk = await asyncio.wait_for(reader.read(4096), 1)
+        chunk = await asyncio.wait_for(reader.read(4096), PATIENCE_SECONDS)
         assert chunk, "the connection was closed"
         received += chunk
     writer.close()
@@ -286,7 +285,7 @@ async def test_a_call_without_a_request_message_is_refused(served: Served) -> No
 
     trailers: dict[bytes, bytes] = {}
     while b"grpc-status" not in trailers:
-        for event in client.receive_data(await asyncio.wait_for(reader.read(4096), 1)):
+        for event in client.receive_data(await asyncio.wait_for(reader.read(4096), PATIENCE_SECONDS)):
             trailers.update(getattr(event, "headers", None) or [])
     writer.close()
 
@@ -296,7 +295,7 @@ async def test_a_call_without_a_request_message_is_refused(served: Served) -> No
 async def test_a_missing_socket_is_an_error_of_ours(directory: Path) -> None:
     """grpclib lets a plain OSError through; callers catch one family."""
     with pytest.raises(CallError, match=r"Register: cannot connect to .*kubelet\.sock: No such file or directory") as failure:
-        await room.call(directory / "kubelet.sock", "/v1beta1.Registration/Register", b"", timeout_seconds=1)
+        await room.call(directory / "kubelet.sock", "/v1beta1.Registration/Register", b"", timeout_seconds=PATIENCE_SECONDS)
 
     assert failure.value.status == "UNAVAILABLE"
 
@@ -306,7 +305,7 @@ async def test_a_dead_socket_is_an_error_of_ours(directory: Path) -> None:
     sockets.bind(directory / "kubelet.sock").close()
 
     with pytest.raises(CallError, match="Connection refused"):
-        await room.call(directory / "kubelet.sock", "/v1beta1.Registration/Register", b"", timeout_seconds=1)
+        await room.call(directory / "kubelet.sock", "/v1beta1.Registration/Register", b"", timeout_seconds=PATIENCE_SECONDS)
 
 
 async def test_an_answer_that_does_not_come_is_an_error_of_ours(served: Served) -> None:
@@ -333,7 +332,7 @@ async def test_a_peer_that_speaks_something_else_is_an_error_of_ours(directory: 
 
     async with await asyncio.start_unix_server(speak, sock=sockets.bind(directory / "a.sock")):
         with pytest.raises(CallError):
-            await room.call(directory / "a.sock", ECHO, b"", timeout_seconds=1)
+            await room.call(directory / "a.sock", ECHO, b"", timeout_seconds=PATIENCE_SECONDS)
 
 
 async def test_an_error_status_keeps_its_name_and_text(served: Served) -> None:
@@ -341,7 +340,7 @@ async def test_an_error_status_keeps_its_name_and_text(served: Served) -> None:
     served.service.failure = CapacityError("nothing left")
 
     with pytest.raises(CallError) as failure:
-        await room.call(served.path, FAIL, b"", timeout_seconds=1)
+        await room.call(served.path, FAIL, b"", timeout_seconds=PATIENCE_SECONDS)
 
     assert (failure.value.status, failure.value.text) == ("RESOURCE_EXHAUSTED", "nothing left")
 
@@ -371,25 +370,32 @@ async def _raw_watch(path: Path, client: h2.connection.H2Connection) -> tuple[as
 
 
 async def test_calls_that_follow_each_other_share_a_connection(served: Served) -> None:
-    """It is closed a while after the last of them, or when it is closed on purpose."""
-    caller = room.Caller(served.path, kept_seconds=0.05)
+    """Until it is closed on purpose."""
+    caller = room.Caller(served.path, kept_seconds=FOR_EVER_SECONDS)
     connections = served.server._server._connections
     for _ in range(3):
-        assert await caller.call(ECHO, b"x", timeout_seconds=1) == b"x"
+        assert await caller.call(ECHO, b"x", timeout_seconds=PATIENCE_SECONDS) == b"x"
     assert len(connections) == 1
 
-    await asyncio.sleep(0.3)
-    assert all(connection.transport.is_closing() for connection in connections)
-    assert await caller.call(ECHO, b"x", timeout_seconds=1) == b"x"
     caller.close()
+    await eventually(lambda: all(connection.transport.is_closing() for connection in connections))
+
+
+async def test_a_connection_that_nobody_has_used_for_a_while_is_closed(served: Served) -> None:
+    """And the next call makes another."""
+    caller = room.Caller(served.path, kept_seconds=0.05)
+    connections = served.server._server._connections
+    for _ in range(2):
+        assert await caller.call(ECHO, b"x", timeout_seconds=PATIENCE_SECONDS) == b"x"
+        await eventually(lambda: all(connection.transport.is_closing() for connection in connections))
 
 
 async def test_calls_at_the_same_time_have_connections_of_their_own(served: Served) -> None:
     """One that is cut off takes no other with it, and one connection is enough to keep."""
-    caller = room.Caller(served.path, kept_seconds=60)
-    slow = asyncio.ensure_future(caller.call(SLOW, b"slow", timeout_seconds=5))
+    caller = room.Caller(served.path, kept_seconds=FOR_EVER_SECONDS)
+    slow = asyncio.ensure_future(caller.call(SLOW, b"slow", timeout_seconds=PATIENCE_SECONDS))
     await served.service.watching.wait()
-    assert await caller.call(ECHO, b"x", timeout_seconds=1) == b"x"
+    assert await caller.call(ECHO, b"x", timeout_seconds=PATIENCE_SECONDS) == b"x"
     with pytest.raises(CallError, match=r"not answered within|DEADLINE_EXCEEDED"):
         await caller.call(HANG, b"", timeout_seconds=0.05)
     served.service.ending.set()
@@ -399,7 +405,7 @@ async def test_calls_at_the_same_time_have_connections_of_their_own(served: Serv
 
 async def test_a_server_that_has_started_anew_is_found_over_a_new_connection(directory: Path) -> None:
     """kubelet makes its socket anew; whoever asked the one before is not told of its end."""
-    caller = room.Caller(directory / "a.sock", kept_seconds=60)
+    caller = room.Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
     for answer in (b"first", b"second"):
 
         async def method(_: bytes, answer: bytes = answer) -> bytes:
@@ -407,43 +413,42 @@ async def test_a_server_that_has_started_anew_is_found_over_a_new_connection(dir
 
         server = GrpcServer(unary={ECHO: method}, streams={})
         await server.start(sockets.bind(directory / "a.sock"))
-        assert await caller.call(ECHO, b"", timeout_seconds=1) == answer
+        assert await caller.call(ECHO, b"", timeout_seconds=PATIENCE_SECONDS) == answer
         await server.drain(0.1)
         (directory / "a.sock").unlink(missing_ok=True)
     with pytest.raises(CallError, match="cannot connect"):
-        await caller.call(ECHO, b"", timeout_seconds=1)
+        await caller.call(ECHO, b"", timeout_seconds=PATIENCE_SECONDS)
 
 
 async def test_a_kept_connection_that_breaks_off_costs_nobody_the_answer(directory: Path) -> None:
-    """The other side may close it at the very moment of the next call."""
-    accepted = 0
+    """The other side may close it at the very moment of the next call, here in the middle of the second one."""
+    accepted: list[asyncio.StreamWriter] = []
 
-    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal accepted
-        accepted += 1
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
         there = await asyncio.open_unix_connection(directory / "real.sock")
 
-        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, most: int) -> None:
-            for _ in range(most):
-                if not (piece := await source.read(65536)):
-                    break
-                sink.write(piece)
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while piece := await source.read(65536):
+                    sink.write(piece)
             sink.close()
 
-        # The first connection is cut in the middle of its second call, the others live.
-        await asyncio.gather(pump(reader, there[1], 3 if accepted == 1 else 1000), pump(there[0], writer, 1000))
+        await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
 
     async def echo(request: bytes) -> bytes:
+        if request == b"1" and len(accepted) == 1:
+            accepted[0].transport.abort()
         return request
 
     server = GrpcServer(unary={ECHO: echo}, streams={})
     await server.start(sockets.bind(directory / "real.sock"))
-    caller = room.Caller(directory / "a.sock", kept_seconds=60)
-    async with await asyncio.start_unix_server(once, sock=sockets.bind(directory / "a.sock")):
+    caller = room.Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
+    async with await asyncio.start_unix_server(between, sock=sockets.bind(directory / "a.sock")):
         for number in range(8):
-            assert await caller.call(ECHO, b"%d" % number, timeout_seconds=1) == b"%d" % number
+            assert await caller.call(ECHO, b"%d" % number, timeout_seconds=PATIENCE_SECONDS) == b"%d" % number
         caller.close()
-        assert accepted == 2
+        assert len(accepted) == 2
         await server.drain(0.1)
 
 

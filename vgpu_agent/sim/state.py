@@ -325,7 +325,7 @@ class SimulatedNode:
             row.times_left = times
 
     def clear_faults(self) -> None:
-        """Forget every fault; a call that is being delayed now finishes its delay."""
+        """Forget every fault; a call that is being delayed now goes on at once."""
         with self.writing():
             for row in self.state.faults:
                 row.times_left, row.function = 0, b""

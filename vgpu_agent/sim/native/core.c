@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { HANDLE_MAGIC = 0x56475055 };
+enum { HANDLE_MAGIC = 0x56475055, DELAY_PIECE_NS = 10000000 };
 
 static struct sim_node *node;
 static int descriptor = -1;
@@ -143,6 +143,17 @@ static bool take_one(struct sim_fault *fault)
     return left < 0;
 }
 
+/* Sleeps in pieces, so that forgetting the fault ends a delay of any length, and a test of a hang decides when it is over. */
+static void delay(const struct sim_fault *fault)
+{
+    uint64_t end = sim_monotonic_ns() + (uint64_t)fault->delay_ms * 1000000ull;
+    while (__atomic_load_n(&fault->function[0], __ATOMIC_ACQUIRE) != '\0') {
+        uint64_t now = sim_monotonic_ns();
+        if (now >= end) return;
+        sim_sleep_ns(end - now < DELAY_PIECE_NS ? end - now : DELAY_PIECE_NS);
+    }
+}
+
 static nvmlReturn_t apply_faults(struct sim_node *state, const char *function, uint32_t gpu)
 {
     for (int row = 0; row < SIM_FAULTS; row++) {
@@ -150,7 +161,7 @@ static nvmlReturn_t apply_faults(struct sim_node *state, const char *function, u
         if (fault->function[0] == '\0' || (fault->gpu != SIM_NONE && fault->gpu != gpu)) continue;
         if (!fault_names(fault->function, function) || !take_one(fault)) continue;
         uint32_t code = fault->code;
-        sim_sleep_ns((uint64_t)fault->delay_ms * 1000000ull);
+        delay(fault);
         if (code != SIM_NONE) return (nvmlReturn_t)code;
     }
     return NVML_SUCCESS;

@@ -1,0 +1,48 @@
+"""Time in tests, on a machine that may be five times slower than ours, or busy with something else for a second.
+
+Three ways, for all tests that cannot have virtual time:
+
+* what comes is waited for, up to `PATIENCE_SECONDS`, which only a failing test spends;
+* what must not wait for something else passes in `PATIENCE_SECONDS`, while that something takes `FOR_EVER_SECONDS`;
+* what has a budget of its own keeps to it in the quickest of several attempts (`quickest`, `quickest_call`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+PATIENCE_SECONDS = 20.0
+FOR_EVER_SECONDS = 300.0  # longer than pytest lets a test run
+
+
+async def quickest(attempt: Callable[[], Awaitable[object]], *, within_seconds: float, attempts: int = 5) -> float:
+    """Seconds of the quickest attempt; the first one within the budget is the last."""
+    best = float("inf")
+    for _ in range(attempts):
+        began = time.perf_counter()
+        await attempt()
+        best = min(best, time.perf_counter() - began)
+        if best < within_seconds:
+            break
+    return best
+
+
+def quickest_call(call: Callable[[], object], *, within_seconds: float, attempts: int = 5) -> float:
+    """The same for what needs no event loop."""
+    best = float("inf")
+    for _ in range(attempts):
+        began = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - began)
+        if best < within_seconds:
+            break
+    return best
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Wait for something that announces itself to nobody, such as another process does."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.01)
