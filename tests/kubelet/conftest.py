@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from tests.kubelet.backend import FakeBackend
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.journal import Journal
@@ -55,8 +56,10 @@ class Node:
     """The agent's kubelet side on one node: a directory watch and plugins, supervised as in the agent."""
 
     def __init__(self, directory: Path, supervisor: Supervisor, **settings: float) -> None:
-        patience = {"retry_min_seconds": 0.05, "stream_open_timeout_seconds": 2.0, "coalesce_seconds": 0.02, **settings}
-        self.settings = Kubelet(directory=str(directory), **patience)  # type: ignore[arg-type]  # all of them are seconds
+        # Nothing but inotify explains what a test sees, and a busy kubelet is no silent one.
+        patience = {"socket_poll_seconds": 60.0, "stream_open_timeout_seconds": 60.0, "drain_seconds": PATIENCE_SECONDS}
+        quick = {"retry_min_seconds": 0.05, "coalesce_seconds": 0.02}
+        self.settings = Kubelet(directory=str(directory), **{**patience, **quick, **settings})  # type: ignore[arg-type]  # all are seconds
         self.journal = Journal()
         self.status = KubeletStatus()
         self.supervisor = supervisor
@@ -91,4 +94,4 @@ async def node(directory: Path) -> AsyncIterator[Node]:
         built = Node(directory, supervisor)
         built.watch_directory()
         yield built
-        await asyncio.wait_for(asyncio.gather(*(plugin.stop() for plugin in built.plugins)), 5)
+        await asyncio.wait_for(asyncio.gather(*(plugin.stop() for plugin in built.plugins)), PATIENCE_SECONDS)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.kubelet.backend import FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet.allowance import Allowance
 from vgpu_agent.kubelet.pod_resources import GetNotPossibleError, KubeletBusyError, PodResources
@@ -32,7 +33,7 @@ async def _admitted(kubelet: SimulatedKubelet, node: Node) -> Pod:
 @pytest.fixture
 async def pod_resources(kubelet: SimulatedKubelet) -> AsyncIterator[PodResources]:
     """A client whose clock stands still, so that no call is ever allowed again."""
-    client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5, clock=lambda: 100.0)
+    client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS, clock=lambda: 100.0)
     with contextlib.closing(client):
         yield client
 
@@ -83,7 +84,7 @@ async def test_get_leaves_some_calls_to_others(kubelet: SimulatedKubelet, pod_re
 
 async def test_after_a_refused_get_list_waits_a_moment_and_is_answered(kubelet: SimulatedKubelet) -> None:
     """Others have used up what kubelet allows; that is no reason to leave it alone for seconds."""
-    client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5)
+    client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS)
     kubelet.faults.exhausted_gets = 1
     for _ in range(2):
         with pytest.raises(GetNotPossibleError, match=r"too often|as often as it allows"):
@@ -113,7 +114,7 @@ async def test_without_a_kubelet_get_fails_like_any_call(tmp_path: Path) -> None
 
 async def test_the_stand_in_refuses_what_kubelet_would_refuse(kubelet: SimulatedKubelet) -> None:
     """Ten calls at once and a hundred a second, whoever makes them."""
-    clients = [PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5) for _ in range(40)]
+    clients = [PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS) for _ in range(40)]
     began = time.monotonic()
     answers = await asyncio.gather(*(client.list() for client in clients), return_exceptions=True)
     for client in clients:

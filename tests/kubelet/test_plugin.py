@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
+from tests.patience import quickest
 from vgpu_agent.errors import CapacityError, KubeletError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.kubelet.plugin import PluginService
 from vgpu_agent.model import Resource
@@ -283,7 +283,7 @@ async def test_a_preference_among_100_000_ids_takes_less_than_a_second(asked: As
     request.container_requests.add(available_device_ids=available, allocation_size=2)
     encoded = request.SerializeToString()
 
-    began = time.perf_counter()
-    await asked.call("GetPreferredAllocation", encoded, google.PreferredAllocationResponse.FromString)
+    async def ask() -> None:
+        await asked.call("GetPreferredAllocation", encoded, google.PreferredAllocationResponse.FromString)
 
-    assert time.perf_counter() - began < 1.0
+    assert await quickest(ask, within_seconds=1.0) < 1.0

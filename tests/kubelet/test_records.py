@@ -10,6 +10,7 @@ import pytest
 
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet.checkpoint import CheckpointEntry
 from vgpu_agent.kubelet.pod_resources import AllocatableUnsupportedError, KubeletBusyError, PodResources
@@ -94,7 +95,7 @@ def test_the_checkpoint_alone_names_pods_by_uid() -> None:
 @pytest.fixture
 async def pod_resources(directory: Path) -> AsyncIterator[PodResources]:
     """The client of the simulated kubelet."""
-    with contextlib.closing(PodResources(directory / "pod-resources" / "kubelet.sock", timeout_seconds=5)) as client:
+    with contextlib.closing(PodResources(directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS)) as client:
         yield client
 
 
@@ -118,7 +119,7 @@ async def test_both_sources_make_the_whole_picture(kubelet: SimulatedKubelet, no
 async def test_a_busy_kubelet_is_left_alone_for_a_while(kubelet: SimulatedKubelet, node: Node) -> None:
     """Kubelet contract V12: RESOURCE_EXHAUSTED means pauses that grow, without a call in between; the service goes on."""
     now = 100.0
-    client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5, clock=lambda: now)
+    client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS, clock=lambda: now)
     await _admitted(kubelet, node)
     kubelet.faults.exhausted_lists = 2
 
@@ -180,7 +181,7 @@ async def test_without_either_there_is_an_empty_and_incomplete_picture(directory
 
 async def test_a_kubelet_without_the_api_is_explained(kubelet: SimulatedKubelet) -> None:
     """Its registration socket serves no pod-resources, like a kubelet that is too old."""
-    client = PodResources(kubelet.plugins / "kubelet.sock", timeout_seconds=5)
+    client = PodResources(kubelet.plugins / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS)
 
     with pytest.raises(KubeletError, match=r"has no pod-resources API v1; Kubernetes 1\.20 or newer is needed"):
         await client.list()
@@ -224,7 +225,7 @@ async def test_what_can_be_allocated_is_not_asked_of_a_busy_kubelet(kubelet: Sim
 
 async def test_a_list_that_does_not_come_is_an_error(kubelet: SimulatedKubelet) -> None:
     """Each call has its time."""
-    kubelet.faults.list_delay_seconds = 5.0
+    kubelet.faults.list_delay_seconds = FOR_EVER_SECONDS
 
     with pytest.raises(KubeletError, match=r"not answered within|DEADLINE_EXCEEDED"):
         await PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=0.05).list()

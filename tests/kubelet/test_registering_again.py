@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.kubelet.backend import U0, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Supervisor, TaskState
 from vgpu_agent.model import Resource
 from vgpu_agent.sim.kubelet import SimulatedKubelet
@@ -17,7 +18,7 @@ RESOURCE = "nvidia.com/gpu.shared"
 
 
 async def _all_offered(kubelet: SimulatedKubelet, number: int = 8) -> None:
-    await kubelet.until(lambda: kubelet.resource(RESOURCE).allocatable == number, timeout_seconds=5)
+    await kubelet.until(lambda: kubelet.resource(RESOURCE).allocatable == number)
 
 
 async def _registered_again(kubelet: SimulatedKubelet, before: int) -> None:
@@ -82,7 +83,7 @@ async def test_a_refused_resource_can_be_stopped(kubelet: SimulatedKubelet, node
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await kubelet.until(lambda: plugin.status.state is PluginState.FAILED)
 
-    await asyncio.wait_for(plugin.stop(), 1)
+    await asyncio.wait_for(plugin.stop(), PATIENCE_SECONDS)
 
     assert plugin.status.state is PluginState.STOPPED
 
@@ -100,7 +101,7 @@ async def test_what_kubelet_was_told_is_known_while_a_stream_is_open(kubelet: Si
     assert plugin.told is not None
     assert {entry.id.id for entry in plugin.told.devices if entry.healthy} == set(kubelet.resource(RESOURCE).healthy)
     assert {device.id for device in plugin.told.offered} == {device.id for device in shared_resource().ids}
-    assert plugin.told.seconds_ago < 5
+    assert plugin.told.seconds_ago < PATIENCE_SECONDS
 
 
 async def test_registering_again_on_request_is_a_new_server(kubelet: SimulatedKubelet, node: Node) -> None:
@@ -158,7 +159,7 @@ async def test_a_kubelet_that_opens_no_stream_is_registered_with_again(directory
         node = Node(directory, supervisor, stream_open_timeout_seconds=0.1)
         node.watch_directory()
         plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
-        await kubelet.until(lambda: len(kubelet.called("Register")) == 2)
+        await kubelet.until(lambda: len(kubelet.called("Register")) >= 2)
 
         kubelet.faults.open_no_stream = False
         await _all_offered(kubelet)

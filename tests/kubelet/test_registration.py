@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from vgpu_agent.errors import RegistrationRefusedError
 from vgpu_agent.kubelet.grpc import CallError
 from vgpu_agent.kubelet.registration import Backoff, register
 from vgpu_agent.sim.kubelet import SimulatedKubelet
 
 
-async def _register(kubelet: SimulatedKubelet, resource: str = "nvidia.com/gpu", timeout_seconds: float = 5.0) -> None:
+async def _register(kubelet: SimulatedKubelet, resource: str = "nvidia.com/gpu", timeout_seconds: float = PATIENCE_SECONDS) -> None:
     await register(
         kubelet.plugins / "kubelet.sock", endpoint="none.sock", resource=resource, pre_start_required=False, timeout_seconds=timeout_seconds
     )
@@ -41,7 +42,7 @@ async def test_a_failure_that_may_pass_is_not_final(kubelet: SimulatedKubelet) -
 
 async def test_a_kubelet_that_does_not_answer_is_not_final(kubelet: SimulatedKubelet) -> None:
     """The time that the caller gives is the time it takes."""
-    kubelet.faults.register_delay_seconds = 5.0
+    kubelet.faults.register_delay_seconds = FOR_EVER_SECONDS
 
     with pytest.raises(CallError, match=r"not answered within|DEADLINE_EXCEEDED"):
         await _register(kubelet, timeout_seconds=0.05)

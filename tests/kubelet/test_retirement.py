@@ -11,7 +11,7 @@ RESOURCE = "nvidia.com/gpu.shared"
 
 
 async def _all_offered(kubelet: SimulatedKubelet) -> None:
-    await kubelet.until(lambda: kubelet.resource(RESOURCE).allocatable == 8, timeout_seconds=5)
+    await kubelet.until(lambda: kubelet.resource(RESOURCE).allocatable == 8)
 
 
 def _sockets(kubelet: SimulatedKubelet) -> list[str]:

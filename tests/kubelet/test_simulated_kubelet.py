@@ -11,6 +11,7 @@ import pytest
 
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet.pod_resources import PodResources
@@ -67,7 +68,7 @@ async def test_a_pod_that_ended_is_not_listed(kubelet: SimulatedKubelet, node: N
     await kubelet.admit("p", [Container("init", {R: 2}, init=True), Container("c", {R: 1})])
     await kubelet.delete(ended)
 
-    with contextlib.closing(PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=5)) as client:
+    with contextlib.closing(PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS)) as client:
         listed = await client.list()
 
     assert [(holding.owner.pod, holding.owner.container, len(holding.ids)) for holding in listed] == [("p", "c", 1)]
