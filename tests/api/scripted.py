@@ -10,14 +10,15 @@ from typing import Any
 
 import msgspec
 
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 
 QUICK = Cluster(
-    connect_timeout_seconds=5.0,
-    request_timeout_seconds=5.0,
-    watch_seconds=1.0,
-    watch_silence_seconds=5.0,
+    connect_timeout_seconds=PATIENCE_SECONDS,
+    request_timeout_seconds=PATIENCE_SECONDS,
+    watch_seconds=60.0,
+    watch_silence_seconds=PATIENCE_SECONDS,
     backoff_min_seconds=0.01,
     backoff_max_seconds=0.05,
 )
@@ -100,7 +101,7 @@ async def running(loop: Callable[[Callable[[], None]], Any]) -> AsyncIterator[No
             await task
 
 
-async def until(condition: Callable[[], object], *, seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], *, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until the condition holds."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in a server that knows nothing of this test

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
-from tests.api.scripted import QUICK
+from tests.api.scripted import QUICK, until
 from vgpu_agent.cluster import client as client_module
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
@@ -134,7 +135,9 @@ async def test_the_time_that_a_busy_server_asks_for_is_handed_on(server: ApiServ
 async def test_a_server_that_is_away_and_a_name_that_does_not_resolve() -> None:
     """Both are named, with the address."""
     nobody = ApiClient(Credentials(lambda: Access("http://127.0.0.1:9"), "test"), QUICK)
-    nowhere = ApiClient(Credentials(lambda: Access("http://no-such-host.invalid:6443"), "test"), QUICK)
+    nowhere = ApiClient(
+        Credentials(lambda: Access("http://no-such-host.invalid:6443"), "test"), msgspec.structs.replace(QUICK, connect_timeout_seconds=5.0)
+    )
     with pytest.raises(ClusterError, match=r"http://127.0.0.1:9 cannot be reached: .*refused"):
         await nobody.get(_NODE)
     with pytest.raises(ClusterError, match=r"no-such-host.invalid:6443 (cannot be resolved|did not|has been silent)"):
@@ -208,7 +211,7 @@ async def test_other_tls_files_lead_to_new_connections_and_leave_running_watches
     reads = iter(["old", "new", "new"])
     credentials = Credentials(lambda: Access(server.url, tls_fingerprint=next(reads)), "test")
     client = ApiClient(credentials, QUICK)
-    async with contextlib.aclosing(client.lines("/api/v1/nodes", _WATCH)) as lines:
+    async with contextlib.aclosing(client.lines("/api/v1/nodes", _WATCH | {"timeoutSeconds": "60"})) as lines:
         assert await anext(lines) == b""
         await anext(lines)
         old = client._connections
@@ -226,9 +229,7 @@ async def test_other_tls_files_lead_to_new_connections_and_leave_running_watches
 async def test_closing_ends_what_runs(server: ApiServer, client: ApiClient) -> None:
     """A watch that nobody ended is an error for its reader, not a hang."""
     reading = asyncio.ensure_future(_lines(client))
-    async with asyncio.timeout(1):
-        while not server.requests:  # noqa: ASYNC110 - the server knows nothing of this test
-            await asyncio.sleep(0.01)
+    await until(lambda: server.requests)
     await client.close()
     with pytest.raises(ClusterError):
         await reading

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.scripted import QUICK
+from tests.api.scripted import QUICK, until
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.errors import ClusterError
@@ -32,6 +32,14 @@ def _credentials(server: ApiServer, ca: Path) -> Credentials:
     return Credentials(lambda: Access(server.url, ca_file=str(ca), tls_fingerprint=ca.read_text()), "test")
 
 
+def _connected(client: ApiClient) -> bool:
+    """Whether the client believes that it has a connection to the server."""
+    assert client._connections is not None
+    connector = client._connections._session.connector
+    assert connector is not None
+    return any(protocol.is_connected() for kept in connector._conns.values() for protocol, _ in kept)
+
+
 async def test_a_ca_that_was_rotated_is_read_again_and_the_request_repeated(tmp_path: Path) -> None:
     """First the server shows a certificate that nobody trusts yet, then the CA file follows; the caller notices only the gap between."""
     first, second = [await asyncio.to_thread(_certificate, tmp_path, name) for name in ("first", "second")]
@@ -45,7 +53,7 @@ async def test_a_ca_that_was_rotated_is_read_again_and_the_request_repeated(tmp_
         assert await client.get("/api/v1/nodes/n1")
         await asyncio.to_thread(context.load_cert_chain, *second)
         server.cut()
-        await asyncio.sleep(0.05)  # until the client has noticed
+        await until(lambda: not _connected(client))
         with pytest.raises(ClusterError, match=r"certificate is not trusted: .*self.signed.*; compare it with the CA"):
             await client.get("/api/v1/nodes/n1")
         await asyncio.to_thread(shutil.copy, second[0], ca)
