@@ -12,7 +12,9 @@ import pytest
 from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
-from tests.golden import SLICES, golden_inventory, golden_slices, with_slices
+from tests.families.volcano_vgpu_mig_parts import a_gpu, mig_family
+from tests.golden import SLICES, U1, golden_inventory, golden_slices, with_slices
+from vgpu_agent.allocation.node_families import Families as AllFamilies
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
 from vgpu_agent.config.sharing import MpsSharing, SharedResource, Sharing, TimeSlicing
@@ -47,6 +49,11 @@ def first_gpu() -> Inventory:
     """The inventory before the second GPU has answered."""
     whole = golden_inventory()
     return dataclasses.replace(whole, gpus=whole.gpus[:1])
+
+
+def two_models() -> Inventory:
+    """One GPU that Volcano's geometries know, and one that they do not."""
+    return Inventory(version=1, gpus=(a_gpu(), dataclasses.replace(a_gpu(U1, index=1), name="NVIDIA A10")))
 
 
 async def look_again(parts: Wired) -> None:
@@ -176,6 +183,16 @@ async def test_what_is_odd_is_said_once(tmp_path: Path) -> None:
         parts.inventory = in_mig_mode(both=False)
         await look_again(parts)
         assert parts.families.cautions == ()
+
+
+async def test_a_gpu_that_nobody_can_divide_is_said_once(tmp_path: Path) -> None:
+    """What families by pods leave out stands where the rest does: in the journal, the status and `/debug/resources`."""
+    async with wired(await volcano_settings(tmp_path, None, families=Families()), two_models()) as parts:
+        parts.families._families = AllFamilies(by_pod=(mig_family(),))
+        parts.families.refresh()
+        parts.families.refresh()
+        assert ["has no entry for NVIDIA A10;" in caution for caution in parts.families.cautions] == [True]
+        assert len(parts.journalled("config.caution")) == 1
 
 
 async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path: Path) -> None:

@@ -60,6 +60,10 @@ class NumberFamily:
             ),
         )
 
+    def cautions(self, inventory: Inventory) -> tuple[str, ...]:
+        """Nothing is odd."""
+        return ()
+
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Everything goes."""
 

@@ -269,6 +269,22 @@ def test_only_cards_that_somebody_knows_how_to_divide_are_offered() -> None:
         mig_family().resources(Inventory(version=1, gpus=(a10,)))
 
 
+def test_a_card_that_is_left_out_is_told_with_its_model() -> None:
+    """Volcano would only see fewer cards; those that the node configuration hides are left out on purpose, and none at all is an error."""
+    known, a10 = a_gpu(U0, *GROUP2), dataclasses.replace(a_gpu(U1, index=1), name="NVIDIA A10")
+    mixed = Inventory(version=1, gpus=(known, a10))
+    (caution,) = mig_family().cautions(mixed)
+    assert caution == (
+        f"GPU 1 ({U1}): nothing of it is offered, because volcanoVgpu.operatingMode is mig, and knownMigGeometries of the ConfigMap "
+        "volcano-vgpu-device-config has no entry for NVIDIA A10; add one, or leave such GPUs out by filterdevices in the node configuration"
+    )
+    assert mig_family(hidden_uuids=frozenset({U1})).cautions(mixed) == ()
+    assert mig_family().cautions(Inventory(version=1, gpus=(known,))) == ()
+    assert mig_family().cautions(Inventory(version=1, gpus=(a10,))) == ()
+    (named,) = mig_family(set_in=(("operatingMode", "config.json"),)).cautions(mixed)
+    assert "operatingMode in config.json is mig" in named
+
+
 def test_scaling_does_not_make_instances_larger() -> None:
     """An instance has what it has, so memory is announced unscaled and a share of all compute always fits."""
     family = mig_family(memory_scaling=1.8, cores_scaling=0.5)

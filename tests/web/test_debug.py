@@ -109,6 +109,12 @@ def test_resources_show_each_plugin_server_and_the_kubelet(node: AgentStatus) ->
     assert resource["sharing"] == "time-slicing"
 
 
+def test_what_is_left_out_is_told_beside_what_is_served(node: AgentStatus) -> None:
+    """A GPU that cannot be offered withholds nothing, so that only the caution speaks of it."""
+    node.binding.cautions = ("GPU 1: nothing of it is offered",)
+    assert answer(node, "resources")["cautions"] == ["GPU 1: nothing of it is offered"]
+
+
 @pytest.mark.parametrize(
     ("query", "events"),
     [

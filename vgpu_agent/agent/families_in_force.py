@@ -150,6 +150,7 @@ class FamiliesInForce:
             refused += (*short.refused, *problems)
             by_ids += [] if problems else [family]
         for pod_family in self._families.by_pod:
+            cautions += pod_family.cautions(inventory)
             problems = self._add(pod_family, inventory, offered, self._budget_bytes)
             refused += problems
             by_pod += [] if problems else [pod_family]

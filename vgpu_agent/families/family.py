@@ -161,6 +161,10 @@ class NodeView:
 class PodFamily(Family, Protocol):
     """A family whose vocabulary says in the pod what each container gets."""
 
+    def cautions(self, inventory: Inventory) -> tuple[str, ...]:
+        """What `resources` leaves out or is odd about it, one sentence each with the remedy."""
+        ...
+
     def decide(self, question: Question) -> Decision:
         """What the container gets: as a scheduler decided in the pod's annotations, or, where none did, as this node has room.
 

@@ -132,6 +132,11 @@ class VolcanoGpushareFamily:
         # Memory is the limit: nobody asks for less than one unit, so there are never more holders than units.
         return (self._resource(ids, holders_per_device=ids.blocks[0].count, unit="volcanoGpushare.gpuMemoryFactor"),)
 
+    def cautions(self, inventory: Inventory) -> tuple[str, ...]:
+        """None: all that can be offered is."""
+        del inventory
+        return ()
+
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Nothing to refuse: any number of units makes sense until the pod is known."""
 

@@ -29,7 +29,7 @@ from vgpu_agent.families.volcano_vgpu_node import (
     register_text,
 )
 from vgpu_agent.families.volcano_vgpu_node import farewell as leave
-from vgpu_agent.families.volcano_vgpu_offer import FAMILY, VolcanoVgpuOptions, offer_of, resources_of, shared_gpus
+from vgpu_agent.families.volcano_vgpu_offer import FAMILY, VolcanoVgpuOptions, left_out, offer_of, resources_of, shared_gpus
 from vgpu_agent.families.volcano_vgpu_state import state_wishes
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Provision
@@ -85,6 +85,10 @@ class VolcanoVgpuFamily:
         resources = resources_of(inventory, self._options)
         self._factor = offer_of(inventory, self._options).factor
         return resources
+
+    def cautions(self, inventory: Inventory) -> tuple[str, ...]:
+        """See `left_out`."""
+        return left_out(inventory, self._options)
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """A number of k means k different GPUs, so more than the node has can never be had (contract §8)."""

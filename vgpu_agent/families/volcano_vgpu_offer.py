@@ -212,6 +212,22 @@ def _check_geometries(inventory: Inventory, options: VolcanoVgpuOptions) -> None
     raise ConfigError([problem])
 
 
+def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ...]:
+    """A sentence for each model of GPU that cannot be offered beside others that can, because nobody knows how to divide it."""
+    if options.mode != MIG or not shared_gpus(inventory, options):
+        return ()
+    unknown: dict[str, list[str]] = {}
+    for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices):
+        if not groups_of(gpu, options.geometries):
+            unknown.setdefault(gpu.name, []).append(f"GPU {gpu.index} ({gpu.uuid})")
+    return tuple(
+        f"{', '.join(gpus)}: nothing of {'it' if len(gpus) == 1 else 'them'} is offered, because {options.place_of('operatingMode')} is "
+        f"{MIG}, and knownMigGeometries of the ConfigMap volcano-vgpu-device-config has no entry for {model}; add one, or leave such GPUs "
+        "out by filterdevices in the node configuration"
+        for model, gpus in unknown.items()
+    )
+
+
 def _counted(name: str, ids: NumberedIds, unit: str) -> Resource:
     return Resource(name, FAMILY, ids, decided_by=Decider.NOBODY, prefers=False, unit=unit)
 

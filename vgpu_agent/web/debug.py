@@ -185,6 +185,7 @@ def _resources(asked: Question) -> dict[str, Any]:
         },
         "resources": views.resources(asked.status, asked.now),
         "withheld": views.withheld(asked.status),
+        "cautions": list(asked.status.binding.cautions),
     }
 
 
