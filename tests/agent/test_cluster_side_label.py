@@ -100,3 +100,24 @@ async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, ser
         assert cluster.remembered is not None
         assert (cluster.remembered.config_label, cluster.remembered.named_config) == ("four", "four")
         assert cluster.remembered.named_text == "version: v1\n"
+
+
+async def test_what_could_not_be_remembered_is_remembered_once_the_disk_takes_it(tmp_path: Path, server: ApiServer) -> None:
+    """The Node may say nothing new for weeks after the disk was full, and then comes an outage with a restart."""
+    quick, state = await settings(tmp_path, server), tmp_path / "state"
+    await asyncio.to_thread(state.write_text, "")  # something stands in the place of the directory
+    async with connected(quick) as cluster:
+        following = asyncio.ensure_future(cluster.follow(_nothing))
+        try:
+            await asyncio.sleep(quick.cluster.backoff_max_seconds)
+            await asyncio.to_thread(state.unlink)
+            async with asyncio.timeout(10):
+                while not await asyncio.to_thread((state / "remembered.json").exists):
+                    await asyncio.sleep(0.01)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def _nothing() -> None:
+    """There are no families here that would hear of something new."""

@@ -216,7 +216,6 @@ class ClusterSide:
         if self.nodes is None:
             return
         seen = self._facts()
-        await self.remember()
         while True:
             versions = (
                 self.nodes.node.version,
@@ -224,9 +223,9 @@ class ClusterSide:
                 self._named.revision.version if self._named else 0,
             )
             facts = self._facts()
+            await self.remember()  # also what could not be written before: the disk was full, or not mounted yet
             if facts != seen:
                 seen = facts
-                await self.remember()
                 self.changed.publish(self.changed.value + 1)
                 await apply()
             await first_of(

@@ -20,6 +20,10 @@ from vgpu_agent.nodes import Node
 _logger = log.get(__name__)
 
 _FILE = "remembered.json"
+_REMEDY = (
+    "make stateDirectory a directory with room in which the agent can write; until then a restart during an outage of the API server "
+    "offers nothing that needs it"
+)
 
 
 class Remembered(msgspec.Struct, frozen=True, rename="camel"):
@@ -52,7 +56,7 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Memory:
-    """The file in ``directory``; what cannot be written is logged once and forgotten, because nothing depends on it."""
+    """The file in ``directory``; what cannot be written is logged once and tried again; nothing else depends on it."""
 
     def __init__(self, directory: str) -> None:
         self._path = Path(directory) / _FILE
@@ -79,7 +83,7 @@ class Memory:
             await asyncio.to_thread(self._write, msgspec.json.encode(facts))
         except OSError as err:
             if not self._complained:
-                _logger.warning("memory.not_written", path=str(self._path), error=str(err), setting="stateDirectory")
+                _logger.warning("memory.not_written", path=str(self._path), error=str(err), remedy=_REMEDY)
             self._complained = True
             return
         self._written, self._complained = facts, False
