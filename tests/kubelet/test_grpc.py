@@ -14,6 +14,7 @@ import grpc
 import h2.config
 import h2.connection
 import h2.settings
+import hyperframe.frame
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 from structlog.testing import capture_logs
@@ -115,6 +116,19 @@ async def test_a_call_moves_bytes_both_ways(served: Served) -> None:
 
     assert await served.channel.unary_unary(ECHO)(b"", timeout=PATIENCE_SECONDS) == b""
     assert await room.call(served.path, ECHO, request, timeout_seconds=PATIENCE_SECONDS) == request
+
+
+async def test_nothing_that_arrives_is_described_byte_by_byte(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of megabytes is not turned into digits for a trace that is off."""
+    described: list[bytes | None] = []
+
+    def describe(data: bytes | None) -> str:
+        described.append(data)
+        return ""
+
+    monkeypatch.setattr(hyperframe.frame, "_raw_data_repr", describe)
+    assert await room.call(served.path, ECHO, b"hello", timeout_seconds=PATIENCE_SECONDS) == b"hello"
+    assert described == []
 
 
 async def test_an_unknown_method_is_unimplemented(served: Served) -> None:
