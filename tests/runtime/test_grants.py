@@ -109,6 +109,23 @@ async def test_after_a_reboot_all_specs_are_restored(
     assert await grants.restore([good]) == 0
 
 
+async def test_what_cannot_be_restored_is_said_once_as_long_as_nothing_changes(
+    grants: GrantDirectory, grant: MakeGrant, journal: Journal
+) -> None:
+    """It is tried at every look; the journal has room for a thousand entries, and others need it, too."""
+    bad = grant()
+    stone = put(*os.path.split(bad[1].directories[0].path), "in the way")
+    for _ in range(3):
+        assert await grants.restore([bad]) == 0
+    assert events(journal) == ["grants.not_restored"]
+    stone.unlink()
+    assert await grants.restore([bad]) == 1
+    await grants.collect(lambda _: False)
+    put(*os.path.split(bad[1].directories[0].path), "in the way again")
+    assert await grants.restore([bad]) == 0
+    assert events(journal) == ["grants.not_restored", "grants.not_restored"]
+
+
 async def test_a_start_in_the_middle_of_a_restoration_is_not_undone(
     grants: GrantDirectory, grant: MakeGrant, monkeypatch: pytest.MonkeyPatch, cdi_directory: Path
 ) -> None:
@@ -297,6 +314,7 @@ async def test_what_cannot_be_removed_is_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", refuse)
         assert await grants.collect(lambda _: False) == (second[0],)
+        assert await grants.collect(lambda _: False) == ()
     assert events(journal) == ["grants.not_collected"]
     assert await grants.collect(lambda _: False) == (first[0],)
 

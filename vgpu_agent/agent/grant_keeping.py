@@ -65,9 +65,7 @@ class GrantKeeping:
 
     async def restore(self) -> None:
         """Write what is missing, as after a reboot; each only while the grant is still the one that it was decided for."""
-        for record, provision in self._allocator.deliveries():
-            if self._allocator.is_current(record):
-                await self._directory.restore([(record, provision)])
+        await self._directory.restore(self._allocator.deliveries(), self._allocator.is_current)
 
     async def withdraw_strangers(self) -> None:
         """Remove specs under a name that kubelet has given to somebody else by now.

@@ -69,6 +69,7 @@ class Binder:
         self._clock = clock
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
         self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
+        self._unmade: dict[str, str] = {}  # token → why its delivery could not be made the last time
         self.guesses = Guesses()
         self.early = EarlyProof(ledger=ledger, inventory=inventory, surroundings=surroundings, guesses=self.guesses)
         self.handed_out: set[str] = set()  # names that Allocate has given since they were last put in force
@@ -160,7 +161,7 @@ class Binder:
     def deliveries(self, families: Mapping[str, PodFamily]) -> list[tuple[GrantRecord, Provision]]:
         """What the carrier should hold for late grants whose pods are known, and does not: the node was rebooted."""
         known = {record.token for record in self._around.carrier.records}
-        wanted = []
+        wanted, unmade = [], {}
         for grant in self._ledger.grants:
             family, owner = families.get(grant.family), grant.owner
             if family is None or owner is None or not grant.proven or not grant.shares:
@@ -174,13 +175,16 @@ class Binder:
             try:
                 provision = family.provision(asked, grant.shares)
             except AgentError as err:  # one that cannot be made keeps nobody else's from being made
-                _logger.warning("grants.not_restored", pod=pod.full_name, container=owner.container, error=str(err))
+                unmade[token] = str(err)
+                if self._unmade.get(token) != unmade[token]:  # it is tried again and again
+                    _logger.warning("grants.not_restored", pod=pod.full_name, container=owner.container, error=unmade[token])
                 continue
             by = grant.evidence[-1] if grant.evidence else "decided before"
             record = GrantRecord(
                 token, grant.family, grant.resource, len(grant.ids), owner, grant.shares, by, self._clock(), provision.collected
             )
             wanted.append((record, provision))
+        self._unmade = unmade
         return wanted
 
     def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:

@@ -20,7 +20,7 @@ from vgpu_agent.runtime import cdi, host_files
 from vgpu_agent.runtime.mounts import MountTables, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord, Inlined
     from vgpu_agent.isolation.edits import Provision
@@ -71,6 +71,7 @@ class GrantDirectory:
         self._locks = tuple(threading.Lock() for _ in range(_LOCKS))
         self._path_locks = tuple(threading.Lock() for _ in range(_LOCKS))
         self._left: set[str] = set()  # directories of grants whose ids somebody else has got; `sweep` knows them after a restart
+        self._said: dict[str, dict[str, str]] = {}  # event → what failed the last time → why
 
     @property
     def records(self) -> Sequence[GrantRecord]:
@@ -110,19 +111,29 @@ class GrantDirectory:
         """Those of ``tokens`` that have no spec file now, whatever was delivered before: somebody deleted it, or the node was rebooted."""
         return await asyncio.to_thread(lambda: tuple(token for token in tokens if not os.path.lexists(self._path(token))))
 
-    async def restore(self, provisions: Iterable[tuple[GrantRecord, Provision]]) -> int:
-        """Deliver each grant whose spec is missing, however many of them fail; failures are journaled. Returns how many were restored."""
+    async def restore(
+        self, provisions: Iterable[tuple[GrantRecord, Provision]], still: Callable[[GrantRecord], bool] = lambda _: True
+    ) -> int:
+        """Deliver each grant whose spec is missing, however many of them fail; returns how many were restored.
+
+        A failure is journaled when it is new: what stands in the way now will mostly stand there at the next look, too.
+
+        Args:
+            provisions: all that should be there.
+            still: asked just before a grant is delivered, since those before it took their time.
+        """
         wanted = {record.token: (record, provision) for record, provision in provisions}
-        restored = 0
+        restored, failed = 0, {}
         for token in await self.missing(wanted):
             record, provision = wanted[token]
+            if not still(record):
+                continue
             try:
                 inlined = await self._inlined(provision)
                 restored += await asyncio.to_thread(self._deliver, record, provision, inlined, only_missing=True)
             except CarrierError as err:
-                self._journal.record(
-                    "grants.not_restored", level="error", pod=record.owner.pod_name, container=record.owner.container, error=str(err)
-                )
+                failed[token] = {"pod": record.owner.pod_name, "container": record.owner.container, "error": str(err)}
+        self._say("grants.not_restored", "error", failed)
         return restored
 
     async def collect(self, keep: Callable[[GrantRecord], bool]) -> tuple[GrantRecord, ...]:
@@ -133,7 +144,7 @@ class GrantDirectory:
         Returns:
             the grants that were removed.
         """
-        removed = []
+        removed, failed = [], {}
         if self._left:
             await asyncio.to_thread(self._remove_left)
         for record in self._all():
@@ -143,7 +154,8 @@ class GrantDirectory:
                 if await asyncio.to_thread(self._collect, record):
                     removed.append(record)
             except CarrierError as err:
-                self._journal.record("grants.not_collected", level="warning", pod=record.owner.pod_name, error=str(err))
+                failed[record.token] = {"pod": record.owner.pod_name, "error": str(err)}
+        self._say("grants.not_collected", "warning", failed)
         return tuple(removed)
 
     async def withdraw(self, record: GrantRecord) -> None:
@@ -161,7 +173,7 @@ class GrantDirectory:
         Returns:
             the names that were removed.
         """
-        removed = []
+        removed, failed = [], {}
         for name in await asyncio.to_thread(_directories, parent):
             path = os.path.join(parent, name)
             if keep(name):
@@ -170,8 +182,17 @@ class GrantDirectory:
                 if await asyncio.to_thread(self._sweep, path):
                     removed.append(name)
             except CarrierError as err:
-                self._journal.record("grants.not_swept", level="warning", path=path, error=str(err))
+                failed[path] = {"path": path, "error": str(err)}
+        self._say("grants.not_swept", "warning", failed)
         return tuple(removed)
+
+    def _say(self, event: str, level: str, failed: Mapping[str, Mapping[str, str]]) -> None:
+        """Journal what has failed otherwise than the last time: many pods would push all else out of the journal within minutes."""
+        before = self._said.get(event, {})
+        for what, facts in failed.items():
+            if before.get(what) != facts["error"]:
+                self._journal.record(event, level=level, **facts)
+        self._said[event] = {what: facts["error"] for what, facts in failed.items()}
 
     def _path(self, token: str, directory: str = "") -> str:
         return os.path.join(directory or self._directory, f"vgpu-agent-{token}.json")
