@@ -18,10 +18,12 @@ from vgpu_agent.allocation.node_families import Families as AllFamilies
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
 from vgpu_agent.config.sharing import MpsSharing, SharedResource, Sharing, TimeSlicing
+from vgpu_agent.config.volcano import HamiCore, VolcanoVgpu
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner
 from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
 
 GPU, MIG, REPLICAS = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", 40
 
@@ -193,6 +195,31 @@ async def test_a_gpu_that_nobody_can_divide_is_said_once(tmp_path: Path) -> None
         parts.families.refresh()
         assert ["has no entry for NVIDIA A10;" in caution for caution in parts.families.cautions] == [True]
         assert len(parts.journalled("config.caution")) == 1
+
+
+async def test_a_library_that_is_spoilt_later_is_said_and_withholds_only_when_none_is_left(tmp_path: Path) -> None:
+    """Whoever has delivered it would wait in vain for the new one; and a library that is gone limits nobody."""
+    hami = HamiCore(host_directory=str(tmp_path / "hami"), lock_directory=str(tmp_path / "lock"))
+    async with ApiServer() as server:
+        server.objects.create("nodes", {"metadata": {"name": NODE}})
+        versions = {"kubeletVersion": "v1.36.0", "containerRuntimeVersion": "containerd://2.0.0"}
+        server.objects.set_status("nodes", NODE, {"nodeInfo": versions})
+        settings = await volcano_settings(tmp_path, server, volcano_vgpu=VolcanoVgpu(node_config_file=""), hami_core=hami)
+        source = await asyncio.to_thread(deliver_stand_in_library, tmp_path / "hami")
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            assert (parts.offering.blocked, parts.families.cautions) == ({}, ())
+            await asyncio.to_thread(source.write_bytes, b"a download that failed")
+            await look_again(parts)
+            await look_again(parts)
+            assert parts.offering.blocked == {}
+            assert ["is no ELF file" in caution and "installed before" in caution for caution in parts.families.cautions] == [True]
+            assert len(parts.journalled("config.caution")) == 1
+            (installed,) = await asyncio.to_thread(lambda: list((tmp_path / "hami").glob("libvgpu.so.*")))
+            await asyncio.to_thread(installed.unlink)
+            await look_again(parts)
+            assert "is no ELF file" in parts.offering.blocked["volcano-vgpu"]
+            assert parts.families.cautions == ()
 
 
 async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path: Path) -> None:

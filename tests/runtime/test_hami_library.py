@@ -156,6 +156,16 @@ async def test_a_bad_delivery_leaves_the_good_library_in_use(library: HamiLibrar
     assert await library.refresh() != good
 
 
+async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(library: HamiLibrary, tmp_path: Path) -> None:
+    """A runtime cannot create a container that mounts it, and says less about the reason."""
+    lay(tmp_path / "libvgpu.so", elf())
+    os.unlink(await library.install())
+    (tmp_path / "libvgpu.so").unlink()
+    with pytest.raises(CarrierError, match="no usable library"):
+        await library.refresh()
+    assert library.path == ""
+
+
 @pytest.mark.parametrize(("content", "machine"), [(elf(size=1), "x86_64"), (elf(machine=183, size=1), "aarch64")])
 async def test_a_layout_that_cannot_be_seen_is_accepted_and_recorded(
     content: bytes, machine: str, library: HamiLibrary, tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ class FamiliesInForce:
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
         self._refused: frozenset[str] = frozenset()  # resources that could not be offered the last time
+        self._outdated = ""  # why the library in use is not the one that was delivered last
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
@@ -132,7 +133,8 @@ class FamiliesInForce:
             self._allocator.revision.publish(self._allocator.revision.value + 1)  # on the Node stands more than the ledger knows
         self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
         self._choose_mode()
-        self._offering.blocked = self._blocked(missing if hami else "")
+        self._offering.blocked = self._blocked(missing if hami and not self._library.path else "")
+        self._outdated = f"{missing}; until then {self._library.path} is used, installed before" if hami and missing else ""
 
     def _offer(self) -> None:
         """Offer what can be offered; what cannot stops nothing else, and is withheld with its reason."""
@@ -185,7 +187,8 @@ class FamiliesInForce:
             "kubelet (feature ResourceHealthStatus) may refresh the status of the other one's pod"
             for one, other, _ in alike(offered)
         )
-        found = (*long_status.cautions(offered, node.kubelet_version if node else ""), *others, *same)
+        library = (self._outdated,) if self._outdated and not self._offering.blocked else ()
+        found = (*long_status.cautions(offered, node.kubelet_version if node else ""), *others, *same, *library)
         for text in found:
             if text not in self.cautions:
                 self._journal.record("config.caution", level="warning", problem=text)
@@ -232,7 +235,7 @@ class FamiliesInForce:
         try:
             return await self._library.install(), ""
         except CarrierError as err:
-            return self._library.path, "" if self._library.path else str(err)
+            return self._library.path, str(err)
 
 
 def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> None:

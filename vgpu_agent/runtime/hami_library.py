@@ -67,10 +67,15 @@ class HamiLibrary:
 
         Raises:
             CarrierError: there is no library, it cannot be used on this node, or it cannot be written; says what helps.
-                What was installed before stays in use.
+                What was installed before stays in use, as long as it is there.
         """
         before = self.path
-        path, layout = await asyncio.to_thread(self._install)
+        try:
+            path, layout = await asyncio.to_thread(self._install)
+        except CarrierError:
+            if before and not await asyncio.to_thread(os.path.isfile, before):
+                self._installed = None  # no container could be created that mounts it
+            raise
         if path != before:
             self._journal.record("hami.library_installed", path=path, source=self._source, layout=layout)
         return path
