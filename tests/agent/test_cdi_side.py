@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from tests.replacing import replace_text
 from vgpu_agent.agent.cdi_side import CdiSide
 from vgpu_agent.concurrency import Latest, Supervisor
@@ -74,7 +75,7 @@ class Side:
         """Wait, some seconds at most."""
         task = asyncio.ensure_future(self.side.follow(_nothing))
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while True:
                     if not self.withheld() and len(self.healthy) == 2:
                         return
@@ -140,8 +141,8 @@ async def test_trouble_is_the_reason_and_ends_by_itself(tmp_path: Path, supervis
 async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(tmp_path: Path, supervisor: Supervisor) -> None:
     """The start goes on, and says what it waits for."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cluster=Cluster(start_wait_seconds=0.2)))
-    await asyncio.to_thread(side.tool.misbehave, hang_seconds=60)
-    async with asyncio.timeout(5):
+    await asyncio.to_thread(side.tool.misbehave, hang_seconds=FOR_EVER_SECONDS)
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await side.begin()
     assert side.withheld() == "the CDI spec of this node's GPUs is being made"
     assert isinstance(side.withheld(), NotYet)
@@ -179,7 +180,7 @@ async def test_a_slice_is_kept_back_until_it_has_a_name(tmp_path: Path, supervis
     assert side.withheld() == ""
 
     task = asyncio.ensure_future(side.side.follow(_nothing))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             if side.withheld(by_profile) == "":
                 break
@@ -211,7 +212,7 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_pat
         await side.side.inline([name])
 
     await asyncio.to_thread(side.tool.behave)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             if side.healthy == [U1]:
                 break
@@ -225,7 +226,7 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_pat
 
 async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(tmp_path: Path, supervisor: Supervisor) -> None:
     """A GPU was cut for the container that is about to start; kubelet would ask again after a quarter of a minute only."""
-    binding = Binding(cdi_directory=str(tmp_path / "cdi"), pod_wait_seconds=10)
+    binding = Binding(cdi_directory=str(tmp_path / "cdi"), pod_wait_seconds=PATIENCE_SECONDS)
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, binding=binding))
     await side.begin()
     await asyncio.to_thread(side.node.set_mig, 1, ["1g.5gb"])
@@ -236,7 +237,7 @@ async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(tmp_path: Pa
     first, second = golden_inventory().gpus
     slices = (MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),)
     side.side.observe(Inventory(2, (first, dataclasses.replace(second, mig_enabled=True, mig_instances=slices))))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         _, edits = await starting
     assert "/dev/nvidia1" in {node["path"] for node in edits["deviceNodes"]}
 
@@ -317,7 +318,7 @@ async def test_offers_are_looked_at_again_only_when_names_have_changed(tmp_path:
     await asyncio.sleep(0.15)
     assert looks == []
     await asyncio.to_thread(_write_toolkits_spec, side.cdi, U0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             if len(looks) == 2:
                 break

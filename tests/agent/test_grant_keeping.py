@@ -13,6 +13,7 @@ import pytest
 from tests.allocation.binding_parts import IDS, NUMBER, MemoryCarrier, Place, a_pod, wants
 from tests.allocation.later_parts import confirm
 from tests.golden import U0, U1
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
 from vgpu_agent.isolation.edits import Provision
@@ -195,7 +196,7 @@ async def test_the_loop_looks_right_after_an_allocate(tmp_path: Path, monkeypatc
     await asyncio.sleep(0.05)
     assert await asyncio.to_thread(lambda: kept.specs) == [spec_of(*IDS[:1])]
     await kept.place.admit(NEXT, "main", IDS[:1])
-    async with asyncio.timeout(5):  # of 30 s until the regular look
+    async with asyncio.timeout(PATIENCE_SECONDS):  # of 30 s until the regular look
         await withdrawn.wait()
     assert await asyncio.to_thread(lambda: kept.specs) == []
     running.cancel()

@@ -16,6 +16,7 @@ import pytest
 from tests.agent.test_offering import Node as Offers
 from tests.golden import U0, U1, golden_inventory
 from tests.mps.supervised import no_blocked_loop
+from tests.patience import PATIENCE_SECONDS
 from tests.simulated import simulated_node
 from vgpu_agent.agent.mps_side import MpsSide
 from vgpu_agent.concurrency import Supervisor
@@ -92,7 +93,7 @@ class Node:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for something that other processes do."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             assert time.monotonic() < end, (self.withheld, self.side.statuses)
             await asyncio.sleep(0.01)
@@ -106,7 +107,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Node]:
         try:
             node.side.start()
             yield node
-            await node.side.stop(10.0)
+            await node.side.stop(PATIENCE_SECONDS)
             await node.offers.offering.stop()
         finally:
             for name in (GPU, "nvidia.com/gpu.shared"):
@@ -162,7 +163,7 @@ async def test_a_daemon_whose_shares_are_held_outlives_the_agent(tmp_path: Path)
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
         node.offers.ledger.reserve(GPU, [f"{U0}::1"], [Share(U0, 10240, 25)])
-        await node.side.stop(10.0)
+        await node.side.stop(PATIENCE_SECONDS)
         assert node.compute_modes == [3, 3]
         assert node.side.statuses[0].state is MpsState.RUNNING
 
@@ -173,7 +174,7 @@ async def test_before_kubelet_has_told_who_holds_what_no_daemon_is_ended(tmp_pat
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
         node.offers.ledger.rebuilt = False
-        await node.side.stop(10.0)
+        await node.side.stop(PATIENCE_SECONDS)
         assert node.side.statuses[0].state is MpsState.RUNNING
 
 

@@ -12,6 +12,7 @@ from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.golden import U1
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.cluster.config_map import KEY, NAME
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.binding import Families as Switches
@@ -75,7 +76,7 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
             seen = parts.cluster.config_map.text
             version = seen.version
             server.objects.patch("configmaps", NAME, {"data": {KEY: text}}, "kube-system")
-            await asyncio.wait_for(seen.newer_than(version), 5)
+            await asyncio.wait_for(seen.newer_than(version), PATIENCE_SECONDS)
             await parts.families.again()
             return parts.offered
 
@@ -114,7 +115,7 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
                 seen = parts.cluster.config_map.text
                 version = seen.version
                 server.objects.patch("configmaps", NAME, {"data": {KEY: text}}, "kube-system")
-                await asyncio.wait_for(seen.newer_than(version), 5)
+                await asyncio.wait_for(seen.newer_than(version), PATIENCE_SECONDS)
                 await parts.families.again()
             await asyncio.to_thread(own.write_bytes, b"{")
             await parts.families.again()

@@ -9,15 +9,14 @@ import msgspec
 import pytest
 from blockbuster import BlockBuster
 
-from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
+from tests.agent.volcano_parts import NODE, QUICK, Wired, volcano_settings, wired
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.sim.api_faults import Fault, FaultKind
 from vgpu_agent.sim.api_server import ApiServer
 
 REGISTER, HANDSHAKE = "volcano.sh/node-vgpu-register", "volcano.sh/node-vgpu-handshake"
-STAYS = Cluster(start_wait_seconds=2, backoff_min_seconds=0.05, backoff_max_seconds=0.2, request_timeout_seconds=2)
-LEAVES = msgspec.structs.replace(STAYS, withdraw_at_stop=True)
+LEAVES = msgspec.structs.replace(QUICK, withdraw_at_stop=True)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ async def published(parts: Wired) -> None:
     """The Node says what it offers."""
     await parts.families.apply(parts.settings)
     parts.cluster.write(parts.allocator, parts.refusals, Latest(0), lambda _: ())
-    await parts.cluster.written_once(5)
+    await parts.cluster.written_once(PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ async def test_annotations_and_labels_go_with_the_agent(tmp_path: Path, server: 
     async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
         await published(parts)
         assert {"vgpu-agent.internal/volcano-vgpu-isolation", REGISTER} < on_the_node(server).keys()
-        await parts.cluster.withdraw(5)
+        await parts.cluster.withdraw(PATIENCE_SECONDS)
         assert parts.journalled("cluster.withdrawn") == [{}]
     (left,) = on_the_node(server).items()
     assert left[0] == HANDSHAKE
@@ -73,7 +72,7 @@ async def test_an_api_server_that_is_back_in_time_gets_the_farewell(tmp_path: Pa
     async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
         await published(parts)
         server.faults = [Fault(FaultKind.STATUS, verb="patch", resource="nodes", code=503, reason="ServiceUnavailable", times=2)]
-        await parts.cluster.withdraw(5)
+        await parts.cluster.withdraw(PATIENCE_SECONDS)
         assert parts.journalled("cluster.withdrawn") == [{}]
     assert on_the_node(server).keys() == {HANDSHAKE}
 
@@ -93,9 +92,9 @@ async def test_a_farewell_that_nobody_took_is_not_called_one(tmp_path: Path, ser
 
 async def test_an_agent_that_comes_back_leaves_everything(tmp_path: Path, server: ApiServer) -> None:
     """An update must not make schedulers forget the node."""
-    async with wired(await volcano_settings(tmp_path, server, cluster=STAYS)) as parts:
+    async with wired(await volcano_settings(tmp_path, server, cluster=QUICK)) as parts:
         await published(parts)
         before = on_the_node(server)
-        await parts.cluster.withdraw(5)
+        await parts.cluster.withdraw(PATIENCE_SECONDS)
         assert parts.journalled("cluster.withdrawn") == []
     assert on_the_node(server) == before

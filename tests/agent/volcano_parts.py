@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from tests.golden import golden_inventory
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.agent.cluster_side import ClusterSide
 from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.offering import Offering
@@ -32,6 +33,9 @@ from vgpu_agent.sim.api_server import ApiServer
 from vgpu_agent.status import KubeletStatus
 
 NODE = "node-a"
+QUICK = Cluster(
+    start_wait_seconds=PATIENCE_SECONDS, backoff_min_seconds=0.05, backoff_max_seconds=0.2, request_timeout_seconds=PATIENCE_SECONDS
+)
 
 
 async def volcano_settings(folder: Path, server: ApiServer | None, **changes: object) -> schema.Settings:
@@ -43,7 +47,7 @@ async def volcano_settings(folder: Path, server: ApiServer | None, **changes: ob
         state_directory=str(folder / "state"),
         families=Switches(nvidia=False, volcano_vgpu=True),
         volcano_vgpu=VolcanoVgpu(isolation="none", node_config_file=str(folder / "config.json")),
-        cluster=Cluster(start_wait_seconds=2, backoff_min_seconds=0.05, backoff_max_seconds=0.2, request_timeout_seconds=2),
+        cluster=QUICK,
         kubelet=schema.Kubelet(directory=str(folder / "kubelet")),
         gpu=schema.Gpu(dev_root=str(folder)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from tests.mps.supervised import Node
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    """A node whose daemon does not outlive the test."""
-    made = Node(tmp_path)
-    yield made
-    made.end()
+def node() -> Iterator[Node]:
+    """A node whose daemon does not outlive the test; below a short path, because a daemon's socket has 107 bytes for its name."""
+    with tempfile.TemporaryDirectory(prefix="vgm", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        made = Node(Path(folder))
+        yield made
+        made.end()

@@ -11,6 +11,7 @@ from typing import Any
 
 from blockbuster import blockbuster_ctx
 
+from tests.patience import PATIENCE_SECONDS
 from tests.simulated import simulated_node
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.mps import Mps
@@ -102,7 +103,7 @@ def _no_memory(root: str, **_: object) -> None:
     Path(root).mkdir(exist_ok=True)
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for something that other processes do."""
     end = time.monotonic() + seconds
     while not condition():

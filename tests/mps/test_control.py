@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.isolation.mps import DaemonPlan, DeviceLimit
 from vgpu_agent.mps.control import Control
@@ -27,7 +28,7 @@ exit {status}
 """
     await asyncio.to_thread(path.write_text, script)
     await asyncio.to_thread(path.chmod, 0o755)
-    return Control(PLAN, HostTool(str(path), "mps.controlBinary", timeout_seconds=5.0), timeout_seconds=5.0)
+    return Control(PLAN, HostTool(str(path), "mps.controlBinary", timeout_seconds=PATIENCE_SECONDS), timeout_seconds=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("threads", ["25", "25.0"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.isolation.mps import PIPE_VARIABLE
 from vgpu_agent.mps import processes
 
@@ -30,7 +31,7 @@ def test_the_daemon_of_a_pipe_is_found_and_ended(tmp_path: Path, daemon: subproc
     Path(processes.pid_path(str(tmp_path))).write_text(f"{daemon.pid}\n")
     assert processes.written_pid(str(tmp_path)) == daemon.pid
     assert processes.end([daemon.pid], str(tmp_path)) == []
-    assert daemon.wait(5) == -9
+    assert daemon.wait(PATIENCE_SECONDS) == -9
 
 
 def test_a_client_cannot_have_another_daemon_ended(tmp_path: Path, daemon: subprocess.Popen[bytes]) -> None:

@@ -175,7 +175,7 @@ async def test_a_daemon_that_nobody_wants_ends_with_its_last_holder(node: Node) 
 
 async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: Node) -> None:
     """Stopped by a signal it may still serve its clients: the resource is withheld, and the daemon replaced once the pods have ended."""
-    node.settings = msgspec.structs.replace(node.settings, command_timeout_seconds=0.3)
+    node.settings = msgspec.structs.replace(node.settings, command_timeout_seconds=1.0)
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -184,7 +184,7 @@ async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: 
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         await until(lambda: "left alone while these run: team/train-0" in supervision.why_not(node.plan()))
-        assert "has not ended after 0.3 s" in supervision.why_not(node.plan())
+        assert "has not ended after 1 s" in supervision.why_not(node.plan())
         assert daemon_pid(node.pipe) == first
         node.pods = ()
         await until_running(supervision)
@@ -213,8 +213,7 @@ async def test_tools_that_fail_withhold_the_resource_with_the_reason(node: Node,
     node.tools.misbehave(**faults)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
-        await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
-        assert reason in supervision.why_not(node.plan())
+        await until(lambda: supervision.statuses[0].state is MpsState.FAILED and reason in supervision.why_not(node.plan()))
         node.tools.behave()
 
 
