@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.golden import U0, U1
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions
 from vgpu_agent.cdi.roots import Roots
 from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
@@ -54,4 +55,6 @@ def tool(tmp_path: Path) -> Tool:
     """Two GPUs and the tool, not slow and not faulty."""
     node = SimulatedNode.create(tmp_path / "gpus", model="A100-SXM4-40GB", gpus=2, numa=[0, 1], uuids=[U0, U1])
     root = str(node.directory)
-    return Tool(node, StandInCtk(node.directory), CtkOptions(COMMAND, timeout_seconds=20, roots=Roots(root, root, root, root)))
+    return Tool(
+        node, StandInCtk(node.directory), CtkOptions(COMMAND, timeout_seconds=PATIENCE_SECONDS, roots=Roots(root, root, root, root))
+    )

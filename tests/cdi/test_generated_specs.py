@@ -15,6 +15,7 @@ import jsonschema
 
 from tests.cdi.conftest import Tool
 from tests.golden import U0, U1
+from tests.patience import PATIENCE_SECONDS
 from tests.runtime.cdi_schema import SCHEMA
 from vgpu_agent.cdi.generated_specs import GeneratedSpecs, Wanted
 from vgpu_agent.journal import Journal
@@ -36,8 +37,8 @@ async def running(directory: Path, *, look_seconds: float = 0.05) -> AsyncIterat
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for it, some seconds at most."""
-    async with asyncio.timeout(10):
+    """Wait for it."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             if condition():
                 return
@@ -47,7 +48,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def made(specs: GeneratedSpecs, wanted: Wanted) -> None:
     """Have it made and wait for the end of the first try."""
     specs.want(wanted)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await specs.settled.wait()
 
 
@@ -99,11 +100,11 @@ async def test_a_file_that_was_removed_is_there_again_without_the_tool(tool: Too
         before = await asyncio.to_thread(path.read_bytes)
         await asyncio.to_thread(path.write_text, "{")
         await until(lambda: specs.names != frozenset())
-        for _ in range(200):
-            if await asyncio.to_thread(path.read_bytes) == before:
-                break
-            await asyncio.sleep(0.01)
-        assert await asyncio.to_thread(path.read_bytes) == before
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                if await asyncio.to_thread(path.read_bytes) == before:
+                    break
+                await asyncio.sleep(0.01)
         assert len(await tool.calls()) == 1
 
 

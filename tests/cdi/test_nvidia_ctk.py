@@ -15,6 +15,7 @@ import pytest
 
 from tests.cdi.conftest import Tool
 from tests.golden import U0, U1
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from tests.runtime.cdi_schema import SCHEMA
 from vgpu_agent.cdi.document import Spec, encode
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
@@ -101,7 +102,7 @@ async def _failing(tool: Tool) -> CtkOptions:
 
 
 async def _hanging(tool: Tool) -> CtkOptions:
-    await tool.misbehave(hang_seconds=60)
+    await tool.misbehave(hang_seconds=FOR_EVER_SECONDS)
     return dataclasses.replace(tool.options, timeout_seconds=0.5)
 
 
@@ -153,20 +154,20 @@ async def test_a_tool_that_does_not_do_its_work_is_one_clear_error(prepare: Prep
 async def test_a_tool_that_hangs_is_ended_with_all_that_it_started(tool: Tool) -> None:
     """Nothing of it is left on the node, also where the program is a script around another."""
     script, child = tool.node.directory / "wrapper", tool.node.directory / "child"
-    script.write_text(f"#!/bin/sh\n sleep 30 & echo $! > {child}; wait\n")
+    script.write_text(f"#!/bin/sh\n sleep 300 & echo $! > {child}; wait\n")
     script.chmod(0o755)
     with pytest.raises(CdiError, match="did not end"):
-        await _gpus(dataclasses.replace(tool.options, command=(str(script),), timeout_seconds=0.5))
+        await _gpus(dataclasses.replace(tool.options, command=(str(script),), timeout_seconds=2.0))
     assert await asyncio.to_thread(_ends, child)
 
 
 async def test_a_tool_ends_with_whoever_waits_for_it(tool: Tool) -> None:
     """The agent is stopped while a spec is being made."""
     script, written = tool.node.directory / "wrapper", tool.node.directory / "child"
-    script.write_text(f"#!/bin/sh\necho $$ > {written}.new; mv {written}.new {written}; exec sleep 30\n")
+    script.write_text(f"#!/bin/sh\necho $$ > {written}.new; mv {written}.new {written}; exec sleep 300\n")
     script.chmod(0o755)
     task = asyncio.ensure_future(_gpus(dataclasses.replace(tool.options, command=(str(script),))))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             if await asyncio.to_thread(written.exists):
                 break
@@ -178,9 +179,9 @@ async def test_a_tool_ends_with_whoever_waits_for_it(tool: Tool) -> None:
 
 
 def _ends(written: Path) -> bool:
-    """Whether the process whose number stands in a file is gone, or dead and not collected, within some seconds."""
+    """Whether the process whose number stands in a file is gone, or dead and not collected, before patience ends."""
     status = Path(f"/proc/{written.read_text().strip()}/stat")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         try:
             if ") Z " in status.read_text():
@@ -196,24 +197,24 @@ async def test_what_a_tool_leaves_behind_is_ended_with_it(tool: Tool, tmp_path: 
     path = tmp_path / "forks"
     await asyncio.to_thread(path.write_text, f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/pid\n")
     await asyncio.to_thread(path.chmod, 0o755)
-    with pytest.raises(CdiError, match="did not end within 1 s"):
-        await _gpus(dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=1.0))
+    with pytest.raises(CdiError, match="did not end within 2 s"):
+        await _gpus(dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=2.0))
     assert await asyncio.to_thread(_ends, tmp_path / "pid")
 
 
 async def test_a_tool_that_not_even_a_signal_ends_holds_nobody_up(tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that hangs keeps it in the kernel: there is an error all the same, and no second tool is started beside it."""
     path = tmp_path / "waits"
-    await asyncio.to_thread(path.write_text, f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 4\n")
+    await asyncio.to_thread(path.write_text, f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 300\n")
     await asyncio.to_thread(path.chmod, 0o755)
-    options = dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=0.5)
+    options = dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=2.0)
     monkeypatch.setattr("vgpu_agent.cdi.nvidia_ctk.os.killpg", lambda *_: None)
     stuck = Stuck()
-    for said in ("did not end within 0.5 s", "an earlier .*waits .* does not even end when killed"):
+    for said in ("did not end within 2 s", "an earlier .*waits .* does not even end when killed"):
         began = time.monotonic()
         with pytest.raises(CdiError, match=said):
             await generate(options, vendor=VENDOR, name="gpu", mode="auto", id_strategy="uuid", stuck=stuck)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < PATIENCE_SECONDS
     assert len((await asyncio.to_thread((tmp_path / "pids").read_text)).split()) == 1
     assert stuck.process is not None
     stuck.process.kill()

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from vgpu_agent.errors import MigError
 from vgpu_agent.mig.layouts import Division
 from vgpu_agent.mig.parted import MigParted
@@ -27,8 +29,10 @@ def node(tmp_path: Path) -> SimulatedNode:
 
 @pytest.fixture
 def parted(node: SimulatedNode, tmp_path: Path) -> MigParted:
-    """The tool, which may take ten seconds."""
-    return MigParted(str(deliver(node.directory, tmp_path / "nvidia-mig-parted")), tmp_path / "state" / "mig", timeout_seconds=10)
+    """The tool, which may take its time."""
+    return MigParted(
+        str(deliver(node.directory, tmp_path / "nvidia-mig-parted")), tmp_path / "state" / "mig", timeout_seconds=PATIENCE_SECONDS
+    )
 
 
 def _files(directory: Path) -> dict[str, int]:
@@ -47,9 +51,17 @@ def _locked(directory: Path) -> int:
 
 async def until_called(node: SimulatedNode) -> None:
     """Wait until the tool has been started."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not await asyncio.to_thread(calls, node.directory):  # noqa: ASYNC110 - a process has no event to wait for
             await asyncio.sleep(0.05)
+
+
+def end_tools(node: SimulatedNode) -> None:
+    """Leave no tool behind that works on this node."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(node.directory).encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def impatient(parted: MigParted) -> MigParted:
@@ -92,7 +104,7 @@ async def test_a_tool_that_hangs_is_ended(node: SimulatedNode, parted: MigParted
     with pytest.raises(MigError, match=r"export has not ended after 0\.5 s and was ended"):
         await impatient(parted).export(2)
     await asyncio.to_thread(misbehave, node.directory, None)
-    parted._timeout_seconds = 10
+    parted._timeout_seconds = PATIENCE_SECONDS
     assert set(await parted.export(2)) == {0, 1}
 
 
@@ -109,7 +121,7 @@ async def test_an_endless_output_ends_it(tmp_path: Path) -> None:
     await asyncio.to_thread(script.write_text, "#!/bin/sh\nhead -c 3000000 /dev/zero\n")
     await asyncio.to_thread(script.chmod, 0o755)
     with pytest.raises(MigError, match="printed more than 262144 bytes"):
-        await MigParted(str(script), tmp_path / "mig", timeout_seconds=10).export(1)
+        await MigParted(str(script), tmp_path / "mig", timeout_seconds=PATIENCE_SECONDS).export(1)
 
 
 async def test_a_tool_of_an_earlier_agent_is_waited_for_by_nobody(parted: MigParted, tmp_path: Path) -> None:
@@ -132,19 +144,22 @@ asyncio.run(MigParted(sys.argv[1], Path(sys.argv[2]), timeout_seconds=60).export
 
 async def test_a_tool_that_outlives_its_agent_has_the_lock(node: SimulatedNode, parted: MigParted, tmp_path: Path) -> None:
     """An agent that is killed leaves its tool running; the next one does not run a second beside it."""
-    await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=2))
+    await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=FOR_EVER_SECONDS))
     arguments = ("-c", _AN_AGENT, str(tmp_path / "nvidia-mig-parted"), str(tmp_path / "state" / "mig"))
     agent = await asyncio.create_subprocess_exec(sys.executable, *arguments)
     await until_called(node)
     agent.kill()
     await agent.wait()
-    with pytest.raises(MigError, match="which an earlier agent has started, still runs"):
-        await parted.export(2)
+    try:
+        with pytest.raises(MigError, match="which an earlier agent has started, still runs"):
+            await parted.export(2)
+    finally:
+        await asyncio.to_thread(end_tools, node)
 
 
 async def test_a_run_that_is_cancelled_leaves_no_tool_behind(node: SimulatedNode, parted: MigParted) -> None:
     """The agent is stopped while the tool runs: the tool is ended with it."""
-    await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=3600))
+    await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=FOR_EVER_SECONDS))
     run = asyncio.get_running_loop().create_task(parted.export(2))
     await until_called(node)
     run.cancel()
