@@ -6,13 +6,14 @@ import asyncio
 import dataclasses
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
 
 import pytest
 import structlog
 
+from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.config.load import Contents, Loaded, Sources, load
 from vgpu_agent.config.watch import changes
 from vgpu_agent.errors import ConfigError
@@ -73,7 +74,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 async def _next(watched: Changes) -> Loaded | ConfigError:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         return await anext(watched)
 
 
@@ -83,9 +84,10 @@ async def _next_name(watched: Changes) -> str:
     return found.settings.node_name
 
 
-async def _nothing(watched: Changes) -> bool:
-    """Whether nothing comes for many intervals; the iterator is at its end afterwards."""
+async def _nothing(watched: Changes, until: Callable[[], object] = lambda: True) -> bool:
+    """Whether nothing comes ``until`` something is so, and for many intervals after it; the iterator is at its end afterwards."""
     waiting = asyncio.ensure_future(anext(watched))
+    await eventually(until)
     done, _ = await asyncio.wait({waiting}, timeout=LONG_ENOUGH_SECONDS)
     waiting.cancel()
     await asyncio.wait({waiting})
@@ -217,7 +219,7 @@ async def test_a_file_that_vanishes_is_a_warning_and_no_change(file: Path, watch
     os.unlink(file)
 
     with structlog.testing.capture_logs() as lines:
-        assert await _nothing(watched)
+        assert await _nothing(watched, until=lambda: lines)
 
     assert [(line["event"], line["log_level"], line["file"]) for line in lines] == [("config.vanished", "warning", str(file))]
 
@@ -225,14 +227,13 @@ async def test_a_file_that_vanishes_is_a_warning_and_no_change(file: Path, watch
 async def test_a_file_that_returns_is_watched_as_before(file: Path, watched: Changes) -> None:
     """With other content it is a change."""
     os.unlink(file)
-    waiting = asyncio.ensure_future(_next_name(watched))
-    await asyncio.sleep(5 * INTERVAL_SECONDS)
-
     with structlog.testing.capture_logs() as lines:
+        waiting = asyncio.ensure_future(_next_name(watched))
+        await eventually(lambda: lines)
         _replace(file, _text("second"))
         assert await waiting == "second"
 
-    assert [line["event"] for line in lines] == ["config.returned"]
+    assert [line["event"] for line in lines] == ["config.vanished", "config.returned"]
 
 
 async def test_a_file_that_cannot_be_read_is_an_error_once(file: Path, watched: Changes) -> None:
