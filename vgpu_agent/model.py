@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 HEALTHY = "Healthy"
 UNHEALTHY = "Unhealthy"
 
+# What NVIDIA's plugin calls the one GPU of a Tegra processor (Jetson), which has no UUID (nvidia contract §4).
+INTEGRATED = "tegra"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
@@ -74,14 +77,14 @@ class MigInstance:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
-    """A physical card as NVML and sysfs describe it.
+    """A physical card as NVML and sysfs describe it, or the GPU of a Tegra processor.
 
     Attributes:
-        uuid: ``GPU-…``; the identity everywhere in the agent.
+        uuid: ``GPU-…``; the identity everywhere in the agent. `INTEGRATED` where the GPU is part of the processor.
         index: NVML's order at the last enumeration; it shifts when a card is unplugged.
-        minor: the number in ``/dev/nvidia<minor>``; it does not shift.
+        minor: the number in ``/dev/nvidia<minor>``; it does not shift. -1 where the GPU is part of the processor and has no such node.
         name: product name.
-        memory_mib: total memory.
+        memory_mib: total memory; 0 where it has none of its own.
         pci_bus_id: ``0000:07:00.0``, lower case, four-digit domain, as in sysfs.
         numa_node: the NUMA node of its slot; None when the kernel does not say.
         compute_capability: (major, minor).
@@ -104,6 +107,11 @@ class Gpu:
     health: Health = Health()
     present: bool = True
     mig_trouble: str = ""
+
+    @property
+    def integrated(self) -> bool:
+        """Part of the processor: no memory of its own, no device node, and nothing that NVML could tell."""
+        return self.uuid == INTEGRATED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

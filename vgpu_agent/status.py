@@ -96,6 +96,7 @@ class NvmlState(enum.StrEnum):
     ANSWERING = "answering"
     MISSING = "driver missing"
     HUNG = "hung"
+    UNUSED = "not used"  # the GPU is part of the processor
 
 
 @dataclasses.dataclass

@@ -19,12 +19,13 @@ from vgpu_agent.agent.cdi_side import CdiSide
 from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.config.device_answers import Cdi, Plugin
-from vgpu_agent.config.settings import Gpu, Settings, Tasks
+from vgpu_agent.config.settings import Gpu as GpuSettings
+from vgpu_agent.config.settings import Settings, Tasks
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Decider, Inventory, MigInstance, Resource
+from vgpu_agent.model import INTEGRATED, Decider, Gpu, Inventory, MigInstance, Resource
 from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
 from vgpu_agent.sim.state import SimulatedNode
 from vgpu_agent.status import NotYet
@@ -46,7 +47,7 @@ class Side:
             Settings(
                 simulate=str(self.node.directory),
                 binding=Binding(cdi_directory=str(self.cdi), pod_wait_seconds=0.2),
-                gpu=Gpu(driver_root=str(self.node.directory), poll_seconds=0.05),
+                gpu=GpuSettings(driver_root=str(self.node.directory), poll_seconds=0.05),
                 tasks=Tasks(backoff_min_seconds=0.02, backoff_max_seconds=0.1),
                 plugin=BY_NAME,
             ),
@@ -356,3 +357,12 @@ async def test_the_simulator_describes_simulated_gpus_unless_a_tool_is_named(tmp
     assert side.side._command() == COMMAND
     named = await asyncio.to_thread(lambda: Side(tmp_path / "b", supervisor, cdi=Cdi(nvidia_ctk="/opt/nvidia-ctk")))
     assert named.side._command() == ("/opt/nvidia-ctk",)
+
+
+async def test_the_gpu_of_a_tegra_processor_has_no_cdi_name_and_nothing_waits_for_one(tmp_path: Path, supervisor: Supervisor) -> None:
+    """nvidia contract §1: upstream ends over a CDI strategy without NVML; here no tool runs, and the resource says what to change."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    resource = Resource("nvidia.com/gpu", "nvidia", (DeviceId(INTEGRATED, INTEGRATED),))
+    await side.side.begin(side.settings, Inventory(version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)))
+    assert "take cdi-cri and cdi-annotations out" in side.withheld(resource)
+    assert not await asyncio.to_thread(side.cdi.exists)

@@ -182,9 +182,7 @@ def test_no_mixture_of_known_keys_raises_anything_but_a_config_error(members: li
 
 @given(
     st.text(alphabet=st.characters(codec=None)),
-    st.sampled_from(
-        [*sorted(name for option in options.OPTIONS for name in option.variables), "VGPU_AGENT_X", "DEVICE_DISCOVERY_STRATEGY"]
-    ),
+    st.sampled_from([*sorted(name for option in options.OPTIONS for name in option.variables), "VGPU_AGENT_X"]),
     st.sampled_from([option.flag for option in options.OPTIONS if option.flag]),
 )
 @settings(max_examples=200, deadline=None)

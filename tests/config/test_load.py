@@ -362,7 +362,6 @@ SHARE = "version: v1\nfamilies: {nvidia: false, volcanoGpushare: true}\n"
     ("text", "variable", "value", "instead"),
     [
         (VGPU, "HOOK_PATH", "/opt/vgpu", "set hamiCore.hostDirectory to that, and mount the path"),
-        (VGPU, "DEVICE_DISCOVERY_STRATEGY", "tegra", "GPUs are found through NVML only"),
         (SHARE, "GPU_STRATEGY", "number", "set volcanoGpushare.strategy to that"),
         (SHARE, "GPU_MEMORY_FACTOR", "10", "set volcanoGpushare.gpuMemoryFactor to that"),
     ],

@@ -75,6 +75,7 @@ def test_every_key_of_the_schema_becomes_a_setting_with_its_line() -> None:
     assert plugin.shared_devices_allocation_policy == "packed"
     assert (plugin.gdrcopy_enabled, plugin.gds_enabled, plugin.mofed_enabled) == (True, True, True)
     assert (plugin.imex_channel_ids, plugin.imex_required) == ((0,), True)
+    assert loaded.settings.gpu.discovery == "nvml"
     assert (loaded.settings.gpu.fail_on_init_error, loaded.settings.mps.root) == (False, "/run/mps")
     assert (loaded.settings.gpu.driver_root, loaded.settings.gpu.dev_root) == ("/run/nvidia/driver", "/host")
     assert (loaded.settings.cdi.hook_path, loaded.settings.cdi.container_driver_root) == ("/opt/nvidia-ctk", "/host-driver")
@@ -197,13 +198,6 @@ def test_a_section_and_a_file_at_once_are_refused() -> None:
         (
             "flags: {gfd: {oneshot: true}}\n",
             "v1.yaml:1: flags.gfd: belongs to gpu-feature-discovery and has no effect here; keep that running for its labels",
-        ),
-        (
-            "flags: {deviceDiscoveryStrategy: tegra}\n",
-            (
-                'v1.yaml:1: flags.deviceDiscoveryStrategy: "tegra" has no effect here; GPUs are found through NVML only; '
-                "keep NVIDIA's plugin on Tegra nodes"
-            ),
         ),
         (
             "resources: {gpus: [{pattern: A100*, name: big}]}\n",

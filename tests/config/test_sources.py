@@ -52,6 +52,7 @@ def test_every_value_has_an_origin(load_text: Load) -> None:
 
 TEXTS = {
     "gpu.failOnInitError": "false",
+    "gpu.discovery": "tegra",
     "plugin.passDeviceSpecs": "true",
     "plugin.deviceIdStrategy": "index",
     "plugin.sharedDevicesAllocationPolicy": "packed",

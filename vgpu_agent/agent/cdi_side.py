@@ -47,6 +47,11 @@ _logger = log.get(__name__)
 
 _TASK = "cdi specs"
 _KEEPER = "cdi"  # of cordons in the ledger
+# NVIDIA's plugin does not even start so (nvidia contract §1).
+_NO_NAME_OF_INTEGRATED = (
+    "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of GPUs are made through NVML; take cdi-cri "
+    "and cdi-annotations out, envvar and volume-mounts work with the NVIDIA runtime in CSV mode"
+)
 
 
 class CdiFound(NamedTuple):
@@ -141,7 +146,7 @@ class CdiSide:
         """The first look; returns when specs were made or tried to, but waits no longer than for anything else at a start."""
         await self.look(settings)
         self.observe(inventory)
-        if self._needed() and inventory.gpus:
+        if self._needed() and _namable(inventory):
             with contextlib.suppress(TimeoutError):  # a tool that hangs must not keep the agent from starting
                 async with asyncio.timeout(settings.cluster.start_wait_seconds):
                     await self._source.settled.wait()
@@ -166,8 +171,11 @@ class CdiSide:
         """Why ``resource`` must not be offered now, for `Offering.gates`, a `NotYet` while specs are made; empty when it may."""
         if self._channels.trouble and self._settings.plugin.imex_required:
             return f"{self._channels.trouble}, or set plugin.imexRequired: false"
-        if not self._is_told_by_names(resource):
-            return ""
+        return self._why_unnamed(resource) if self._is_told_by_names(resource) else ""
+
+    def _why_unnamed(self, resource: Resource) -> str:
+        if self._inventory is not None and any(gpu.integrated for gpu in self._inventory.gpus):
+            return _NO_NAME_OF_INTEGRATED
         names = self._source.names
         if not any(name.startswith(f"{self._kind}=") for name in names):
             return self._source.error or NotYet("the CDI spec of this node's GPUs is being made")
@@ -240,7 +248,7 @@ class CdiSide:
 
     def _want(self) -> None:
         """Say what is to be made, once it is known and needed."""
-        if not self._needed() or self._roots is None or self._inventory is None or not self._inventory.gpus:
+        if not self._needed() or self._roots is None or self._inventory is None or not _namable(self._inventory):
             return
         if isinstance(self._source, GeneratedSpecs):
             cdi = self._settings.cdi
@@ -300,6 +308,11 @@ class CdiSide:
             return None
         made = self._source.described
         return dict(places(made[0])) if isinstance(made, tuple) else {}
+
+
+def _namable(inventory: Inventory) -> bool:
+    """Whether there is something that a CDI name could stand for."""
+    return any(not gpu.integrated for gpu in inventory.gpus)
 
 
 def _tool(settings: Settings) -> str:

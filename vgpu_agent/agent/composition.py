@@ -43,7 +43,8 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import CarrierError
-from vgpu_agent.gpu.watch import GpuWatch
+from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
+from vgpu_agent.gpu.source import source
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
@@ -79,7 +80,7 @@ async def run(loaded: Loaded) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    agent = Agent(loaded, named)
+    agent = Agent(loaded, named, await discover(loaded.settings.gpu, simulated=bool(loaded.settings.simulate)))
     # To a process with a terminal it says that the terminal is closed.
     loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again)
     await agent.run(stop)
@@ -91,7 +92,7 @@ class Agent:
     State: none but the parts'. It lives as long as the process.
     """
 
-    def __init__(self, loaded: Loaded, named: NamedConfiguration | None = None) -> None:
+    def __init__(self, loaded: Loaded, named: NamedConfiguration | None = None, discovery: Discovery = BY_NVML) -> None:
         self._loaded, self._named = loaded, named
         settings = loaded.settings
         self._journal = named.journal if named else Journal()
@@ -100,7 +101,7 @@ class Agent:
         )
         self._kubelet = KubeletStatus()
         self._ledger = Ledger()
-        self._watch = GpuWatch(settings.gpu, self._journal, beat=functools.partial(self._supervisor.beat, "gpu watch"))
+        self._watch = source(discovery, settings.gpu, self._journal, beat=self._beat("gpu watch"))
         self._directory = DirectoryWatch(
             settings.kubelet.device_plugin_directory,
             poll_seconds=settings.kubelet.socket_poll_seconds,

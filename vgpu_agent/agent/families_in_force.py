@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.offering import Offering
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.families.family import Family
+    from vgpu_agent.families.family import Family, PodFamily
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import Inventory, Resource
 
@@ -152,8 +152,9 @@ class FamiliesInForce:
             refused += (*short.refused, *problems)
             by_ids += [] if problems else [family]
         for pod_family in self._families.by_pod:
-            cautions += pod_family.cautions(inventory)
-            problems = self._add(pod_family, inventory, offered, self._budget_bytes)
+            unfit = _why_unfit(pod_family, inventory)
+            cautions += () if unfit else pod_family.cautions(inventory)
+            problems = unfit or self._add(pod_family, inventory, offered, self._budget_bytes)
             refused += problems
             by_pod += [] if problems else [pod_family]
         reasons = {problem.partition(":")[0]: problem for problem in refused}
@@ -236,6 +237,17 @@ class FamiliesInForce:
             return await self._library.install(), ""
         except CarrierError as err:
             return self._library.path, str(err)
+
+
+def _why_unfit(family: PodFamily, inventory: Inventory) -> list[str]:
+    """Why the family, which shares memory, cannot serve any of these GPUs; empty when it can."""
+    if not any(gpu.integrated for gpu in inventory.gpus):
+        return []
+    why = (
+        f"{family.name}: the GPU of this node is part of its processor and has no memory of its own to share; offer it by families.nvidia, "
+        "and switch this family off here"
+    )
+    return [why]
 
 
 def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> None:

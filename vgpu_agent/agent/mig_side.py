@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.config.volcano import VolcanoVgpu
     from vgpu_agent.families.family import MigLayout
-    from vgpu_agent.gpu.watch import GpuWatch
+    from vgpu_agent.gpu.source import GpuSource
     from vgpu_agent.mig.layouts import Division
     from vgpu_agent.model import Gpu, Inventory
 
@@ -40,7 +40,7 @@ class MigSide:
     agent is forgotten: the next container that needs it finds the GPU as it was left.
     """
 
-    def __init__(self, parted: MigParted, watch: GpuWatch, settings: VolcanoVgpu, *, call_timeout_seconds: float) -> None:
+    def __init__(self, parted: MigParted, watch: GpuSource, settings: VolcanoVgpu, *, call_timeout_seconds: float) -> None:
         """Build it.
 
         Args:
@@ -57,7 +57,7 @@ class MigSide:
         self._failed: dict[MigLayout, tuple[float, str]] = {}
 
     @classmethod
-    def from_settings(cls, settings: Settings, watch: GpuWatch) -> MigSide:
+    def from_settings(cls, settings: Settings, watch: GpuSource) -> MigSide:
         """The side that the configuration asks for."""
         vgpu = settings.volcano_vgpu
         directory = Path(settings.state_directory) / "mig"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.reload import Reload
     from vgpu_agent.agent.verification import Verification
     from vgpu_agent.concurrency import Latest, Supervisor
-    from vgpu_agent.gpu.watch import GpuWatch
+    from vgpu_agent.gpu.source import GpuSource
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Resource
@@ -46,7 +46,7 @@ class Report:
         self,
         *,
         ledger: Ledger,
-        watch: GpuWatch,
+        watch: GpuSource,
         kubelet: KubeletStatus,
         offering: Offering,
         verification: Verification,
@@ -148,7 +148,7 @@ class Report:
         if nvml.state is NvmlState.HUNG:
             on = f" of {nvml.gpu}" if nvml.gpu else ""
             yield ReadyProblem("nvml", f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s; see dmesg")
-        elif nvml.state is not NvmlState.ANSWERING:
+        elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
             yield ReadyProblem("nvml", nvml.last_error or f"the driver is {nvml.state.value}")
         for resource, reason in self._offering.withheld.items():
             yield ReadyProblem(f"resource {resource}", reason)

@@ -1,4 +1,4 @@
-"""Environment variables and flags of the plugins that are replaced, where they say something that this agent does not do.
+"""Environment variables of the plugins that are replaced, where they say something that this agent does not do.
 
 A DaemonSet that is moved over with its environment keeps those variables; some mean the same here and are `options`, the others are
 ignored. Ignoring is right only as long as nobody has to find out by himself, so each that would have had an effect is named once at the
@@ -29,25 +29,16 @@ class _Variable:
         concerns: whether it would have meant anything for the families that are on.
         in_force: what holds here, in the variable's own words; the variable is lost only where it says something else.
         instead: what to do, as the end of the sentence.
-        flag: the same as a flag, "" where there is none.
-        words: what it may be; anything else is refused, as by the replaced plugin. Empty: anything.
     """
 
     name: str
     concerns: Callable[[Settings], bool]
     in_force: Callable[[Settings], tuple[str, ...]]
     instead: str
-    flag: str = ""
-    words: tuple[str, ...] = ()
 
 
 def _gpushare(settings: Settings) -> bool:
     return settings.families.volcano_gpushare
-
-
-def _always(settings: Settings) -> bool:
-    del settings
-    return True
 
 
 def _limited(settings: Settings) -> bool:
@@ -56,14 +47,6 @@ def _limited(settings: Settings) -> bool:
 
 _VARIABLES: Final = (
     _Variable("HOOK_PATH", _limited, lambda s: (s.hami_core.host_directory,), "set hamiCore.hostDirectory to that, and mount the path"),
-    _Variable(
-        "DEVICE_DISCOVERY_STRATEGY",
-        _always,
-        lambda _: ("auto", "nvml"),
-        "GPUs are found through NVML only; keep NVIDIA's plugin on Tegra nodes, or leave it out",
-        flag="--device-discovery-strategy",
-        words=("auto", "nvml", "tegra"),
-    ),
     _Variable("GPU_STRATEGY", _gpushare, lambda s: (s.volcano_gpushare.strategy,), "set volcanoGpushare.strategy to that"),
     _Variable(
         "GPU_MEMORY_FACTOR",
@@ -73,38 +56,16 @@ _VARIABLES: Final = (
     ),
 )
 NAMES: Final = frozenset(variable.name for variable in _VARIABLES)
-WITH_FLAG: Final = tuple(variable for variable in _VARIABLES if variable.flag)
 
 
-def without_effect(settings: Settings, flags: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:
+def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each one that says something else than what holds here; an empty variable counts as not set."""
     for variable in _VARIABLES:
-        who, value = _given(variable, flags, environment)
+        value = environment.get(variable.name, "")
         if not value or not variable.concerns(settings):
             continue
         if _plain(value) not in {_plain(held) for held in variable.in_force(settings)}:
-            yield f"{who}: {shown(value)} has no effect here; {variable.instead}"
-
-
-def refused(flags: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Who and why, for each one with a word that the replaced plugin would have refused as well."""
-    for variable in _VARIABLES:
-        if not variable.words:
-            continue
-        given = [
-            (f"environment variable {variable.name}", environment.get(variable.name) or None),
-            (variable.flag, flags.get(variable.flag)),
-        ]
-        for who, value in given:
-            if value is not None and value not in variable.words:
-                *others, last = variable.words
-                yield who, f"expected {', '.join(others)} or {last}, got {shown(value)}"
-
-
-def _given(variable: _Variable, flags: Mapping[str, str], environment: Mapping[str, str]) -> tuple[str, str]:
-    if variable.flag and variable.flag in flags:
-        return variable.flag, flags[variable.flag]
-    return f"environment variable {variable.name}", environment.get(variable.name, "")
+            yield f"environment variable {variable.name}: {shown(value)} has no effect here; {variable.instead}"
 
 
 def _plain(value: str) -> str:

@@ -141,8 +141,6 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
         reading.take_file(sources.file, root, faults)
     reading.take_environment(sources.environment)
     reading.take_flags(sources.flags)
-    for who, text in foreign_variables.refused(sources.flags, sources.environment):
-        reading.refuse(who, text)
     reading.derive_from_simulate()
     settings = reading.finish()
     theirs = [f"{file}:{warning.line}: " + ": ".join(filter(None, warning[1:])) for warning in document.warnings]
@@ -231,7 +229,7 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
     for name in options.unknown_variables(sources.environment):
         guess = options.PREFIX + near if (near := nearest(name.removeprefix(options.PREFIX), options.our_names())) else None
         yield f"environment variable {name}: unknown and ignored" + (f", did you mean {guess}?" if guess else "")
-    yield from foreign_variables.without_effect(settings, sources.flags, sources.environment)
+    yield from foreign_variables.without_effect(settings, sources.environment)
     for path, word in checks.doubtful_xids(settings):
         yield f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or "xids"'
     yield from checks.without_effect(settings)

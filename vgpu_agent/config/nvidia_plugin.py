@@ -30,6 +30,7 @@ ONLY_THERE = ("flags", "imex")  # at the top of such a document, and never of ou
 _VALUES: Final[dict[str, tuple[str, ...]]] = {
     "flags.migStrategy": ("plugin.migStrategy",),
     "flags.failOnInitError": ("gpu.failOnInitError",),
+    "flags.deviceDiscoveryStrategy": ("gpu.discovery",),
     "flags.mpsRoot": ("mps.root",),
     "flags.nvidiaDriverRoot": ("gpu.driverRoot",),
     "flags.nvidiaDevRoot": ("gpu.devRoot",),
@@ -55,7 +56,6 @@ _VALUES: Final[dict[str, tuple[str, ...]]] = {
     "imex.required": ("plugin.imexRequired",),
 }
 _STRATEGIES = "flags.plugin.deviceListStrategy"
-_DISCOVERY = "flags.deviceDiscoveryStrategy"
 _FEATURE_DISCOVERY = "belongs to gpu-feature-discovery and has no effect here; keep that running for its labels"
 _WITHOUT_EFFECT: Final = {"flags.useNodeFeatureAPI": _FEATURE_DISCOVERY, "flags.gfd": _FEATURE_DISCOVERY}
 # There with nothing below, they are a mistake that upstream refuses as well.
@@ -69,11 +69,10 @@ _SWITCH_WORDS: Final = {
     for plain in words
     for word in (plain, plain.capitalize(), plain.upper())
 }
-_KNOWN: Final = (*_VALUES, _DISCOVERY, *_WITHOUT_EFFECT)
+_KNOWN: Final = (*_VALUES, *_WITHOUT_EFFECT)
 _MOST_WARNINGS = 20
 # Values as they are compared with whatever stands in the file; tuples, because that may be a list.
 _VERSIONS: Final = (None, "", VERSION)  # upstream: nothing means v1
-_DISCOVERIES: Final = (None, "auto", "nvml", "tegra")
 _UNSHARED: Final = (None, "", "all")  # a rename and devices that upstream does not drop
 _USUAL_NAMES: Final = (("*", "gpu"), ("*", "nvidia.com/gpu"))
 
@@ -144,8 +143,6 @@ class _Translator:
             path = f"{section}.{name}" if section else name
             if path in _WITHOUT_EFFECT:
                 self._warn(node.line, path, _WITHOUT_EFFECT[path])
-            elif path == _DISCOVERY:
-                self._discovery(node)
             elif path in _VALUES:
                 self._value(path, node)
             else:
@@ -206,13 +203,6 @@ class _Translator:
                 self._warn(members[name].line, f"{path}.{name}", counts)
         if "pattern" in members and (plain["pattern"], plain.get("name")) not in _USUAL_NAMES:
             self._warn(members["pattern"].line, path, counts)
-
-    def _discovery(self, node: yaml.Node) -> None:
-        if node.value not in _DISCOVERIES:
-            self._fault(node.line, _DISCOVERY, f"expected auto, nvml or tegra, got {shown(node.value)}")
-        elif node.value == "tegra":
-            text = '"tegra" has no effect here; GPUs are found through NVML only; keep NVIDIA\'s plugin on Tegra nodes'
-            self._warn(node.line, _DISCOVERY, text)
 
     def _spelt(self, members: Mapping[str, yaml.Node], section: str, known: list[str]) -> dict[str, yaml.Node]:
         """The members whose keys are ``known``, spelt so: upstream does not look at upper and lower case. The others are warned of."""

@@ -124,6 +124,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("plugin.migStrategy", "--mig-strategy", "MIG_STRATEGY", "STRATEGY", "none, single or mixed"),
     Option("gpu.failOnInitError", "--fail-on-init-error", "FAIL_ON_INIT_ERROR", "BOOL", "end when there is no usable driver"),
+    Option("gpu.discovery", "--device-discovery-strategy", "DEVICE_DISCOVERY_STRATEGY", "STRATEGY", "auto, nvml or tegra"),
     Option("gpu.disableHealthChecks", "", "DP_DISABLE_HEALTHCHECKS"),
     Option("gpu.enableHealthChecks", "", "DP_ENABLE_HEALTHCHECKS"),
     Option("plugin.passDeviceSpecs", "--pass-device-specs", "PASS_DEVICE_SPECS", "BOOL", "name device nodes in each answer"),
@@ -217,8 +218,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             alone = {"nargs": "?", "const": "true"} if key.is_switch else {}
             text = f"{option.text} ({option.variable}{shown})"
             _add(group, option.flags, metavar=option.metavar, help=text, repeats=key.is_list, **alone)
-    for foreign in foreign_variables.WITH_FLAG:
-        _add(group, (foreign.flag,), metavar="VALUE", help=argparse.SUPPRESS)
 
 
 class _Given(argparse.Action):

@@ -121,6 +121,14 @@ class Recovery(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Where the driver is and how its GPUs are watched."""
 
+    discovery: Annotated[
+        Literal["auto", "nvml", "tegra"],
+        Meta(
+            description="How GPUs are found. nvml: the driver lists them. tegra: the only GPU is part of a Tegra processor (Jetson), and "
+            "is offered as one device of id `tegra`. auto: tegra on such a processor without NVML, or whose NVML lists nothing but "
+            "integrated GPUs; nvml everywhere else. Simulated GPUs are found through NVML, whatever stands here."
+        ),
+    ] = "auto"
     driver_root: Annotated[
         Directory, Meta(description="Root of the file system in which the NVIDIA driver is installed, e.g. `/run/nvidia/driver`.")
     ] = "/"

@@ -137,6 +137,8 @@ class AwsFamily:
 
     def _unfit(self, gpu: Gpu) -> str:
         """Why a GPU cannot be offered; empty when it can."""
+        if gpu.integrated:
+            return f"GPU {gpu.index} ({gpu.uuid}) is part of the processor and has no UUID to name it by; offer it by families.nvidia"
         if gpu.mig_enabled:  # aws:W4: upstream offers it, and the container finds nothing that works
             off = f"nvidia-smi -i {gpu.index} -mig 0"
             return (

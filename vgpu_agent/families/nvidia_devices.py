@@ -111,6 +111,11 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
                 f"{Device(gpu).shown} is in MIG mode and offered whole, because plugin.migStrategy is none; work on it fails or sees one "
                 "slice: set plugin.migStrategy to single or mixed, or switch its MIG mode off"
             )
+        if gpu.integrated and strategy.slices:
+            named.cautions.append(
+                f"plugin.migStrategy: {options.mig_strategy} has no effect here: {Device(gpu).shown} is part of the processor and cannot "
+                "be cut into slices"
+            )
         named.devices.setdefault(_first_match(options.gpu_patterns, gpu.name) or GPU_RESOURCE, []).append(Device(gpu))
     for name, devices in named.devices.items():
         if reason := _why_not(name, devices, strategy):

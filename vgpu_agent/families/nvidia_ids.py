@@ -3,13 +3,15 @@
 Three forms are read, whichever is offered today, so that running containers keep their devices over a change of settings:
 ``<uuid>`` a whole device, ``<uuid>::<n>`` a replica as NVIDIA's plugin counts them (nvidia contract §4), ``<uuid>-replica-<n>`` one as
 iktos's fork does (iktos contract I.3). Under WSL one id stands for all GPUs, which containers cannot be
-given one by one there (nvidia:A26). Used by `nvidia` and `nvidia_offers`.
+given one by one there (nvidia:A26); the GPU of a Tegra processor has a word for a UUID. Used by `nvidia` and `nvidia_offers`.
 """
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
+
+from vgpu_agent.model import INTEGRATED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,7 +22,8 @@ EVERY_GPU = "all"
 
 # A GPU, a slice, a slice as drivers before 470 name it (MIG-GPU-<uuid>/<gi>/<ci>). Nothing else: other plugins' ids begin with a UUID, too.
 _UUID = r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}"
-_ID = re.compile(rf"((?:GPU|MIG)-{_UUID}|MIG-GPU-{_UUID}/[0-9]{{1,4}}/[0-9]{{1,4}}|{EVERY_GPU})(?:(?:::|-replica-)(0|[1-9][0-9]{{0,17}}))?")
+_WORDS = f"{EVERY_GPU}|{INTEGRATED}"
+_ID = re.compile(rf"((?:GPU|MIG)-{_UUID}|MIG-GPU-{_UUID}/[0-9]{{1,4}}/[0-9]{{1,4}}|{_WORDS})(?:(?:::|-replica-)(0|[1-9][0-9]{{0,17}}))?")
 
 
 class ReadId(NamedTuple):

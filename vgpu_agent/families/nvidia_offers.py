@@ -126,7 +126,12 @@ class _Plan:
         if entry.replicas != AUTOMATIC:
             return _Part(device, entry.replicas, shared=True)
         replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib  # of its own memory (iktos:K2, D7)
-        if not replicas:
+        if device.gpu.integrated:
+            self._refused[entry.published] = (
+                f"{device.shown} is part of the processor and has no memory of its own that could be counted; set a number of replicas for "
+                "it in iktos.resourceConfig"
+            )
+        elif not replicas:
             self._cautions.append(f"{entry.published}: {device.shown} has {device.memory_mib} MiB, and an id stands for {unit_mib} MiB")
         return _Part(device, replicas, shared=True)
 

@@ -95,9 +95,7 @@ class Session:
         if reopen:
             self._pass_on_events()
             self.close()
-        if not self._open:
-            self._nvml.load(self._driver_root)
-            self._open = True
+        self._ensure_open()
         reading = inventory.read(self._nvml, self._numa, self._capabilities, between=self._pass_on_events)
         warnings = [*reading.warnings, *self._listen(reading), *self._news_of_instances(reading)]
         self._handles = {card.gpu.uuid: card.handle for card in reading.cards}
@@ -112,6 +110,15 @@ class Session:
             cuda_version=self._nvml.cuda_version(),
             simulated=self._nvml.simulated,
         )
+
+    def names(self) -> tuple[str, ...]:
+        """The product names of all GPUs, in NVML's order.
+
+        Raises:
+            AgentError: as `read`, also when a single GPU does not answer.
+        """
+        self._ensure_open()
+        return tuple(self._nvml.name(self._nvml.handle(index)) for index in range(self._nvml.count()))
 
     def read_if_cut_anew(self) -> Snapshot | None:
         """Read everything if a GPU has other MIG instances than in the last reading, or another MIG mode; else None.
@@ -159,6 +166,11 @@ class Session:
         self._handles.clear()
         self._layouts.clear()
         self._links_of = None
+
+    def _ensure_open(self) -> None:
+        if not self._open:
+            self._nvml.load(self._driver_root)
+            self._open = True
 
     def _is_cut_anew(self, uuid: str) -> bool:
         before = self._layouts[uuid]

@@ -169,6 +169,8 @@ def why_not(resource: Resource, inventory: Inventory) -> str:
         if found is None:
             continue
         gpu, instance = found
+        if gpu.integrated:
+            return f"GPU {gpu.index} ({uuid}) is part of the processor, where MPS cannot limit its clients; share it by time-slicing"
         if instance is not None or gpu.mig_enabled:
             return f"{NOT_FOR_MIG} ({uuid}); share it by time-slicing, or switch MIG off on GPU {gpu.index}"
         if replicas > (most := most_clients(gpu)):

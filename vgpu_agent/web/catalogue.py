@@ -9,7 +9,6 @@ always the UUID of the physical card; join with ``vgpu_agent_gpu_info`` for inde
 
 from __future__ import annotations
 
-from vgpu_agent.status import NvmlState
 from vgpu_agent.web import readings, views
 from vgpu_agent.web.catalogue_binding import BINDING, CLUSTER
 from vgpu_agent.web.catalogue_volcano import VOLCANO
@@ -121,9 +120,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "How many GPUs did not answer when the driver was last asked for all of them.",
         readings.one(lambda moment: len(moment.status.inventory.failures)),
     ),
-    Metric(
-        "vgpu_agent_gpu_memory_total_bytes", _G, _GPU, "Memory of the GPU.", readings.each_gpu(lambda gpu: gpu.memory_mib * readings.MIB)
-    ),
+    Metric("vgpu_agent_gpu_memory_total_bytes", _G, _GPU, "Memory of the GPU.", readings.gpu_memory_total),
     Metric(
         "vgpu_agent_gpu_memory_used_bytes",
         _G,
@@ -314,8 +311,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_nvml_up",
         _G,
         (),
-        "1 while the driver answers.",
-        readings.one(lambda moment: moment.status.nvml.state is NvmlState.ANSWERING),
+        "1 while the driver answers; absent on a Tegra processor, where nobody asks it.",
+        readings.one(readings.nvml_up),
     ),
     Metric(
         "vgpu_agent_nvml_hung_seconds",

@@ -151,7 +151,7 @@ def _holders(gpu: GpuView) -> str:
 
 def _memory(gpu: GpuView) -> str:
     used = gpu.usage.memory_used_mib if gpu.usage else None
-    return f"{'-' if used is None else used}/{gpu.memory_mib}"
+    return f"{'-' if used is None else used}/{gpu.memory_mib or '-'}"
 
 
 def _resource_rows(overview: Overview) -> list[tuple[str, ...]]:

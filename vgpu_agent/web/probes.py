@@ -69,7 +69,7 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
     refused = "; ".join(status.config_problem.splitlines())
     config = f"the newest configuration is not in force: {refused}" if refused else "in force"
     return (
-        Check("nvml", nvml.state is NvmlState.ANSWERING, state),
+        Check("nvml", nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}, state),
         Check("kubelet", status.kubelet.socket_present, kubelet),
         *plugins,
         Check("config", not status.config_problem, config),

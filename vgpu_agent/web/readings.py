@@ -95,7 +95,13 @@ def gpu_info(moment: Moment) -> Iterator[Row]:
     """What a GPU is, in labels."""
     for gpu in moment.status.inventory.gpus:
         numa = "" if gpu.numa_node is None else str(gpu.numa_node)
-        yield (gpu.uuid, str(gpu.index), str(gpu.minor), gpu.name, gpu.pci_bus_id, numa, "true" if gpu.mig_enabled else "false"), 1
+        minor = "" if gpu.integrated else str(gpu.minor)
+        yield (gpu.uuid, str(gpu.index), minor, gpu.name, gpu.pci_bus_id, numa, "true" if gpu.mig_enabled else "false"), 1
+
+
+def gpu_memory_total(moment: Moment) -> Iterator[Row]:
+    """Of each GPU that has memory of its own."""
+    return (((gpu.uuid,), gpu.memory_mib * MIB) for gpu in moment.status.inventory.gpus if not gpu.integrated)
 
 
 def mig_instances_healthy(moment: Moment) -> Iterator[Row]:
@@ -159,6 +165,12 @@ def allocations(moment: Moment) -> Iterator[Row]:
     for plugin in moment.status.plugins:
         yield (plugin.resource, "granted"), plugin.allocations - plugin.allocations_refused
         yield (plugin.resource, "refused"), plugin.allocations_refused
+
+
+def nvml_up(moment: Moment) -> float | None:
+    """Whether the driver answers, where it is asked."""
+    state = moment.status.nvml.state
+    return None if state is NvmlState.UNUSED else state is NvmlState.ANSWERING
 
 
 def nvml_hung_seconds(moment: Moment) -> float:

@@ -1,0 +1,157 @@
+"""Whether this node's GPUs are found through NVML, or its only one is part of a Tegra processor (``gpu.discovery``).
+
+With ``auto`` the order is that of NVIDIA's plugin (nvidia contract §9): a Windows subsystem goes through NVML; a Tegra processor without
+NVML, or whose NVML lists integrated GPUs only, has the one GPU ``tegra``; everything else goes through NVML. NVML is only asked on a Tegra
+processor, so other nodes start as if there were no such question. Called by `composition` before the agent is built; the answer holds for
+as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.errors import AgentError, DriverMissingError
+from vgpu_agent.gpu.library import SONAME
+from vgpu_agent.gpu.nvml import Nvml
+from vgpu_agent.gpu.session import Session
+from vgpu_agent.gpu.thread import Listener, NvmlThread
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.config.settings import Gpu as GpuSettings
+
+    Names = Callable[[GpuSettings], Awaitable[tuple[str, ...] | None]]
+
+_logger = log.get(__name__)
+
+_RELEASE = "etc/nv_tegra_release"  # of NVIDIA's Linux for Tegra, below the driver root
+_FAMILY = "devices/soc0/family"  # of every such kernel, below sysfs
+_FAMILY_BEGINS = "tegra"
+_FAMILY_LIMIT = 64  # characters
+_WSL_NODE = "dev/dxg"
+_INTEGRATED_NAME = "(nvgpu)"  # in the name that NVML has for a GPU of the Tegra's own kernel module, as in "Orin (nvgpu)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Discovery:
+    """How GPUs are found.
+
+    Attributes:
+        integrated: the node's GPU is that of a Tegra processor; False: NVML lists the GPUs.
+        reason: why; empty on a node where nothing speaks of a Tegra processor.
+        doubt: what speaks against it, with the remedy; empty when nothing does.
+    """
+
+    integrated: bool = False
+    reason: str = ""
+    doubt: str = ""
+
+
+BY_NVML = Discovery()
+
+
+async def discover(settings: GpuSettings, *, simulated: bool, names: Names | None = None) -> Discovery:
+    """Find out, and say in the log what is not as on every node; never an error.
+
+    Args:
+        settings: where to look, and what the operator has decided.
+        simulated: the agent runs on simulated GPUs, which have an NVML.
+        names: asks NVML for the names of all GPUs; None where there is no library. `names_by_nvml` when left out.
+    """
+    if simulated or settings.discovery == "nvml":
+        return BY_NVML
+    sign = await asyncio.to_thread(_sign_of_tegra, settings)
+    if settings.discovery == "tegra":
+        found = Discovery(integrated=True, reason="gpu.discovery is tegra", doubt="" if sign else _no_sign(settings))
+    elif sign:
+        found = await _on_tegra(sign, settings, names or names_by_nvml)
+    else:
+        return BY_NVML
+    _logger.info("gpu.discovery", integrated=found.integrated, reason=found.reason)
+    if found.doubt:
+        _logger.warning("gpu.discovery_doubtful", problem=found.doubt)
+    return found
+
+
+async def _on_tegra(sign: str, settings: GpuSettings, names: Names) -> Discovery:
+    """What ``auto`` comes to where something looks like a Tegra processor."""
+    windows = settings.device_node_root / _WSL_NODE
+    if await asyncio.to_thread(windows.exists):
+        return Discovery(reason=f"there is {windows}, so this is a Windows subsystem")
+    try:
+        listed = await names(settings)
+    except AgentError as err:
+        doubt = f"{sign}, but its NVML does not list GPUs: {err}; set gpu.discovery: tegra to offer the GPU of the processor all the same"
+        return Discovery(reason=f"{sign} and there is {SONAME}", doubt=doubt)
+    if listed is None:
+        return Discovery(integrated=True, reason=f"{sign} and there is no {SONAME}")
+    if listed and all(_INTEGRATED_NAME in name for name in listed):
+        return Discovery(integrated=True, reason=f"{sign} and NVML lists integrated GPUs only ({', '.join(listed)})")
+    return Discovery(reason=f"{sign}, but NVML lists {', '.join(listed) or 'no GPU'}")
+
+
+async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
+    """The product names of all GPUs, None where there is no library; in a thread of its own, because a driver may hang.
+
+    Raises:
+        AgentError: there is a library, and the driver behind it does not answer.
+    """
+    nvml = Nvml()
+    session = Session(
+        nvml,
+        driver_root=Path(settings.driver_root),
+        sysfs_root=Path(settings.sysfs_root),
+        proc_root=Path(settings.proc_root),
+        report=_ignore,
+    )
+    thread = NvmlThread(
+        nvml,
+        session,
+        Listener(_ignore, _ignore, _ignore, _ignore),
+        event_wait_seconds=settings.event_wait_milliseconds / 1000,
+        call_timeout_seconds=settings.call_timeout_seconds,
+    )
+    thread.start()
+    try:
+        return await thread.call("look for integrated GPUs", session.names)
+    except DriverMissingError:
+        if nvml.library:
+            raise
+        return None
+    finally:
+        thread.stop()
+        await thread.stopped(settings.call_timeout_seconds)
+
+
+def _sign_of_tegra(settings: GpuSettings) -> str:
+    """What shows that this is a Tegra processor; empty when nothing does. Looks at the file system."""
+    release, family = _places(settings)
+    if release.is_file():
+        return f"there is {release}"
+    try:
+        with family.open(errors="replace") as file:
+            text = file.read(_FAMILY_LIMIT).strip()
+    except OSError:
+        return ""
+    return f"{family} says {text}" if text.lower().startswith(_FAMILY_BEGINS) else ""
+
+
+def _no_sign(settings: GpuSettings) -> str:
+    release, family = _places(settings)
+    return (
+        f"gpu.discovery is tegra, but there is no {release} and {family} does not say Tegra; containers would find no GPU here, so set "
+        "gpu.discovery: auto, unless the node is one and the agent cannot see its files (gpu.driverRoot, gpu.sysfsRoot)"
+    )
+
+
+def _places(settings: GpuSettings) -> tuple[Path, Path]:
+    return Path(settings.driver_root) / _RELEASE, Path(settings.sysfs_root) / _FAMILY
+
+
+def _ignore(*_: object) -> None:
+    """What the thread reports is of no interest before the agent runs."""

@@ -1,0 +1,57 @@
+"""Where the node's GPUs are learnt of: what the rest of the agent uses of it, and which source a node has.
+
+Most nodes have `GpuWatch`, which asks NVML. A Tegra processor has one GPU that NVML knows nothing useful of, so there `IntegratedGpu` is
+the source. Which of the two is found out once, by `discovery`, before the agent is built. Called by `agent`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from vgpu_agent.gpu.tegra import IntegratedGpu
+from vgpu_agent.gpu.watch import GpuWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.config.settings import Gpu as GpuSettings
+    from vgpu_agent.gpu.discovery import Discovery
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.model import GpuUsage, Inventory
+    from vgpu_agent.status import NvmlStatus
+
+
+class GpuSource(Protocol):
+    """What `agent` sees of the node's GPUs; see `GpuWatch` for what each member is."""
+
+    inventory: Latest[Inventory]
+    usage: Latest[tuple[GpuUsage, ...]]
+    read_at: float
+    measured_at: float
+
+    @property
+    def status(self) -> NvmlStatus:
+        """How the driver is doing."""
+
+    async def start(self) -> None:
+        """Find the GPUs; afterwards ``inventory`` is filled."""
+
+    async def run(self) -> None:
+        """Watch them, for ever."""
+
+    def look_now(self) -> None:
+        """Look at them at once."""
+
+    def apply(self, settings: GpuSettings) -> None:
+        """Use other settings from now on."""
+
+    async def stop(self, timeout_seconds: float) -> bool:
+        """Let go of them; whether that was done in time."""
+
+
+def source(discovery: Discovery, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None]) -> GpuSource:
+    """The source that was found to fit this node."""
+    if discovery.integrated:
+        return IntegratedGpu(settings, journal, beat=beat)
+    return GpuWatch(settings, journal, beat=beat)

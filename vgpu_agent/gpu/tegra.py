@@ -1,0 +1,59 @@
+"""The GPU of a Tegra processor (Jetson): one device of id ``tegra``, of which nothing is known but that it is there.
+
+It has no UUID, no memory of its own, no device node for itself and no NVML that would tell how it is, so nothing is asked and nothing is
+watched, as by NVIDIA's plugin (nvidia contract §4, §10). It is there for as long as the node is. Built by `source`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.gpu import changes
+from vgpu_agent.model import INTEGRATED, Gpu, Inventory
+from vgpu_agent.status import NvmlState, NvmlStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.config.settings import Gpu as GpuSettings
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.model import GpuUsage
+
+
+class IntegratedGpu:
+    """A `GpuSource` with the one GPU. State: none that changes after `start`."""
+
+    def __init__(self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None) -> None:
+        self.inventory: Latest[Inventory] = Latest(Inventory())
+        self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
+        self.read_at = self.measured_at = 0.0  # nothing is ever read
+        self.status = NvmlStatus(state=NvmlState.UNUSED)
+        self._settings = settings
+        self._journal = journal
+        self._beat = beat
+
+    async def start(self) -> None:
+        """Put the GPU into the inventory."""
+        found = Inventory(version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),))
+        changes.record(self._journal, self.inventory.value, found)
+        self.inventory.publish(found)
+
+    async def run(self) -> None:
+        """Give signs of life, for ever; there is nothing to watch."""
+        while True:
+            self._beat()
+            await asyncio.sleep(self._settings.poll_seconds)
+
+    def look_now(self) -> None:
+        """Nothing can be seen."""
+
+    def apply(self, settings: GpuSettings) -> None:
+        """How often to give signs of life."""
+        self._settings = settings
+
+    async def stop(self, timeout_seconds: float) -> bool:
+        """Nothing is open."""
+        del timeout_seconds
+        return True
