@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from tests.patience import eventually
 from vgpu_agent import log
 from vgpu_agent.errors import ListenError
 from vgpu_agent.status import AgentStatus, ReadyProblem
@@ -36,6 +37,7 @@ DEBUG = [
     "/debug/status",
     "/debug/tasks",
 ]
+_ESTABLISHED = "01"  # in /proc/net/tcp
 JUNK = b"\x00\xffjunk" * 175_000  # 1.05 MB
 
 
@@ -173,6 +175,25 @@ async def test_a_body_that_does_not_arrive_ends_in_time(web: WebServer) -> None:
 async def test_a_silent_connection_is_closed(web: WebServer) -> None:
     """Connections that never ask anything do not pile up."""
     assert await raw(web.public_address, b"") == b""
+
+
+async def test_a_client_that_does_not_read_is_let_go(web: WebServer) -> None:
+    """A scraper that hangs in the middle of an answer keeps neither its connection nor what it was to be told."""
+    host, _, port = web.debug_address.rpartition(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
+        await asyncio.get_running_loop().sock_sendall(client, b"GET /debug/status HTTP/1.1\r\nHost: a\r\n\r\n" * 2000)
+        await eventually(lambda: connections(int(port)))
+        await eventually(lambda: not connections(int(port)))
+
+
+def connections(port: int) -> int:
+    """How many connections a server of this machine has."""
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == _ESTABLISHED for row in rows)
 
 
 async def test_a_bug_in_an_answer_is_logged_and_not_shown(

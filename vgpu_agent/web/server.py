@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import socket
 import time
 from typing import TYPE_CHECKING, Self
 
@@ -119,6 +121,8 @@ class WebServer:
         )
         wanted = parse(listen)
         sock = await bind(wanted, flag=flag)
+        # Of every connection: a client that reads nothing of its answer would keep it for ever, also after it was closed here (tcp(7)).
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(self._request_timeout_seconds * 1000))
         self._runners.append(runner)
         await runner.setup()
         await web.SockSite(runner, sock).start()
