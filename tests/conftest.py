@@ -25,6 +25,13 @@ hypothesis.settings.register_profile("vgpu-agent", deadline=None)
 hypothesis.settings.load_profile("vgpu-agent")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of processes that need ten seconds on an idle machine may take a minute on a busy one."""
+    for item in items:
+        if item.get_closest_marker("component") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(240))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _nobody_configures_the_tests() -> None:
     """What the shell says to an agent is not meant for the ones under test."""

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.golden import U0, U1
+from tests.patience import PATIENCE_SECONDS
+from tests.replacing import replace_text
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.kubelet import Container, Pod, SimulatedKubelet
@@ -48,7 +51,7 @@ class Stage:
 
     def agent(self, config: str = QUICK + SHARED, *, simulate: bool = True, environment: Mapping[str, str] | None = None) -> AgentProcess:
         """An agent for this node, not started yet."""
-        self.config.write_text(config)
+        replace_text(self.config, config)  # an agent that runs may be reading it
         agent = AgentProcess(
             self.folder / f"agent-{len(self.agents)}.log",
             kubelet=self.folder / "kubelet",
@@ -76,9 +79,20 @@ class Stage:
         """The ids that the pod's container holds, as kubelet has it."""
         return self.kubelet.ids_of(pod, "main", resource)
 
-    async def allocatable(self, number: int, *, resource: str = GPU, timeout_seconds: float = 10) -> None:
+    async def allocatable(self, number: int, *, resource: str = GPU, timeout_seconds: float = 30) -> None:
         """Wait until kubelet would publish this number."""
         await self.kubelet.until(lambda: self.kubelet.resource(resource).allocatable == number, timeout_seconds=timeout_seconds)
+
+
+async def until_not_ready(agent: AgentProcess, *reasons: str) -> str:
+    """Wait until ``/readyz`` says no, and gives these reasons; its text."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        status, text = await agent.get_text("/readyz")
+        if status == 503 and all(reason in text for reason in reasons):
+            return text
+        assert time.monotonic() < deadline, (status, text)
+        await asyncio.sleep(0.05)
 
 
 @pytest.fixture

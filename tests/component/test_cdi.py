@@ -12,6 +12,8 @@ import pytest
 
 from tests.component.conftest import QUICK, Stage
 from tests.golden import U0, U1
+from tests.patience import FOR_EVER_SECONDS
+from tests.replacing import replace_text
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cdi_reader import Received, received
 from vgpu_agent.sim.kubelet import Pod
@@ -112,10 +114,10 @@ async def test_a_tool_that_is_missing_withholds_the_resource_until_it_is_there(s
 async def test_a_tool_that_hangs_or_prints_nonsense_stops_nothing_else(stage: Stage) -> None:
     """The agent starts and answers; the resource waits for a tool that works."""
     faulty = StandInCtk(stage.node.directory)
-    await asyncio.to_thread(faulty.misbehave, hang_seconds=60)
-    more = "cdi: {generateTimeoutSeconds: 0.5}\ntasks: {backoffMaxSeconds: 0.5}\n"
+    await asyncio.to_thread(faulty.misbehave, hang_seconds=FOR_EVER_SECONDS)
+    more = "cdi: {generateTimeoutSeconds: 3}\ntasks: {backoffMaxSeconds: 0.5}\n"
     agent = stage.agent(config(stage, more=more))
-    assert "did not end within 0.5 s" in await withheld(stage, agent)
+    assert "did not end within 3 s" in await withheld(stage, agent)
     await asyncio.to_thread(faulty.misbehave, print_text="GPU 0: A100")
     await agent.until("/debug/config", lambda answer: "is no CDI spec" in answer["cdi"]["specs"][0]["error"])
     await asyncio.to_thread(faulty.behave)
@@ -203,4 +205,4 @@ def _toolkits_spec(stage: Stage) -> None:
     ]
     text = json.dumps({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices})
     (stage.folder / "cdi").mkdir(exist_ok=True)
-    (stage.folder / "cdi" / "nvidia.json").write_text(text)
+    replace_text(stage.folder / "cdi" / "nvidia.json", text)

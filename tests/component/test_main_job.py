@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.component.conftest import GPU, QUICK, SHARED, Stage
+from tests.component.conftest import GPU, QUICK, SHARED, Stage, until_not_ready
 from tests.golden import U0, U1
+from tests.patience import FOR_EVER_SECONDS
+from tests.replacing import replace_text
 from vgpu_agent.sim.kubelet import Container
 from vgpu_agent.sim.kubelet_faults import AdmissionError
+
+RARE_POLLS = QUICK.replace("socketPollSeconds: 1", "socketPollSeconds: 60")  # only inotify tells of a kubelet
+LASTING = QUICK.replace("quietSeconds: 0.5, maxQuietSeconds: 5", "quietSeconds: 60, maxQuietSeconds: 60")
 
 
 async def test_a_pod_gets_its_gpu(stage: Stage) -> None:
@@ -52,7 +56,7 @@ async def test_packed_and_distributed_reach_kubelet(stage: Stage) -> None:
     agent = await stage.ready_agent(QUICK + SHARED + "plugin: {sharedDevicesAllocationPolicy: packed}\n")
     packed = await stage.admit("packed", 2)
     assert packed.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"] == U0
-    stage.config.write_text(QUICK + SHARED)
+    replace_text(stage.config, QUICK + SHARED)
     await agent.until_logged("config.applied")
     spread = await stage.admit("spread", 2)
     assert spread.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"] == U1
@@ -126,15 +130,13 @@ async def test_a_graceful_restart_loses_nothing(stage: Stage) -> None:
 
 
 async def test_v2_kubelet_restarts_under_running_pods(stage: Stage) -> None:
-    """kubelet contract V2: a new socket of our own, one Register, the full list, and the same grants; within a second."""
-    agent = await stage.ready_agent()
+    """kubelet contract V2: a new socket of our own, one Register, the full list, and the same grants; long before the next poll."""
+    agent = await stage.ready_agent(RARE_POLLS + SHARED)
     await stage.admit("train")
     await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
     before = stage.kubelet.called("Register")
-    began = time.monotonic()
     await stage.kubelet.restart()
     await stage.kubelet.until(lambda: len(stage.kubelet.called("Register")) > len(before))
-    assert time.monotonic() - began < 1.0
     await stage.allocatable(8)
     again = stage.kubelet.called("Register")[len(before) :]
     assert len(again) == 1
@@ -143,18 +145,13 @@ async def test_v2_kubelet_restarts_under_running_pods(stage: Stage) -> None:
 
 
 async def test_v14_without_kubelet_the_agent_waits(folder: Path) -> None:
-    """kubelet contract V14: no kubelet.sock is no crash; /readyz says what is missing; when it appears, Register comes within 0.3 s."""
+    """kubelet contract V14: no kubelet.sock is no crash; /readyz says what is missing; when it appears, Register comes before any poll."""
     stage = await asyncio.to_thread(Stage, folder)
-    agent = stage.agent()
+    agent = stage.agent(RARE_POLLS + SHARED)
     await agent.start()
-    await agent.until_logged("agent.started")
-    status, text = await agent.get_text("/readyz")
-    assert status == 503
-    assert "waiting for kubelet: there is no" in text
-    began = time.monotonic()
+    await until_not_ready(agent, "waiting for kubelet: there is no")
     await stage.kubelet.start()
     await stage.kubelet.until(lambda: bool(stage.kubelet.called("Register")))
-    assert time.monotonic() - began < 0.5  # the stand-in itself needs some of it; scripts/bench measures the agent's part
     await agent.until_ready()
     await agent.terminate()
     await stage.kubelet.stop()
@@ -162,7 +159,7 @@ async def test_v14_without_kubelet_the_agent_waits(folder: Path) -> None:
 
 async def test_v7_one_fault_is_one_message_with_all_ids(stage: Stage) -> None:
     """kubelet contract V7: a GPU with 4 replicas fails: exactly one more list, 4 ids Unhealthy."""
-    await stage.ready_agent(QUICK.replace("quietSeconds: 0.5", "quietSeconds: 5") + SHARED)
+    await stage.ready_agent(LASTING + SHARED)
     await stage.allocatable(8)
     before = len(stage.kubelet.called("list"))
     stage.node.xid(U1, 79)
@@ -188,13 +185,11 @@ async def test_v16_a_lost_gpu_stays_in_the_list_under_its_holder(stage: Stage) -
 
 
 async def test_a_gpu_recovers_and_is_offered_again(stage: Stage) -> None:
-    """XID 79, then quiet: Unhealthy within a second, Healthy again after the quiet time; the running pod never noticed."""
-    agent = await stage.ready_agent()
+    """XID 79, then quiet: Unhealthy at once, Healthy again after the quiet time; the running pod never noticed."""
+    agent = await stage.ready_agent(QUICK.replace("quietSeconds: 0.5", "quietSeconds: 2") + SHARED)
     pod = await stage.admit("train", 2)
-    began = time.monotonic()
     stage.node.xid(U0, 79)
     await stage.allocatable(4)
-    assert time.monotonic() - began < 1.0
     await stage.allocatable(8)
     assert len(stage.ids(pod)) == 2
     events = [event["event"] for event in (await agent.get("/debug/events"))["events"]]
@@ -222,7 +217,7 @@ async def test_the_driver_can_forbid_recovery(stage: Stage) -> None:
 )
 async def test_xid_lists_from_the_environment(stage: Stage, environment: dict[str, str], xid: int, allocatable: int) -> None:
     """nvidia contract §17.4 through the real process, with NVIDIA's variable names; ENABLE beats DISABLE=all (its bug is not copied)."""
-    agent = await stage.ready_agent(QUICK.replace("quietSeconds: 0.5", "quietSeconds: 5") + SHARED, **environment)
+    agent = await stage.ready_agent(LASTING + SHARED, **environment)
     stage.node.xid(U0, xid)
     await agent.until("/debug/events", lambda answer: any(event["event"] == "gpu.xid" for event in answer["events"]))
     await stage.allocatable(allocatable)
@@ -231,17 +226,16 @@ async def test_xid_lists_from_the_environment(stage: Stage, environment: dict[st
 
 
 async def test_a_hung_driver_stops_neither_allocate_nor_http(stage: Stage) -> None:
-    """NVML does not return for 3 s: pods are admitted, /readyz and /debug/tasks name the call, and it is over when the driver answers."""
+    """NVML does not return: pods are admitted, /readyz and /debug/tasks name the call, and it is over when the driver answers."""
     agent = await stage.ready_agent(QUICK.replace("gpu: {", "gpu: {callTimeoutSeconds: 0.5, hungUnhealthySeconds: 60, ") + SHARED)
-    stage.node.fault("nvmlDeviceGetTemperature", times=1, delay_ms=3000)
+    stage.node.fault("nvmlDeviceGetTemperature", times=1, delay_ms=int(FOR_EVER_SECONDS * 1000))
     await agent.until("/debug/tasks", lambda answer: answer["nvml"]["state"] == "hung")
-    began = time.monotonic()
     await stage.admit("during")
     status, text = await agent.get_text("/readyz")
-    assert time.monotonic() - began < 1.0
     assert status == 503
     assert "nvmlDeviceGetTemperature" in text
     assert (await agent.get_text("/livez"))[0] == 200
+    stage.node.clear_faults()
     await agent.until("/debug/tasks", lambda answer: answer["nvml"]["state"] == "answering")
     await agent.until_ready()
 
@@ -250,22 +244,22 @@ async def test_new_replicas_take_effect_under_running_pods(stage: Stage) -> None
     """A changed file changes the list within moments; who runs keeps its id."""
     agent = await stage.ready_agent()
     pod = await stage.admit("train")
-    stage.config.write_text(QUICK + SHARED.replace("replicas: 4", "replicas: 6"))
+    replace_text(stage.config, QUICK + SHARED.replace("replicas: 4", "replicas: 6"))
     await stage.allocatable(12)
-    assert await agent.get_text("/readyz") == (200, "ready\n")
+    await agent.until_ready()
     assert len(stage.ids(pod)) == 1
 
 
 async def test_a_bad_new_file_keeps_the_old_one_in_force(stage: Stage) -> None:
     """The error is in the log and in /debug/config, nothing else changes, and the corrected file is taken."""
     agent = await stage.ready_agent()
-    stage.config.write_text(QUICK + SHARED.replace("replicas: 4", "replicas: four"))
+    replace_text(stage.config, QUICK + SHARED.replace("replicas: 4", "replicas: four"))
     line = await agent.until_logged("config.refused")
     assert any('sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got "four"' in text for text in line["problems"])
     assert "four" in str(await agent.get("/debug/config"))
     assert await agent.metric("vgpu_agent_config_reload_failed") == 1
     assert stage.kubelet.resource(GPU).allocatable == 8
-    stage.config.write_text(QUICK + SHARED.replace("replicas: 4", "replicas: 2"))
+    replace_text(stage.config, QUICK + SHARED.replace("replicas: 4", "replicas: 2"))
     await stage.allocatable(4)
     assert await agent.metric("vgpu_agent_config_reload_failed") == 0
 
@@ -274,7 +268,7 @@ async def test_a_new_list_is_held_against_the_budget_in_force(stage: Stage) -> N
     """A larger budget needs a restart, so a list that only fits the new one is refused and the old one goes on being served."""
     budget = QUICK.replace("kubelet: {", "kubelet: {messageBudgetBytes: 4096, ")
     agent = await stage.ready_agent(budget + SHARED)
-    stage.config.write_text(QUICK + SHARED.replace("replicas: 4", "replicas: 100"))
+    replace_text(stage.config, QUICK + SHARED.replace("replicas: 4", "replicas: 100"))
     line = await agent.until_logged("config.refused")
     assert any("replicas: at most" in text for text in line["problems"])
     assert await agent.get_text("/readyz") == (200, "ready\n")
@@ -287,8 +281,9 @@ async def test_renaming_under_running_pods_gives_no_gpu_away_twice(stage: Stage)
     pod = await stage.admit("train")
     (held,) = stage.ids(pod)
     await agent.until("/debug/ledger", lambda answer: [grant["state"] for grant in answer["grants"]] == ["proven"])
-    stage.config.write_text(
-        QUICK + SHARED.replace("replicas: 4", "replicas: 1").replace("{timeSlicing: {", "{timeSlicing: {renameByDefault: true, ")
+    replace_text(
+        stage.config,
+        QUICK + SHARED.replace("replicas: 4", "replicas: 1").replace("{timeSlicing: {", "{timeSlicing: {renameByDefault: true, "),
     )
     await stage.allocatable(1, resource="nvidia.com/gpu.shared")
     await stage.allocatable(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.component.conftest import GPU, QUICK, Stage
+from tests.component.conftest import GPU, QUICK, Stage, until_not_ready
 from tests.golden import U0
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.mps_tools import MpsTools, daemon_pid, end_daemon
@@ -128,10 +128,8 @@ async def test_a_bad_control_binary_withholds_its_resource_only(mps: Mps, binary
     await agent.start()
     await stage.allocatable(20, resource=VGPU)
     await mps.daemon(agent, state="failed")
-    status, text = await agent.get_text("/readyz")
-    assert status == 503
-    assert said in text
-    assert said in str((await agent.get("/debug/resources"))["withheld"])
+    await until_not_ready(agent, said)
+    await agent.until("/debug/resources", lambda answer: said in str(answer["withheld"]))
     assert await stage.admit("other", 1, VGPU)
 
 
@@ -141,9 +139,7 @@ async def test_more_replicas_than_clients_withhold_the_resource_only(mps: Mps) -
     agent = stage.agent(mps.shared.replace("replicas: 4", "replicas: 49") + "families: {aws: true}\n")
     await agent.start()
     await stage.allocatable(20, resource=VGPU)
-    _, text = await agent.get_text("/readyz")
-    assert "49 replicas of GPU 0" in text
-    assert "set replicas to 48 or fewer" in text
+    await until_not_ready(agent, "49 replicas of GPU 0", "set replicas to 48 or fewer")
     assert mps.tools.calls == []
 
 

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 from tests.component.conftest import QUICK, Stage
+from tests.patience import PATIENCE_SECONDS
+from tests.replacing import replace_text
 from vgpu_agent.sim.api_server import ApiServer
 
 NODE, LABEL = "node-a", "nvidia.com/device-plugin.config"
-WAIT_SECONDS = 1.0
+WAIT_SECONDS = 3.0
 
 
 async def _shelf(stage: Stage, **replicas: int) -> None:
@@ -20,14 +22,14 @@ async def _shelf(stage: Stage, **replicas: int) -> None:
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
     for name, number in replicas.items():
         text = f"version: v1\nsharing: {{timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: {number}}}]}}}}\n"
-        await asyncio.to_thread((folder / name).write_text, text)
+        await asyncio.to_thread(replace_text, folder / name, text)
 
 
 async def _config(stage: Stage, server: ApiServer, *, url: str = "") -> str:
     """The agent's own; ``url`` takes the place of the server's."""
     kubeconfig = await asyncio.to_thread(server.kubeconfig, stage.folder / "kubeconfig")
     text = (await asyncio.to_thread(kubeconfig.read_text)).replace(server.url, url or server.url)
-    await asyncio.to_thread(kubeconfig.write_text, text)
+    await asyncio.to_thread(replace_text, kubeconfig, text)
     return (
         f"{QUICK}nodeName: {NODE}\nkubeconfig: {kubeconfig}\nstateDirectory: {stage.folder}/state\n"
         f"namedConfig: {{directory: {stage.folder}/available-configs, default: two}}\n"
@@ -60,7 +62,7 @@ async def test_the_label_is_followed_and_outlives_the_api_server(stage: Stage) -
 
 
 def _until_remembered(file: Path, text: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (file.exists() and text in file.read_text()):
         assert time.monotonic() < deadline, "nothing was remembered"
         time.sleep(0.02)

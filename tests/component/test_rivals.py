@@ -35,7 +35,7 @@ async def test_a_second_agent_that_goes_takes_nothing_with_it(stage: Stage) -> N
     await second.terminate()
     await stage.allocatable(0)
 
-    await stage.allocatable(2, timeout_seconds=15)
+    await stage.allocatable(2)
     said = await first.until_logged("plugin.not_listed")
     assert (said["resource"], said["missing"]) == (GPU, 2)
     pod = await stage.admit("train")
@@ -55,7 +55,7 @@ async def test_a_rival_is_named_and_the_resource_comes_back_when_it_goes(stage: 
     assert "another plugin offers nvidia.com/gpu as well: 2 ids that are not ours, e.g. GPU-" in said["reason"]
     await rival.terminate()
 
-    await stage.kubelet.until(lambda: U0 in stage.kubelet.resource(GPU).healthy, timeout_seconds=20)
+    await stage.kubelet.until(lambda: U0 in stage.kubelet.resource(GPU).healthy)
     await stage.allocatable(2)
     assert stage.ids(await stage.admit("train")) == [U0]
 
@@ -64,7 +64,7 @@ async def test_a_kubelet_that_does_not_tell_is_served_as_ever(stage: Stage) -> N
     """No GetAllocatableResources: no line about it above debug, no new registration."""
     stage.kubelet.faults.no_allocatable = True
     agent = await stage.ready_agent(QUICK)
-    await stage.kubelet.until(lambda: len(stage.kubelet.called("GetAllocatableResources")) == 1, timeout_seconds=15)
+    await stage.kubelet.until(lambda: len(stage.kubelet.called("GetAllocatableResources")) == 1)
     asked = len(stage.kubelet.called("List"))
     await stage.kubelet.until(lambda: len(stage.kubelet.called("List")) > asked + 2)
 

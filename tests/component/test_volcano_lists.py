@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.component.conftest import until_not_ready
 from tests.component.volcano import GPUSHARE, IDS, U0, U1, VGPU, VolcanoStage, asks, volcano_stage
+from tests.replacing import replace_text
 from vgpu_agent.sim.cdi_reader import Received
 from vgpu_agent.sim.nvidia_ctk import StandInCtk
 
@@ -57,7 +59,7 @@ async def test_a_container_bound_early_is_told_by_name(stage: VolcanoStage) -> N
     """Decided in Allocate: the name itself is answered, and the runtime resolves it; kubelet's copy proves whose answer it was."""
     stage.configure(by("[cdi-annotations]"))
     text = await asyncio.to_thread(stage.config.read_text)
-    await asyncio.to_thread(stage.config.write_text, text.replace("binding: {", "binding: {mode: early, "))
+    await asyncio.to_thread(replace_text, stage.config, text.replace("binding: {", "binding: {mode: early, "))
     stage.deliver_library()
     await stage.new_agent().start()
     await stage.offered()
@@ -100,10 +102,7 @@ async def test_without_the_tool_nothing_is_offered_and_nobody_is_started(stage: 
     stage.configure(VGPU + INLINE + "tasks: {backoffMaxSeconds: 0.5}\n")
     stage.deliver_library()
     await stage.new_agent().start()
-    await stage.agent.until_logged("agent.started")
-    status, text = await stage.agent.get_text("/readyz")
-    assert status == 503
-    assert "Driver Not Loaded" in text
+    await until_not_ready(stage.agent, "Driver Not Loaded")
     await asyncio.to_thread(tool.behave)
     await stage.offered()
     check(stage, "p", await stage.serve("p", asks(1, 20)))

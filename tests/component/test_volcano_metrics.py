@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.component.volcano import FACTOR, U0, U1, VolcanoStage, asks, volcano_stage
+from tests.patience import PATIENCE_SECONDS
 from tests.regions import Device, Slot, v1
 from vgpu_agent.sim.cdi_reader import Received
 
@@ -35,12 +37,13 @@ async def scrape(stage: VolcanoStage) -> dict[tuple[str, ...], float]:
 
 async def until_used(stage: VolcanoStage, wanted: dict[str, float]) -> dict[tuple[str, ...], float]:
     """Wait until the containers in use are exactly these (pod → bytes), and return the scrape."""
-    for _ in range(200):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
         found = await scrape(stage)
         if {key[3]: value for key, value in found.items() if key[0] == USED} == wanted:
             return found
+        assert time.monotonic() < deadline, {key: value for key, value in found.items() if key[0] == USED}
         await asyncio.sleep(0.05)
-    raise AssertionError({key: value for key, value in found.items() if key[0] == USED})
 
 
 async def test_memory_of_a_container_from_its_region_to_the_scrape(stage: VolcanoStage) -> None:

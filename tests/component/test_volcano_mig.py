@@ -13,6 +13,7 @@ import pytest
 from tests.component.volcano import IDS, NODE, REGISTER, U0, U1, VolcanoStage, asks, volcano_stage
 from tests.families.volcano_vgpu_golden import decided
 from tests.families.volcano_vgpu_mig_parts import DEVICE_CONFIG, GROUP2
+from tests.replacing import replace_text
 from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
 from vgpu_agent.sim.volcano_mig import Geometries
 from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
@@ -31,7 +32,7 @@ class MigStage(VolcanoStage):
         text = DEVICE_CONFIG.replace("gpuMemoryFactor: 1", "gpuMemoryFactor: 64")
         config_map = {"metadata": {"name": "volcano-vgpu-device-config"}, "data": {"device-config.yaml": text}}
         self.cluster.objects.create("configmaps", config_map, "kube-system")
-        keys = {"operatingMode": "mig", "migParted": program, "migSettleSeconds": 0.5, "migRetrySeconds": 0.3, "nodeConfigFile": "''"}
+        keys = {"operatingMode": "mig", "migParted": program, "migSettleSeconds": 10, "migRetrySeconds": 0.3, "nodeConfigFile": "''"}
         keys |= settings
         listed = ", ".join(f"{key}: {value}" for key, value in keys.items())
         self.configure(f"families: {{nvidia: false, volcanoVgpu: true}}\n{more}", mig=listed)
@@ -42,8 +43,8 @@ class MigStage(VolcanoStage):
     def configure(self, more: str = "", *, factor: int = 64, mig: str = "") -> None:
         """Write the agent's configuration."""
         super().configure(more, factor=factor)
-        text = self.config.read_text().replace("nodeConfigFile: ''", mig)
-        self.config.write_text(text)
+        text = self.config.read_text().replace("nodeConfigFile: ''", mig).replace("podWaitSeconds: 0.5", "podWaitSeconds: 10")
+        replace_text(self.config, text)
 
     @property
     def register(self) -> str:
@@ -158,7 +159,7 @@ async def test_the_node_config_switches_the_mode_while_the_agent_runs(stage: Mig
     stage.create("whole", U1)
     await stage.cluster.running("whole")
     entry = {"name": NODE, "operatingmode": "mig"}
-    await asyncio.to_thread(node_config.write_text, json.dumps({"nodeconfig": [entry]}))
+    await asyncio.to_thread(replace_text, node_config, json.dumps({"nodeconfig": [entry]}))
     full, free = f"{U1},0,640,NVIDIA-NVIDIA A100-SXM4-40GB,false,mig:", f"{U1},10,640,NVIDIA-NVIDIA A100-SXM4-40GB,true,mig:"
     await stage.cluster.until(lambda: stage.register.endswith(full), "the card to be announced as full")
     stage.create("part", f"{U1}[group2-0]")

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.component.conftest import until_not_ready
 from tests.component.volcano import NODE, NUMBER, REGISTER, VolcanoStage, asks, volcano_stage
+from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.api_faults import Fault, FaultKind, Request
 from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
@@ -139,7 +141,7 @@ async def test_killed_when_a_spec_appears(stage: VolcanoStage) -> None:
 
 
 def _kill_at_new_file(directory: Path, known: set[Path], pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not set(directory.glob("*.json")) - known:
         assert time.monotonic() < deadline
     os.kill(pid, signal.SIGKILL)
@@ -169,7 +171,8 @@ async def test_an_api_outage_in_the_middle_of_a_burst(stage: VolcanoStage) -> No
     for number, name in enumerate(names):
         stage.cluster.create_pod(name, asks(1, 10 + number))
     await stage.cluster.until(lambda: all("nodeName" in stage.cluster.pod(name)["spec"] for name in names), "all to be bound")
-    await asyncio.sleep(0.3)  # the agent's watch has them, and no container has started
+    await stage.watched(*names)
+    assert stage.cluster.started == []
     await stage.cluster.api.down()
     done()
     await stage.cluster.running(*names)
@@ -243,13 +246,7 @@ async def test_without_the_library_nothing_is_offered(stage: VolcanoStage) -> No
     stage.configure()
     await stage.new_agent().start()
 
-    async def readiness() -> str:
-        return (await stage.agent.get_text("/readyz"))[1]
-
-    deadline = time.monotonic() + 10
-    while "libvgpu.so" not in (text := await readiness()):
-        assert time.monotonic() < deadline, text
-    assert f"{stage.folder}/vgpu/libvgpu.so" in text
+    await until_not_ready(stage.agent, f"{stage.folder}/vgpu/libvgpu.so")
     assert NUMBER not in stage.allocatable
     stage.deliver_library()
     await stage.offered()
@@ -280,11 +277,16 @@ async def test_an_idle_node_makes_no_requests(stage: VolcanoStage) -> None:
     await stage.start_agent()
     await stage.serve("p", asks(1, 10))
     await stage.settled("p")
-    await asyncio.sleep(0.5)
     await stage.cluster.stop_volcano()
+    await stage.quiet()
     stage.cluster.api.requests.clear()
     await asyncio.sleep(4)
     assert [(request.verb, request.path) for request in stage.cluster.api.requests] == []
+
+
+def _forbidden(stage: VolcanoStage) -> list[dict[str, object]]:
+    """What the agent's log says of refused writes."""
+    return [line for line in stage.agent.log_lines() if "403" in str(line.get("error"))]
 
 
 async def test_forbidden_writes_are_one_clear_line(stage: VolcanoStage) -> None:
@@ -294,8 +296,9 @@ async def test_forbidden_writes_are_one_clear_line(stage: VolcanoStage) -> None:
     await stage.start_agent()
     await stage.serve("p", asks(1, 10))
     await stage.serve("q", asks(1, 20))
+    await eventually(lambda: _forbidden(stage))
     await asyncio.sleep(1.5)
-    lines = [line for line in await asyncio.to_thread(stage.agent.log_lines) if "403" in str(line.get("error"))]
+    lines = await asyncio.to_thread(_forbidden, stage)
     assert len(lines) == 1
     assert "patch pods" in str(lines[0])
     stage.cluster.api.faults.remove(fault)

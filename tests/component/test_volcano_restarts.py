@@ -68,7 +68,7 @@ async def test_loops_and_writes_do_not_multiply(stage: VolcanoStage, disturb: Ca
     await stage.serve("before", asks(1, 10))
     await stage.settled("before")
     await stage.cluster.stop_volcano()  # its writes are not ours
-    await asyncio.sleep(IDLE_SECONDS)
+    await stage.quiet(IDLE_SECONDS)
     loops = await tasks(stage)
     register = stage.cluster.node_object()["metadata"]["annotations"][REGISTER]
     stage.cluster.api.requests.clear()
@@ -95,7 +95,7 @@ async def test_what_changes_afterwards_is_written_once(stage: VolcanoStage) -> N
         await registered(stage, times)
         await send_sighup(stage)
         await registered(stage, times + 1)
-    await asyncio.sleep(IDLE_SECONDS)
+    await stage.quiet(IDLE_SECONDS)
     stage.cluster.api.requests.clear()
     before = stage.cluster.node_object()["metadata"]["annotations"][REGISTER]
     await asyncio.to_thread(stage.gpus.lose, U1)

@@ -90,7 +90,7 @@ async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
     for number, name in enumerate(names):
         cluster.create_pod(name, asks(1, 20 + 10 * number))
         await cluster.until(lambda name=name: "nodeName" in cluster.pod(name)["spec"], f"{name} to be bound")  # type: ignore[misc]
-    await asyncio.sleep(0.3)  # the agent's watch has shown the four in this order
+    await early.watched(*names)
     await cluster.admit_in_order(reversed(names))
     await cluster.until(lambda: len({name for name, _, _ in cluster.refusals} | {each.pod for each in cluster.started}) == 4, "all starts")
     early.check()

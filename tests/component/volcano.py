@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_SECONDS
+from tests.replacing import replace_text
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cdi_reader import Received
@@ -35,7 +38,7 @@ shutdownSeconds: 3
 gpu: {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2, recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
 kubelet: {{verifySeconds: 1, reservationSeconds: 5, retryMaxSeconds: 1, socketPollSeconds: 1, drainSeconds: 0.5}}
 cluster:
-  {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 1, requestTimeoutSeconds: 2, startWaitSeconds: 1,
+  {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 5, requestTimeoutSeconds: 10, startWaitSeconds: 1,
     handshakeMinSeconds: 0.2}}
 binding: {{cdiDirectory: {folder}/cluster/cdi, podWaitSeconds: 0.5, refusedEventSeconds: 1}}
 hamiCore: {{hostDirectory: {folder}/vgpu, lockDirectory: {folder}/vgpulock}}
@@ -72,7 +75,7 @@ class VolcanoStage:
         """Write the agent's configuration."""
         self.factor = factor
         text = QUICK.format(node=NODE, folder=self.folder) + more
-        self.config.write_text(text + f"volcanoVgpu: {{gpuMemoryFactor: {factor}, nodeConfigFile: ''}}\n")
+        replace_text(self.config, text + f"volcanoVgpu: {{gpuMemoryFactor: {factor}, nodeConfigFile: ''}}\n")
 
     def deliver_library(self) -> None:
         """Put libvgpu.so where the operator would."""
@@ -119,6 +122,19 @@ class VolcanoStage:
             lambda: all(self.cluster.annotations(name).get("volcano.sh/bind-phase") == "success" for name in names),
             f"{', '.join(names)} to be marked as served",
         )
+
+    async def watched(self, *names: str) -> None:
+        """Wait until the agent's watch has shown it these pods, bound; in the order in which they were bound."""
+        wanted = {f"default/{name}" for name in names}
+        await self.agent.until("/debug/pods", lambda answer: wanted <= {pod["pod"] for pod in answer["book"]})
+
+    async def quiet(self, seconds: float = 1.0) -> None:
+        """Wait until nobody has asked the API server anything for so long; what was begun is done then."""
+        deadline, before = time.monotonic() + PATIENCE_SECONDS, -1
+        while (now := len(self.cluster.api.requests)) != before:
+            assert time.monotonic() < deadline, [f"{one.verb} {one.path}" for one in self.cluster.api.requests[-5:]]
+            before = now
+            await asyncio.sleep(seconds)
 
     def check(self) -> None:
         """Whoever runs has exactly what the scheduler wrote for it, nobody was given another's, and no GPU is full beyond its size."""

@@ -104,7 +104,7 @@ class AgentProcess:
                 preexec_fn=_end_with_parent,
             )
 
-    async def start(self, *, timeout_seconds: float = 20.0) -> None:
+    async def start(self, *, timeout_seconds: float = 30.0) -> None:
         """Start the process and wait until it serves HTTP.
 
         Raises:
@@ -114,7 +114,7 @@ class AgentProcess:
         line = await self.until_logged("web.listening", timeout_seconds=timeout_seconds)
         self.public_address, self.debug_address = line["listen"], line["debug_listen"]
 
-    async def until_ready(self, *, timeout_seconds: float = 20.0) -> None:
+    async def until_ready(self, *, timeout_seconds: float = 30.0) -> None:
         """Wait until ``/readyz`` says yes.
 
         Raises:
@@ -151,7 +151,7 @@ class AgentProcess:
         lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    async def until(self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 15.0) -> Any:
+    async def until(self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 30.0) -> Any:
         """Ask a debug path again and again until its JSON satisfies ``condition``, and return that JSON.
 
         Raises:
@@ -166,7 +166,7 @@ class AgentProcess:
                 raise SimulationError(f"{path} did not become what was expected within {timeout_seconds:g} s: {json.dumps(answer)[:2000]}")
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def until_logged(self, event: str, *, timeout_seconds: float = 15.0) -> dict[str, Any]:
+    async def until_logged(self, event: str, *, timeout_seconds: float = 30.0) -> dict[str, Any]:
         """The first log line of this run with that event name.
 
         Raises:
@@ -194,7 +194,7 @@ class AgentProcess:
         """The last lines of this run, for an error message."""
         return "\n".join(json.dumps(line) if len(line) > 1 else str(line["msg"]) for line in self.log_lines()[-15:])
 
-    async def terminate(self, *, timeout_seconds: float = 15.0) -> int:
+    async def terminate(self, *, timeout_seconds: float = 30.0) -> int:
         """Stop it gracefully (SIGTERM) and return its exit status."""
         return await self._end(signal.SIGTERM, timeout_seconds)
 
@@ -202,7 +202,7 @@ class AgentProcess:
         """Kill it (SIGKILL) and return its exit status."""
         return await self._end(signal.SIGKILL, _HTTP_SECONDS)
 
-    async def wait(self, *, timeout_seconds: float = 20.0) -> int:
+    async def wait(self, *, timeout_seconds: float = 30.0) -> int:
         """The exit status of a process that ends by itself.
 
         Raises:

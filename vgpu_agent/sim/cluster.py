@@ -215,7 +215,7 @@ class SimulatedCluster:
         """Delete a pod, as a user would; kubelet ends it a moment later."""
         self.objects.delete("pods", name, "default")
 
-    async def until(self, condition: Callable[[], bool], what: str = "", *, timeout_seconds: float = 15.0) -> None:
+    async def until(self, condition: Callable[[], bool], what: str = "", *, timeout_seconds: float = 30.0) -> None:
         """Return when ``condition`` holds.
 
         Raises:
@@ -227,7 +227,7 @@ class SimulatedCluster:
             pods = {pod["metadata"]["name"]: _short_status(pod) for pod in self.objects.list("pods")}
             raise TimeoutError(f"waited {timeout_seconds:g} s for {what or condition}; pods: {pods}") from None
 
-    async def running(self, *names: str, timeout_seconds: float = 15.0) -> None:
+    async def running(self, *names: str, timeout_seconds: float = 30.0) -> None:
         """Wait until all those pods run."""
         await self.until(
             lambda: all(self.phase(name) == "Running" for name in names), f"{', '.join(names)} to run", timeout_seconds=timeout_seconds
@@ -240,7 +240,7 @@ class SimulatedCluster:
         done = self._pulling[container] = asyncio.Event()
         return done.set
 
-    async def crash(self, name: str, container: str = "main", *, timeout_seconds: float = 15.0) -> None:
+    async def crash(self, name: str, container: str = "main", *, timeout_seconds: float = 30.0) -> None:
         """Let a container end, and start it again as kubelet does with restartPolicy Always.
 
         Raises:

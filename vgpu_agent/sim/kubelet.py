@@ -125,7 +125,7 @@ class SimulatedKubelet:
         gone_for = time.monotonic() - endpoint.stopped_at if endpoint and endpoint.stopped_at else 0.0
         return ResourceDevices() if gone_for > _STOP_GRACE_SECONDS else self._records.devices.get(name, ResourceDevices())
 
-    async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 30.0) -> None:
         """Return when ``condition`` holds; it is asked after every change of this kubelet, and twenty times a second besides.
 
         Raises:
