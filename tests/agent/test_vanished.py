@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 from tests.golden import U0, U1, golden_inventory
+from tests.patience import PATIENCE_SECONDS
+from vgpu_agent.agent.remembered_slices import SliceMemory
 from vgpu_agent.agent.vanished import VanishedDevices
+from vgpu_agent.config.settings import Settings
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Entry, Journal
 from vgpu_agent.ledger import Ledger
@@ -27,11 +31,13 @@ def _cut(*uuids: str) -> Inventory:
 class Node:
     """A ledger with what it is told, and the journal."""
 
-    def __init__(self, inventory: Inventory) -> None:
+    def __init__(self, inventory: Inventory, state: Path = Path("/nowhere")) -> None:
         self.inventory, self.journal, self.ledger = inventory, Journal(), Ledger()
         self.ledger.observe(inventory)
         self.ledger.offer([Resource(MIG, "nvidia", (DeviceId("MIG-a", "MIG-a"), DeviceId("MIG-b", "MIG-b")))])
-        self.vanished = VanishedDevices(ledger=self.ledger, inventory=lambda: self.inventory, journal=self.journal)
+        self.vanished = VanishedDevices(
+            Settings(state_directory=str(state)), self.ledger, inventory=lambda: self.inventory, journal=self.journal
+        )
 
     def change(self, inventory: Inventory) -> None:
         """Another inventory, and a look."""
@@ -66,10 +72,11 @@ def test_a_pod_on_an_instance_that_is_cut_away_is_named_once() -> None:
 
     (entry,) = node.told("grant.device_vanished")
     assert entry.facts["pod"] == "ml/train-0"
-    assert {key: entry.facts[key] for key in ("container", "resource", "device")} == {
+    assert {key: entry.facts[key] for key in ("container", "resource", "device", "gpu")} == {
         "container": "main",
         "resource": MIG,
         "device": "MIG-a",
+        "gpu": U1,
     }
 
 
@@ -124,6 +131,26 @@ def test_a_pod_that_ended_is_forgotten_silently() -> None:
 
     assert node.ledger.grants == ()
     assert node.told("grant.device_back") == []
+
+
+async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_path: Path) -> None:
+    """A process of the pod may still hold the GPU: it is named, and not given out whole, as if nobody had restarted the agent."""
+    before = Node(_cut("MIG-a", "MIG-b"), tmp_path)
+    remembering = asyncio.ensure_future(before.vanished.remember())
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while len(await SliceMemory(str(tmp_path)).recall()) < 2:  # noqa: ASYNC110 - a file has no event to wait for
+            await asyncio.sleep(0.01)
+    remembering.cancel()
+
+    node = Node(golden_inventory(), tmp_path)
+    await node.vanished.recall()
+    node.ledger.offer([Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0), DeviceId(U1, U1)))])
+    node.name(Holding(MIG, ("MIG-a",), OWNER))
+    node.vanished.look()
+
+    (entry,) = node.told("grant.device_vanished")
+    assert (entry.facts["pod"], entry.facts["device"], entry.facts["gpu"]) == ("ml/train-0", "MIG-a", U1)
+    assert {listed.id.device: listed.healthy for listed in node.ledger.listing("nvidia.com/gpu")} == {U0: True, U1: False}
 
 
 async def test_a_holder_that_is_named_later_is_told_then() -> None:

@@ -102,11 +102,12 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
         assert self._booked() == self._held()
         assert all(grant.state is GrantState.PROVEN for grant in self.ledger.grants)
 
-    @precondition(lambda self: all(uuid in self._there for uuid in self._devices_held))
     @rule()
     def agent_restarts(self) -> None:
-        """A new process knows what kubelet knows. Of a slice that is gone it cannot know the GPU, so none is held here."""
+        """A new process knows what kubelet knows, and which slices there were."""
+        slices = self.ledger.slices
         self.ledger = Ledger(clock=self.clock)
+        self.ledger.slices.update(slices)
         self._look()
         self._reconcile(initial=True)
         assert self._booked() == self._held()
@@ -168,10 +169,6 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
     @property
     def _there(self) -> set[str]:
         return {U0, U1, *(each.uuid for each in LAYOUTS[self.layout] or ())}
-
-    @property
-    def _devices_held(self) -> set[str]:
-        return {self._device(id_) for _, ids in self.pods.values() for id_ in ids}
 
     @staticmethod
     def _device(id_: str) -> str:

@@ -64,6 +64,45 @@ def test_a_gpu_of_which_somebody_has_a_slice_is_not_given_whole(clock: Clock) ->
     assert words(ledger, WHOLE.name) == {U0: True, U1: True}
 
 
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_restart_does_not_forget_whose_part_a_held_slice_was(clock: Clock, *, remembers: bool) -> None:
+    """nvidia:D9: kubelet's records name the slice only; of which GPU it was cut is what the agent remembers. Lost, it holds up nothing."""
+    ledger = Ledger(clock=clock)
+    ledger.slices.update(divided(clock).slices if remembers else {})
+    records = KubeletRecords((Holding(MIG.name, (M0,), TRAIN),))
+
+    ledger.observe(golden_inventory())
+    ledger.offer([WHOLE])
+    ledger.reconcile(records, lambda _: Meaning("nvidia", (Share(M0),)), reservation_seconds=60, initial=True)
+
+    assert words(ledger, WHOLE.name) == {U0: True, U1: not remembers}
+    assert ledger.audit() == []
+    ledger.observe(golden_inventory())
+    assert words(ledger, WHOLE.name) == {U0: True, U1: not remembers}
+
+
+def test_a_slice_that_a_pod_is_found_to_hold_late_is_known_by_its_gpu(clock: Clock) -> None:
+    """Cut away between Allocate's answer in a former life and the first complete records: there was an inventory in between."""
+    ledger = divided(clock)
+    ledger.observe(golden_inventory())
+    ledger.offer([WHOLE])
+    records = KubeletRecords((Holding(MIG.name, (M0,), TRAIN),))
+    ledger.reconcile(records, lambda _: Meaning("nvidia", (Share(M0, 4864),)), reservation_seconds=60, initial=True)
+    assert words(ledger, WHOLE.name) == {U0: True, U1: False}
+
+
+def test_only_so_many_slices_are_remembered(clock: Clock) -> None:
+    """A node that is divided anew all the time: the oldest go, but none that is there or held."""
+    ledger = divided(clock)
+    ledger.reserve(MIG.name, [M0], [slice_share(M0)])
+    for number in range(150):
+        ledger.observe(with_slices(golden_inventory(), U1=golden_slices(letter=f"{number:03}")))
+    assert len(ledger.slices) == 1000
+    assert M0 in ledger.slices
+    assert M1 not in ledger.slices
+    assert list(ledger.slices)[-7:] == [each.uuid for each in golden_slices(letter="149")]
+
+
 def test_slices_of_one_gpu_have_holders_of_their_own(clock: Clock) -> None:
     """Each is exclusive, and none is company for another."""
     ledger = divided(clock)

@@ -197,6 +197,7 @@ class Agent:
             journal=self._journal,
             servers=lambda: self._offering.plugins,
         )
+        self._vanished = VanishedDevices(settings, self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
         self._usages = ContainerUsages(
             self._cluster.book,
             (containers_directory, DIRECTORY_BEFORE_1_12),
@@ -271,6 +272,7 @@ class Agent:
         await self._watch.start()
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
+        await self._vanished.recall()
         await self._cdi.begin(settings, self._watch.inventory.value)
         await self._families.apply(settings)
         await self._know_holders()
@@ -286,8 +288,8 @@ class Agent:
             self._supervisor.start("mig", self._mig.run)
         self._supervisor.start("cdi devices", functools.partial(self._cdi.watch, self._watch.inventory))
         self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
-        vanished = VanishedDevices(ledger=self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
-        self._supervisor.start("vanished devices", vanished.run)
+        self._supervisor.start("vanished devices", self._vanished.run)
+        self._supervisor.start("remembered slices", self._vanished.remember)
         kubelet = settings.kubelet
         self._supervisor.start(
             "verification",

@@ -2,15 +2,21 @@
 
 Nothing can be taken from such a pod, and nothing is: its work fails or ends by itself, and kubelet keeps its ids until then. But the
 operator who changed the geometry should read whom it hit. A loop of `composition`; the number of such grants is a metric of its own.
+
+As long as the pod is there, its GPU is not given out on other terms. That is the ledger's rule; what it needs to know after a restart to
+follow it is written down from here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vgpu_agent.agent.remembered_slices import SliceMemory
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from vgpu_agent.config.settings import Settings
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
@@ -22,16 +28,26 @@ class VanishedDevices:
     State: what was told, so that each pod is named once for each device; after a restart it is told again.
     """
 
-    def __init__(self, *, ledger: Ledger, inventory: Callable[[], Inventory], journal: Journal) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, *, inventory: Callable[[], Inventory], journal: Journal) -> None:
+        self._memory = SliceMemory(settings.state_directory)
         self._ledger = ledger
         self._inventory = inventory
         self._journal = journal
         self._told: dict[tuple[int, str], str] = {}  # (number of the grant, device) → pod
 
+    async def recall(self) -> None:
+        """Tell the ledger what MIG instances there were before the agent started; before anything is offered."""
+        self._ledger.slices.update(await self._memory.recall())
+
     async def run(self) -> None:
         """Look at every change of devices or grants, for ever; a loop for the supervisor."""
         async for _ in self._ledger.revision.changes():
             self.look()
+
+    async def remember(self) -> None:
+        """Write down what MIG instances there are, for ever; a loop of its own, because a disk may hang."""
+        async for _ in self._ledger.revision.changes():
+            await self._memory.keep(self._ledger.slices)
 
     def look(self) -> None:
         """Tell what is new: a pod that lost its device, or a device that came back to its pod."""
@@ -40,6 +56,7 @@ class VanishedDevices:
         for (number, device), grant in vanished.items():
             if (number, device) not in self._told and grant.owner is not None:  # who holds it is known a second later at the latest
                 self._told[number, device] = grant.owner.pod_name
+                known = self._ledger.slices.get(device)
                 self._journal.record(
                     "grant.device_vanished",
                     level="warning",
@@ -47,6 +64,7 @@ class VanishedDevices:
                     container=grant.owner.container,
                     resource=grant.resource,
                     device=device,
+                    gpu=known.gpu if known else "",
                     ids=list(grant.ids),
                     grant=number,
                     meaning="the pod runs on a device that this node no longer has; delete it when its work has failed",

@@ -239,8 +239,9 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Directory,
         Meta(
             description="Directory on the node for what a restart needs: `remembered.json`, the last good copy of what was read from the "
-            "API server, so that a restart during an outage offers the same resources; and, with early binding, `grants/`, what each "
-            "container was told. It may be lost at any time while the API server answers."
+            "API server, so that a restart during an outage offers the same resources; `slices.json`, of which GPU each MIG instance was, "
+            "for pods that still hold one that was cut away; and, with early binding, `grants/`, what each container was told. It may be "
+            "lost at any time while the API server answers."
         ),
     ] = "/var/lib/vgpu-agent"
     nvidia_config_file: Annotated[

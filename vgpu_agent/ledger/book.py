@@ -19,7 +19,7 @@ from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDevice
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.cordons import Cordons
-from vgpu_agent.ledger.devices import devices_of
+from vgpu_agent.ledger.devices import devices_of, gone, with_gone
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 class Ledger:
     """Devices, offers and grants.
 
-    State: everything is rebuilt after a restart from NVML and from kubelet's records; nothing is written to disk. `revision` moves on
-    when a list that kubelet should see, or a grant, has changed.
+    State: everything is rebuilt after a restart from NVML and from kubelet's records, but for `slices`, the MIG instances that were ever
+    seen, which `agent` keeps. `revision` moves on when a list that kubelet should see, or a grant, has changed.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self.revision: Latest[int] = Latest(0)
         self._clock = clock
         self._devices: dict[str, Device] = {}
+        self.slices: dict[str, Device] = {}
         self._cordons = Cordons()
         self._offers = Offers()
         self._grants = Grants(self._offers)
@@ -55,10 +56,7 @@ class Ledger:
 
     def observe(self, inventory: Inventory) -> None:
         """Take over what `gpu` has seen. A device that is no longer mentioned stays as long as somebody holds it, as not available."""
-        seen = devices_of(inventory)
-        for uuid in self._grants.held_devices() - seen.keys():
-            if known := self._devices.get(uuid):
-                seen[uuid] = dataclasses.replace(known, trouble="the device is gone")
+        seen = with_gone(devices_of(inventory), before=self._devices, slices=self.slices, held=self._grants.held_devices())
         if seen != self._devices:
             self._devices = seen
             self._changed()
@@ -354,6 +352,7 @@ class Ledger:
         speaks = bool(records.holdings) or self._passes > 1
         self.rebuilt = self.rebuilt or records.entries is not None or (records.complete and speaks)
         if corrections:
+            self._devices |= gone(self._grants.held_devices() - self._devices.keys(), self.slices)
             self._changed()
         return corrections
 
