@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulated import simulated_node
+from vgpu_agent.sim.mps_control import PID_FILE
 from vgpu_agent.sim.mps_tools import MpsTools, daemon_pid, end_daemon
 from vgpu_agent.sim.state import SimulatedNode
 
@@ -134,6 +135,13 @@ def test_a_daemon_whose_node_was_deleted_ends(node: _Node) -> None:
     assert pid is not None
     shutil.rmtree(node.pipe)
     _await_end(pid)
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "1", "ourselves", ""])
+def test_only_the_stand_in_is_taken_for_the_daemon(tmp_path: Path, text: str) -> None:
+    """Whoever asks kills it, and -1 is every process of the machine; so a file that names anything else names nobody."""
+    (tmp_path / PID_FILE).write_text(text.replace("ourselves", str(os.getpid())))
+    assert daemon_pid(tmp_path) is None
 
 
 def test_memory_limits_can_be_shown_in_whole_gib(node: _Node) -> None:

@@ -76,13 +76,16 @@ class MpsTools:
 
 
 def daemon_pid(pipe: Path | str) -> int | None:
-    """The process id of the daemon at ``pipe``; None when there is none."""
+    """The process id of the daemon at ``pipe``; None when there is none.
+
+    Whoever asks will kill it, and clients may write into the file: -1 would mean every process of this machine.
+    """
     try:
         pid = int((Path(pipe) / mps_control.PID_FILE).read_text())
-        os.kill(pid, 0)
+        is_ours = pid > 1 and Path(mps_control.__file__).name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (OSError, ValueError):
         return None
-    return pid
+    return pid if is_ours else None
 
 
 def end_daemon(pipe: Path | str) -> None:
