@@ -36,12 +36,12 @@ async def quickest(attempt: Callable[[], Awaitable[float | None]], *, within_sec
 
 
 def quickest_call(call: Callable[[], object], *, within_seconds: float, attempts: int = 5) -> float:
-    """The same for what needs no event loop."""
+    """The same for what needs no event loop; an answer that is a float is taken for the seconds that count."""
     best = float("inf")
     for _ in range(attempts):
         began = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - began)
+        counted = call()
+        best = min(best, counted if isinstance(counted, float) else time.perf_counter() - began)
         if best < within_seconds:
             break
     return best

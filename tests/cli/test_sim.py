@@ -12,6 +12,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from tests.simulated import nvml_on
 from vgpu_agent.cli.sim import add_parser
 from vgpu_agent.errors import SimulationError
@@ -139,7 +140,7 @@ def test_a_process_runs_until_it_is_interrupted(directory: Path) -> None:
 
         assert announced == f"holding 300 MiB on GPU 2 as pid {process.pid}\n"
         assert [(row.pid, row.usedGpuMemory >> 20, row.gpuInstanceId) for row in rows] == [(process.pid, 300, 7)]
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
         assert pynvml.nvmlDeviceGetComputeRunningProcesses_v3(pynvml.nvmlDeviceGetHandleByIndex(2)) == []
     process.stdout.close()
 

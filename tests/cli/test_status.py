@@ -45,7 +45,7 @@ class Node:
 async def agent() -> AsyncIterator[WebServer]:
     """A running agent's servers."""
     server = WebServer(
-        Node(), listen="127.0.0.1:0", debug_listen="127.0.0.1:0", max_body_bytes=1024, request_timeout_seconds=1, shutdown_seconds=1
+        Node(), listen="127.0.0.1:0", debug_listen="127.0.0.1:0", max_body_bytes=1024, request_timeout_seconds=20, shutdown_seconds=1
     )
     async with server:
         yield server

@@ -19,6 +19,7 @@ import grpc
 
 from tests.cluster.rig import Rig
 from tests.cluster.rig.manifests import quantity
+from tests.replacing import replace_text
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.protocol import podresources_pb2 as pod_resources
 from vgpu_agent.sim.state import SimulatedNode
@@ -67,7 +68,7 @@ class NodeAgent:
         self.folder.chmod(0o755)
         self.simulated = SimulatedNode.create(self.folder / "gpus", model=model, gpus=gpus, numa=numa, uuids=uuids)
         self.config = self.folder / "config.yaml"
-        self.config.write_text(config.replace("FOLDER", str(self.folder)))
+        replace_text(self.config, config.replace("FOLDER", str(self.folder)))
         self._node = node
         self._runner = asyncio.Runner()
         self.process = AgentProcess(

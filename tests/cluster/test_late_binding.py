@@ -13,6 +13,7 @@ import pytest
 from tests.cluster.agents import wait_allocatable
 from tests.cluster.rig import Rig
 from tests.cluster.rig.manifests import container, pod
+from tests.replacing import replace_text
 
 RESOURCE = "vgpu-agent.test/late"
 PRINT = 'echo "GRANT=$GRANT_POD $GRANT_UID"; ls /dev/granted; sleep 100000'
@@ -70,7 +71,7 @@ def test_a_refused_start_waits_with_our_text_and_goes_on_when_it_may(rig: Rig, s
     """The pod is not failed: its status shows our text, kubelet asks again, and then it runs."""
     start_plugin()
     refusal = rig.cdi_dir() / "refuse"
-    refusal.write_text("the pod has not been seen by the scheduler yet")
+    replace_text(refusal, "the pod has not been seen by the scheduler yet")
     rig.create_pod(pod("patient", command=PRINT, limits={RESOURCE: 1}))
 
     def waiting() -> str | None:

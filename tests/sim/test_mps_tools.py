@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from tests.simulated import simulated_node
 from vgpu_agent.sim.mps_control import PID_FILE
 from vgpu_agent.sim.mps_tools import MpsTools, daemon_pid, end_daemon
@@ -26,7 +27,7 @@ class _Node:
         self.pipe.mkdir()
         self.log.mkdir()
 
-    def run(self, *arguments: str, commands: str = "", seconds: float = 10) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, commands: str = "", seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe), "CUDA_MPS_LOG_DIRECTORY": str(self.log)}
         program = [str(self.tools.control), *arguments]
         return subprocess.run(program, input=commands, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
@@ -88,7 +89,7 @@ def test_clients_get_the_limits_of_their_server_and_die_with_it(node: _Node) -> 
     second.terminate()
     second.communicate()
     end_daemon(node.pipe)
-    _, said = first.communicate(timeout=10)
+    _, said = first.communicate(timeout=PATIENCE_SECONDS)
     assert "CUDA error 806" in said
     _await_end(int(server))
 
@@ -157,7 +158,7 @@ def test_nvidia_smi_sets_the_compute_mode_that_nvml_shows(node: _Node) -> None:
     uuid = node.gpus.uuids[1]
 
     def smi(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([str(node.tools.smi), *arguments], capture_output=True, text=True, timeout=10, check=False)
+        return subprocess.run([str(node.tools.smi), *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
 
     assert smi("-i", uuid, "-c", "EXCLUSIVE_PROCESS").returncode == 0
     shown = SimulatedNode.open(node.gpus.directory)
@@ -170,7 +171,7 @@ def test_nvidia_smi_sets_the_compute_mode_that_nvml_shows(node: _Node) -> None:
 
 
 def _await_end(pid: int) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
         try:
             os.kill(pid, 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from tests.sim.volcano_objects import U0, U1, asking, gpushare_node, node, pod
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import SimulationError
@@ -62,7 +63,7 @@ class Cluster:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for a change of the cluster that makes the condition true."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             async for _ in self.server.objects.revision.changes():
                 if condition():
                     return

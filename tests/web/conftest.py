@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent import log
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.mode import BindingMode
@@ -262,14 +263,20 @@ def source(node: AgentStatus) -> Snapshot:
 
 
 @pytest.fixture
-async def web(source: Snapshot) -> AsyncIterator[WebServer]:
+def request_timeout_seconds() -> float:
+    """How long a request may take to arrive; tests of whom that ends have it shorter."""
+    return PATIENCE_SECONDS
+
+
+@pytest.fixture
+async def web(source: Snapshot, request_timeout_seconds: float) -> AsyncIterator[WebServer]:
     """Both servers on free loopback ports."""
     server = WebServer(
         source,
         listen="127.0.0.1:0",
         debug_listen="127.0.0.1:0",
         max_body_bytes=MAX_BODY_BYTES,
-        request_timeout_seconds=0.5,
+        request_timeout_seconds=request_timeout_seconds,
         shutdown_seconds=1,
         clock=lambda: NOW,
     )

@@ -37,6 +37,7 @@ DEBUG = [
     "/debug/status",
     "/debug/tasks",
 ]
+_IMPATIENT = pytest.mark.parametrize("request_timeout_seconds", [0.5])
 _ESTABLISHED = "01"  # in /proc/net/tcp
 JUNK = b"\x00\xffjunk" * 175_000  # 1.05 MB
 
@@ -165,6 +166,7 @@ async def test_a_long_wrong_path_is_not_repeated_in_full(ask: Callable[..., Awai
     assert len(answer.text) < 400
 
 
+@_IMPATIENT
 async def test_a_body_that_does_not_arrive_ends_in_time(web: WebServer) -> None:
     """A client that announces a body and falls silent is answered with 408 after the settable time."""
     answer = await raw(web.debug_address, b"PUT /debug/loglevel HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nde")
@@ -172,11 +174,13 @@ async def test_a_body_that_does_not_arrive_ends_in_time(web: WebServer) -> None:
     assert b'{"error":"the request did not arrive within 0.5 s"}' in answer
 
 
+@_IMPATIENT
 async def test_a_silent_connection_is_closed(web: WebServer) -> None:
     """Connections that never ask anything do not pile up."""
     assert await raw(web.public_address, b"") == b""
 
 
+@_IMPATIENT
 async def test_a_client_that_does_not_read_is_let_go(web: WebServer) -> None:
     """A scraper that hangs in the middle of an answer keeps neither its connection nor what it was to be told."""
     host, _, port = web.debug_address.rpartition(":")
