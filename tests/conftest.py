@@ -20,8 +20,8 @@ from vgpu_agent.model import Inventory
 # Some tests import grpcio before the simulator, which says the same and why.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# How long one example takes tells of what else the machine does; what is to be quick has a test that says so.
-hypothesis.settings.register_profile("vgpu-agent", deadline=None)
+# How long an example, or making some, takes tells of what else the machine does; what is to be quick has a test that says so.
+hypothesis.settings.register_profile("vgpu-agent", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("vgpu-agent")
 
 
