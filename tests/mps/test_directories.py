@@ -48,8 +48,15 @@ def test_with_selinux_containers_may_use_the_pipe(tmp_path: Path, monkeypatch: p
 def test_a_directory_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
     """The message has path, reason and remedy, since it is why the resource is withheld."""
     (tmp_path / "nvidia.com").touch()
-    with pytest.raises(MpsError, match=r"cannot prepare .*/nvidia.com.* for an MPS control daemon: Not a directory; .*mps\.root"):
+    with pytest.raises(MpsError, match=r"cannot prepare .*/nvidia.com.* for an MPS control daemon: Not a directory; move away what stands"):
         directories.prepare(_plan(tmp_path))
+
+
+def test_a_plan_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """A directory in its place, or a full disk: neither is mended by another mps.root."""
+    (Path(_plan(tmp_path).directory) / ".plan.json").mkdir(parents=True)
+    with pytest.raises(MpsError, match=r"cannot write .*/\.plan\.json: Is a directory; move away the directory"):
+        directories.remember(_plan(tmp_path))
 
 
 def test_a_pipe_whose_socket_no_daemon_could_open_is_refused(tmp_path: Path) -> None:

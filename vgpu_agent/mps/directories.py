@@ -178,4 +178,10 @@ def _remedy(err: OSError) -> str:
         return "mount mps.root writable into the agent at mps.containerRoot"
     if err.errno in (errno.EPERM, errno.EACCES):
         return "run the agent as root with the capability SYS_ADMIN"
+    if err.errno in (errno.EEXIST, errno.ENOTDIR):
+        return "move away what stands in the place of a directory"
+    if err.errno == errno.EISDIR:
+        return "move away the directory that stands in the place of the file"
+    if err.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space on that file system"
     return "look after that file system, or set mps.root and mps.containerRoot"
