@@ -210,6 +210,7 @@ class SharingMode(enum.StrEnum):
     NONE = "none"  # each device has one container
     TIME_SLICING = "time-slicing"  # in turns; nothing is limited
     MPS = "mps"  # at the same time, through an MPS control daemon that limits each of them
+    MPS_OF_HOST = "mps-host"  # the same through a daemon that somebody else runs, whose limits are not ours to know
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from vgpu_agent.families.aws import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.model import Resource, Share, SharingMode
 from vgpu_agent.mps import directories
+from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.sim.mps_tools import MpsTools, end_daemon
 from vgpu_agent.sim.state import SimulatedNode
 from vgpu_agent.status import MpsState
@@ -247,6 +248,33 @@ async def test_virtual_gpus_of_aws_get_a_daemon_where_their_old_clients_look(tmp
         assert started["environment"]["CUDA_MPS_PIPE_DIRECTORY"] == str(pipe)
         assert node.side.statuses[0].limits == ((U0, 4096), (U1, 4096))
     end_daemon(pipe)
+
+
+async def test_virtual_gpus_with_a_daemon_of_the_host_are_served_and_cautioned_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods of AWS's plugin ran without the daemon, too, so nothing is withheld; whoever set `host` reads that it is not there."""
+    pipe, name = tmp_path / "tmp/nvidia-mps", "k8s.amazonaws.com/vgpu"
+    monkeypatch.setattr("vgpu_agent.families.aws.PIPE_DIRECTORY", str(pipe))
+    async with running(tmp_path) as node:
+        settings = msgspec.structs.replace(node.settings, aws=Aws(mps="host"))
+        node.side.apply(settings)
+        await node.offers.offer(*AwsFamily(AwsOptions.from_settings(settings, lists=ListOptions())).resources(node.inventory))
+        await node.until(lambda: node.offers.offering.cautions)
+        (caution,) = node.offers.offering.cautions.values()
+        assert caution.startswith(f"{name}: the agent sees no directory {pipe}, so its containers may take turns without limits")
+        assert (node.offers.served, node.side.statuses) == ([name], ())
+
+        await asyncio.to_thread(pipe.mkdir, parents=True)
+        tool = HostTool(str(node.tools.control), "mps.controlBinary", timeout_seconds=20)
+        await tool.run("-d", environment={"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)})
+        await node.until(lambda: not node.offers.offering.cautions)
+        await asyncio.to_thread(end_daemon, pipe)
+        await node.until(lambda: node.offers.offering.cautions)
+        events = [entry.event for entry in node.offers.journal.entries if "mps" in entry.event or "caution" in entry.event]
+        assert (events.count("mps.host_daemon_found"), events[0]) == (1, "config.caution")
+        await node.offers.offer()
+        await node.until(lambda: not node.offers.offering.cautions)
 
 
 async def test_without_a_directory_for_mps_nothing_is_shared_by_it(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_daemon_of_somebody_else_is_mounted_from_the_host() -> None:
     """An operator's daemon at /tmp/nvidia-mps uses the host's own shared memory; nothing of ours limits, so nothing is booked."""
     assert _edits([f"{U0}-3"], mps="host").mounts == (Mount(PIPE, PIPE), Mount("/dev/shm", "/dev/shm"))
     family = _family(mps="host")
-    assert _offer(family, golden_inventory()).sharing is SharingMode.TIME_SLICING
+    assert _offer(family, golden_inventory()).sharing is SharingMode.MPS_OF_HOST
     assert family.shares("", [f"{U0}-3", f"{U1}-0"], golden_inventory()) == (Share(U0), Share(U1))
 
 

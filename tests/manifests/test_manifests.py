@@ -347,6 +347,17 @@ def test_what_mps_needs_lies_where_daemons_and_containers_look(container: Any) -
     assert set(capabilities.split(",")) == {"compute", "utility"}  # which bring nvidia-cuda-mps-control and nvidia-smi
 
 
+def test_the_pipe_of_a_daemon_of_the_host_is_seen_and_nothing_else_changes() -> None:
+    """aws.mps: host. Named as in components/mps, so that both can be taken: one path can be mounted once."""
+    patched = _documents("components/mps-host/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (agent,), volumes = patched["containers"], patched["volumes"]
+    mps = _documents("components/mps/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (mount,) = agent["volumeMounts"]
+    assert mount in mps["containers"][0]["volumeMounts"]
+    assert (mount["mountPath"], volumes) == (PIPE_DIRECTORY, [one for one in mps["volumes"] if one["name"] == mount["name"]])
+    assert set(agent) == {"name", "volumeMounts"}
+
+
 def test_what_divides_gpus_lies_where_the_settings_say_and_nothing_else_has_more_rights(container: Any) -> None:
     """The program is delivered by a container without rights; the agent may divide GPUs, and the setting in the comment names its path."""
     patched = _documents("components/mig/daemonset.yaml")[0]["spec"]["template"]["spec"]

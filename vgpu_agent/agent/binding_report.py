@@ -38,7 +38,7 @@ class BindingReport:
             volcano_vgpu=dict(self._families.in_force),
             volcano_vgpu_origins=dict(self._families.origins),
             foreign_problems=self._families.problems,
-            cautions=self._families.cautions,
+            cautions=(*self._families.cautions, *self._offering.cautions.values()),
         )
 
     def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:

@@ -18,6 +18,7 @@ from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.isolation.mps import daemon_plan, why_not
 from vgpu_agent.model import SharingMode
 from vgpu_agent.mps import directories
+from vgpu_agent.mps.host_daemon import HostDaemon
 from vgpu_agent.mps.supervision import Supervision
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class MpsSide:
         journal: Journal,
     ) -> None:
         self._ledger, self._offering, self._inventory, self._supervisor = ledger, offering, inventory, supervisor
+        self._journal = journal
         self._news: Latest[int] = Latest(0)
         self._started = False
         self._supervision = Supervision(
@@ -77,6 +79,7 @@ class MpsSide:
         lists = ListOptions()
         self._of_aws: MpsOptions = AwsOptions.from_settings(settings, lists=lists).paths
         self._of_others: MpsOptions = NvidiaOptions.from_settings(settings, lists=lists).mps
+        self._of_host, self._probe_seconds = HostDaemon(aws.PIPE_DIRECTORY, settings.mps), settings.mps.probe_seconds
         if self._started:  # the ledger need not change with it
             self._refresh()
 
@@ -86,12 +89,14 @@ class MpsSide:
         self._refresh()
         self._supervisor.start("mps", self._follow)
         self._supervisor.start("mps offering", self._tell)
+        self._supervisor.start("mps of the host", self._watch_host)
 
     async def stop(self, seconds: float) -> None:
         """End the daemons that nobody needs, within so many seconds; the others go on without us."""
         self._started = False
         await self._supervisor.stop("mps")
         await self._supervisor.stop("mps offering")
+        await self._supervisor.stop("mps of the host")
         try:
             async with asyncio.timeout(seconds):
                 await self._supervision.stop()
@@ -114,6 +119,23 @@ class MpsSide:
     async def _tell(self) -> None:
         async for _ in self._news.changes():
             await self._offering.sync()
+
+    async def _watch_host(self) -> None:
+        """Look every few seconds, while something is shared through it, whether the daemon is there that somebody else runs."""
+        found: set[str] = set()
+        while True:
+            version = self._ledger.revision.version
+            names = {resource.name for resource in self._ledger.resources if resource.sharing is SharingMode.MPS_OF_HOST}
+            reason = await self._of_host.why_not() if names else ""
+            for name in names | self._offering.cautions.keys():
+                self._offering.caution(name, f"{name}: {_without_host(reason)}" if reason and name in names else "")
+            for name in set() if reason else names - found:
+                self._journal.record("mps.host_daemon_found", resource=name, pipe=aws.PIPE_DIRECTORY)
+            found = set() if reason else names
+            if names:
+                await asyncio.sleep(self._probe_seconds)
+            else:
+                await self._ledger.revision.newer_than(version)
 
     def _why_not(self, resource: Resource) -> str:
         if resource.sharing is not SharingMode.MPS:
@@ -156,6 +178,13 @@ class MpsSide:
         strangers = (grant for grant in self._ledger.grants if grant.resource != resource.name or not ids.issuperset(grant.ids))
         held = {found[0].uuid for grant in strangers for share in grant.shares if (found := inventory.device(share.device))}
         return frozenset(held.intersection(entry.device for entry in resource.ids))
+
+
+def _without_host(reason: str) -> str:
+    return (
+        f"{reason}, so its containers may take turns without limits although aws.mps is host; run the daemon on this node, and let the "
+        "agent see its pipe (components/mps-host), or set aws.mps to supervised, or to none"
+    )
 
 
 def _share_nothing(root: str, *, size_mib: int, proc_root: str) -> None:

@@ -77,6 +77,7 @@ class Offering:
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
         self.gates: list[Callable[[Resource], str]] = []  # each says why a resource must not be served now, or ""; `sync` asks again
         self._refused: dict[str, str] = {}
+        self.cautions: dict[str, str] = {}  # what is odd about resources that are served all the same
 
     @property
     def statuses(self) -> tuple[PluginStatus, ...]:
@@ -118,6 +119,14 @@ class Offering:
     def _end_wait(self, resource: str) -> None:
         if timer := self._waiting.pop(resource, None):
             timer.cancel()
+
+    def caution(self, resource: str, text: str) -> None:
+        """Say, once and among the cautions, what is odd about a resource that is served all the same; with an empty text nothing is."""
+        if text and self.cautions.get(resource) != text:
+            self._journal.record("config.caution", level="warning", problem=text)
+        self.cautions[resource] = text
+        if not text:
+            del self.cautions[resource]
 
     def refuse(self, resource: str, reason: str) -> None:
         """Withhold a resource that cannot even be offered, until it is accepted."""

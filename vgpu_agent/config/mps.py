@@ -65,6 +65,7 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         Literal["none", "host", "supervised"],
         Meta(
             description="none: the agent does nothing about MPS. host: a daemon that somebody else runs at `/tmp/nvidia-mps`, with "
-            "hostIPC. supervised: the agent runs the daemon, containers need no hostIPC."
+            "hostIPC; the agent looks for it every `mps.probeSeconds`. supervised: the agent runs the daemon, containers need no "
+            "hostIPC."
         ),
     ] = "none"

@@ -93,8 +93,7 @@ class AwsFamily:
         )
         if not ids:
             return ()
-        supervised = self._options.mps == "supervised"
-        sharing = SharingMode.MPS if supervised else SharingMode.TIME_SLICING
+        sharing = _SHARING[self._options.mps]
         return (Resource(self._options.resource, FAMILY, ids, holders_per_device=self._options.vgpus, sharing=sharing),)
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
@@ -183,6 +182,11 @@ def _join_host(resource: Resource, devices: Sequence[str], inventory: Inventory,
     return Edits(environment={PIPE_VARIABLE: PIPE_DIRECTORY}, mounts=mounts)
 
 
+_SHARING: Mapping[str, SharingMode] = {
+    "none": SharingMode.TIME_SLICING,
+    "host": SharingMode.MPS_OF_HOST,
+    "supervised": SharingMode.MPS,
+}
 _JOINING: Mapping[str, Callable[[Resource, Sequence[str], Inventory, MpsOptions], Edits]] = {
     "none": _join_nobody,
     "host": _join_host,

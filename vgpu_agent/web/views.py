@@ -113,7 +113,7 @@ class ResourceView(msgspec.Struct, frozen=True):
 
     resource: str
     family: str = ""
-    sharing: str = ""  # how the holders of one device share it, where ids name devices: none, time-slicing, mps
+    sharing: str = ""  # how the holders of one device share it, where ids name devices: none, time-slicing, mps, mps-host
     state: str = ""
     ready: bool = False
     stream_open: bool = False

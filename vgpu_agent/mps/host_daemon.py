@@ -1,0 +1,51 @@
+"""Whether the MPS control daemon is there that somebody else runs on the host, as far as the agent can tell.
+
+Without it a container that was sent there works all the same, as it did with AWS's plugin: it takes turns, and nothing limits it. So
+what is missing is told and withholds nothing. Asked again and again by `agent.mps_side`, where ``aws.mps`` is ``host``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import MpsDaemonGoneError, MpsError
+from vgpu_agent.isolation.mps import PROBE, DaemonPlan
+from vgpu_agent.mps.control import Control
+from vgpu_agent.mps.host_tools import HostTool
+
+if TYPE_CHECKING:
+    from vgpu_agent.config.mps import Mps
+
+
+class HostDaemon:
+    """The daemon whose control pipe lies in the directory ``pipe``; nothing of it is ours, so it is only asked how it is."""
+
+    def __init__(self, pipe: str, settings: Mps) -> None:
+        self._pipe, self._binary = pipe, settings.control_binary
+        seconds = settings.command_timeout_seconds
+        tool = HostTool(self._binary, "mps.controlBinary", timeout_seconds=seconds)
+        self._control = Control(DaemonPlan("", pipe, pipe, (), 0), tool, timeout_seconds=seconds)
+
+    async def why_not(self) -> str:
+        """What says that it is not there; empty when it answers, or, where the agent has no control binary, when its pipe is there."""
+        missing, can_ask = await asyncio.to_thread(self._look)
+        if missing or not can_ask:
+            return missing
+        try:
+            await self._control.tell(PROBE)
+        except MpsDaemonGoneError as err:
+            return str(err)
+        except MpsError as err:
+            return f"the MPS control daemon at {self._pipe} does not answer: {err}"
+        return ""
+
+    def _look(self) -> tuple[str, bool]:
+        """What is missing, and whether there is a control binary; looks at the file system."""
+        if not os.path.isdir(self._pipe):
+            return f"the agent sees no directory {self._pipe}", False
+        if not os.path.exists(os.path.join(self._pipe, "control")):
+            return f"there is no control pipe in {self._pipe}", False
+        return "", shutil.which(self._binary) is not None
