@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.web.conftest import MEMORY, NOW, TOKEN, VGPU, a_pod, wants_vgpus
-from vgpu_agent.model import Grant, GrantState, Owner
+from vgpu_agent.model import Grant, GrantState, Health, Owner
 from vgpu_agent.pods import PodContainer
 from vgpu_agent.status import AgentStatus, ClusterStatus, PluginState, PluginStatus, ReadyProblem, WatchStatus
 from vgpu_agent.web import explain, page
@@ -39,6 +39,21 @@ def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus
         "decided by the scheduler, in volcano.sh/vgpu-ids-new."
     )
     assert is_ == "The pod has UID uid-served, phase Running, and was placed by volcano."
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"health": Health(ok=False, reason="XID 79: fell off the bus")}, "GPU 0 (GPU-0) is Unhealthy: XID 79: fell off the bus."),
+        ({"present": False}, "GPU 0 (GPU-0) is Unhealthy: it no longer answers."),
+        ({"uuid": "GPU-9"}, "This node has no GPU-0 any more"),
+    ],
+)
+def test_a_pod_on_an_ill_gpu_is_told_so(volcano_node: AgentStatus, changes: dict[str, Any], sentence: str) -> None:
+    """Whoever asks why the pod fails must not read that all is well with what it has."""
+    first, *others = volcano_node.inventory.gpus
+    volcano_node.inventory = dataclasses.replace(volcano_node.inventory, gpus=(dataclasses.replace(first, **changes), *others))
+    assert sentence in explain.explain(volcano_node, NOW, "ml/served").answer[2]
 
 
 def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant(volcano_node: AgentStatus) -> None:
@@ -143,6 +158,7 @@ def test_a_limit_that_cannot_be_read_is_quoted(volcano_node: AgentStatus) -> Non
     ("changes", "sentence"),
     [
         ({"phase": "Failed"}, "The pod has ended (Failed); nothing of it starts again."),
+        ({"phase": "Failed"}, "kubelet has most likely refused the pod before anything of volcano.sh/vgpu-number was given to it"),
         ({"deleting": True}, "The pod is being deleted."),
     ],
 )

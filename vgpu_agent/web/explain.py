@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.web import allocations, binding, cluster
+from vgpu_agent.web import allocations, binding, cluster, slices
 from vgpu_agent.web.moments import When, when
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.web.views import ShareView
 
 _SHOWN_EVENTS = 20
+_FAILED = "Failed"  # phase of a pod
 
 
 class EventView(msgspec.Struct, frozen=True):
@@ -116,6 +117,7 @@ def _container(
     for grant in held:
         if grant.shares or not refused:
             yield from _held(grant, container)
+            yield from _ill(status, grant)
     yield from _counted_alone(status, container)
     if refused:
         return  # kubelet has asked for all of it, or it would not have come to that
@@ -149,6 +151,24 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
         yield f"That is known because: {'; '.join(grant.evidence)}."
 
 
+def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
+    """What is wrong with the devices that a container has: mostly why it fails."""
+    if not status.inventory.gpus:
+        return  # none has been read
+    for share in grant.shares:
+        found = status.inventory.device(share.device)
+        if found is None:
+            yield f"This node has no {share.device} any more; what runs on it fails: delete the pod, so that its owner makes a new one."
+            continue
+        gpu, instance = found
+        reason = slices.why_withheld(gpu, instance) if instance is not None else gpu.health.reason
+        if reason or not gpu.present or not gpu.health.ok:
+            yield (
+                f"{_called(share)} is Unhealthy: {reason or 'it no longer answers'}. What runs on it will most likely fail, and no new "
+                "container gets it meanwhile."
+            )
+
+
 def _not_asked(status: AgentStatus, now: float, pod: Pod, container: PodContainer, resource: str) -> Iterator[str]:
     """The container asks for ``resource`` and no grant says that it has it."""
     guessed = [
@@ -169,6 +189,8 @@ def _not_asked(status: AgentStatus, now: float, pod: Pod, container: PodContaine
         )
     elif container.started:
         yield f"Container {container.name} has run, and holds nothing of {resource} any more as far as the ledger knows."
+    elif pod.phase == _FAILED:
+        yield f"kubelet has most likely refused the pod before anything of {resource} was given to it: kubectl describe pod says why."
     elif not pod.ended:
         yield (
             f"kubelet has not asked for {resource} for container {container.name}: the pod is not admitted yet, or was refused before; "
@@ -234,8 +256,12 @@ def _shares(shares: tuple[ShareView, ...]) -> str:
     return " and ".join(_share(share) for share in shares) or "nothing"
 
 
+def _called(share: ShareView) -> str:
+    return share.device if share.gpu_index is None else f"GPU {share.gpu_index} ({share.device})"
+
+
 def _share(share: ShareView) -> str:
-    called = share.device if share.gpu_index is None else f"GPU {share.gpu_index} ({share.device})"
+    called = _called(share)
     limits = [f"{share.memory_mib} MiB"] if share.memory_mib else []
     limits += [f"{share.cores_percent} % of the cores"] if share.cores_percent else []
     return f"{' and '.join(limits)} of {called}" if limits else f"{called} without a limit"
