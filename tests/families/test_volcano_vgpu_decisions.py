@@ -134,6 +134,13 @@ def test_a_decision_for_another_node_is_refused(node: str) -> None:
     assert f"annotation volcano.sh/vgpu-node='{node}': the GPUs were decided for another node than node-a" in text
 
 
+def test_a_decision_for_no_node_names_the_annotation_that_is_there() -> None:
+    """Somebody has copied one key into a template; to be told of another one that is not there would not help."""
+    text = _refusal(pod(ONE, annotations={"volcano.sh/vgpu-ids-new": G3}))
+    assert f"annotation volcano.sh/vgpu-ids-new='{G3}': no volcano.sh/vgpu-node beside it says for which node" in text
+    assert text.endswith("without this annotation in its template")
+
+
 def test_a_decision_that_contradicts_itself_is_refused() -> None:
     """A scheduler writes both keys at once; when they differ somebody else has written one of them."""
     text = _refusal(pod(ONE, annotations=decided(G3, devices_to_allocate=f"{U0},NVIDIA,3000,50:")))

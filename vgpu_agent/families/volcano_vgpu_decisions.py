@@ -30,6 +30,7 @@ IDS = "volcano.sh/vgpu-ids-new"
 TO_ALLOCATE = "volcano.sh/devices-to-allocate"
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
+_COPIED = f"{_REMEDY}, without this annotation in its template"
 _LONGEST_SHOWN = 200
 
 
@@ -70,9 +71,11 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
     text = pod.annotations.get(IDS, "")
     if not text.strip(SEGMENT_END) or container.kind is ContainerKind.SIDECAR:
         return None
-    if (node := pod.annotations.get(NODE, "")) != question.node:
+    if NODE not in pod.annotations:
+        raise refused(pod, IDS, text, f"no {NODE} beside it says for which node the GPUs were decided", _COPIED)
+    if (node := pod.annotations[NODE]) != question.node:
         problem = f"the GPUs were decided for another node than {question.node}, where the pod is bound"
-        raise refused(pod, NODE, node, problem, f"{_REMEDY}, without this annotation in its template")
+        raise refused(pod, NODE, node, problem, _COPIED)
     segments, counted = _segments(pod, offer.names)
     ask = read_ask(pod, container, offer.names)
     if container.kind is ContainerKind.INIT:
