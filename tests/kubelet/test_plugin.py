@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -283,7 +284,9 @@ async def test_a_preference_among_100_000_ids_takes_less_than_a_second(asked: As
     request.container_requests.add(available_device_ids=available, allocation_size=2)
     encoded = request.SerializeToString()
 
-    async def ask() -> None:
+    async def ask() -> float:
+        began = time.process_time()
         await asked.call("GetPreferredAllocation", encoded, google.PreferredAllocationResponse.FromString)
+        return time.process_time() - began
 
     assert await quickest(ask, within_seconds=1.0) < 1.0
