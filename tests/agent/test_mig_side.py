@@ -106,6 +106,19 @@ async def test_a_gpu_on_which_somebody_works_is_not_touched(tmp_path: Path) -> N
         assert await side.divide() == ""
 
 
+async def test_a_gpu_whose_instances_cannot_be_read_is_not_touched(tmp_path: Path) -> None:
+    """It may be divided already, and in use: the pod's status has the driver's word and the remedy."""
+    async with dividing(tmp_path, mig_retry_seconds=60) as side:
+        await asyncio.to_thread(side.node.set_mig, 1, ["7g.40gb"])
+        await asyncio.to_thread(side.node.fault, "nvmlDeviceGetMaxMigDeviceCount", gpu=1, code=4)
+        reason = await side.divide()
+        assert reason.startswith("its instances cannot be read: nvmlDeviceGetMaxMigDeviceCount: Insufficient Permissions")
+        assert reason.endswith("(components/mig-monitor)")
+        assert await side.runs() == []
+        await asyncio.to_thread(side.node.clear_faults)
+        assert await side.divide() == ""
+
+
 @pytest.mark.parametrize(
     ("what", "expected"),
     [

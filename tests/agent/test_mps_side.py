@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from tests.agent.test_offering import Node as Offers
 from tests.golden import U0, U1, golden_inventory
@@ -123,10 +124,12 @@ def _shared(replicas: int = 4, name: str = GPU, **fields: Any) -> Resource:
 async def test_a_shared_resource_is_served_once_its_limits_are_in_force(tmp_path: Path) -> None:
     """nvidia:G11: until the daemon has 10240M for each GPU and 25 percent the resource is withheld with the reason; others are not."""
     async with running(tmp_path) as node:
-        await node.offers.offer(_shared(), Resource("nvidia.com/other", "nvidia", (DeviceId("GPU-x", "GPU-x"),)))
-        assert node.withheld == {GPU: f"{GPU}: its MPS control daemon is about to be started"}
-        assert node.offers.served == ["nvidia.com/other"]
-        await node.until(lambda: GPU in node.offers.served)
+        with capture_logs() as lines:
+            await node.offers.offer(_shared(), Resource("nvidia.com/other", "nvidia", (DeviceId("GPU-x", "GPU-x"),)))
+            assert node.withheld == {GPU: f"{GPU}: its MPS control daemon is about to be started"}
+            assert node.offers.served == ["nvidia.com/other"]
+            await node.until(lambda: GPU in node.offers.served)
+        assert {line["log_level"] for line in lines if line["event"] == "plugin.withheld"} == {"info"}  # the ordinary start is no trouble
         assert node.withheld == {}
         (status,) = node.side.statuses
         assert (status.thread_percentage, status.limits) == (25, ((U0, 10240), (U1, 10240)))

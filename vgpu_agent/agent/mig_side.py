@@ -100,13 +100,15 @@ class MigSide:
         """The GPU as the driver shows it now.
 
         Raises:
-            _NotNowError: it does not answer, or somebody works on it.
+            _NotNowError: it does not answer or hides its instances, or somebody works on it.
         """
         await self._look()
         gpu = self._watch.inventory.value.gpu(layout.gpu)
         usage = next((usage for usage in self._watch.usage.value if usage.uuid == layout.gpu), None)
         if gpu is None or not gpu.present or usage is None:
             raise _NotNowError("the driver does not say what it is doing")
+        if gpu.mig_trouble:
+            raise _NotNowError(f"its instances cannot be read: {gpu.mig_trouble}")
         if usage.processes:
             pids = ", ".join(str(pid) for pid, _ in usage.processes[:5])
             raise _NotNowError(f"processes that hold no share of it work on it (host pids {pids})")
