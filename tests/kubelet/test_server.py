@@ -13,6 +13,7 @@ import pytest
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually, quickest
+from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import UnknownDeviceError
 from vgpu_agent.kubelet.grpc import GrpcServer
@@ -79,18 +80,22 @@ async def test_kubelets_return_is_a_new_socket_and_one_register(kubelet: Simulat
     assert node.status.restarts_seen == 1
 
 
-async def test_register_follows_kubelet_sock_within_300_milliseconds(kubelet: SimulatedKubelet, node: Node) -> None:
-    """The budget for a kubelet that was away for a while, when the pauses between tries have become long."""
-    node.offer(shared_resource(), FakeBackend(shared_resource()))
-    await _all_offered(kubelet)
+async def test_register_follows_kubelet_sock_and_not_the_end_of_a_pause(directory: Path, kubelet: SimulatedKubelet) -> None:
+    """kubelet was away for a while, and the pauses between tries have become long; scripts/bench holds the way to Register to 300 ms."""
+    async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
+        node = Node(directory, supervisor, retry_min_seconds=60.0, retry_max_seconds=60.0)
+        node.watch_directory()
+        plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
+        await _all_offered(kubelet)
+        before = len(kubelet.called("list"))
 
-    async def back() -> float:
-        await kubelet.restart(away_seconds=0.5)
-        began, before = time.monotonic(), len(kubelet.called("list"))
+        await kubelet.stop()
+        await eventually(lambda: node.events("plugin.registering_again"))
+        await kubelet.start()
         await kubelet.until(lambda: len(kubelet.called("list")) > before)
-        return kubelet.called("Register")[-1].at - began
+        await plugin.stop()
 
-    assert await quickest(back, within_seconds=0.3) < 0.3
+    assert len(kubelet.called("Register")) == 2
 
 
 async def test_two_quick_restarts_end_with_one_registration(kubelet: SimulatedKubelet, node: Node) -> None:
