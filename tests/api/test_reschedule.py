@@ -31,7 +31,9 @@ class World:
     """An API server with the pods a and b, their refusals, and the part under test."""
 
     def __init__(self, *, evict_seconds: float = 0.0) -> None:
-        self.api, self.journal, self.refusals = FakeApi(), Journal(), Refusals(_now)
+        self.api, self.journal = FakeApi(), Journal()
+        self.set_back_seconds = 0.0
+        self.refusals = Refusals(lambda: _now() - self.set_back_seconds)
         self.events = Events(self.api, "vgpu-agent", "n1", Cluster(), self.journal, _now)
         self.reschedule = Reschedule(
             self.api,
@@ -41,7 +43,6 @@ class World:
             Binding(refused_event_seconds=30, refused_evict_seconds=evict_seconds),
             Cluster(),
             self.journal,
-            _now,
         )
         for name in "ab":
             self.api.put(pod_at(name), pod(name))
@@ -156,6 +157,20 @@ async def test_a_pod_is_evicted_after_its_time_and_only_this_very_pod() -> None:
     assert [reason for _, reason, _ in world.told] == ["VgpuStartRefused", "VgpuEvicted"]
     assert [entry.event for entry in world.journal.entries] == ["reschedule.evicted"]
     assert world.reschedule.counts.evicted == 1
+
+
+async def test_a_clock_that_is_set_makes_no_refusal_older() -> None:
+    """The node's clock is an hour slow until it is set, seconds after a start was refused that only the API server held up."""
+    world = World(evict_seconds=120)
+    world.set_back_seconds = 3600
+    async with world.run():
+        world.refuse()
+        world.set_back_seconds = 0
+        await asyncio.sleep(25)
+        assert (world.told, world.evictions) == ([], [])
+        await asyncio.sleep(100)
+    assert [reason for _, reason, _ in world.told] == ["VgpuStartRefused", "VgpuEvicted"]
+    assert "for 120 s" in world.told[1][2]
 
 
 async def test_an_evicted_pod_is_left_alone_while_it_ends() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,7 +87,7 @@ async def test_a_refused_pod_is_told_of_and_evicted(server: ApiServer, client: A
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
     events = Events(client, "vgpu-agent", "n1", QUICK, journal)
     binding = Binding(refused_event_seconds=0.05, refused_evict_seconds=0.1)
-    reschedule = Reschedule(client, events, lambda: refusals.current, refusals.revision, binding, QUICK, journal, time.time)
+    reschedule = Reschedule(client, events, lambda: refusals.current, refusals.revision, binding, QUICK, journal)
     server.objects.create("pods", _pod("a"))
     async with running(watch.run), running(events.run), running(reschedule.run):
         await until(lambda: len(book.pods) == 1)

@@ -9,8 +9,8 @@ Built and run by `agent`.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster.api import pod_path
@@ -70,7 +70,6 @@ class Reschedule:
         binding: Binding,
         settings: Cluster,
         journal: Journal,
-        clock: Callable[[], float] = time.time,
         *,
         look_seconds: float = 10.0,
     ) -> None:
@@ -79,19 +78,20 @@ class Reschedule:
         Args:
             api: the API server.
             events: where owners are told.
-            refusals: what is refused now, each with its time in the seconds of ``clock``.
+            refusals: what is refused now.
             wake: moves on with each change of ``refusals``.
             binding: after how many seconds what happens.
             settings: the pauses.
             journal: evictions and troubles are recorded there.
-            clock: unix seconds.
             look_seconds: how often the loop gives a sign of life.
         """
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
-        self._binding, self._settings, self._journal, self._clock = binding, settings, journal, clock
+        self._binding, self._settings, self._journal = binding, settings, journal
         self._look_seconds = look_seconds
         self._complaints = Complaints(journal, "reschedule")
-        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # pod and container → reason and unix seconds
+        # Both in seconds of the event loop: a clock that is set while the node boots makes no refusal an hour old.
+        self._seen: dict[tuple[str, str, float], float] = {}  # pod, container and first refusal → when it was seen here
+        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # pod and container → reason and when
         self._evicted: set[str] = set()
         self._backoffs: dict[str, Backoff] = {}
         self._beat: Callable[[], None] = lambda: None
@@ -108,8 +108,9 @@ class Reschedule:
 
     async def look_once(self) -> float:
         """Do what is due; seconds after which to look again, if nothing happens before."""
-        refusals = tuple(self._refusals())
+        refusals, now = tuple(self._refusals()), asyncio.get_running_loop().time()
         self._forget_absent({refusal.pod.uid for refusal in refusals})
+        self._seen = {key: self._seen.get(key, now) for key in map(_key, refusals)}
         self.counts.refused = len(refusals)
         pause = self._look_seconds
         for refusal in refusals:
@@ -120,14 +121,14 @@ class Reschedule:
 
     def _tell(self, refusal: Refusal) -> float:
         """Raise the event if it is time; seconds until it is."""
-        key, now = (refusal.pod.uid, refusal.container), self._clock()
+        key, now = (refusal.pod.uid, refusal.container), asyncio.get_running_loop().time()
         reason, told_at = self._told.get(key, ("", 0.0))
         if refusal.reason == reason:
             left = told_at + _HOUR_SECONDS - now
         elif refusal.final:
             left = 0.0
         else:  # a reason with numbers in it may change with each try
-            left = max(refusal.since, told_at) + self._binding.refused_event_seconds - now
+            left = max(self._seen[_key(refusal)], told_at) + self._binding.refused_event_seconds - now
         if left > 0:
             return left
         self._told[key] = (refusal.reason, now)
@@ -144,7 +145,7 @@ class Reschedule:
         if after <= 0 or MIRROR_POD in pod.annotations or pod.deleting or pod.ended or pod.uid in self._evicted:
             return self._look_seconds
         backoff = self._backoffs.setdefault(pod.uid, Backoff(self._settings))
-        wait = max(refusal.since + after - self._clock(), backoff.seconds_left)
+        wait = max(after - self._seconds(refusal), backoff.seconds_left)
         if wait > 0:
             return wait
         self._beat()
@@ -156,11 +157,15 @@ class Reschedule:
         self._evicted.add(pod.uid)
         self.counts.evicted += 1
         self._complaints.over("eviction")
-        seconds = round(self._clock() - refusal.since)
-        text = f"evicted because container {refusal.container} was not allowed to start for {seconds} s: {refusal.reason}"
+        seconds = self._seconds(refusal)
+        text = f"evicted because container {refusal.container} was not allowed to start for {seconds:.0f} s: {refusal.reason}"
         self._journal.record("reschedule.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text)
         self._events.raise_event(pod, EVICTED, text)
         return self._look_seconds
+
+    def _seconds(self, refusal: Refusal) -> float:
+        """How long it has been refused."""
+        return asyncio.get_running_loop().time() - self._seen[_key(refusal)]
 
     def _postponed(self, pod: Pod, err: ClusterError, backoff: Backoff) -> None:
         backoff.failed(err)
@@ -177,6 +182,10 @@ class Reschedule:
         for uid in self._backoffs.keys() - uids:
             self._complaints.forget(uid)
         self._backoffs = {uid: backoff for uid, backoff in self._backoffs.items() if uid in uids}
+
+
+def _key(refusal: Refusal) -> tuple[str, str, float]:
+    return refusal.pod.uid, refusal.container, refusal.since
 
 
 def _eviction(pod: Pod) -> dict[str, object]:
