@@ -113,7 +113,7 @@ def test_a_slow_call_goes_on_when_the_fault_is_cleared(node: SimulatedNode) -> N
     """A hang of any length ends when a test, or a user, says so."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     node.fault("nvmlDeviceGetPowerUsage", delay_ms=int(FOR_EVER_SECONDS * 1000), times=1)
-    asker = threading.Thread(target=pynvml.nvmlDeviceGetPowerUsage, args=(handle,))
+    asker = threading.Thread(target=pynvml.nvmlDeviceGetPowerUsage, args=(handle,), daemon=True)
     asker.start()
     row = node.state.faults[0]
     while row.times_left:  # the call has not met it yet
@@ -134,7 +134,7 @@ def test_a_slow_call_does_not_hold_the_interpreter(node: SimulatedNode) -> None:
         inside.set()
         pynvml.nvmlDeviceGetPowerUsage(handle)
 
-    asker = threading.Thread(target=ask)
+    asker = threading.Thread(target=ask, daemon=True)
     asker.start()
     inside.wait()
     before = time.monotonic()
