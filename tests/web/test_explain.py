@@ -207,6 +207,17 @@ def test_without_the_api_server_kubelets_records_answer(node: AgentStatus) -> No
     assert told.looked_at[0] == "the watch of pods: there is none, because no family that needs the API server is on"
 
 
+def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(node: AgentStatus) -> None:
+    """Pods of NVIDIA's names are known from kubelet's records alone, and one of them fails when its GPU or its MPS daemon does."""
+    first, *others = node.inventory.gpus
+    ill = dataclasses.replace(first, health=Health(ok=False, reason="XID 79"))
+    node.inventory = dataclasses.replace(node.inventory, gpus=(ill, *others))
+    node.not_ready = (ReadyProblem("resource nvidia.com/gpu", "there is no MPS control daemon at /mps"),)
+    text = sentences(node, "train-0")
+    assert "GPU 0 (GPU-0) is Unhealthy: XID 79." in text
+    assert "nvidia.com/gpu is not served now: there is no MPS control daemon at /mps." in text
+
+
 def test_a_holder_that_the_watch_does_not_show_may_be_gone_or_new(volcano_node: AgentStatus) -> None:
     """A pod that was fetched for its start may run before a slow watch shows it, so it is not called gone."""
     volcano_node.cluster.pods = ()

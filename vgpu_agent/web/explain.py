@@ -215,8 +215,13 @@ def _unknown(
         yield _refused(refusal)
     for grant in grants:
         yield f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; the grant is {grant.state}."
+        yield from _ill(status, grant)
         if grant.evidence:
             yield f"That is known because: {'; '.join(grant.evidence)}."
+    for resource in dict.fromkeys(grant.resource for grant in grants):
+        yield from (
+            f"{resource} is not served now: {problem.reason}." for problem in status.not_ready if problem.part == f"resource {resource}"
+        )
     if grants:
         shown = "known from kubelet's records only"
         if status.cluster.pods_synced:
