@@ -382,20 +382,3 @@ class KubeletRecords:
     complete: bool = True
     trouble: str = ""
     entries: tuple[Holding, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Correction:
-    """One thing that the ledger changed because of kubelet's records.
-
-    Attributes:
-        event: a fixed name for the journal (``ledger.adopted``, ``ledger.released``…).
-        drift: True when the ledger had been wrong; naming and releasing are the normal course.
-        grant: the grant after the change.
-        reason: one sentence.
-    """
-
-    event: str
-    drift: bool
-    grant: Grant
-    reason: str

@@ -8,7 +8,8 @@ from collections import Counter
 from tests.allocation.binding_parts import Place
 from vgpu_agent.kubelet.checkpoint import CheckpointEntry
 from vgpu_agent.kubelet.records import as_holding, join
-from vgpu_agent.model import Correction, KubeletRecords
+from vgpu_agent.ledger.reconciliation import Correction
+from vgpu_agent.model import KubeletRecords
 from vgpu_agent.pods import Pod
 
 

@@ -13,7 +13,8 @@ from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu import inventory, mig
 from vgpu_agent.gpu.capabilities import Capabilities
 from vgpu_agent.gpu.inventory import NumaNodes, Reading
-from vgpu_agent.gpu.nvml import NO_PERMISSION, NOT_FOUND, Nvml
+from vgpu_agent.gpu.nvml import Nvml
+from vgpu_agent.gpu.return_codes import NO_PERMISSION, NOT_FOUND
 from vgpu_agent.model import Gpu, MigInstance
 from vgpu_agent.sim.state import SimulatedNode
 

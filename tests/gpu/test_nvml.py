@@ -12,7 +12,8 @@ import pytest
 
 from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu import library
-from vgpu_agent.gpu.nvml import GPU_IS_LOST, Nvml
+from vgpu_agent.gpu.nvml import Nvml
+from vgpu_agent.gpu.return_codes import GPU_IS_LOST
 from vgpu_agent.sim.state import SimulatedNode
 
 # A process of its own, as this one has the simulated library loaded already.

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Correction, Grant, Inventory, KubeletRecords, Resource, Share
+    from vgpu_agent.ledger.reconciliation import Correction
+    from vgpu_agent.model import Grant, Inventory, KubeletRecords, Resource, Share
     from vgpu_agent.nodes import Node, NodeWishes
     from vgpu_agent.pods import Pod
 

@@ -15,7 +15,7 @@ from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu import mig
 from vgpu_agent.gpu.health import Probe
 from vgpu_agent.gpu.mig import PERMISSION_REMEDY, MigReading
-from vgpu_agent.gpu.nvml import GPU_IS_LOST, NO_PERMISSION
+from vgpu_agent.gpu.return_codes import GPU_IS_LOST, NO_PERMISSION
 from vgpu_agent.model import Gpu
 
 if TYPE_CHECKING:

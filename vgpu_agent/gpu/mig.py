@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import NvmlError
-from vgpu_agent.gpu.nvml import GPU_IS_LOST, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND
+from vgpu_agent.gpu.return_codes import GPU_IS_LOST, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND
 from vgpu_agent.model import MigInstance
 
 if TYPE_CHECKING:

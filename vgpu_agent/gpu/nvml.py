@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NewType
 import pynvml
 
 from vgpu_agent.errors import DriverMissingError, NvmlError
-from vgpu_agent.gpu import library
+from vgpu_agent.gpu import library, return_codes
 from vgpu_agent.gpu.health import RecoveryAction
 
 if TYPE_CHECKING:
@@ -29,21 +29,6 @@ if TYPE_CHECKING:
 # A handle of a GPU or MIG device; valid until the next shutdown. An event set likewise.
 Handle = NewType("Handle", object)
 EventSet = NewType("EventSet", object)
-
-INVALID_ARGUMENT = 2
-NOT_SUPPORTED = 3
-NO_PERMISSION = 4
-NOT_FOUND = 6
-TIMEOUT = 10
-FUNCTION_NOT_FOUND = 13
-GPU_IS_LOST = 15
-
-_LIBRARY_NOT_FOUND = 12
-_VERSION_MISMATCH = 18
-
-# "This card, driver or container does not have that": no fault of anybody (python-stack's list of normal answers).
-_ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
-_NORMAL = _ABSENT | {NOT_FOUND, TIMEOUT}
 
 _MIB = 1024 * 1024
 _NO_INSTANCE = 0xFFFFFFFF
@@ -115,7 +100,7 @@ class Nvml:
             self.init()
         except NvmlError as err:
             where = f"loaded {self.library}" if self.library else f"looked for {library.SONAME} at {', '.join(tried)}"
-            raise DriverMissingError(f"no usable NVIDIA driver: {where}; {err}. {_remedy(err.code, driver_root)}") from err
+            raise DriverMissingError(f"no usable NVIDIA driver: {where}; {err}. {return_codes.remedy(err.code, driver_root)}") from err
 
     def init(self) -> None:
         """Initialise, or see the cards that were plugged in since.
@@ -199,7 +184,7 @@ class Nvml:
         try:
             return int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))
         except NvmlError as err:
-            if err.code in {NOT_SUPPORTED, FUNCTION_NOT_FOUND}:
+            if err.code in {return_codes.NOT_SUPPORTED, return_codes.FUNCTION_NOT_FOUND}:
                 return 0
             raise
 
@@ -208,7 +193,7 @@ class Nvml:
         try:
             mig = Handle(self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index))
         except NvmlError as err:
-            if err.code in {NOT_FOUND, NOT_SUPPORTED}:
+            if err.code in {return_codes.NOT_FOUND, return_codes.NOT_SUPPORTED}:
                 return None
             raise
         self._uuids[_address(mig)] = self._uuids.get(_address(handle), "")  # a call about a slice is a call about its GPU
@@ -239,7 +224,7 @@ class Nvml:
                     continue
                 remote = self._call("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
             except NvmlError as err:
-                if err.code == GPU_IS_LOST:
+                if err.code == return_codes.GPU_IS_LOST:
                     raise
                 break  # the first link that the card does not have ends the list
             peers.append(sysfs_address(remote.busId))
@@ -308,7 +293,7 @@ class Nvml:
         try:
             self._call("nvmlDeviceRegisterEvents", handle, supported & (XID_EVENT | _LOOK_EVENTS), events)
         except NvmlError as err:
-            if err.code == NOT_SUPPORTED:
+            if err.code == return_codes.NOT_SUPPORTED:
                 return False
             raise
         return True
@@ -318,7 +303,7 @@ class Nvml:
         try:
             event = self._call("nvmlEventSetWait_v2", events, int(timeout_seconds * 1000), gpu="")
         except NvmlError as err:
-            if err.code == TIMEOUT:
+            if err.code == return_codes.TIMEOUT:
                 return None
             raise
         return DeviceEvent(
@@ -353,7 +338,7 @@ class Nvml:
         try:
             return self._call(name, *arguments)
         except NvmlError as err:
-            if err.code in _ABSENT:
+            if err.code in return_codes.ABSENT:
                 return None
             raise
 
@@ -371,13 +356,13 @@ class Nvml:
             except pynvml.NVMLError as err:
                 raise self._failed(name, err.value, str(err)) from err
             except pynvml.NVMLLibraryMismatchError as err:
-                raise self._failed(name, FUNCTION_NOT_FOUND, "Function Not Found") from err
+                raise self._failed(name, return_codes.FUNCTION_NOT_FOUND, "Function Not Found") from err
             except UnicodeDecodeError as err:
                 raise self._failed(name, pynvml.NVML_ERROR_UNKNOWN, "answered with a text that is not UTF-8") from err
 
     def _failed(self, name: str, code: int, text: str) -> NvmlError:
         error = NvmlError(name, code, text)
-        if code not in _NORMAL:
+        if code not in return_codes.NORMAL:
             self.errors += 1
             self.last_error = str(error)
         return error
@@ -393,12 +378,3 @@ def sysfs_address(bus_id: str | bytes) -> str:
 def _address(handle: object) -> int:
     """The pointer behind a handle, 0 for anything else: NVML gives one card one pointer, pynvml wraps it anew in each answer."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0 if isinstance(handle, pynvml.c_nvmlDevice_t) else 0
-
-
-def _remedy(code: int, driver_root: Path) -> str:
-    simulate = "or use --simulate DIR for simulated GPUs"
-    if code == _VERSION_MISMATCH:
-        return "The driver was updated under a running agent: restart the agent, and the node if that does not help"
-    if code == _LIBRARY_NOT_FOUND:
-        return f"Install the NVIDIA driver, set driverRoot (now {driver_root}) to where it is installed, {simulate}"
-    return f"Check that the nvidia kernel module is loaded (lsmod) and /dev/nvidiactl can be opened, {simulate}"

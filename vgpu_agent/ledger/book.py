@@ -23,13 +23,13 @@ from vgpu_agent.ledger.devices import devices_of, gone, with_gone
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
-from vgpu_agent.model import Correction, Decider, Grant, GrantState
+from vgpu_agent.model import Decider, Grant, GrantState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.ledger.grants import Saved
-    from vgpu_agent.ledger.reconciliation import Meaning
+    from vgpu_agent.ledger.reconciliation import Correction, Meaning
     from vgpu_agent.model import DeviceRoom, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 
 

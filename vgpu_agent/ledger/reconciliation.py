@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent.ledger.grants import HANDED_ON
-from vgpu_agent.model import Correction, Grant, GrantState
+from vgpu_agent.model import Grant, GrantState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +34,23 @@ class Meaning(NamedTuple):
     by_pod: bool = False
     decided_for: tuple[str, str] | None = None
     over: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Correction:
+    """One thing that the ledger changed because of kubelet's records.
+
+    Attributes:
+        event: a fixed name for the journal (``ledger.adopted``, ``ledger.released``…).
+        drift: True when the ledger had been wrong; naming and releasing are the normal course.
+        grant: the grant after the change.
+        reason: one sentence.
+    """
+
+    event: str
+    drift: bool
+    grant: Grant
+    reason: str
 
 
 class Reconciliation:

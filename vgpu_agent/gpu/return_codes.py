@@ -1,0 +1,37 @@
+"""NVML's return codes that mean something to this agent (nvml.h, ``nvmlReturn_t``), and what helps against those of a start.
+
+Used by `nvml`, which turns codes into `NvmlError`, and by those who treat one kind of failure differently from the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INVALID_ARGUMENT = 2
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+NOT_FOUND = 6
+TIMEOUT = 10
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+
+_LIBRARY_NOT_FOUND = 12
+_VERSION_MISMATCH = 18
+
+ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
+"""This card, driver or container does not have that: no fault of anybody (what drivers answer in the ordinary course)."""
+
+NORMAL = ABSENT | {NOT_FOUND, TIMEOUT}
+
+
+def remedy(code: int, driver_root: Path) -> str:
+    """What an administrator can do about a driver that could not be initialised, one sentence without its full stop."""
+    simulate = "or use --simulate DIR for simulated GPUs"
+    if code == _VERSION_MISMATCH:
+        return "The driver was updated under a running agent: restart the agent, and the node if that does not help"
+    if code == _LIBRARY_NOT_FOUND:
+        return f"Install the NVIDIA driver, set driverRoot (now {driver_root}) to where it is installed, {simulate}"
+    return f"Check that the nvidia kernel module is loaded (lsmod) and /dev/nvidiactl can be opened, {simulate}"
