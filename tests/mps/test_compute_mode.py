@@ -50,7 +50,7 @@ async def test_a_lost_gpu_keeps_no_other_in_exclusive_mode(node: Node) -> None:
         supervision.want({})
         await until(lambda: node.compute_modes == [0, 0])
         await until(lambda: lost.uuid in supervision.statuses[0].trouble)
-        assert not (node.root / RESOURCE / "log").exists()
+        await until(lambda: not (node.root / RESOURCE / "log").exists())
 
 
 async def test_a_daemon_starts_again_without_a_gpu_that_is_lost(node: Node) -> None:

@@ -72,4 +72,4 @@ async def test_a_daemon_that_nobody_wants_does_not_count_for_the_mark(node: Node
         await until(lambda: supervision.why_not(other) == supervision.why_not(node.plan()) == "")
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until(lambda: supervision.statuses[1].state is MpsState.STOPPED)
-        assert (node.root / ".ready").exists()
+        await until((node.root / ".ready").exists)

@@ -39,8 +39,8 @@ async def test_a_daemon_is_started_with_the_golden_commands(node: Node) -> None:
         await until_running(supervision)
         assert supervision.why_not(node.plan()) == ""
         assert node.compute_modes == [3, 3]
-        assert (node.root / RESOURCE / ".started").exists()
-        assert (node.root / ".ready").exists()
+        await until((node.root / RESOURCE / ".started").exists)
+        await until((node.root / ".ready").exists)
     u0, u1 = node.gpus.uuids
     assert _told(node, "nvidia-smi") == [
         f"-i {u0} -c EXCLUSIVE_PROCESS",
