@@ -25,7 +25,7 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import INTEGRATED, Decider, Gpu, Inventory, MigInstance, Resource
+from vgpu_agent.model import INTEGRATED, Decider, Gpu, Health, Inventory, MigInstance, Resource
 from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
 from vgpu_agent.sim.state import SimulatedNode
 from vgpu_agent.status import NotYet
@@ -39,8 +39,10 @@ BY_NAME = Plugin(device_list_strategy=("cdi-cri",))
 class Side:
     """A `CdiSide` on a simulated node, and what it meets."""
 
-    def __init__(self, folder: Path, supervisor: Supervisor, *, late: bool = True, **sections: Any) -> None:
-        self.node = SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2, uuids=[U0, U1])
+    def __init__(
+        self, folder: Path, supervisor: Supervisor, *, late: bool = True, node: SimulatedNode | None = None, **sections: Any
+    ) -> None:
+        self.node = node or SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2, uuids=[U0, U1])
         self.tool = StandInCtk(self.node.directory)
         self.cdi = folder / "cdi"
         self.settings = msgspec.structs.replace(
@@ -223,6 +225,39 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_pat
     assert paths[0] ^ paths[1] == {"/dev/nvidia0", "/dev/nvidia1"}
     await supervisor.stop("devices")
     await supervisor.stop("names")
+
+
+async def test_a_name_whose_nodes_open_another_gpu_by_now_is_no_name(tmp_path: Path, supervisor: Supervisor) -> None:
+    """The driver was loaded anew without GPU 0, so GPU 1 has its device node; until the spec is made anew, nobody is given that."""
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    await side.begin()
+    assert side.healthy == [U0, U1]
+    await asyncio.to_thread(side.tool.misbehave, fail="busy")
+    first, second = golden_inventory().gpus
+    left = Inventory(2, (dataclasses.replace(second, index=0, minor=0), dataclasses.replace(first, index=1, minor=1, present=False)))
+    side.side.observe(left)
+    side.ledger.observe(left)
+    assert side.healthy == []
+    with pytest.raises(CarrierError, match=f"does not have {VENDOR}/gpu={U1} as it is now"):
+        await side.side.inline([f"{VENDOR}/gpu={U1}"])
+
+
+async def test_after_a_restart_a_lost_gpu_keeps_back_only_itself(tmp_path: Path, supervisor: Supervisor) -> None:
+    """The tool answers for all GPUs or for none, so the others go by the spec of the agent before, as long as the driver is the same."""
+    known = dataclasses.replace(golden_inventory(), driver_version="580.95.05")
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
+    await side.begin(known)
+    await supervisor.stop("cdi specs")
+    await asyncio.to_thread(side.node.lose, 1)
+    again = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, node=side.node))
+    first, second = known.gpus
+    lost = dataclasses.replace(second, present=False, health=Health(ok=False, reason="GPU is lost"))
+    await again.begin(dataclasses.replace(known, gpus=(first, lost)))
+    assert again.withheld() == ""
+    assert again.healthy == [U0]
+    _, edits = await again.side.inline([f"{VENDOR}/gpu={U0}"])
+    assert "/dev/nvidia0" in {node["path"] for node in edits["deviceNodes"]}
+    assert "GPU is lost" in again.side.status().specs[0].error
 
 
 async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(tmp_path: Path, supervisor: Supervisor) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 
 from tests.cdi.conftest import Tool
 from tests.golden import U0, U1
@@ -22,6 +23,7 @@ from vgpu_agent.journal import Journal
 
 VENDOR = "k8s.device-plugin.nvidia.com"
 GPU_FILE = "k8s.device-plugin.nvidia.com-gpu.json"
+DRIVER = "580.95.05"
 
 
 @contextlib.asynccontextmanager
@@ -121,6 +123,52 @@ async def test_trouble_is_told_once_and_tried_again(tool: Tool, tmp_path: Path) 
         assert not specs.error
         assert [status.error for status in specs.statuses] == [""]
         assert [entry.event for entry in specs._journal.entries] == ["cdi.trouble", "cdi.spec_made"]
+
+
+async def test_what_an_earlier_agent_has_made_is_gone_by_while_the_tool_fails(tool: Tool, tmp_path: Path) -> None:
+    """A GPU has fallen off the bus and the agent starts anew: containers on the others find their names until the tool answers again."""
+    wanted = Wanted(2, DRIVER, ctk=tool.options)
+    async with running(tmp_path / "cdi") as specs:
+        await made(specs, wanted)
+        names = specs.names
+    await asyncio.to_thread(tool.node.lose, 1)
+    async with running(tmp_path / "cdi") as specs:
+        await made(specs, wanted)
+        assert specs.names == names
+        assert "GPU is lost" in specs.error
+        assert specs.described is None
+        assert [entry.event for entry in specs._journal.entries] == ["cdi.spec_found", "cdi.trouble"]
+        await asyncio.to_thread(tool.node.restore, 1)
+        await until(lambda: not specs.error)
+        assert specs.described == 2
+
+
+@pytest.mark.parametrize("spoilt", ["other driver", "unknown driver", "other kind", "cut short", "refused by runtimes", "a directory"])
+async def test_what_does_not_fit_this_node_is_not_gone_by(tool: Tool, tmp_path: Path, spoilt: str) -> None:
+    """Libraries of a driver that is gone cannot be mounted, and what no runtime takes is no name."""
+    path, driver = tmp_path / "cdi" / GPU_FILE, DRIVER
+    async with running(tmp_path / "cdi") as specs:
+        await made(specs, Wanted(2, DRIVER, ctk=tool.options))
+    content = await asyncio.to_thread(path.read_text)
+    if spoilt in {"other driver", "unknown driver"}:
+        driver = "590.1.2" if spoilt == "other driver" else ""
+    elif spoilt == "a directory":
+        await asyncio.to_thread(path.unlink)
+        await asyncio.to_thread(path.mkdir)
+    else:
+        texts = {"other kind": content.replace(VENDOR, "example.com"), "cut short": content[:-9], "refused by runtimes": _unnamed(content)}
+        await asyncio.to_thread(path.write_text, texts[spoilt])
+    await tool.misbehave(fail="driver not loaded")
+    async with running(tmp_path / "cdi") as specs:
+        await made(specs, Wanted(2, driver, ctk=tool.options))
+        assert specs.names == frozenset()
+        assert specs.error
+
+
+def _unnamed(content: str) -> str:
+    spec = json.loads(content)
+    spec["devices"][0]["name"] = ""
+    return json.dumps(spec)
 
 
 async def test_what_was_made_before_stays_in_use_while_the_tool_fails(tool: Tool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
-from vgpu_agent.agent.named_devices import places, shape
+from vgpu_agent.agent.named_devices import opens_another, places, shape
 from vgpu_agent.cdi import toolkit_specs
 from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
@@ -255,9 +255,11 @@ class CdiSide:
             ctk = CtkOptions(
                 self._command(), cdi.generate_timeout_seconds, self._roots, cdi.hook_path, cdi.feature_flags, cdi.disable_hooks
             )
-            described = shape(self._inventory), self._inventory.driver_version
+            driver = self._inventory.driver_version
             id_strategy = "index" if self._by_index else "uuid"
-            self._source.want(Wanted(described, id_strategy, self._modes(), self._channels.ids, self._channels.root, ctk))
+            self._source.want(
+                Wanted((shape(self._inventory), driver), driver, id_strategy, self._modes(), self._channels.ids, self._channels.root, ctk)
+            )
         if not any(report.name == _TASK for report in self._supervisor.reports):
             self._supervisor.start(_TASK, functools.partial(self._source.run, functools.partial(self._supervisor.beat, _TASK)))
 
@@ -276,11 +278,11 @@ class CdiSide:
         why = f"no CDI spec has its name yet{': ' if error else ''}{error}"
         # A spec with nothing but a device of that name is one of a Windows subsystem, where containers get all GPUs or none.
         one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {f"{self._kind}=all"}
-        described = self._described()
+        described, opened = self._described(), self._opened()
         missing = {
             uuid: name
             for uuid, place, name in self._named()
-            if name not in names or (described is not None and described.get(uuid) != place)
+            if name not in names or (described is not None and described.get(uuid) != place) or opens_another(opened.get(name, ()), place)
         }
         self._nameless = dict.fromkeys(missing, why) if self._needed() and not one_for_all else {}
         self._wrong_names = frozenset(missing.values())
@@ -301,6 +303,15 @@ class CdiSide:
     def _by_index(self) -> bool:
         """Whether CDI names are made of indices; the toolkit's never are, because nobody tells when it has counted anew."""
         return self._settings.plugin.device_id_strategy == "index" and isinstance(self._source, GeneratedSpecs)
+
+    def _opened(self) -> dict[str, list[str]]:
+        """The device nodes by which each name of a spec gives a container its device."""
+        return {
+            f"{spec.kind}={device.name}": [node.path for node in device.container_edits.device_nodes]
+            for spec in self._source.specs
+            if spec.kind == self._kind
+            for device in spec.devices
+        }
 
     def _described(self) -> dict[str, Place] | None:
         """Which devices the names of the spec stand for; None where a name can stand for one device only."""

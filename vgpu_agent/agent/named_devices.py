@@ -1,17 +1,22 @@
-"""What of an inventory a CDI spec of its devices depends on, and what a name in it stands for when it is made of indices.
+"""What of an inventory a CDI spec of its devices depends on, and whether a name in it still stands for the device that it is read as.
 
-A UUID is one device for ever. An index is another device once a GPU was unplugged or cut anew, while the spec still has it; a container
-with such a name would get what it was not given. `cdi_side` compares the place of each device with that of when the spec was made.
+A UUID is one device for ever, but the device nodes beside it in a spec open another one once the driver was loaded anew without a card that
+it had before, and has counted anew. An index is another device as soon as a GPU was unplugged or cut anew. A container with such a name
+would get what it was not given, so `cdi_side` holds each device against the spec that there is now.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from vgpu_agent.model import Inventory
+
+
+_GPU_NODE = re.compile(r"/dev/nvidia\d+")
 
 
 class Place(NamedTuple):
@@ -59,3 +64,9 @@ def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
             yield card.uuid, Place(str(card.number), (node,))
         for uuid, number, nodes in card.slices:
             yield uuid, Place(f"{card.number}:{number}", (node, *nodes))
+
+
+def opens_another(paths: Iterable[str], place: Place) -> bool:
+    """Whether these device nodes, of a spec and as a container has them, open another GPU than the one at ``place``."""
+    opened = {path for path in paths if _GPU_NODE.fullmatch(path)}
+    return bool(opened) and opened != {node for node in place.nodes if _GPU_NODE.fullmatch(node)}

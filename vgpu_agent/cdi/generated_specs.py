@@ -14,7 +14,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.cdi import spec_files
+from vgpu_agent.cdi import earlier_spec, spec_files
 from vgpu_agent.cdi.document import Spec, encode
 from vgpu_agent.cdi.imex import channel_spec
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
@@ -39,6 +39,7 @@ class Wanted:
 
     Attributes:
         devices: all that the GPUs' spec depends on: the spec is made anew when it differs.
+        driver_version: of the driver that runs now; empty when nobody knows.
         id_strategy: ``uuid`` or ``index``: how GPUs and slices are named.
         modes: of `gdrcopy`, `gds` and `mofed`.
         channels: IMEX channels.
@@ -47,6 +48,7 @@ class Wanted:
     """
 
     devices: Hashable
+    driver_version: str = ""
     id_strategy: str = "uuid"
     modes: tuple[str, ...] = ()
     channels: tuple[int, ...] = ()
@@ -68,7 +70,7 @@ class _Made:
 class GeneratedSpecs:
     """Keeps the files of one directory as they should be.
 
-    State: what was made, by kind. Files of an earlier agent are replaced, and not gone by: the driver may have changed since.
+    State: what was made, by kind. Files of an earlier agent are replaced; that of the GPUs is gone by until it is, see `earlier_spec`.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class GeneratedSpecs:
         self._unwritten: dict[str, _Made] = {}
         self._errors: dict[str, str] = {}
         self._stuck = Stuck()
+        self._knows_earlier = False
         self.settled = asyncio.Event()  # what is wanted now was tried at least once
         self.revision: Latest[int] = Latest(0)  # of the names and errors
 
@@ -171,6 +174,7 @@ class GeneratedSpecs:
     async def _bring_about(self, wanted: Wanted, beat: Callable[[], None]) -> bool:
         """Whether all is as wanted now; `CdiError` of one spec keeps no other from being made."""
         before = self.statuses
+        await self._go_by_earlier(wanted)
         errors: dict[str, str] = {}
         for kind in self._kinds(wanted):
             beat()
@@ -186,6 +190,16 @@ class GeneratedSpecs:
         if self.statuses != before:
             self.revision.publish(self.revision.value + 1)
         return not errors
+
+    async def _go_by_earlier(self, wanted: Wanted) -> None:
+        """Once, before anything is made: take what an earlier agent has left for the time until it is replaced."""
+        if self._knows_earlier:
+            return
+        self._knows_earlier = True
+        path = self._path(GPU_KIND)
+        if found := await asyncio.to_thread(earlier_spec.read, path, GPU_KIND, wanted.driver_version):
+            self._made[GPU_KIND] = _Made(None, None, found.spec, found.at)
+            self._journal.record("cdi.spec_found", kind=GPU_KIND, path=path, devices=len(found.spec.devices))
 
     async def _bring_about_one(self, kind: str, wanted: Wanted) -> None:
         made_for, made = self._made_for(kind, wanted), self._made.get(kind)

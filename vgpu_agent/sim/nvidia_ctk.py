@@ -120,7 +120,7 @@ def _spec(options: Mapping[str, str], faults: Mapping[str, Any]) -> dict[str, An
         devices = [(name, nodes) for name, nodes in _devices(node, options["device-name-strategy"], dev) if name not in left_out]
         everything = {each["path"]: each for _, nodes in devices for each in nodes}
         devices.append(("all", list(everything.values())))
-        edits = _common_edits(options, dev) | (faults.get("edits") or {})
+        edits = _common_edits(options, dev, node.state.driver_version.decode()) | (faults.get("edits") or {})
     named = [{"name": name, "containerEdits": {"deviceNodes": nodes}} for name, nodes in devices]
     return {"cdiVersion": "0.5.0", "kind": kind, "devices": named} | ({"containerEdits": edits} if edits else {})
 
@@ -144,13 +144,14 @@ def _devices(node: SimulatedNode, strategy: str, dev: Path) -> Iterator[tuple[st
             yield mig.uuid.decode() if strategy == "uuid" else f"{index}:{number}", nodes
 
 
-def _common_edits(options: Mapping[str, str], dev: Path) -> dict[str, Any]:
+def _common_edits(options: Mapping[str, str], dev: Path, driver_version: str) -> dict[str, Any]:
     edits: dict[str, Any] = {
         "env": ["NVIDIA_VISIBLE_DEVICES=void"],
         "deviceNodes": [_node(dev / name, dev) for name in _CONTROL if (dev / name).exists()],
     }
-    target, how = f"{_LIBRARY_FOLDER}/{LIBRARY}", ["ro", "nosuid", "nodev", "rbind", "rprivate"]
-    edits["mounts"] = [{"hostPath": str(build()), "containerPath": target, "options": how}]
+    # Under the name that has the driver's version, as the real tool does, and under the one that its hooks would make of it.
+    targets, how = (f"{LIBRARY.removesuffix('.1')}.{driver_version}", LIBRARY), ["ro", "nosuid", "nodev", "rbind", "rprivate"]
+    edits["mounts"] = [{"hostPath": str(build()), "containerPath": f"{_LIBRARY_FOLDER}/{name}", "options": how} for name in targets]
     hook = options.get("nvidia-cdi-hook-path", "")
     if os.access(hook, os.X_OK):  # a hook that is not there would keep every container from starting
         arguments = [os.path.basename(hook), "update-ldcache", "--folder", _LIBRARY_FOLDER]

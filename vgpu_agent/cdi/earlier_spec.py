@@ -1,0 +1,37 @@
+"""The spec of the GPUs that an agent before this one has left, for as long as none can be made anew.
+
+NVIDIA's tool describes all GPUs or none, so one that is lost would keep a restarted agent from offering the others. What lies in the
+directory is gone by where it is a sound spec of the driver that runs now, which the names of the libraries in it say; whether each name in
+it still opens the device that it stands for is looked after by `agent`, as of any spec. Used by `generated_specs`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from vgpu_agent.cdi import rules
+from vgpu_agent.cdi.document import LARGEST_BYTES, Spec, decode
+from vgpu_agent.errors import CdiError
+
+
+class EarlierSpec(NamedTuple):
+    """A spec, and when its file was written (unix seconds)."""
+
+    spec: Spec
+    at: float
+
+
+def read(path: str, kind: str, driver_version: str) -> EarlierSpec | None:
+    """The spec of ``kind`` in this file, if it was made for that driver; looks at the file system."""
+    try:
+        at = os.stat(path).st_mtime
+        with open(path, "rb") as file:
+            spec = decode(file.read(LARGEST_BYTES + 1))
+    except (OSError, CdiError):
+        return None  # it will be replaced; whoever cannot do that says why
+    if spec.kind != kind or rules.problems(spec) or not driver_version:
+        return None
+    library = f".so.{driver_version}"  # libcuda.so.580.95.05, and a dozen others
+    mounts = [*spec.container_edits.mounts, *(mount for device in spec.devices for mount in device.container_edits.mounts)]
+    return EarlierSpec(spec, at) if any(mount.container_path.endswith(library) for mount in mounts) else None
