@@ -90,6 +90,12 @@ async def test_a_directory_is_no_sign(tmp_path: Path) -> None:
     assert not (await discover(tree(tmp_path), simulated=False, names=never_asked)).integrated
 
 
+async def test_a_root_that_cannot_be_looked_into_is_no_sign(tmp_path: Path) -> None:
+    """It is the first thing that is looked at: an agent on an ordinary node must not end over it. A name that is too long stands for it."""
+    odd = GpuSettings(driver_root=str(tmp_path / ("x" * 300)), sysfs_root=str(tmp_path))
+    assert not (await discover(odd, simulated=False, names=never_asked)).integrated
+
+
 @pytest.mark.parametrize("error", [DriverMissingError("NVML code 9"), NvmlHungError("the NVIDIA driver hangs")])
 async def test_a_driver_that_does_not_answer_is_waited_for_and_named_with_the_way_out(tmp_path: Path, error: Exception) -> None:
     """nvidia contract §9: there is NVML, so it is NVML's; whoever knows better can say so."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ async def discover(settings: GpuSettings, *, simulated: bool, names: Names | Non
 async def _on_tegra(sign: str, settings: GpuSettings, names: Names) -> Discovery:
     """What ``auto`` comes to where something looks like a Tegra processor."""
     windows = settings.device_node_root / _WSL_NODE
-    if await asyncio.to_thread(windows.exists):
+    if await asyncio.to_thread(os.path.exists, windows):
         return Discovery(reason=f"there is {windows}, so this is a Windows subsystem")
     try:
         listed = await names(settings)
@@ -131,7 +132,7 @@ async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
 def _sign_of_tegra(settings: GpuSettings) -> str:
     """What shows that this is a Tegra processor; empty when nothing does. Looks at the file system."""
     release, family = _places(settings)
-    if release.is_file():
+    if os.path.isfile(release):  # Path.is_file would fail over a root that cannot be looked into
         return f"there is {release}"
     try:
         with family.open(errors="replace") as file:
