@@ -82,7 +82,8 @@ class Gpu:
     Attributes:
         uuid: ``GPU-…``; the identity everywhere in the agent. `INTEGRATED` where the GPU is part of the processor.
         index: NVML's order at the last enumeration; it shifts when a card is unplugged.
-        minor: the number in ``/dev/nvidia<minor>``; it does not shift. -1 where the GPU is part of the processor and has no such node.
+        minor: the number in ``/dev/nvidia<minor>``; it does not shift. -1 where there is no such node: the GPU is part of the processor,
+            or this is a Windows subsystem.
         name: product name.
         memory_mib: total memory; 0 where it has none of its own.
         pci_bus_id: ``0000:07:00.0``, lower case, four-digit domain, as in sysfs.

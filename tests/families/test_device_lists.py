@@ -225,3 +225,8 @@ def test_a_device_is_found_by_its_uuid() -> None:
     assert visible_device(U0, inventory) == VisibleDevice(U0, "0", ("/dev/nvidia4",))
     assert visible_device(M3, inventory) == D[0]
     assert visible_device("GPU-unknown", inventory) is None
+
+
+def test_a_gpu_without_a_device_node_has_none() -> None:
+    """Under WSL its minor number is not known, and there is nothing of that kind to name to kubelet."""
+    assert visible_device(U0, Inventory(1, (Gpu(U0, 0, -1, "A100", 81920),))) == VisibleDevice(U0, "0", ())

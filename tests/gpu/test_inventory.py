@@ -98,6 +98,16 @@ def test_optional_facts_that_the_driver_refuses_are_left_out(node: SimulatedNode
     assert nvml.errors == 0
 
 
+def test_a_gpu_without_a_device_node_is_read_all_the_same(node: SimulatedNode, nvml: Nvml) -> None:
+    """Under WSL the driver has no minor numbers (k8s-device-plugin issue 332): containers get ``/dev/dxg`` there, and all GPUs."""
+    node.fault("nvmlDeviceGetMinorNumber", code=3)
+
+    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
+
+    assert [card.gpu.minor for card in reading.cards] == [-1, -1, -1, -1]
+    assert reading.failures == ()
+
+
 def test_a_display_card_is_skipped(node: SimulatedNode, nvml: Nvml) -> None:
     """nvidia contract §3: the graphics card of a DGX Station is not for work, and not a failure."""
     node.state.gpus[1].name = b"NVIDIA DGX Display"

@@ -59,14 +59,18 @@ def shape(inventory: Inventory) -> tuple[Card, ...]:
 def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
     """UUID and place of each device that containers can be given: a GPU that is not in MIG mode, or a slice."""
     for card in cards:
-        node = f"/dev/nvidia{card.minor}"
+        own = (f"/dev/nvidia{card.minor}",) if card.minor >= 0 else ()
         if not card.in_mig_mode:
-            yield card.uuid, Place(str(card.number), (node,))
+            yield card.uuid, Place(str(card.number), own)
         for uuid, number, nodes in card.slices:
-            yield uuid, Place(f"{card.number}:{number}", (node, *nodes))
+            yield uuid, Place(f"{card.number}:{number}", (*own, *nodes))
 
 
 def opens_another(paths: Iterable[str], place: Place) -> bool:
-    """Whether these device nodes, of a spec and as a container has them, open another GPU than the one at ``place``."""
+    """Whether these device nodes, of a spec and as a container has them, open another GPU than the one at ``place``.
+
+    Nobody can tell where the spec names no node of a GPU, or the driver none of this one.
+    """
     opened = {path for path in paths if _GPU_NODE.fullmatch(path)}
-    return bool(opened) and opened != {node for node in place.nodes if _GPU_NODE.fullmatch(node)}
+    own = {node for node in place.nodes if _GPU_NODE.fullmatch(node)}
+    return bool(opened and own) and opened != own

@@ -87,7 +87,7 @@ def visible_device(uuid: str, inventory: Inventory) -> VisibleDevice | None:
     if found is None:
         return None
     gpu, instance = found
-    if gpu.integrated:  # which has no node of its own (nvidia contract §4)
+    if gpu.minor < 0:  # it has no node of its own (nvidia contract §4)
         return VisibleDevice(uuid, str(gpu.index), ())
     node = f"/dev/nvidia{gpu.minor}"
     if instance is None:

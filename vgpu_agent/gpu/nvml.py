@@ -155,8 +155,13 @@ class Nvml:
         return str(self._call("nvmlDeviceGetName", handle))
 
     def minor(self, handle: Handle) -> int:
-        """The number in ``/dev/nvidia<minor>``."""
-        return int(self._call("nvmlDeviceGetMinorNumber", handle))
+        """The number in ``/dev/nvidia<minor>``; -1 where the GPU has no such node, as under WSL (k8s-device-plugin issue 332)."""
+        try:
+            return int(self._call("nvmlDeviceGetMinorNumber", handle))
+        except NvmlError as err:
+            if err.code == return_codes.NOT_SUPPORTED:
+                return -1
+            raise
 
     def pci_bus_id(self, handle: Handle) -> str:
         """``0000:07:00.0``, as sysfs writes it."""

@@ -95,7 +95,7 @@ def gpu_info(moment: Moment) -> Iterator[Row]:
     """What a GPU is, in labels."""
     for gpu in moment.status.inventory.gpus:
         numa = "" if gpu.numa_node is None else str(gpu.numa_node)
-        minor = "" if gpu.integrated else str(gpu.minor)
+        minor = "" if gpu.minor < 0 else str(gpu.minor)
         yield (gpu.uuid, str(gpu.index), minor, gpu.name, gpu.pci_bus_id, numa, "true" if gpu.mig_enabled else "false"), 1
 
 
