@@ -16,7 +16,7 @@ import pytest
 
 from tests.cdi.conftest import Tool
 from tests.golden import U0, U1
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from tests.runtime.cdi_schema import SCHEMA
 from vgpu_agent.cdi.generated_specs import GeneratedSpecs, Wanted
 from vgpu_agent.journal import Journal
@@ -141,6 +141,19 @@ async def test_what_an_earlier_agent_has_made_is_gone_by_while_the_tool_fails(to
         await asyncio.to_thread(tool.node.restore, 1)
         await until(lambda: not specs.error)
         assert specs.described == 2
+
+
+async def test_what_needs_no_tool_is_there_while_the_tool_hangs(tool: Tool, tmp_path: Path) -> None:
+    """The GPUs have their names from before; without that of its channel a resource would be withheld until the tool is given up."""
+    wanted = Wanted(2, DRIVER, channels=(0,), ctk=tool.options)
+    async with running(tmp_path / "cdi") as specs:
+        await made(specs, wanted)
+        names = specs.names
+    await tool.misbehave(hang_seconds=FOR_EVER_SECONDS)
+    async with running(tmp_path / "cdi") as specs:
+        specs.want(wanted)
+        await until(lambda: specs.names == names)
+        assert not specs.settled.is_set()
 
 
 @pytest.mark.parametrize("spoilt", ["other driver", "unknown driver", "other kind", "cut short", "refused by runtimes", "a directory"])

@@ -176,7 +176,7 @@ class GeneratedSpecs:
         before = self.statuses
         await self._go_by_earlier(wanted)
         errors: dict[str, str] = {}
-        for kind in self._kinds(wanted):
+        for kind in sorted(self._kinds(wanted), key=lambda kind: kind != _CHANNEL_KIND):  # first what needs no tool, which may hang
             beat()
             try:
                 await self._bring_about_one(kind, wanted)
