@@ -1,0 +1,34 @@
+"""What the tests of the grants' files look at: names of specs, what stands in files, what was recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vgpu_agent.journal import Journal
+
+
+def spec_name(token: str) -> str:
+    """The file of a grant."""
+    return f"vgpu-agent-{token}.json"
+
+
+def read(path: str) -> bytes:
+    """What stands there; empty when nothing does."""
+    return Path(path).read_bytes() if Path(path).exists() else b""
+
+
+def put(directory: str | Path, name: str, text: str = "") -> Path:
+    """Something of somebody's in a directory that may be missing."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    (Path(directory) / name).write_text(text)
+    return Path(directory) / name
+
+
+def changed_at(path: str | Path) -> float:
+    """Unix seconds."""
+    return Path(path).stat().st_mtime
+
+
+def events(journal: Journal) -> list[str]:
+    """The names of what was recorded."""
+    return [entry.event for entry in journal.entries]
