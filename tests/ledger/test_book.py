@@ -1,99 +1,21 @@
-"""The ledger's promises, one by one; their conjunction under any history is in test_ledger_invariants."""
+"""The ledger's promises about what is booked, one by one; their conjunction under any history is in test_invariants."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
-from vgpu_agent.device_ids import DeviceId
+from tests.ledger.book_parts import ILL, WHOLE, Clock, book, held, make, reconcile, replicated, words
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.reconciliation import Meaning
-from vgpu_agent.model import Grant, GrantState, Health, Holding, Inventory, KubeletRecords, Owner, Resource, Share
-
-ILL = Health(ok=False, reason="XID 79: the GPU has fallen off the bus")
-TRAIN = Owner("main", "uid-train", "default", "train")
-SERVE = Owner("main", "uid-serve", "default", "serve")
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        """Unix seconds."""
-        return self.now
-
-
-def replicated(count: int, *, name: str = "nvidia.com/gpu", family: str = "nvidia", prefix: str = "") -> Resource:
-    """Both golden GPUs, ``count`` replicas each."""
-    ids = tuple(DeviceId(f"{prefix}{uuid}::{n}", uuid, numa) for uuid, numa in ((U0, 0), (U1, 1)) for n in range(count))
-    return Resource(name, family, ids, holders_per_device=count)
-
-
-WHOLE = Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0, 0), DeviceId(U1, U1, 1)))
-
-
-def whole_shares(ids: Sequence[str]) -> list[Share]:
-    """A whole GPU for each id."""
-    return [Share(id_, 40960, 100, exclusive=True) for id_ in ids]
-
-
-def replica_shares(ids: Sequence[str]) -> tuple[Share, ...]:
-    """A place on each GPU behind the ids."""
-    return tuple(Share(uuid) for uuid in dict.fromkeys(id_.partition("::")[0] for id_ in ids))
-
-
-def interpret(holding: Holding) -> Meaning | None:
-    """Read a holding the way the nvidia family does."""
-    if not holding.resource.startswith("nvidia.com/"):
-        return None
-    whole = all("::" not in id_ for id_ in holding.ids)
-    return Meaning("nvidia", tuple(whole_shares(holding.ids)) if whole else replica_shares(holding.ids))
+from vgpu_agent.model import Inventory, Share
 
 
 @pytest.fixture
 def clock() -> Clock:
     """A clock at 1000 s."""
     return Clock()
-
-
-def make(clock: Clock, *resources: Resource, inventory: Inventory | None = None) -> Ledger:
-    """A ledger that knows the golden node and offers ``resources``."""
-    ledger = Ledger(clock=clock)
-    ledger.observe(inventory or golden_inventory())
-    ledger.offer(resources)
-    return ledger
-
-
-def book(ledger: Ledger, *ids: str) -> Grant:
-    """Reserve ids of ``nvidia.com/gpu``."""
-    whole = all("::" not in id_ for id_ in ids)
-    return ledger.reserve("nvidia.com/gpu", ids, whole_shares(ids) if whole else replica_shares(ids))
-
-
-def reconcile(ledger: Ledger, *holdings: Holding, complete: bool = True, initial: bool = False, may_release: bool = True) -> list[str]:
-    """Verify against kubelet's records; the events of the corrections."""
-    corrections = ledger.reconcile(
-        KubeletRecords(holdings, complete), interpret, reservation_seconds=60, initial=initial, may_release=may_release
-    )
-    assert ledger.audit() == []
-    return [correction.event for correction in corrections]
-
-
-def held(*ids: str, owner: Owner = TRAIN, resource: str = "nvidia.com/gpu") -> Holding:
-    """One line of kubelet's records."""
-    return Holding(resource, ids, owner)
-
-
-def words(ledger: Ledger, resource: str = "nvidia.com/gpu") -> dict[str, bool]:
-    """Id → healthy, as kubelet is told."""
-    return {entry.id.id: entry.healthy for entry in ledger.listing(resource)}
 
 
 def test_asking_twice_with_the_same_ids_gives_the_same_grant(clock: Clock) -> None:
@@ -122,17 +44,6 @@ def test_a_device_that_holds_too_much_bars_no_other(clock: Clock) -> None:
     first, second = golden_inventory().gpus
     ledger.observe(Inventory(gpus=(first, dataclasses.replace(second, memory_mib=1024))))
     assert book(ledger, U0).ids == (U0,)
-
-
-def test_records_from_before_an_allocate_say_nothing_about_it(clock: Clock) -> None:
-    """While they were read the old holder ended and kubelet gave its id away: the grant is not the old holder's."""
-    ledger = make(clock, WHOLE)
-    reconcile(ledger, held(U0), initial=True)
-    newest = ledger.newest
-    book(ledger, U0)
-    assert ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60, newest=newest) == []
-    assert ledger.grants[0].owner is None
-    assert reconcile(ledger, held(U0, owner=SERVE)) == ["ledger.named"]
 
 
 def test_an_unknown_id_is_refused_and_nothing_changes(clock: Clock) -> None:
@@ -225,189 +136,6 @@ def test_kubelet_gives_a_held_id_to_somebody_else_and_wins(clock: Clock) -> None
     fresh = book(ledger, f"{U0}::1")
     assert {grant.number: grant.ids for grant in ledger.grants} == {1: (f"{U0}::0",), fresh.number: (f"{U0}::1",)}
     assert ledger.audit() == []
-
-
-def test_a_reservation_gets_its_container_from_kubelets_records(clock: Clock) -> None:
-    """reserved → proven once checkpoint and pod-resources agree on the container; that is no drift."""
-    ledger = make(clock, WHOLE)
-    book(ledger, U0)
-    assert reconcile(ledger, held(U0)) == ["ledger.named"]
-    (grant,) = ledger.grants
-    assert (grant.state, grant.owner) == (GrantState.PROVEN, TRAIN)
-    assert reconcile(ledger, held(U0)) == []
-
-
-def test_one_source_alone_grants_but_does_not_prove(clock: Clock) -> None:
-    """With pod-resources silent, the checkpoint names the UID; the name comes later and nothing is forgotten in between."""
-    ledger = make(clock, WHOLE)
-    book(ledger, U0)
-    reconcile(ledger, held(U0, owner=Owner("main", pod_uid="uid-train")), complete=False)
-    assert ledger.grants[0].state is GrantState.GRANTED
-    reconcile(ledger, held(U0, owner=Owner("main", namespace="default", pod="train")))
-    assert (ledger.grants[0].state, ledger.grants[0].owner) == (GrantState.PROVEN, TRAIN)
-
-
-def test_at_start_the_ledger_is_rebuilt_from_kubelets_records(clock: Clock) -> None:
-    """kubelet contract V10: what kubelet knows is in the book before anything is registered, and is no drift."""
-    ledger = make(clock, replicated(4))
-    corrections = ledger.reconcile(KubeletRecords((held(f"{U0}::1"),)), interpret, reservation_seconds=60, initial=True)
-    assert [(item.event, item.drift) for item in corrections] == [("ledger.adopted", False)]
-    assert ledger.grants[0].owner == TRAIN
-    assert ledger.free_ids("nvidia.com/gpu") == 7
-
-
-def test_a_holder_that_the_ledger_did_not_know_is_drift_and_is_corrected(clock: Clock) -> None:
-    """kubelet wins: the book takes over what it says and counts the disagreement."""
-    ledger = make(clock, WHOLE)
-    ledger.reconcile(KubeletRecords(entries=()), interpret, reservation_seconds=60, initial=True)
-    (correction,) = ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60)
-    assert (correction.event, correction.drift) == ("ledger.adopted", True)
-
-
-@pytest.mark.parametrize(
-    ("records", "passes"),
-    [
-        (KubeletRecords(entries=()), 1),
-        (KubeletRecords((held(U0),)), 1),
-        (KubeletRecords(complete=False, trouble="both are silent"), None),
-        (KubeletRecords(), 2),
-    ],
-    ids=["the checkpoint", "pods are listed", "nobody", "no pods are listed"],
-)
-def test_the_book_is_rebuilt_once_kubelet_has_told_who_holds_what(clock: Clock, records: KubeletRecords, passes: int | None) -> None:
-    """An empty list alone may be that of a kubelet which has just been started; what is adopted until then is no drift."""
-    ledger = make(clock, WHOLE)
-    for done in range(1, 4):
-        ledger.reconcile(records, interpret, reservation_seconds=60)
-        assert ledger.rebuilt is (passes is not None and done >= passes)
-        assert ledger.in_doubt is not ledger.rebuilt
-    (correction,) = ledger.reconcile(KubeletRecords((held(U1),)), interpret, reservation_seconds=60)
-    assert correction.drift is (passes is not None)
-
-
-def test_another_owner_in_kubelets_records_is_drift_and_is_corrected(clock: Clock) -> None:
-    """The same ids with a different pod: the book follows kubelet."""
-    ledger = make(clock, WHOLE)
-    book(ledger, U0)
-    reconcile(ledger, held(U0))
-    (correction,) = ledger.reconcile(KubeletRecords((held(U0, owner=SERVE),)), interpret, reservation_seconds=60)
-    assert (correction.event, correction.drift) == ("ledger.renamed", True)
-    assert ledger.grants[0].owner == SERVE
-
-
-def test_other_ids_in_kubelets_records_replace_the_grant(clock: Clock) -> None:
-    """A container that holds one id less than booked is corrected to what kubelet says."""
-    ledger = make(clock, replicated(4))
-    book(ledger, f"{U0}::0", f"{U0}::1")
-    assert reconcile(ledger, held(f"{U0}::0")) == ["ledger.adopted"]
-    assert {grant.ids for grant in ledger.grants} == {(f"{U0}::0",), (f"{U0}::1",)}
-
-
-def test_a_pod_that_ended_is_released_after_two_passes(clock: Clock) -> None:
-    """One pass without the pod may be kubelet's own gap; the second releases."""
-    ledger = make(clock, WHOLE)
-    book(ledger, U0)
-    reconcile(ledger, held(U0))
-    assert reconcile(ledger) == []
-    assert reconcile(ledger) == ["ledger.released"]
-    assert ledger.grants == ()
-
-
-def test_a_pod_that_is_back_in_the_second_pass_is_kept(clock: Clock) -> None:
-    """Misses count only in a row."""
-    ledger = make(clock, WHOLE)
-    book(ledger, U0)
-    for _ in range(3):
-        reconcile(ledger, held(U0))
-        assert reconcile(ledger) == []
-
-
-def test_an_incomplete_picture_never_takes_away(clock: Clock) -> None:
-    """pod-resources silent or kubelet just restarted: grants stay, however often."""
-    ledger = make(clock, WHOLE)
-    book(ledger, U0)
-    reconcile(ledger, held(U0))
-    for _ in range(3):
-        assert reconcile(ledger, complete=False) == []
-        assert reconcile(ledger, may_release=False) == []
-    assert len(ledger.grants) == 1
-
-
-def test_a_reservation_that_kubelet_never_confirms_expires(clock: Clock) -> None:
-    """An admission that failed after our answer leaves no ghost."""
-    ledger = make(clock, WHOLE)
-    book(ledger, U0)
-    clock.now += 59
-    assert reconcile(ledger) == []
-    clock.now += 2
-    assert reconcile(ledger) == ["ledger.released"]
-
-
-def test_records_of_other_plugins_are_none_of_our_business(clock: Clock) -> None:
-    """A holding of another vendor's resource is neither adopted nor drift."""
-    assert reconcile(make(clock, WHOLE), held("card-0", resource="amd.com/gpu")) == []
-
-
-def test_all_ids_of_a_gpu_flip_together(clock: Clock) -> None:
-    """kubelet contract V7: 4 replicas, one illness, 4 unhealthy ids."""
-    ledger = make(clock, replicated(4))
-    ledger.observe(golden_inventory(U1=ILL))
-    assert [id_ for id_, healthy in words(ledger).items() if not healthy] == [f"{U1}::{n}" for n in range(4)]
-    ledger.observe(golden_inventory())
-    assert all(words(ledger).values())
-
-
-def test_a_lost_gpu_stays_in_the_list_as_unhealthy(clock: Clock) -> None:
-    """kubelet contract V16: all ids of GPU 1 stay while U1::0 is held, all Unhealthy."""
-    ledger = make(clock, replicated(4))
-    book(ledger, f"{U1}::0")
-    whole = golden_inventory()
-    ledger.observe(dataclasses.replace(whole, gpus=whole.gpus[:1]))
-    assert [healthy for id_, healthy in words(ledger).items() if id_.startswith(U1)] == [False] * 4
-
-
-def test_a_held_id_of_a_gpu_that_was_lost_before_the_start_is_listed_as_unhealthy(clock: Clock) -> None:
-    """After a restart beside a dead card, kubelet still hears that its holder's id is ill (else pod status says Healthy)."""
-    whole = golden_inventory()
-    ledger = make(
-        clock, Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0, 0),)), inventory=dataclasses.replace(whole, gpus=whole.gpus[:1])
-    )
-    reconcile(ledger, held(U1), initial=True)
-    assert words(ledger) == {U0: True, U1: False}
-    assert ledger.foreign_ids == (U1,)
-
-
-def test_a_whole_gpu_that_is_held_is_not_shared_until_it_is_returned(clock: Clock) -> None:
-    """After replicas were configured, a pod from before keeps its card to itself; the other card is shared at once."""
-    ledger = make(clock, WHOLE)
-    book(ledger, U0)
-    reconcile(ledger, held(U0))
-    ledger.offer([replicated(4)])
-    assert {id_: ok for id_, ok in words(ledger).items() if ok} == {f"{U1}::{n}": True for n in range(4)}
-    with pytest.raises(UnhealthyDeviceError, match="earlier settings"):
-        book(ledger, f"{U0}::0")
-    reconcile(ledger)
-    reconcile(ledger)
-    assert all(words(ledger).values())
-
-
-def test_a_gpu_that_is_still_shared_is_not_given_as_a_whole(clock: Clock) -> None:
-    """The other direction: replicas were switched off while one is held."""
-    ledger = make(clock, replicated(4))
-    book(ledger, f"{U0}::2")
-    ledger.offer([WHOLE])
-    assert words(ledger) == {U0: False, U1: True}
-
-
-def test_a_gpu_serves_one_family_at_a_time(clock: Clock) -> None:
-    """While one family holds a share, the other family's ids on that GPU are unhealthy; they return with the last share."""
-    ledger = make(clock, replicated(2), replicated(2, name="volcano.sh/vgpu-number", family="volcano-vgpu", prefix="v-"))
-    grant = book(ledger, f"{U0}::0")
-    assert [ok for id_, ok in words(ledger, "volcano.sh/vgpu-number").items() if U0 in id_] == [False, False]
-    with pytest.raises(UnhealthyDeviceError, match="serves nvidia until its last share is returned"):
-        ledger.reserve("volcano.sh/vgpu-number", [f"v-{U0}::0"], [Share(U0)])
-    ledger.release(grant.number)
-    assert all(words(ledger, "volcano.sh/vgpu-number").values())
 
 
 def test_one_id_in_two_resources_is_refused(clock: Clock) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.golden import U0, U1, golden_inventory
-from tests.ledger.test_book import ILL, WHOLE, Clock, interpret, replica_shares, replicated, whole_shares
+from tests.ledger.book_parts import ILL, WHOLE, Clock, interpret, replica_shares, replicated, whole_shares
 from vgpu_agent.errors import LedgerError
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import GrantState, Health, Holding, KubeletRecords, Owner

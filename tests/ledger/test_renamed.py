@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.golden import U0, U1
-from tests.ledger.test_book import SERVE, TRAIN, WHOLE, Clock, book, held, make, reconcile, replica_shares, replicated, whole_shares, words
+from tests.ledger.book_parts import SERVE, TRAIN, WHOLE, Clock, book, held, make, reconcile, replica_shares, replicated, whole_shares, words
 from vgpu_agent.errors import UnhealthyDeviceError
 
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.families.nvidia_parts import shared_by
 from tests.golden import U0, U1, golden_inventory, golden_slices, with_slices
-from tests.ledger.test_book import ILL, Clock, replicated
+from tests.ledger.book_parts import ILL, Clock, replicated
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.families.nvidia import NvidiaFamily
 from vgpu_agent.families.nvidia_ids import devices_behind

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_slices
-from tests.ledger.test_book import TRAIN, WHOLE, Clock, make, replicated, whole_shares, words
+from tests.ledger.book_parts import TRAIN, WHOLE, Clock, make, replicated, whole_shares, words
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError
 from vgpu_agent.ledger import Ledger

@@ -1,0 +1,147 @@
+"""The book against kubelet's records: what they prove, add, correct and end, and what a gap in them does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden import U0, U1
+from tests.ledger.book_parts import SERVE, TRAIN, WHOLE, Clock, book, held, interpret, make, reconcile, replicated
+from vgpu_agent.model import GrantState, KubeletRecords, Owner
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock at 1000 s."""
+    return Clock()
+
+
+def test_records_from_before_an_allocate_say_nothing_about_it(clock: Clock) -> None:
+    """While they were read the old holder ended and kubelet gave its id away: the grant is not the old holder's."""
+    ledger = make(clock, WHOLE)
+    reconcile(ledger, held(U0), initial=True)
+    newest = ledger.newest
+    book(ledger, U0)
+    assert ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60, newest=newest) == []
+    assert ledger.grants[0].owner is None
+    assert reconcile(ledger, held(U0, owner=SERVE)) == ["ledger.named"]
+
+
+def test_a_reservation_gets_its_container_from_kubelets_records(clock: Clock) -> None:
+    """reserved → proven once checkpoint and pod-resources agree on the container; that is no drift."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U0)
+    assert reconcile(ledger, held(U0)) == ["ledger.named"]
+    (grant,) = ledger.grants
+    assert (grant.state, grant.owner) == (GrantState.PROVEN, TRAIN)
+    assert reconcile(ledger, held(U0)) == []
+
+
+def test_one_source_alone_grants_but_does_not_prove(clock: Clock) -> None:
+    """With pod-resources silent, the checkpoint names the UID; the name comes later and nothing is forgotten in between."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U0)
+    reconcile(ledger, held(U0, owner=Owner("main", pod_uid="uid-train")), complete=False)
+    assert ledger.grants[0].state is GrantState.GRANTED
+    reconcile(ledger, held(U0, owner=Owner("main", namespace="default", pod="train")))
+    assert (ledger.grants[0].state, ledger.grants[0].owner) == (GrantState.PROVEN, TRAIN)
+
+
+def test_at_start_the_ledger_is_rebuilt_from_kubelets_records(clock: Clock) -> None:
+    """kubelet contract V10: what kubelet knows is in the book before anything is registered, and is no drift."""
+    ledger = make(clock, replicated(4))
+    corrections = ledger.reconcile(KubeletRecords((held(f"{U0}::1"),)), interpret, reservation_seconds=60, initial=True)
+    assert [(item.event, item.drift) for item in corrections] == [("ledger.adopted", False)]
+    assert ledger.grants[0].owner == TRAIN
+    assert ledger.free_ids("nvidia.com/gpu") == 7
+
+
+def test_a_holder_that_the_ledger_did_not_know_is_drift_and_is_corrected(clock: Clock) -> None:
+    """kubelet wins: the book takes over what it says and counts the disagreement."""
+    ledger = make(clock, WHOLE)
+    ledger.reconcile(KubeletRecords(entries=()), interpret, reservation_seconds=60, initial=True)
+    (correction,) = ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60)
+    assert (correction.event, correction.drift) == ("ledger.adopted", True)
+
+
+@pytest.mark.parametrize(
+    ("records", "passes"),
+    [
+        (KubeletRecords(entries=()), 1),
+        (KubeletRecords((held(U0),)), 1),
+        (KubeletRecords(complete=False, trouble="both are silent"), None),
+        (KubeletRecords(), 2),
+    ],
+    ids=["the checkpoint", "pods are listed", "nobody", "no pods are listed"],
+)
+def test_the_book_is_rebuilt_once_kubelet_has_told_who_holds_what(clock: Clock, records: KubeletRecords, passes: int | None) -> None:
+    """An empty list alone may be that of a kubelet which has just been started; what is adopted until then is no drift."""
+    ledger = make(clock, WHOLE)
+    for done in range(1, 4):
+        ledger.reconcile(records, interpret, reservation_seconds=60)
+        assert ledger.rebuilt is (passes is not None and done >= passes)
+        assert ledger.in_doubt is not ledger.rebuilt
+    (correction,) = ledger.reconcile(KubeletRecords((held(U1),)), interpret, reservation_seconds=60)
+    assert correction.drift is (passes is not None)
+
+
+def test_another_owner_in_kubelets_records_is_drift_and_is_corrected(clock: Clock) -> None:
+    """The same ids with a different pod: the book follows kubelet."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U0)
+    reconcile(ledger, held(U0))
+    (correction,) = ledger.reconcile(KubeletRecords((held(U0, owner=SERVE),)), interpret, reservation_seconds=60)
+    assert (correction.event, correction.drift) == ("ledger.renamed", True)
+    assert ledger.grants[0].owner == SERVE
+
+
+def test_other_ids_in_kubelets_records_replace_the_grant(clock: Clock) -> None:
+    """A container that holds one id less than booked is corrected to what kubelet says."""
+    ledger = make(clock, replicated(4))
+    book(ledger, f"{U0}::0", f"{U0}::1")
+    assert reconcile(ledger, held(f"{U0}::0")) == ["ledger.adopted"]
+    assert {grant.ids for grant in ledger.grants} == {(f"{U0}::0",), (f"{U0}::1",)}
+
+
+def test_a_pod_that_ended_is_released_after_two_passes(clock: Clock) -> None:
+    """One pass without the pod may be kubelet's own gap; the second releases."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U0)
+    reconcile(ledger, held(U0))
+    assert reconcile(ledger) == []
+    assert reconcile(ledger) == ["ledger.released"]
+    assert ledger.grants == ()
+
+
+def test_a_pod_that_is_back_in_the_second_pass_is_kept(clock: Clock) -> None:
+    """Misses count only in a row."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U0)
+    for _ in range(3):
+        reconcile(ledger, held(U0))
+        assert reconcile(ledger) == []
+
+
+def test_an_incomplete_picture_never_takes_away(clock: Clock) -> None:
+    """pod-resources silent or kubelet just restarted: grants stay, however often."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U0)
+    reconcile(ledger, held(U0))
+    for _ in range(3):
+        assert reconcile(ledger, complete=False) == []
+        assert reconcile(ledger, may_release=False) == []
+    assert len(ledger.grants) == 1
+
+
+def test_a_reservation_that_kubelet_never_confirms_expires(clock: Clock) -> None:
+    """An admission that failed after our answer leaves no ghost."""
+    ledger = make(clock, WHOLE)
+    book(ledger, U0)
+    clock.now += 59
+    assert reconcile(ledger) == []
+    clock.now += 2
+    assert reconcile(ledger) == ["ledger.released"]
+
+
+def test_records_of_other_plugins_are_none_of_our_business(clock: Clock) -> None:
+    """A holding of another vendor's resource is neither adopted nor drift."""
+    assert reconcile(make(clock, WHOLE), held("card-0", resource="amd.com/gpu")) == []
