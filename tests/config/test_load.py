@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.conftest import Load, Problems
-from vgpu_agent.config.load import Sources, load_content
-from vgpu_agent.config.settings import Settings
+from tests.config.conftest import Problems
 
 VALUES = [
     ("log:\n  level: warn", 'config.yaml:3: log.level: expected debug, info, warning or error, got "warn"'),
@@ -287,117 +285,10 @@ def test_a_section_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of
     assert problems_of("version: v1\nshutdownSeconds: 1\nkubelet: [1]\n") == ["config.yaml:3: kubelet: expected a mapping, got a list"]
 
 
-@pytest.mark.parametrize("text", ["version: v1\n", "version: v1\nlog:\ngpu:\n  recovery:\n", "\ufeffversion: v1\r\n"])
-def test_a_file_that_says_nothing_means_the_defaults(load_text: Load, text: str) -> None:
-    """Sections whose keys are all commented out change nothing."""
-    assert load_text(text).settings == Settings()
-
-
 @pytest.mark.parametrize("text", [b"", b"\n# nothing yet\n", b"---\n"])
 def test_an_empty_file_is_refused(problems_of: Problems, text: bytes) -> None:
     """A write that was cut short must not switch sharing off under running pods."""
     assert problems_of(text) == ["config.yaml:1: version: missing, the file is empty; add the line version: v1"]
-
-
-@pytest.mark.parametrize(("name", "complete"), [("gpu", "nvidia.com/gpu"), ("nvidia.com/gpu", "nvidia.com/gpu")])
-def test_a_shared_resource_gets_nvidias_domain_when_it_has_none(load_text: Load, name: str, complete: str) -> None:
-    """nvidia contract §2: ``gpu`` means ``nvidia.com/gpu``."""
-    loaded = load_text(f"version: v1\n{RESOURCES}    - {{name: {name}, replicas: 4}}\n")
-
-    assert [(resource.name, resource.replicas) for resource in loaded.settings.sharing.time_slicing.resources] == [(complete, 4)]
-
-
-def test_devices_are_all_a_number_or_a_list_of_words(load_text: Load) -> None:
-    """nvidia contract §2: a list may hold indices, slices and UUIDs; 0 without quotes is the index."""
-    uuid = "GPU-aaaaaaaa-0000-4000-8000-000000000000"
-    given = ["all", "3", f'[0, "1:0", {uuid}]']
-    text = "".join(f"    - {{name: gpu{number}, replicas: 2, devices: {devices}}}\n" for number, devices in enumerate(given))
-
-    resources = load_text(f"version: v1\n{RESOURCES}{text}").settings.sharing.time_slicing.resources
-
-    assert [resource.devices for resource in resources] == ["all", 3, ("0", "1:0", uuid)]
-
-
-def test_one_replica_is_sharing_too(load_text: Load) -> None:
-    """nvidia contract G16 refuses it; users asked for it (its issues 1548 and 1655), so here the least is 1."""
-    loaded = load_text(f"version: v1\n{RESOURCES}    - {{name: gpu, replicas: 1}}\n")
-
-    assert loaded.settings.sharing.time_slicing.resources[0].replicas == 1
-
-
-@pytest.mark.parametrize(
-    "addresses",
-    [
-        "listen: ':0'\ndebugListen: ':0'",
-        "listen: '10.0.0.1:80'\ndebugListen: '127.0.0.1:80'",
-        "listen: '0.0.0.0:80'\ndebugListen: '[::1]:80'",
-    ],
-)
-def test_two_addresses_that_do_not_meet_are_fine(load_text: Load, addresses: str) -> None:
-    """Port 0 is a free port each time, and different interfaces have ports of their own."""
-    load_text(f"version: v1\n{addresses}\n")
-
-
-@pytest.mark.parametrize(
-    ("text", "warnings"),
-    [
-        ("31,48", ()),
-        (" ALL , xids ", ()),
-        ("48,sixty", ('gpu.disableHealthChecks: "sixty" is ignored; expected XID numbers separated by commas, "all" or "xids"',)),
-        ("-1", ('gpu.disableHealthChecks: "-1" is ignored; expected XID numbers separated by commas, "all" or "xids"',)),
-    ],
-)
-def test_health_checks_that_mean_nothing_are_warned_of(load_text: Load, text: str, warnings: tuple[str, ...]) -> None:
-    """nvidia contract §10.1 ignores junk in silence; ignoring it is right, silence is not."""
-    loaded = load_text(f'version: v1\ngpu:\n  disableHealthChecks: "{text}"\n')
-
-    assert loaded.warnings == warnings
-
-
-VGPU = "version: v1\nfamilies: {nvidia: false, volcanoVgpu: true}\n"
-SHARE = "version: v1\nfamilies: {nvidia: false, volcanoGpushare: true}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "variable", "value", "instead"),
-    [
-        (VGPU, "HOOK_PATH", "/opt/vgpu", "set hamiCore.hostDirectory to that, and mount the path"),
-        (SHARE, "GPU_STRATEGY", "number", "set volcanoGpushare.strategy to that"),
-        (SHARE, "GPU_MEMORY_FACTOR", "10", "set volcanoGpushare.gpuMemoryFactor to that"),
-    ],
-)
-def test_a_variable_of_a_replaced_plugin_that_is_ignored_is_named(
-    load_text: Load, text: str, variable: str, value: str, instead: str
-) -> None:
-    """With its value and what to do instead, for a DaemonSet that was moved over with its environment."""
-    (warning,) = load_text(text, environment={variable: value}).warnings
-    assert warning.startswith(f'environment variable {variable}: "{value}" has no effect here; {instead}')
-
-
-@pytest.mark.parametrize(
-    ("text", "variable", "value"),
-    [
-        (VGPU, "GDRCOPY_ENABLED", "TRUE"),
-        (VGPU + "volcanoVgpu: {gdsEnabled: false}\n", "GDS_ENABLED", "false"),
-        (SHARE, "GDS_ENABLED", "false"),
-        (VGPU, "NVIDIA_DRIVER_ROOT", "/"),
-        (VGPU + "gpu: {driverRoot: /run/nvidia/driver}\n", "NVIDIA_DEV_ROOT", "/run/nvidia/driver/"),
-        (VGPU, "HOOK_PATH", "/usr/local/vgpu"),
-        (VGPU + "volcanoVgpu: {isolation: none}\n", "HOOK_PATH", "/opt/vgpu"),
-        (VGPU, "KUBECONFIG", "/root/.kube/config"),
-        (VGPU, "DEVICE_LIST_STRATEGY", "envvar"),
-        (VGPU, "MIG_STRATEGY", "none"),
-        (VGPU, "IMEX_REQUIRED", "0"),
-        (VGPU, "MIG_STRATEGY", ""),
-        (VGPU, "GPU_STRATEGY", "number"),
-        (SHARE, "GPU_MEMORY_FACTOR", "1"),
-    ],
-)
-def test_a_variable_of_a_replaced_plugin_that_says_what_holds_anyway_is_not_named(
-    load_text: Load, text: str, variable: str, value: str
-) -> None:
-    """Whatever its plugin would have done, the agent does, or nobody would see a difference; KUBECONFIG is in many a shell."""
-    assert load_text(text, environment={variable: value}).warnings == ()
 
 
 @pytest.mark.parametrize("name", ["Volcano", "a.b", "-a", "a/b", "a" * 64])
@@ -405,23 +296,3 @@ def test_the_namespace_of_the_config_map_must_be_one(problems_of: Problems, name
     """It becomes part of a path that is asked of the API server."""
     (problem,) = problems_of(environment={"DEVICE_CONFIG_NAMESPACE": name})
     assert "environment variable DEVICE_CONFIG_NAMESPACE: expected the name of a namespace" in problem
-
-
-def test_a_shared_resource_that_no_node_can_have_is_named() -> None:
-    """A typing error would share nothing, silently; a MIG profile or a renamed resource may be on another node."""
-    text = """\
-version: v1
-resources: {gpus: [{pattern: "*A100*", name: nvidia.com/a100}]}
-sharing:
-  timeSlicing:
-    resources:
-      - {name: nvidia.com/gpus, replicas: 2}
-      - {name: nvidia.com/a100, replicas: 2}
-      - {name: nvidia.com/mig-1g.5gb, replicas: 2}
-      - {name: nvidia.com/gpu, replicas: 2}
-"""
-    (warning,) = load_content(Sources({}, {}, "config.yaml"), text.encode()).warnings
-    assert warning == (
-        'sharing.timeSlicing.resources[0].name: "nvidia.com/gpus" is no resource of any node; expected nvidia.com/gpu, '
-        "nvidia.com/mig-<profile>, or a name from resources:"
-    )

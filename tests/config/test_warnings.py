@@ -1,0 +1,90 @@
+"""What of an accepted configuration has no effect, and is named with its value and what to do instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.conftest import Load
+from vgpu_agent.config.load import Sources, load_content
+
+
+@pytest.mark.parametrize(
+    ("text", "warnings"),
+    [
+        ("31,48", ()),
+        (" ALL , xids ", ()),
+        ("48,sixty", ('gpu.disableHealthChecks: "sixty" is ignored; expected XID numbers separated by commas, "all" or "xids"',)),
+        ("-1", ('gpu.disableHealthChecks: "-1" is ignored; expected XID numbers separated by commas, "all" or "xids"',)),
+    ],
+)
+def test_health_checks_that_mean_nothing_are_warned_of(load_text: Load, text: str, warnings: tuple[str, ...]) -> None:
+    """nvidia contract §10.1 ignores junk in silence; ignoring it is right, silence is not."""
+    loaded = load_text(f'version: v1\ngpu:\n  disableHealthChecks: "{text}"\n')
+
+    assert loaded.warnings == warnings
+
+
+VGPU = "version: v1\nfamilies: {nvidia: false, volcanoVgpu: true}\n"
+SHARE = "version: v1\nfamilies: {nvidia: false, volcanoGpushare: true}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "variable", "value", "instead"),
+    [
+        (VGPU, "HOOK_PATH", "/opt/vgpu", "set hamiCore.hostDirectory to that, and mount the path"),
+        (SHARE, "GPU_STRATEGY", "number", "set volcanoGpushare.strategy to that"),
+        (SHARE, "GPU_MEMORY_FACTOR", "10", "set volcanoGpushare.gpuMemoryFactor to that"),
+    ],
+)
+def test_a_variable_of_a_replaced_plugin_that_is_ignored_is_named(
+    load_text: Load, text: str, variable: str, value: str, instead: str
+) -> None:
+    """With its value and what to do instead, for a DaemonSet that was moved over with its environment."""
+    (warning,) = load_text(text, environment={variable: value}).warnings
+    assert warning.startswith(f'environment variable {variable}: "{value}" has no effect here; {instead}')
+
+
+@pytest.mark.parametrize(
+    ("text", "variable", "value"),
+    [
+        (VGPU, "GDRCOPY_ENABLED", "TRUE"),
+        (VGPU + "volcanoVgpu: {gdsEnabled: false}\n", "GDS_ENABLED", "false"),
+        (SHARE, "GDS_ENABLED", "false"),
+        (VGPU, "NVIDIA_DRIVER_ROOT", "/"),
+        (VGPU + "gpu: {driverRoot: /run/nvidia/driver}\n", "NVIDIA_DEV_ROOT", "/run/nvidia/driver/"),
+        (VGPU, "HOOK_PATH", "/usr/local/vgpu"),
+        (VGPU + "volcanoVgpu: {isolation: none}\n", "HOOK_PATH", "/opt/vgpu"),
+        (VGPU, "KUBECONFIG", "/root/.kube/config"),
+        (VGPU, "DEVICE_LIST_STRATEGY", "envvar"),
+        (VGPU, "MIG_STRATEGY", "none"),
+        (VGPU, "IMEX_REQUIRED", "0"),
+        (VGPU, "MIG_STRATEGY", ""),
+        (VGPU, "GPU_STRATEGY", "number"),
+        (SHARE, "GPU_MEMORY_FACTOR", "1"),
+    ],
+)
+def test_a_variable_of_a_replaced_plugin_that_says_what_holds_anyway_is_not_named(
+    load_text: Load, text: str, variable: str, value: str
+) -> None:
+    """Whatever its plugin would have done, the agent does, or nobody would see a difference; KUBECONFIG is in many a shell."""
+    assert load_text(text, environment={variable: value}).warnings == ()
+
+
+def test_a_shared_resource_that_no_node_can_have_is_named() -> None:
+    """A typing error would share nothing, silently; a MIG profile or a renamed resource may be on another node."""
+    text = """\
+version: v1
+resources: {gpus: [{pattern: "*A100*", name: nvidia.com/a100}]}
+sharing:
+  timeSlicing:
+    resources:
+      - {name: nvidia.com/gpus, replicas: 2}
+      - {name: nvidia.com/a100, replicas: 2}
+      - {name: nvidia.com/mig-1g.5gb, replicas: 2}
+      - {name: nvidia.com/gpu, replicas: 2}
+"""
+    (warning,) = load_content(Sources({}, {}, "config.yaml"), text.encode()).warnings
+    assert warning == (
+        'sharing.timeSlicing.resources[0].name: "nvidia.com/gpus" is no resource of any node; expected nvidia.com/gpu, '
+        "nvidia.com/mig-<profile>, or a name from resources:"
+    )
