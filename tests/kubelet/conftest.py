@@ -1,4 +1,4 @@
-"""Fixtures for the kubelet side: a node directory with a short path, a simulated kubelet, and plugins that run under a supervisor."""
+"""Fixtures for the kubelet side: a node directory, a simulated kubelet, plugins that run under a supervisor, and a bare gRPC server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import grpc
 import pytest
 
 from tests.kubelet.backend import FakeBackend
+from tests.kubelet.grpc_parts import Served
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.model import Resource
@@ -95,3 +97,13 @@ async def node(directory: Path) -> AsyncIterator[Node]:
         built.watch_directory()
         yield built
         await asyncio.wait_for(asyncio.gather(*(plugin.stop() for plugin in built.plugins)), PATIENCE_SECONDS)
+
+
+@pytest.fixture
+async def served(directory: Path) -> AsyncIterator[Served]:
+    """The service of `grpc_parts` on a socket."""
+    built = Served(directory / "a.sock")
+    await built.server.start(sockets.bind(built.path))
+    yield built
+    await built.channel.close(None)
+    await built.server.drain(0.2)
