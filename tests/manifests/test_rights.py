@@ -1,0 +1,71 @@
+"""What the manifests let the agent do: nothing is granted that is not used, and nobody else is granted it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
+from vgpu_agent.cluster import config_map
+
+READ_ONE = {("configmaps", "get"), ("configmaps", "list"), ("configmaps", "watch")}
+
+
+def test_nothing_is_granted_that_is_not_used(objects: dict[str, Any]) -> None:
+    """Own Node and pods are read and patched, events written, one ConfigMap read; no creation, no deletion, no secret, no wildcard."""
+    assert rights_of(objects["ClusterRole"]) == {
+        *(("nodes", verb) for verb in ("get", "list", "watch", "patch")),
+        ("nodes/status", "patch"),
+        *(("pods", verb) for verb in ("get", "list", "watch", "patch")),
+        *(("events", verb) for verb in ("create", "patch")),
+    }
+    assert not any("resourceNames" in rule for rule in objects["ClusterRole"]["rules"])
+
+
+def test_one_config_map_is_readable_in_each_namespace_the_agent_looks_at(objects: dict[str, Any]) -> None:
+    """The base grants it in kube-system and the component in volcano-system; that is where `cluster.config_map` looks, and by this name."""
+    component = {document["kind"]: document for document in documents_of("components/volcano/rbac.yaml")}
+    roles = [objects["Role"], component["Role"]]
+    assert tuple(role["metadata"]["namespace"] for role in roles) == config_map.NAMESPACES
+    for role in roles:
+        assert rights_of(role) == READ_ONE
+        assert [rule["resourceNames"] for rule in role["rules"]] == [[config_map.NAME]]
+
+
+def test_evicting_must_be_asked_for() -> None:
+    """Because no policy can confine it, the component grants it and the base does not."""
+    (role, _) = documents_of("components/eviction/rbac.yaml")
+    assert rights_of(role) == {("pods/eviction", "create")}
+    assert DEFAULTS.binding.refused_evict_seconds == 0
+
+
+def test_only_the_agents_pod_gets_the_token(objects: dict[str, Any], pod: Any) -> None:
+    """The pod asks for it; another pod under the same account would have to ask, too."""
+    assert pod["automountServiceAccountToken"] is True
+    assert objects["ServiceAccount"]["automountServiceAccountToken"] is False
+
+
+def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: Any) -> None:
+    """So that the rules reach the agent and nobody else."""
+    account = {"kind": "ServiceAccount", "name": objects["ServiceAccount"]["metadata"]["name"], "namespace": NAME}
+    assert pod["serviceAccountName"] == account["name"]
+    files = [path.relative_to(MANIFESTS) for path in MANIFESTS.rglob("rbac.yaml")]
+    assert len(files) == 3
+    for file in files:
+        documents = documents_of(str(file))
+        for role, binding in zip(documents[::2], documents[1::2], strict=True):
+            assert binding["kind"] == role["kind"] + "Binding"
+            assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": role["kind"], "name": role["metadata"]["name"]}
+            assert binding["metadata"].get("namespace") == role["metadata"].get("namespace")
+            assert binding["subjects"] == [account]
+
+
+def test_the_policy_speaks_of_the_account_that_the_pod_uses(objects: dict[str, Any]) -> None:
+    """Another name would match nobody, and confine nothing; and it covers every resource whose patch is granted, but for events."""
+    policy, binding = documents_of("components/own-node-only/policy.yaml")
+    account = objects["ServiceAccount"]["metadata"]
+    assert f'"system:serviceaccount:{account["namespace"]}:{account["name"]}"' in policy["spec"]["matchConditions"][0]["expression"]
+    assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+    (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+    patched = {resource for resource, verb in rights_of(objects["ClusterRole"]) if verb == "patch"}
+    assert set(rule["resources"]) == patched - {"events"}
+    assert policy["spec"]["failurePolicy"] == "Fail"
