@@ -134,9 +134,9 @@ def test_a_pod_whose_name_only_the_watch_knows_is_found_by_its_uid(volcano_node:
 
 
 def test_a_resource_that_is_not_served_says_why(volcano_node: AgentStatus) -> None:
-    """The same words as the readiness."""
+    """The words of the readiness, but for the resource's name, which the sentence has already."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
-    status.not_ready = (ReadyProblem(f"resource {VGPU}", "libvgpu.so is missing"),)
+    status.not_ready = (ReadyProblem(f"resource {VGPU}", f"{VGPU}: libvgpu.so is missing"),)
     assert "Container main asks for volcano.sh/vgpu-number, which is not served now: libvgpu.so is missing." in sentences(status, "new")
 
 
@@ -212,7 +212,7 @@ def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(node:
     first, *others = node.inventory.gpus
     ill = dataclasses.replace(first, health=Health(ok=False, reason="XID 79"))
     node.inventory = dataclasses.replace(node.inventory, gpus=(ill, *others))
-    node.not_ready = (ReadyProblem("resource nvidia.com/gpu", "there is no MPS control daemon at /mps"),)
+    node.not_ready = (ReadyProblem("resource nvidia.com/gpu", "nvidia.com/gpu: there is no MPS control daemon at /mps"),)
     text = sentences(node, "train-0")
     assert "GPU 0 (GPU-0) is Unhealthy: XID 79." in text
     assert "nvidia.com/gpu is not served now: there is no MPS control daemon at /mps." in text

@@ -122,11 +122,11 @@ class Offering:
 
     def caution(self, resource: str, text: str) -> None:
         """Say, once and among the cautions, what is odd about a resource that is served all the same; with an empty text nothing is."""
-        if text and self.cautions.get(resource) != text:
-            self._journal.record("config.caution", level="warning", problem=text)
-        self.cautions[resource] = text
         if not text:
-            del self.cautions[resource]
+            self.cautions.pop(resource, None)
+        elif self.cautions.get(resource) != text:
+            self.cautions[resource] = text
+            self._journal.record("config.caution", level="warning", problem=text)
 
     def refuse(self, resource: str, reason: str) -> None:
         """Withhold a resource that cannot even be offered, until it is accepted."""

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _FILE = "slices.json"
+_REMEDY = (
+    "make stateDirectory a directory with room in which the agent can write; until then a restart forgets of which GPU a MIG instance was "
+    "that is gone"
+)
 
 
 class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
@@ -63,7 +67,7 @@ class SliceMemory:
             await asyncio.to_thread(self._write, msgspec.json.encode(facts))
         except OSError as err:
             if not self._complained:
-                _logger.warning("memory.not_written", path=str(self._path), error=str(err), setting="stateDirectory")
+                _logger.warning("memory.not_written", path=str(self._path), error=str(err), remedy=_REMEDY)
             self._complained = True
             return
         self._written, self._complained = facts, False

@@ -104,9 +104,8 @@ def _container(
     for name, text in container.unreadable.items():
         if name in ours:
             yield f"Container {container.name} asks for {name} = {text[:60]!r}, which is no whole number."
-    for problem in status.not_ready:
-        if (resource := problem.part.removeprefix("resource ")) in container.limits:
-            yield f"Container {container.name} asks for {resource}, which is not served now: {problem.reason}."
+    for resource in container.limits:
+        yield from (f"Container {container.name} asks for {resource}, which {why}" for why in _unserved(status, resource))
     refused = [refusal for refusal in refusals if (refusal.pod_uid, refusal.container) == (pod.kubelet_uid, container.name)]
     yield from map(_refused, refused)
     held = [
@@ -149,6 +148,13 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
         )
     if grant.evidence:
         yield f"That is known because: {'; '.join(grant.evidence)}."
+
+
+def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
+    """Why nobody is given anything of ``resource`` now, to be read after its name, which most reasons begin with as well."""
+    for problem in status.not_ready:
+        if problem.part == f"resource {resource}":
+            yield f"is not served now: {problem.reason.removeprefix(f'{resource}: ')}."
 
 
 def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
@@ -219,9 +225,7 @@ def _unknown(
         if grant.evidence:
             yield f"That is known because: {'; '.join(grant.evidence)}."
     for resource in dict.fromkeys(grant.resource for grant in grants):
-        yield from (
-            f"{resource} is not served now: {problem.reason}." for problem in status.not_ready if problem.part == f"resource {resource}"
-        )
+        yield from (f"{resource} {why}" for why in _unserved(status, resource))
     if grants:
         shown = "known from kubelet's records only"
         if status.cluster.pods_synced:
