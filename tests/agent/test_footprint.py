@@ -72,6 +72,43 @@ print(kept, kib() - before)
     assert left < 3_000
 
 
+def test_a_message_that_arrives_takes_no_block_of_its_own() -> None:
+    """Blocks from 64 KiB on are mapped and unmapped; asyncio would take 256 KiB for a hundred bytes."""
+    program = """
+import asyncio, socket, tracemalloc
+from vgpu_agent.agent.footprint import keep_small
+keep_small()
+async def main():
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    tracemalloc.start()
+    theirs.send(bytes(100))
+    before, _ = tracemalloc.get_traced_memory()
+    await reader.readexactly(100)
+    print(tracemalloc.get_traced_memory()[1] - before)
+    writer.close()
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert int(ran.stdout) < 64 * 1024
+
+
+def test_what_the_start_has_made_is_not_searched_again() -> None:
+    """Everything that is there when the start is over stays, and a search for cycles passes it over; later ones are found as ever."""
+    program = """
+import gc, weakref
+from vgpu_agent.agent.footprint import settle
+class Thing: pass
+there = [Thing() for _ in range(5000)]
+settle()
+thing = Thing(); thing.itself = thing; gone = weakref.ref(thing); del thing
+gc.collect()
+print(gc.get_freeze_count() > 5000, len(gc.get_objects()) < 5000, gone() is None)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == ["True", "True", "True"]
+
+
 def test_the_systems_certificates_are_loaded_only_for_who_asks_for_them(tmp_path: Path) -> None:
     """aiohttp's own TLS contexts stay empty, 2 MiB less; one that is made later has them, and the shell's own choice of a file is kept."""
     program = """

@@ -10,16 +10,20 @@ import base64
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from vgpu_agent.agent.starting_pods import StartingPods
 from vgpu_agent.agent.witness import KubeletWitness
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.kubelet import codec
+from vgpu_agent.kubelet.checkpoint import CheckpointEntry, read_checkpoint
 from vgpu_agent.kubelet.pod_resources import GetNotPossibleError, PodResources
 from vgpu_agent.model import Holding, Owner
+from vgpu_agent.pods import Pod, PodBook, PodContainer
 
 RESOURCE = "volcano.sh/vgpu-number"
 
@@ -34,6 +38,7 @@ class Lister(PodResources):
         self.can_get = True
         self.holdings: list[Holding] = []
         self.let = asyncio.Event()
+        self.got = asyncio.Event()
         self.error = ""
 
     async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
@@ -48,6 +53,7 @@ class Lister(PodResources):
         if not self.can_get:
             raise GetNotPossibleError("no Get")
         self.asked.append(set(pods))
+        self.got.set()
         return tuple(held for held in self.holdings if wanted(held.resource) and (held.owner.namespace, held.owner.pod) in pods)
 
 
@@ -69,9 +75,15 @@ def write(path: Path, *entries: dict[str, object]) -> Path:
     return path
 
 
-def make(lister: Lister, checkpoint: Path, *, answers: bool = False, names: Mapping[str, tuple[str, str]] | None = None) -> KubeletWitness:
-    """A witness of one resource, who knows these pods by their UIDs."""
-    return KubeletWitness(lister, checkpoint, resources=lambda: [RESOURCE], with_answers=lambda: answers, names=(names or {}).get)
+def make(
+    lister: Lister, checkpoint: Path, *, answers: bool = False, names: Mapping[str, tuple[str, str]] | None = None, waiting: bool = False
+) -> KubeletWitness:
+    """A witness of one resource, who knows these pods by their UIDs; ``waiting``, and that they wait for one id each, in this order."""
+    book = PodBook()
+    for uid, (namespace, name) in (names or {}).items():
+        book.put(Pod(uid, namespace, name, containers=(PodContainer("main", limits={RESOURCE: 1}),) if waiting else ()))
+    pods = StartingPods(book, served=set[tuple[str, str, str]])
+    return KubeletWitness(lister, checkpoint, resources=lambda: [RESOURCE], with_answers=lambda: answers, pods=pods)
 
 
 async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
@@ -202,3 +214,52 @@ async def test_all_pods_are_asked_about_where_one_does_not_settle_it(tmp_path: P
     testimony = await make(lister, checkpoint, names=names)(RESOURCE, ["a"])
     assert (testimony.pod_resources, testimony.whole) == (tuple(lister.holdings), True)
     assert lister.readings == 1
+
+
+async def test_the_pod_that_is_expected_is_asked_about_while_the_checkpoint_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kubelet waits for both, so they do not wait for each other; the checkpoint names that pod, so it is asked about once."""
+    lister = Lister()
+    lister.holdings = [A, B]
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
+
+    async def slowly(*arguments: Any) -> tuple[CheckpointEntry, ...]:
+        await lister.got.wait()  # for ever, if it is asked about only afterwards
+        return await read_checkpoint(*arguments)
+
+    monkeypatch.setattr("vgpu_agent.agent.witness.read_checkpoint", slowly)
+    async with asyncio.timeout(10):
+        testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
+    assert (testimony.pod_resources, testimony.whole, lister.asked, lister.readings) == ((A,), False, [{("ns", "p")}], 0)
+
+
+async def test_what_is_said_of_another_pod_than_the_checkpoint_names_counts_for_nothing(tmp_path: Path) -> None:
+    """The one bound first was expected, and it is another one that starts: that one is asked about too."""
+    lister = Lister()
+    lister.holdings = [Holding(RESOURCE, ("b",), Owner("main", "", "ns", "p")), B]  # as if kubelet had given the ids to both
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-q", "main", "b"))
+    testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["b"])
+    assert (testimony.pod_resources, testimony.whole) == ((B,), False)
+    assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
+
+
+async def test_who_had_the_ids_at_the_last_reading_is_expected_before_others(tmp_path: Path) -> None:
+    """In a burst the checkpoint has named later pods already; a container that starts again has been in it for long."""
+    lister = Lister()
+    lister.holdings = [A, B]
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
+    ask = make(lister, checkpoint, names=NAMES, waiting=True)
+    await ask(RESOURCE, ["a"])
+    await ask(RESOURCE, ["b"])
+    assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
+
+
+async def test_an_expected_pod_of_which_nothing_is_said_leaves_the_question_to_list(tmp_path: Path) -> None:
+    """kubelet has no Get, or has been asked too often: it is not asked a second time before List is."""
+    lister = Lister()
+    lister.can_get, lister.holdings = False, [A]
+    lister.let.set()
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
+    testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
+    assert (testimony.pod_resources, testimony.whole, lister.readings) == ((A,), True, 1)

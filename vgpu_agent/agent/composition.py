@@ -24,7 +24,7 @@ from vgpu_agent.agent.cdi_side import CdiSide
 from vgpu_agent.agent.cluster_report import ClusterReport
 from vgpu_agent.agent.cluster_side import ClusterSide
 from vgpu_agent.agent.families_in_force import FamiliesInForce
-from vgpu_agent.agent.footprint import keep_small
+from vgpu_agent.agent.footprint import keep_small, settle
 from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.mig_side import MigSide
@@ -33,6 +33,7 @@ from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offering import Offering
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
+from vgpu_agent.agent.starting_pods import StartingPods
 from vgpu_agent.agent.vanished import VanishedDevices
 from vgpu_agent.agent.verification import Verification
 from vgpu_agent.agent.witness import KubeletWitness
@@ -141,7 +142,7 @@ class Agent:
                     settings.kubelet.checkpoint_path,
                     resources=lambda: [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD],
                     with_answers=lambda: self._allocator.mode is not None and not self._allocator.mode.late,
-                    names=self._name_of,
+                    pods=StartingPods(self._cluster.book, served=lambda: self._allocator.binder.served if self._allocator.binder else ()),
                 ),
                 fetch=self._cluster.fetch,
                 carrier=directory,
@@ -308,6 +309,7 @@ class Agent:
             if settings.families.volcano_vgpu:
                 # It promises no sign of life: a disk that hangs is not mended by a restart of the agent.
                 self._supervisor.start("container usage", self._usages.run)
+        settle()
         self._report.starting = ""
         inventory = self._watch.inventory.value
         _logger.info(
@@ -358,10 +360,6 @@ class Agent:
         self._watch.apply(settings.gpu)
         await self._know_holders()
         await self._offering.sync()
-
-    def _name_of(self, pod_uid: str) -> tuple[str, str] | None:
-        pod = self._cluster.book.get(pod_uid)
-        return (pod.namespace, pod.name) if pod else None
 
     def _tokens(self, pod_uid: str) -> tuple[str, ...]:
         """The tokens of a pod's grants, also of those that ended before its annotations were written."""

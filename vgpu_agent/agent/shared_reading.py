@@ -27,6 +27,11 @@ class SharedReading(Generic[Read]):
         self._begun = 0
         self._last: tuple[int, Read] | None = None
 
+    @property
+    def last(self) -> Read | None:
+        """What was read last, however long ago; None before the first time."""
+        return self._last[1] if self._last else None
+
     async def __call__(self) -> Read:
         """What was read after this call began.
 

@@ -1,13 +1,17 @@
 """What kubelet's records say at this moment, for `allocation`: the checkpoint and pod-resources, side by side and unweighed.
 
-Asked before every start of a container whose pod decides what it gets. The checkpoint is read first: it costs a millisecond and says which
-pods to ask pod-resources about, which for one pod is quick and for the whole node is not (4 MB where memory is counted in ids). The whole
-node is asked about where one pod does not do: kubelet is too old for it or has been asked too often, nobody knows the pod yet, or what it
-holds is not these ids. Starts come in bursts, so everybody who asks while a reading is under way shares the next one.
+Asked before every start of a container whose pod decides what it gets. The checkpoint says which pods to ask pod-resources about, which
+for one pod is quick and for the whole node is not (4 MB where memory is counted in ids). Both take some milliseconds, so the pod that is
+probably meant is asked about while the checkpoint is being read; the answer counts if the checkpoint then names that pod and no other. The
+whole node is asked about where one pod does not do: kubelet is too old for it or has been asked too often, nobody knows the pod yet, or
+what it holds is not these ids. Starts come in bursts, so everybody who asks while a reading is under way shares the next one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
+    from vgpu_agent.agent.starting_pods import StartingPods
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.kubelet.checkpoint import CheckpointEntry
     from vgpu_agent.kubelet.pod_resources import PodResources
@@ -30,15 +35,28 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """One reading of the file; ``entries`` is None when it could not be read. ``decoded`` keeps the answers that were looked at."""
+    """One reading of the file; ``entries`` is None when it could not be read.
+
+    State: who has each id of a resource that was asked about, as places among the entries; the answers that were looked at.
+    """
 
     entries: tuple[CheckpointEntry, ...] | None
     trouble: str = ""
+    places: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
     decoded: dict[int, Edits] = dataclasses.field(default_factory=dict)
 
     def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
-        """The entries that name any of ``ids``: a few of hundreds."""
-        return [entry for entry in self.entries or () if entry.resource_name == resource and not ids.isdisjoint(entry.ids)]
+        """The entries that name any of ``ids``, in the order of the file: a few of hundreds."""
+        entries = self.entries or ()
+        if resource not in self.places:
+            places: dict[str, list[int]] = collections.defaultdict(list)
+            for place, entry in enumerate(entries):
+                if entry.resource_name == resource:
+                    for id_ in entry.ids:
+                        places[id_].append(place)
+            self.places[resource] = places
+        known = self.places[resource]
+        return [entries[place] for place in sorted({place for id_ in ids for place in known.get(id_, ())})]
 
     def answer(self, entry: CheckpointEntry) -> Edits:
         """What our Allocate once answered for ``entry``, which is one of these.
@@ -69,7 +87,7 @@ class KubeletWitness:
         *,
         resources: Callable[[], Collection[str]],
         with_answers: Callable[[], bool],
-        names: Callable[[str], tuple[str, str] | None],
+        pods: StartingPods,
     ) -> None:
         """Build it.
 
@@ -78,13 +96,13 @@ class KubeletWitness:
             checkpoint: the path of kubelet's file.
             resources: names of the resources that are of interest; the ids of others are not read at all.
             with_answers: whether everybody's stored answers are needed (early binding), not only those for the ids in question.
-            names: (namespace, name) of the pod that kubelet knows under a UID; None when we do not know it.
+            pods: knows their names, and who is likely to start.
         """
         self._pod_resources = pod_resources
         self._path = checkpoint
         self._resources = resources
         self._with_answers = with_answers
-        self._names = names
+        self._pods = pods
         self._checkpoint = SharedReading(self._read_checkpoint)
         self._both = SharedReading(self._read_both)
 
@@ -100,22 +118,45 @@ class KubeletWitness:
         if not whole and (testimony := await self._of_holders(resource, wanted)):
             return testimony
         checkpoint, listed = await self._both()
-        return self._testimony(checkpoint, listed, resource, wanted, whole=True)
+        return self._testimony(checkpoint, listed, checkpoint.about(resource, wanted), whole=True)
 
     async def _of_holders(self, resource: str, ids: frozenset[str]) -> Testimony | None:
         """With pod-resources about those pods only that have ``ids`` by the checkpoint; None where that does not settle it."""
-        checkpoint = await self._checkpoint()
-        holders = {entry.pod_uid for entry in checkpoint.about(resource, ids)}
-        pods = {self._names(uid) for uid in holders}
+        checkpoint, expected, early = await self._checkpoint_and_expected(resource, ids)
+        about = checkpoint.about(resource, ids)
+        pods = {self._pods.name(entry.pod_uid) for entry in about}
         known = [pod for pod in pods if pod is not None]
         if not known or len(known) < len(pods):
             return None
-        try:
-            listed = await self._pod_resources.get(known, frozenset(self._resources()).__contains__)
-        except KubeletError:
+        listed = early if known == [expected] else await self._get(known)
+        if listed is None:
             return None  # List will do, or say what is wrong
         live = {(held.owner.namespace, held.owner.pod) for held in listed if _concerns(held, resource, ids)}
-        return self._testimony(checkpoint, _Listed(listed), resource, ids, whole=False) if len(live) == 1 else None
+        return self._testimony(checkpoint, _Listed(listed), about, whole=False) if len(live) == 1 else None
+
+    async def _checkpoint_and_expected(
+        self, resource: str, ids: frozenset[str]
+    ) -> tuple[_Checkpoint, tuple[str, str] | None, tuple[Holding, ...] | None]:
+        """The checkpoint; the pod that was expected to be in it, and what pod-resources said of that pod meanwhile (see `_get`)."""
+        with contextlib.nullcontext(had) if (had := self._had(resource, ids)) else self._pods.expected(resource, len(ids)) as expected:
+            if expected is None:
+                return await self._checkpoint(), None, None
+            async with asyncio.TaskGroup() as both:
+                asked = both.create_task(self._get([expected]), name="pod-resources, about the pod that is expected")
+                checkpoint = await self._checkpoint()
+        return checkpoint, expected, asked.result()
+
+    def _had(self, resource: str, ids: frozenset[str]) -> tuple[str, str] | None:
+        """The pod that had ``ids`` when the checkpoint was read last, however long ago: in a burst that is the one."""
+        before = self._checkpoint.last.about(resource, ids) if self._checkpoint.last else []
+        return self._pods.name(before[0].pod_uid) if len(before) == 1 else None
+
+    async def _get(self, pods: Collection[tuple[str, str]]) -> tuple[Holding, ...] | None:
+        """What pod-resources says of ``pods``; None when it says nothing of single ones."""
+        try:
+            return await self._pod_resources.get(pods, frozenset(self._resources()).__contains__)
+        except KubeletError:
+            return None
 
     async def _read_both(self) -> tuple[_Checkpoint, _Listed]:
         try:
@@ -131,9 +172,9 @@ class KubeletWitness:
         except CheckpointError as err:
             return _Checkpoint(None, str(err))
 
-    def _testimony(self, checkpoint: _Checkpoint, listed: _Listed, resource: str, ids: frozenset[str], *, whole: bool) -> Testimony:
+    def _testimony(self, checkpoint: _Checkpoint, listed: _Listed, about: Sequence[CheckpointEntry], *, whole: bool) -> Testimony:
         trouble = [each for each in (listed.trouble, checkpoint.trouble) if each]
-        about, answers = checkpoint.about(resource, ids), {}
+        answers = {}
         for entry in checkpoint.entries or () if self._with_answers() else about:
             if not entry.alloc_resp:
                 continue

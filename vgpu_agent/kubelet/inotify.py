@@ -22,6 +22,7 @@ _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = 0x40, 0x80,
 _MASK = _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
 
 _EVENT = struct.Struct("iIII")  # struct inotify_event: watch, mask, cookie, length of the name that follows
+_READ_AT_ONCE = 16 * 1024  # an event has 272 bytes at most; what is not read now wakes us again
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,7 +72,7 @@ class Inotify:
     def _readable(self) -> None:
         events = b""
         with contextlib.suppress(BlockingIOError):
-            events = os.read(self._descriptor, 65536)
+            events = os.read(self._descriptor, _READ_AT_ONCE)
         if self._matters(events):
             self._wake()
 

@@ -1,0 +1,65 @@
+"""Who is expected to start: the pod bound first that waits for as many ids, and nobody who has them already."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from vgpu_agent.agent.starting_pods import StartingPods
+from vgpu_agent.pods import Pod, PodBook, PodContainer
+
+NUMBER = "volcano.sh/vgpu-number"
+
+
+def pod(name: str, number: int = 1, *, phase: str = "Pending", started: bool = False) -> Pod:
+    """A pod whose container ``main`` asks for so many."""
+    return Pod(f"uid-{name}", "ns", name, phase=phase, containers=(PodContainer("main", limits={NUMBER: number}, started=started),))
+
+
+def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None) -> StartingPods:
+    """A book with these, bound in this order."""
+    book = PodBook()
+    for each in pods:
+        book.put(each)
+    return StartingPods(book, served=lambda: served or set())
+
+
+def expected(pods: StartingPods, count: int = 1) -> tuple[str, str] | None:
+    """Who is expected now."""
+    with pods.expected(NUMBER, count) as found:
+        return found
+
+
+def test_pods_are_named_as_kubelet_names_them() -> None:
+    """By UID; one that is not in the book has no name."""
+    pods = starting(pod("a"))
+    assert (pods.name("uid-a"), pods.name("uid-b")) == (("ns", "a"), None)
+
+
+def test_the_pod_that_was_bound_first_is_expected() -> None:
+    """kubelet admits pods in about that order."""
+    assert expected(starting(pod("b"), pod("a"))) == ("ns", "b")
+
+
+@pytest.mark.parametrize(
+    "other", [pod("a", 2), pod("a", started=True), pod("a", phase="Failed")], ids=["other number", "started before", "ended"]
+)
+def test_a_pod_that_does_not_wait_for_as_many_is_not_expected(other: Pod) -> None:
+    """Neither one that asks for more, nor one that has run, nor one that has ended."""
+    assert expected(starting(other, pod("b"))) == ("ns", "b")
+    assert expected(starting(other)) is None
+
+
+def test_a_container_that_is_served_is_not_expected() -> None:
+    """Its status follows seconds later; until then the agent itself knows."""
+    served = {("uid-a", "main", NUMBER)}
+    assert expected(starting(pod("a"), pod("b"), served=served)) == ("ns", "b")
+
+
+def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
+    """Until the one has its answer; then its pod may be expected again, because the start may have been refused."""
+    pods = starting(pod("a"), pod("b"))
+    with contextlib.ExitStack() as asking:
+        assert [asking.enter_context(pods.expected(NUMBER, 1)) for _ in range(3)] == [("ns", "a"), ("ns", "b"), None]
+    assert expected(pods) == ("ns", "a")
