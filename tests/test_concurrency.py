@@ -41,6 +41,25 @@ async def test_changes_begin_with_the_current_value() -> None:
     await changes.aclose()
 
 
+@pytest.mark.looptime
+async def test_a_reader_in_no_hurry_sees_a_burst_of_changes_once() -> None:
+    """What comes within its pause is one change, and the last of a burst is never missed."""
+    latest, seen = Latest(0), list[int]()
+
+    async def read() -> None:
+        async for value in latest.changes(gathering_seconds=1.0):
+            seen.extend([value])
+
+    async with asyncio.TaskGroup() as group:
+        reader = group.create_task(read())
+        for value in (1, 2, 3, 4):
+            await asyncio.sleep(0.3)
+            latest.publish(value)
+        await asyncio.sleep(5)
+        reader.cancel()
+    assert seen == [0, 3, 4]
+
+
 async def _forever() -> None:
     await asyncio.Event().wait()
 

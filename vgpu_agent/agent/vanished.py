@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
 
+_GATHERING_SECONDS = 0.1  # a start of a container books several times, and nobody waits for what is told here
+
 
 class VanishedDevices:
     """Watches the ledger for grants whose device is gone.
@@ -41,12 +43,12 @@ class VanishedDevices:
 
     async def run(self) -> None:
         """Look at every change of devices or grants, for ever; a loop for the supervisor."""
-        async for _ in self._ledger.revision.changes():
+        async for _ in self._ledger.revision.changes(gathering_seconds=_GATHERING_SECONDS):
             self.look()
 
     async def remember(self) -> None:
         """Write down what MIG instances there are, for ever; a loop of its own, because a disk may hang."""
-        async for _ in self._ledger.revision.changes():
+        async for _ in self._ledger.revision.changes(gathering_seconds=_GATHERING_SECONDS):
             await self._memory.keep(self._ledger.slices)
 
     def look(self) -> None:

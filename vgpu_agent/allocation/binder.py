@@ -215,9 +215,9 @@ class Binder:
         return all(name in answer.cdi_names or name in answer.annotations.values() for answer in answers)
 
     async def _bind_late(self, start: Start) -> Grant:
-        decision = await self._settle(start)
+        asked, decision = await self._settle(start)
         # From here to the booking nothing is waited for, so what was free for the decision still is.
-        provision = start.family.provision(self._question(start), decision.shares)
+        provision = start.family.provision(asked, decision.shares)
         grant = await self._book(start, decision.shares, decision.by)
         self.handed_out.discard(start.token)
         if decision.second_best:
@@ -225,22 +225,23 @@ class Binder:
         await self._around.carrier.deliver(self._record(start, grant, decision.by, provision), provision)
         return grant
 
-    async def _settle(self, start: Start) -> Decision:
-        """What the container gets, after ended pods have made room for it and GPUs were divided for it, where it takes that."""
+    async def _settle(self, start: Start) -> tuple[Question, Decision]:
+        """What was asked in the end, and what the container gets, after ended pods made room and GPUs were divided, where it takes that."""
+        asked = self._question(start)
         try:
-            decision = self._decide(start, self._question(start))
+            decision = self._decide(start, asked)
         except CapacityError:
             if not await self._ended_are_released(start):
                 raise
-            decision = self._decide(start, self._question(start))
+            decision = self._decide(start, asked := self._question(start))
         if decision.second_best and await self._ended_are_released(start):
-            decision = self._decide(start, self._question(start))
+            decision = self._decide(start, asked := self._question(start))
         if decision.layouts:
             await self._division.bring_about(decision.layouts, start.pod.full_name, start.until)
-            decision = self._decide(start, self._question(start))
+            decision = self._decide(start, asked := self._question(start))
         if decision.layouts:
             raise MigError("a GPU was divided for the container, and then otherwise for another; kubelet will ask again")
-        return decision
+        return asked, decision
 
     async def _prove_early(self, start: Start) -> Grant:
         decision = self._decide(start, self._question(start))
