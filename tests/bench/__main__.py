@@ -11,6 +11,8 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -36,6 +38,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a part")
     parser.add_argument("--only", choices=PARTS, help="measure one part")
     arguments = parser.parse_args()
+    machine = f"Python {platform.python_version()} ({Path(sys.executable).resolve()}), {os.cpu_count()} processors"
+    print(machine, file=sys.stderr)  # noqa: T201 - figures of another Python or machine are other figures
     met, found = True, {}
     for part in [arguments.only] if arguments.only else PARTS:
         title, measure = PARTS[part]

@@ -136,8 +136,7 @@ class VolcanoNode:
         """The ids that no container holds; kubelet itself forgets those of ended pods at the next allocation."""
         kubelet = self.cluster.kubelet
         kubelet._records.clean_up(kubelet._live())
-        taken = kubelet._records.in_use(resource)
-        return [id_ for id_ in kubelet._records.devices[resource].healthy if id_ not in taken]
+        return list(kubelet._records.free(resource))
 
     @contextlib.asynccontextmanager
     async def waiting(self, count: int) -> AsyncIterator[list[str]]:

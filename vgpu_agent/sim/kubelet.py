@@ -262,7 +262,7 @@ class SimulatedKubelet:
             raise AdmissionError(_rejected(f"cannot allocate unregistered device {resource}"))
         if not devices.healthy:
             raise AdmissionError(_rejected(f"no healthy devices present; cannot allocate unhealthy devices {resource}"))
-        free = self._free(endpoint, devices, resource, number - len(ids))
+        free = self._free(endpoint, resource, number - len(ids))
         if len(ids) + len(free) < number:
             text = f"requested number of devices unavailable for {resource}. Requested: {number}, Available: {len(ids) + len(free)}"
             raise AdmissionError(_rejected(text))
@@ -276,9 +276,9 @@ class SimulatedKubelet:
         await asyncio.to_thread(self._records.write_checkpoint)
         await self._note("Allocate", resource, ids=ids, pod=pod.uid, container=container.name)
 
-    def _free(self, endpoint: Endpoint, devices: ResourceDevices, resource: str, number: int) -> list[str]:
+    def _free(self, endpoint: Endpoint, resource: str, number: int) -> list[str]:
         """Free ids: all of them where the plugin is asked which it prefers, else ``number``, or as many as there are."""
-        free = itertools.filterfalse(self._records.in_use(resource).__contains__, devices.healthy)
+        free = self._records.free(resource)
         prefers = endpoint.options is not None and endpoint.options.get_preferred_allocation_available
         return list(free if prefers else itertools.islice(free, max(0, number)))
 

@@ -14,7 +14,7 @@ import grpc
 from vgpu_agent.sim.protocol import podresources_pb2 as messages
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
 
     from vgpu_agent.sim.kubelet import Pod
     from vgpu_agent.sim.kubelet_faults import Faults
@@ -32,7 +32,7 @@ class PodResources:
     def __init__(
         self,
         records: Records,
-        pods: Mapping[str, Pod],
+        pods: dict[str, Pod],
         faults: Faults,
         *,
         resource: Callable[[str], ResourceDevices],
@@ -73,10 +73,12 @@ class PodResources:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
         if self._faults.get_disabled:
             await context.abort(grpc.StatusCode.UNKNOWN, "PodResources API Get method disabled")
-        named = [pod for pod in self._pods.values() if (pod.namespace, pod.name) == (request.pod_namespace, request.pod_name)]
-        if not named:
-            await context.abort(grpc.StatusCode.UNKNOWN, f"pod {request.pod_name} in namespace {request.pod_namespace} not found")
-        return self._listed_pod(named[-1])
+        wanted = request.pod_namespace, request.pod_name
+        for pod in reversed(self._pods.values()):  # the newest of that name
+            if (pod.namespace, pod.name) == wanted:
+                return self._listed_pod(pod)
+        await context.abort(grpc.StatusCode.UNKNOWN, f"pod {request.pod_name} in namespace {request.pod_namespace} not found")
+        return b""  # not reached: abort raises
 
     async def _allocatable(self, _: messages.AllocatableResourcesRequest, context: Any) -> bytes:
         await self._note("GetAllocatableResources", "")

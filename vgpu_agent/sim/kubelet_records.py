@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT = "kubelet_internal_checkpoint"
 _NO_TOPOLOGY = "-1"
+_PIECES_AT_ONCE = 1024  # IOV_MAX of Linux
 
 
 @dataclasses.dataclass
@@ -120,24 +121,39 @@ class Allocation:
 
 
 class Records:
-    """Allocations and devices of the node, written through to the checkpoint in ``directory``."""
+    """Allocations and devices of the node, written through to the checkpoint in ``directory``.
+
+    State: what is asked for again and again is remembered beside `allocations`, as far as it still holds.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / CHECKPOINT
         self.devices: dict[str, ResourceDevices] = {}
         self.allocations: list[Allocation] = []
-        self._in_use: dict[str, set[str]] = {}  # what `in_use` has answered, as far as it still holds
+        self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}  # by resource: the healthy ids, and who of them is free
+        self._held: dict[tuple[str, str], list[Allocation]] | None = None  # by UID and container
         self._writing = threading.Lock()  # lists and allocations come at the same time; kubelet writes for one after the other
 
     def in_use(self, resource: str) -> set[str]:
         """Ids that somebody holds, also ended pods that were not cleaned up yet."""
-        if resource not in self._in_use:
-            self._in_use[resource] = set().union(*(each.ids for each in self.allocations if each.resource == resource))
-        return self._in_use[resource]
+        return set().union(*(each.ids for each in self.allocations if each.resource == resource))
+
+    def free(self, resource: str) -> Collection[str]:
+        """Healthy ids that nobody holds, in the order of the list."""
+        healthy = self.devices[resource].healthy
+        known = self._free.get(resource)
+        if known is None or known[0] is not healthy:
+            taken = self.in_use(resource)
+            known = self._free[resource] = (healthy, {device: None for device in healthy if device not in taken})
+        return known[1].keys()
 
     def of_container(self, pod_uid: str, container: str) -> list[Allocation]:
         """What one container holds."""
-        return [each for each in self.allocations if (each.pod_uid, each.container) == (pod_uid, container)]
+        if self._held is None:
+            self._held = {}
+            for each in self.allocations:
+                self._held.setdefault((each.pod_uid, each.container), []).append(each)
+        return self._held.get((pod_uid, container), [])
 
     def add(self, pod_uid: str, container: str, resource: str, ids: Collection[str], answer: bytes) -> Allocation:
         """Book ids for a container."""
@@ -148,8 +164,11 @@ class Records:
             by_node.setdefault(_NO_TOPOLOGY if node is None else str(node), []).append(device)
         allocation = Allocation(pod_uid, container, resource, by_node, answer)
         self.allocations.append(allocation)
-        if resource in self._in_use:
-            self._in_use[resource].update(ids)
+        if self._held is not None:
+            self._held.setdefault((pod_uid, container), []).append(allocation)
+        if resource in self._free:
+            for device in ids:
+                self._free[resource][1].pop(device, None)
         return allocation
 
     def clean_up(self, live_pod_uids: Collection[str]) -> None:
@@ -157,7 +176,7 @@ class Records:
         left = [each for each in self.allocations if each.pod_uid in live_pod_uids]
         if len(left) < len(self.allocations):
             self.allocations = left
-            self._in_use.clear()
+            self._forget()
 
     def write_checkpoint(self) -> None:
         """Put everything into the file, atomically, mode 0600."""
@@ -174,8 +193,10 @@ class Records:
         checksum = zlib.crc32(b"".join(b"%d," % len(piece) for piece in content))
         temporary = self._path.with_name(f".{self._path.name}.new")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines([b'{"Data":', *content, b',"Checksum":%d}' % checksum])
+        try:
+            _write(descriptor, [b'{"Data":', *content, b',"Checksum":%d}' % checksum])
+        finally:
+            os.close(descriptor)
         temporary.replace(self._path)
 
     def read_checkpoint(self) -> None:
@@ -184,7 +205,7 @@ class Records:
         A file that cannot be read leaves nothing, which is what the real one does.
         """
         self.devices, self.allocations = {}, []
-        self._in_use.clear()
+        self._forget()
         try:
             content: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))["Data"]
             self.allocations = [
@@ -196,6 +217,20 @@ class Records:
             self.devices = {resource: ResourceDevices() for resource in content["RegisteredDevices"]}
         except (OSError, ValueError, KeyError, TypeError):
             return
+
+    def _forget(self) -> None:
+        self._free.clear()
+        self._held = None
+
+
+def _write(descriptor: int, pieces: Sequence[bytes]) -> None:
+    """Write ``pieces`` with few calls, which let the other threads of this process run."""
+    for begin in range(0, len(pieces), _PIECES_AT_ONCE):
+        some = pieces[begin : begin + _PIECES_AT_ONCE]
+        written, whole = os.writev(descriptor, some), sum(map(len, some))
+        if written < whole:
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                file.write(b"".join(some)[written:])
 
 
 def _between(separator: bytes, pieces: Sequence[bytes]) -> Iterator[bytes]:
