@@ -1,15 +1,18 @@
-"""Who is expected to start: the pod bound first that waits for as many ids, and nobody who has them already."""
+"""Who is expected to start: the pod bound first that waits for as many ids, and nobody who has them already; and whether any pod starts."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 
 from vgpu_agent.agent.starting_pods import StartingPods
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Decider, Resource
 from vgpu_agent.pods import Pod, PodBook, PodContainer
 
-NUMBER = "volcano.sh/vgpu-number"
+NUMBER, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-cores"
 
 
 def pod(name: str, number: int = 1, *, phase: str = "Pending", started: bool = False) -> Pod:
@@ -22,7 +25,11 @@ def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None) -> Sta
     book = PodBook()
     for each in pods:
         book.put(each)
-    return StartingPods(book, served=lambda: served or set())
+    ledger = Ledger()
+    ledger.offer(
+        [Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD), Resource(CORES, "volcano-vgpu", (), decided_by=Decider.NOBODY)]
+    )
+    return StartingPods(book, ledger, served=lambda: served or set())
 
 
 def expected(pods: StartingPods, count: int = 1) -> tuple[str, str] | None:
@@ -63,3 +70,19 @@ def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
     with contextlib.ExitStack() as asking:
         assert [asking.enter_context(pods.expected(NUMBER, 1)) for _ in range(3)] == [("ns", "a"), ("ns", "b"), None]
     assert expected(pods) == ("ns", "a")
+
+
+@pytest.mark.parametrize(
+    ("other", "starts"),
+    [
+        (pod("a"), True),
+        (pod("a", phase="Running"), False),
+        (pod("a", phase="Failed"), False),
+        (dataclasses.replace(pod("a"), deleting=True), False),
+        (dataclasses.replace(pod("a"), containers=(PodContainer("main", limits={CORES: 1, "example.com/fast": 1}),)), False),
+    ],
+    ids=["pending", "running", "ended", "deleted", "nothing that a pod decides"],
+)
+def test_pods_are_being_started_until_they_run(other: Pod, *, starts: bool) -> None:
+    """Only those that ask for what this agent decides by the pod; all others are none of its business."""
+    assert starting(pod("b", phase="Running"), other).any() is starts

@@ -22,7 +22,8 @@ from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.kubelet import codec
 from vgpu_agent.kubelet.checkpoint import CheckpointEntry, read_checkpoint
 from vgpu_agent.kubelet.pod_resources import GetNotPossibleError, PodResources
-from vgpu_agent.model import Holding, Owner
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Decider, Holding, Owner, Resource
 from vgpu_agent.pods import Pod, PodBook, PodContainer
 
 RESOURCE = "volcano.sh/vgpu-number"
@@ -82,8 +83,10 @@ def make(
     book = PodBook()
     for uid, (namespace, name) in (names or {}).items():
         book.put(Pod(uid, namespace, name, containers=(PodContainer("main", limits={RESOURCE: 1}),) if waiting else ()))
-    pods = StartingPods(book, served=set[tuple[str, str, str]])
-    return KubeletWitness(lister, checkpoint, resources=lambda: [RESOURCE], with_answers=lambda: answers, pods=pods)
+    ledger = Ledger()
+    ledger.offer([Resource(RESOURCE, "volcano-vgpu", (), decided_by=Decider.POD)])
+    pods = StartingPods(book, ledger, served=set[tuple[str, str, str]])
+    return KubeletWitness(lister, checkpoint, with_answers=lambda: answers, pods=pods)
 
 
 async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:

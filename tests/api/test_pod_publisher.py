@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,6 +117,33 @@ async def test_several_pods_are_written_at_once_and_not_too_many() -> None:
     assert world.api.most_under_way == 8
     assert all(world.annotations(f"p{number}") == {PHASE: "success"} for number in range(40))
     assert world.publisher.counts.written == 40
+
+
+async def test_writes_wait_while_pods_are_being_started() -> None:
+    """kubelet and the API server have their hands full then; all are written once the last pod runs."""
+    world, starting = World("a"), asyncio.Event()
+    starting.set()
+    publisher = PodPublisher(
+        world.api, world.watched.book, lambda: world.wishes, world.wake, Cluster(), world.journal, starting=starting.is_set
+    )
+    async with running(publisher.run(_ignore)):
+        await asyncio.sleep(3)
+        assert world.api.requests == []
+        starting.clear()
+        await asyncio.sleep(0.3)
+    assert world.annotations("a") == {PHASE: "success"}
+
+
+async def test_writes_wait_for_starts_only_for_seconds() -> None:
+    """An image may take minutes; the loop gives signs of life meanwhile."""
+    world, beats = World("a"), list[float]()
+    publisher = PodPublisher(
+        world.api, world.watched.book, lambda: world.wishes, world.wake, Cluster(), world.journal, starting=lambda: True
+    )
+    async with running(publisher.run(lambda: beats.append(asyncio.get_running_loop().time()))):
+        await asyncio.sleep(6)
+    assert world.annotations("a") == {PHASE: "success"}
+    assert max(later - earlier for earlier, later in itertools.pairwise(beats)) < 1
 
 
 async def test_writes_of_one_pod_are_in_order() -> None:

@@ -166,8 +166,16 @@ class ClusterSide:
         self.connected, self.without = True, ""
         await self._first_answers(max(0.0, cluster.start_wait_seconds - waited_seconds))
 
-    def write(self, allocator: Allocator, refusals: Refusals, wake: Latest[int], tokens: Callable[[str], Sequence[str]]) -> None:
-        """Start to keep Node and pods as the families wish them; ``tokens`` as for `PodPublisher`."""
+    def write(
+        self,
+        allocator: Allocator,
+        refusals: Refusals,
+        wake: Latest[int],
+        tokens: Callable[[str], Sequence[str]],
+        *,
+        starting: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Start to keep Node and pods as the families wish them; ``tokens`` and ``starting`` as for `PodPublisher`."""
         if self.client is None or self.nodes is None or not self.needed:
             return
         settings = self._settings
@@ -181,7 +189,14 @@ class ClusterSide:
             self._journal,
         )
         self.pod_publisher = PodPublisher(
-            self.client, self.book, allocator.pod_wishes, wake, settings.cluster, self._journal, tokens=tokens
+            self.client,
+            self.book,
+            allocator.pod_wishes,
+            wake,
+            settings.cluster,
+            self._journal,
+            tokens=tokens,
+            starting=starting,
         )
         self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal)
         self.reschedule = Reschedule(

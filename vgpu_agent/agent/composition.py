@@ -51,7 +51,6 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.waiting import unless
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Decider
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.status import KubeletStatus
@@ -129,6 +128,9 @@ class Agent:
             inline=self._cdi.inline,
         )
         self._mig = MigSide.from_settings(settings, self._watch)
+        self._starting = StartingPods(
+            self._cluster.book, self._ledger, served=lambda: self._allocator.binder.served if self._allocator.binder else ()
+        )
         self._allocator = Allocator(
             ledger=self._ledger,
             families=Families(),
@@ -140,9 +142,8 @@ class Agent:
                 witness=KubeletWitness(
                     self._pod_resources,
                     settings.kubelet.checkpoint_path,
-                    resources=lambda: [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD],
                     with_answers=lambda: self._allocator.mode is not None and not self._allocator.mode.late,
-                    pods=StartingPods(self._cluster.book, served=lambda: self._allocator.binder.served if self._allocator.binder else ()),
+                    pods=self._starting,
                 ),
                 fetch=self._cluster.fetch,
                 carrier=directory,
@@ -279,7 +280,7 @@ class Agent:
         await self._know_holders()
         await self._grants.restore()
         await self._grants.withdraw_strangers()
-        self._cluster.write(self._allocator, self._refusals, self._ledger.revision, self._tokens)
+        self._cluster.write(self._allocator, self._refusals, self._ledger.revision, self._tokens, starting=self._starting.any)
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         self._mps.start()
         await self._offering.sync()

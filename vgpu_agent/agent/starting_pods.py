@@ -1,8 +1,10 @@
-"""The pods that kubelet's records name, and the one that a start is probably about.
+"""The pods that kubelet is starting: what they are called, which one a start is probably about, and whether there are any.
 
-`witness` asks it. Reading kubelet's checkpoint takes as long as asking pod-resources about one pod, so both begin at the same time, and for
-that somebody must say which pod before the checkpoint does. What is expected here decides nothing: what pod-resources says of a pod counts
-only if the checkpoint, read in the same question, names that very pod (DESIGN §5).
+`witness` asks for names. Reading kubelet's checkpoint takes as long as asking pod-resources about one pod, so both begin at the same time,
+and for that somebody must say which pod before the checkpoint does. What is expected here decides nothing: what pod-resources says of a pod
+counts only if the checkpoint, read in the same question, names that very pod (DESIGN §5).
+
+`cluster`'s writer of annotations waits while pods are being started.
 """
 
 from __future__ import annotations
@@ -10,10 +12,15 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from vgpu_agent.model import Decider
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
+    from vgpu_agent.ledger import Ledger
     from vgpu_agent.pods import PodBook
+
+_PENDING = "Pending"  # a pod's phase until its first container runs
 
 
 class StartingPods:
@@ -22,16 +29,31 @@ class StartingPods:
     State: whose start is being asked about now, so that those who ask at the same time expect different ones.
     """
 
-    def __init__(self, book: PodBook, *, served: Callable[[], Container[tuple[str, str, str]]]) -> None:
+    def __init__(self, book: PodBook, ledger: Ledger, *, served: Callable[[], Container[tuple[str, str, str]]]) -> None:
         """Use ``book``.
 
         Args:
             book: the pods of this node.
+            ledger: knows which resources are of interest.
             served: UID, container and resource of what has been put in force already.
         """
         self._book = book
+        self._ledger = ledger
         self._served = served
         self._asked_about: set[tuple[str, str]] = set()
+
+    @property
+    def resources(self) -> frozenset[str]:
+        """The resources of which the pod decides what an id stands for."""
+        return frozenset(offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD)
+
+    def any(self) -> bool:
+        """Whether kubelet is starting pods that ask for one of `resources`."""
+        wanted = self.resources
+        return any(
+            pod.phase == _PENDING and not pod.deleting and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
+            for pod in self._book.pods
+        )
 
     def name(self, pod_uid: str) -> tuple[str, str] | None:
         """(namespace, name) of the pod that kubelet knows under a UID; None when we do not know it."""

@@ -85,7 +85,6 @@ class KubeletWitness:
         pod_resources: PodResources,
         checkpoint: Path,
         *,
-        resources: Callable[[], Collection[str]],
         with_answers: Callable[[], bool],
         pods: StartingPods,
     ) -> None:
@@ -94,13 +93,11 @@ class KubeletWitness:
         Args:
             pod_resources: the client of kubelet's socket.
             checkpoint: the path of kubelet's file.
-            resources: names of the resources that are of interest; the ids of others are not read at all.
             with_answers: whether everybody's stored answers are needed (early binding), not only those for the ids in question.
-            pods: knows their names, and who is likely to start.
+            pods: knows their names, who is likely to start, and which resources are of interest; the ids of others are not read at all.
         """
         self._pod_resources = pod_resources
         self._path = checkpoint
-        self._resources = resources
         self._with_answers = with_answers
         self._pods = pods
         self._checkpoint = SharedReading(self._read_checkpoint)
@@ -154,13 +151,13 @@ class KubeletWitness:
     async def _get(self, pods: Collection[tuple[str, str]]) -> tuple[Holding, ...] | None:
         """What pod-resources says of ``pods``; None when it says nothing of single ones."""
         try:
-            return await self._pod_resources.get(pods, frozenset(self._resources()).__contains__)
+            return await self._pod_resources.get(pods, self._pods.resources.__contains__)
         except KubeletError:
             return None
 
     async def _read_both(self) -> tuple[_Checkpoint, _Listed]:
         try:
-            listed = _Listed(await self._pod_resources.list(frozenset(self._resources()).__contains__))
+            listed = _Listed(await self._pod_resources.list(self._pods.resources.__contains__))
         except KubeletError as err:
             listed = _Listed(None, str(err))
         # After List, which makes kubelet forget ended pods, so that fewer of them are still in the file.
@@ -168,7 +165,7 @@ class KubeletWitness:
 
     async def _read_checkpoint(self) -> _Checkpoint:
         try:
-            return _Checkpoint(await read_checkpoint(self._path, frozenset(self._resources()).__contains__))
+            return _Checkpoint(await read_checkpoint(self._path, self._pods.resources.__contains__))
         except CheckpointError as err:
             return _Checkpoint(None, str(err))
 

@@ -3,6 +3,10 @@
 Nobody waits for these writes, so they come after the container was let go, are tried until done, and need no memory: what is missing after
 a restart is a difference between the pods as the watch shows them and what the families derive from the ledger.
 
+They are not cheap for others. Where memory is counted in MiB, kubelet tells of thousands of ids in a pod's status; for each annotation the
+API server then reads, stores and sends out all of that, and kubelet looks at its pod once more and writes its status again: 75 ms of
+processor time, measured on a real node, while other pods wait to be started. So a write waits until no pod is being started.
+
 Built and run by `agent`.
 """
 
@@ -31,8 +35,8 @@ if TYPE_CHECKING:
 
 PERMISSION = "patch pods"
 _SHORTEST_WAIT_SECONDS = 0.01
-_GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS = 0.1, 1.0
-"""Nobody waits for these writes; kubelet waits for the calls that are meanwhile answered. So they wait until a burst of starts pauses."""
+# How long it is waited for the next wish of a burst, for its end, and for pods that are being started: their images may take minutes.
+_GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS, _LONGEST_WHILE_STARTING_SECONDS = 0.1, 1.0, 5.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +79,7 @@ class PodPublisher:
         journal: Journal,
         *,
         tokens: Callable[[str], Sequence[str]] = lambda _: (),
+        starting: Callable[[], bool] = lambda: False,
         at_once: int = 8,
         look_seconds: float = 10.0,
     ) -> None:
@@ -88,12 +93,13 @@ class PodPublisher:
             settings: the pauses.
             journal: troubles and their end are recorded there, and that a pod says all that it should.
             tokens: kubelet's UID of a pod → the tokens of its grants, which stand in all that is recorded about its start.
+            starting: whether kubelet is starting pods now; writes wait for the end of that, but only for seconds.
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop gives a sign of life.
         """
         self._api, self._book, self._wishes, self._wake = api, book, wishes, wake
         self._settings, self._journal = settings, journal
-        self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
+        self._tokens, self._starting, self._at_once, self._look_seconds = tokens, starting, at_once, look_seconds
         self._complaints = Complaints(journal, "pods")
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff(settings)  # shared by all pods, beside the one of each
@@ -111,13 +117,20 @@ class PodPublisher:
                 versions = Versions(self._book.revision, self._wake, self._done)
                 pause = self._begin(requests)
                 await versions.passed(timeout_seconds=pause)
-                await self._gather()
+                await self._gather(beat)
 
-    async def _gather(self) -> None:
-        """Wait until nothing new is wished, but not for long, and not while there is more to write already than can be written at once."""
-        until = asyncio.get_running_loop().time() + (_GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS)
-        version = -1
-        while version != self._wake.version and (left := until - asyncio.get_running_loop().time()) > 0:
+    async def _gather(self, beat: Callable[[], None]) -> None:
+        """Wait until nothing new is wished and no pod is being started, but not for long; not while there is more to write than can be."""
+        loop, version = asyncio.get_running_loop(), -1
+        began, longest = loop.time(), _GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS
+        while True:
+            if not self._backlog and self._starting():
+                left = began + _LONGEST_WHILE_STARTING_SECONDS - loop.time()
+            else:
+                left = began + longest - loop.time() if version != self._wake.version else 0.0
+            if left <= 0:
+                return
+            beat()
             version = self._wake.version
             await asyncio.sleep(min(_GATHERING_SECONDS, left))
 
