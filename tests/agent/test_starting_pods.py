@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -20,8 +21,8 @@ def pod(name: str, number: int = 1, *, phase: str = "Pending", started: bool = F
     return Pod(f"uid-{name}", "ns", name, phase=phase, containers=(PodContainer("main", limits={NUMBER: number}, started=started),))
 
 
-def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None) -> StartingPods:
-    """A book with these, bound in this order."""
+def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None, clock: Callable[[], float] = float) -> StartingPods:
+    """A book with these, bound in this order; by default no time passes."""
     book = PodBook()
     for each in pods:
         book.put(each)
@@ -29,19 +30,20 @@ def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None) -> Sta
     ledger.offer(
         [Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD), Resource(CORES, "volcano-vgpu", (), decided_by=Decider.NOBODY)]
     )
-    return StartingPods(book, ledger, served=lambda: served or set())
+    return StartingPods(book, ledger, served=lambda: served or set(), clock=clock)
 
 
-def expected(pods: StartingPods, count: int = 1) -> tuple[str, str] | None:
+def expected(pods: StartingPods, count: int = 1, besides: Collection[tuple[str, str]] = ()) -> tuple[str, str] | None:
     """Who is expected now."""
-    with pods.expected(NUMBER, count) as found:
+    with pods.expected(NUMBER, count, besides=besides) as found:
         return found
 
 
 def test_pods_are_named_as_kubelet_names_them() -> None:
-    """By UID; one that is not in the book has no name."""
-    pods = starting(pod("a"))
-    assert (pods.name("uid-a"), pods.name("uid-b")) == (("ns", "a"), None)
+    """By UID; one that is not in the book has no name, and one that has ended none where it should live."""
+    pods = starting(pod("a"), pod("b", phase="Succeeded"))
+    assert [pods.name(f"uid-{each}") for each in "abc"] == [("ns", "a"), ("ns", "b"), None]
+    assert [pods.name(f"uid-{each}", live=True) for each in "abc"] == [("ns", "a"), None, None]
 
 
 def test_the_pod_that_was_bound_first_is_expected() -> None:
@@ -62,6 +64,11 @@ def test_a_container_that_is_served_is_not_expected() -> None:
     """Its status follows seconds later; until then the agent itself knows."""
     served = {("uid-a", "main", NUMBER)}
     assert expected(starting(pod("a"), pod("b"), served=served)) == ("ns", "b")
+
+
+def test_a_container_that_has_other_ids_is_not_expected() -> None:
+    """It was admitted before and waits for its image, maybe for long; who comes now is somebody else."""
+    assert expected(starting(pod("a"), pod("b")), besides={("uid-a", "main")}) == ("ns", "b")
 
 
 def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
@@ -86,3 +93,10 @@ def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
 def test_pods_are_being_started_until_they_run(other: Pod, *, starts: bool) -> None:
     """Only those that ask for what this agent decides by the pod; all others are none of its business."""
     assert starting(pod("b", phase="Running"), other).any() is starts
+
+
+def test_a_pod_that_stays_pending_is_being_started_for_a_minute() -> None:
+    """After that it waits for an image, or is refused; others are not to wait for it."""
+    times = iter([0.0, 59.0, 61.0])
+    pods = starting(pod("a"), clock=lambda: next(times))
+    assert [pods.any() for _ in range(3)] == [True, True, False]

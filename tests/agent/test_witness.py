@@ -40,6 +40,7 @@ class Lister(PodResources):
         self.holdings: list[Holding] = []
         self.let = asyncio.Event()
         self.got = asyncio.Event()
+        self.silent_about: tuple[str, str] | None = None
         self.error = ""
 
     async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
@@ -55,6 +56,8 @@ class Lister(PodResources):
             raise GetNotPossibleError("no Get")
         self.asked.append(set(pods))
         self.got.set()
+        if self.silent_about in pods:
+            await asyncio.Event().wait()
         return tuple(held for held in self.holdings if wanted(held.resource) and (held.owner.namespace, held.owner.pod) in pods)
 
 
@@ -255,6 +258,29 @@ async def test_who_had_the_ids_at_the_last_reading_is_expected_before_others(tmp
     ask = make(lister, checkpoint, names=NAMES, waiting=True)
     await ask(RESOURCE, ["a"])
     await ask(RESOURCE, ["b"])
+    assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
+
+
+async def test_a_pod_that_has_other_ids_is_not_expected(tmp_path: Path) -> None:
+    """By the last reading the first in line was admitted with ids of its own, and waits for its image: the new ones are another pod's."""
+    lister = Lister()
+    lister.holdings = [A, B]
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
+    ask = make(lister, checkpoint, names=NAMES, waiting=True)
+    await ask(RESOURCE, ["a"])
+    write(checkpoint, entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
+    await ask(RESOURCE, ["b"])
+    assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
+
+
+async def test_a_silent_answer_about_another_pod_than_the_checkpoint_names_is_not_waited_for(tmp_path: Path) -> None:
+    """pod-resources may be silent for seconds; those are for the pod that counts."""
+    lister = Lister()
+    lister.holdings, lister.silent_about = [A, B], ("ns", "p")
+    checkpoint = write(tmp_path / "checkpoint", entry("uid-q", "main", "b"))
+    async with asyncio.timeout(10):
+        testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["b"])
+    assert (testimony.pod_resources, testimony.whole) == ((B,), False)
     assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -119,31 +119,45 @@ async def test_several_pods_are_written_at_once_and_not_too_many() -> None:
     assert world.publisher.counts.written == 40
 
 
-async def test_writes_wait_while_pods_are_being_started() -> None:
-    """kubelet and the API server have their hands full then; all are written once the last pod runs."""
+def patient(world: World, starting: Callable[[], bool]) -> PodPublisher:
+    """A publisher who knows that pods are being started, and which annotations only say how far one has come."""
+    wishes, settings = (lambda: world.wishes), Cluster()
+    return PodPublisher(
+        world.api, world.watched.book, wishes, world.wake, settings, world.journal, starting=starting, progress={PHASE, TIME, TODO}
+    )
+
+
+async def test_what_only_says_how_far_a_pod_has_come_waits_while_pods_are_being_started() -> None:
+    """kubelet and the API server have their hands full then; all are written once the last pod runs, and the log says how late."""
     world, starting = World("a"), asyncio.Event()
     starting.set()
-    publisher = PodPublisher(
-        world.api, world.watched.book, lambda: world.wishes, world.wake, Cluster(), world.journal, starting=starting.is_set
-    )
+    publisher = patient(world, starting.is_set)
     async with running(publisher.run(_ignore)):
         await asyncio.sleep(3)
         assert world.api.requests == []
+        assert publisher.counts.pending == 1
         starting.clear()
         await asyncio.sleep(0.3)
     assert world.annotations("a") == {PHASE: "success"}
+    assert world.events("pods.written")[0]["seconds"] > 2
 
 
 async def test_writes_wait_for_starts_only_for_seconds() -> None:
     """An image may take minutes; the loop gives signs of life meanwhile."""
     world, beats = World("a"), list[float]()
-    publisher = PodPublisher(
-        world.api, world.watched.book, lambda: world.wishes, world.wake, Cluster(), world.journal, starting=lambda: True
-    )
-    async with running(publisher.run(lambda: beats.append(asyncio.get_running_loop().time()))):
+    async with running(patient(world, lambda: True).run(lambda: beats.append(asyncio.get_running_loop().time()))):
         await asyncio.sleep(6)
     assert world.annotations("a") == {PHASE: "success"}
     assert max(later - earlier for earlier, later in itertools.pairwise(beats)) < 1
+
+
+async def test_what_schedulers_count_by_waits_for_no_start() -> None:
+    """Until it stands there, they would give away again what the pod has."""
+    world = World("a")
+    world.wishes["uid-a"] = {**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
+    async with running(patient(world, lambda: True).run(_ignore)):
+        await asyncio.sleep(1.5)
+    assert world.annotations("a") == {PHASE: "success", "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
 
 
 async def test_writes_of_one_pod_are_in_order() -> None:

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.remembered import Memory, Remembered
+from vgpu_agent.allocation.wishes import PROGRESS
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
 from vgpu_agent.cluster.credentials import credentials
@@ -197,6 +198,7 @@ class ClusterSide:
             self._journal,
             tokens=tokens,
             starting=starting,
+            progress=PROGRESS,
         )
         self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal)
         self.reschedule = Reschedule(

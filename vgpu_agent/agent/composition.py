@@ -83,7 +83,7 @@ async def run(loaded: Loaded) -> None:
     agent = Agent(loaded, named, await discover(loaded.settings.gpu, simulated=bool(loaded.settings.simulate)))
     # To a process with a terminal it says that the terminal is closed.
     loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again)
-    await agent.run(stop)
+    await agent.run(stop, started=settle)
 
 
 class Agent:
@@ -235,8 +235,8 @@ class Agent:
             shutdown_seconds=settings.shutdown_seconds,
         )
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Start, run until ``stop`` is set, and stop in order.
+    async def run(self, stop: asyncio.Event, *, started: Callable[[], None] = lambda: None) -> None:
+        """Start, call ``started``, run until ``stop`` is set, and stop in order.
 
         Raises:
             AgentError: it cannot start; whatever had been started is stopped again.
@@ -254,6 +254,7 @@ class Agent:
         async with self.web, self._supervisor:
             try:
                 if await unless(stop, self._start()):
+                    started()
                     await stop.wait()
             finally:
                 await self._stop()
@@ -310,7 +311,6 @@ class Agent:
             if settings.families.volcano_vgpu:
                 # It promises no sign of life: a disk that hangs is not mended by a restart of the agent.
                 self._supervisor.start("container usage", self._usages.run)
-        settle()
         self._report.starting = ""
         inventory = self._watch.inventory.value
         _logger.info(

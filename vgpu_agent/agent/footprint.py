@@ -30,8 +30,8 @@ _KEPT_AT_MOST_BYTES = 128 * 1024
 _RECEIVED_AT_ONCE_BYTES = 32 * 1024
 
 # New objects before a search among them, such searches before one among the older ones, and those before one among all. A start of a
-# container makes some thousand objects, hardly any in cycles; Python's own 700, 10 and 10 took 4 % of a burst of starts.
-_SEARCH_AFTER = 2000, 20, 100
+# container makes some thousand objects, hardly any in cycles; the 700, 10 and 10 of Python up to 3.12 took 4 % of a burst of starts.
+_SEARCH_AFTER = 2000, 20, 10
 
 # OpenSSL looks there for certificates that nobody named (X509_get_default_cert_file_env).
 _NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
@@ -53,8 +53,10 @@ def without_system_certificates() -> Iterator[None]:
 
 
 def keep_small() -> None:
-    """Ask the C library for it; one that does not know these wishes (musl) has no such heaps either. Connections made later follow."""
-    selector_events._SelectorTransport.max_size = _RECEIVED_AT_ONCE_BYTES  # type: ignore[attr-defined]  # noqa: SLF001 - there is no setting for it
+    """Ask the C library for it; one that does not know these wishes (musl) has no such heaps either."""
+    transport = getattr(selector_events, "_SelectorTransport", None)  # there is no setting for it
+    if transport is not None:
+        transport.max_size = _RECEIVED_AT_ONCE_BYTES
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return

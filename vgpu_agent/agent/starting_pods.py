@@ -10,6 +10,7 @@ counts only if the checkpoint, read in the same question, names that very pod (D
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.model import Decider
@@ -21,26 +22,38 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodBook
 
 _PENDING = "Pending"  # a pod's phase until its first container runs
+_START_SECONDS = 60.0
 
 
 class StartingPods:
     """Looks into the book of pods.
 
-    State: whose start is being asked about now, so that those who ask at the same time expect different ones.
+    State: which containers' starts are being asked about now, so that those who ask at the same time expect different ones; since when pods
+    have been seen pending.
     """
 
-    def __init__(self, book: PodBook, ledger: Ledger, *, served: Callable[[], Container[tuple[str, str, str]]]) -> None:
+    def __init__(
+        self,
+        book: PodBook,
+        ledger: Ledger,
+        *,
+        served: Callable[[], Container[tuple[str, str, str]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Use ``book``.
 
         Args:
             book: the pods of this node.
             ledger: knows which resources are of interest.
             served: UID, container and resource of what has been put in force already.
+            clock: seconds that only grow.
         """
         self._book = book
         self._ledger = ledger
         self._served = served
+        self._clock = clock
         self._asked_about: set[tuple[str, str]] = set()
+        self._pending_since: dict[str, float] = {}
 
     @property
     def resources(self) -> frozenset[str]:
@@ -48,26 +61,34 @@ class StartingPods:
         return frozenset(offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD)
 
     def any(self) -> bool:
-        """Whether kubelet is starting pods that ask for one of `resources`."""
-        wanted = self.resources
-        return any(
-            pod.phase == _PENDING and not pod.deleting and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
+        """Whether kubelet is starting pods that ask for one of `resources`; what takes more than a minute waits for something else."""
+        wanted, now = self.resources, self._clock()
+        pending = [
+            pod.kubelet_uid
             for pod in self._book.pods
-        )
+            if pod.phase == _PENDING and not pod.deleting and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
+        ]
+        self._pending_since = {uid: self._pending_since.get(uid, now) for uid in pending}
+        return any(now - since < _START_SECONDS for since in self._pending_since.values())
 
-    def name(self, pod_uid: str) -> tuple[str, str] | None:
-        """(namespace, name) of the pod that kubelet knows under a UID; None when we do not know it."""
+    def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
+        """(namespace, name) of the pod that kubelet knows under a UID; None when we do not know it, or with ``live`` when it has ended."""
         pod = self._book.get(pod_uid)
-        return (pod.namespace, pod.name) if pod else None
+        return (pod.namespace, pod.name) if pod and not (live and pod.ended) else None
 
     @contextlib.contextmanager
-    def expected(self, resource: str, count: int) -> Iterator[tuple[str, str] | None]:
+    def expected(self, resource: str, count: int, *, besides: Container[tuple[str, str]] = frozenset()) -> Iterator[tuple[str, str] | None]:
         """(namespace, name) of the pod to which a start with ``count`` ids probably belongs; None when none suits.
 
         It is the one bound first of those that wait for as many, since kubelet admits pods in about that order. Until the ``with`` is left,
-        nobody else is told of it.
+        that container is expected by nobody else.
+
+        Args:
+            resource: of which the ids are.
+            count: of the ids.
+            besides: UID and container of those that have other ids already.
         """
-        found = self._longest_waiting(resource, count)
+        found = self._longest_waiting(resource, count, besides)
         if found is None:
             yield None
             return
@@ -77,7 +98,7 @@ class StartingPods:
         finally:
             self._asked_about.discard(found)
 
-    def _longest_waiting(self, resource: str, count: int) -> tuple[str, str] | None:
+    def _longest_waiting(self, resource: str, count: int, besides: Container[tuple[str, str]]) -> tuple[str, str] | None:
         """UID and container."""
         served = self._served()
         for pod in self._book.pods:
@@ -85,6 +106,6 @@ class StartingPods:
                 if container.limits.get(resource) != count or container.started or pod.ended:
                     continue
                 found = (pod.kubelet_uid, container.name)
-                if found not in self._asked_about and (*found, resource) not in served:
+                if found not in self._asked_about and found not in besides and (*found, resource) not in served:
                     return found
         return None

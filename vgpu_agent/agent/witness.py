@@ -10,7 +10,6 @@ what it holds is not these ids. Starts come in bursts, so everybody who asks whi
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
@@ -35,28 +34,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """One reading of the file; ``entries`` is None when it could not be read.
-
-    State: who has each id of a resource that was asked about, as places among the entries; the answers that were looked at.
-    """
+    """One reading of the file; ``entries`` is None when it could not be read. ``decoded`` keeps the answers that were looked at."""
 
     entries: tuple[CheckpointEntry, ...] | None
     trouble: str = ""
-    places: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
     decoded: dict[int, Edits] = dataclasses.field(default_factory=dict)
 
     def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
-        """The entries that name any of ``ids``, in the order of the file: a few of hundreds."""
-        entries = self.entries or ()
-        if resource not in self.places:
-            places: dict[str, list[int]] = collections.defaultdict(list)
-            for place, entry in enumerate(entries):
-                if entry.resource_name == resource:
-                    for id_ in entry.ids:
-                        places[id_].append(place)
-            self.places[resource] = places
-        known = self.places[resource]
-        return [entries[place] for place in sorted({place for id_ in ids for place in known.get(id_, ())})]
+        """The entries that name any of ``ids``: a few of hundreds."""
+        return [entry for entry in self.entries or () if entry.resource_name == resource and not ids.isdisjoint(entry.ids)]
 
     def answer(self, entry: CheckpointEntry) -> Edits:
         """What our Allocate once answered for ``entry``, which is one of these.
@@ -119,13 +105,12 @@ class KubeletWitness:
 
     async def _of_holders(self, resource: str, ids: frozenset[str]) -> Testimony | None:
         """With pod-resources about those pods only that have ``ids`` by the checkpoint; None where that does not settle it."""
-        checkpoint, expected, early = await self._checkpoint_and_expected(resource, ids)
-        about = checkpoint.about(resource, ids)
-        pods = {self._pods.name(entry.pod_uid) for entry in about}
-        known = [pod for pod in pods if pod is not None]
-        if not known or len(known) < len(pods):
+        checkpoint, about, names, listed = await self._checkpoint_and_expected(resource, ids)
+        known = [name for name in names if name is not None]
+        if not known or len(known) < len(names):
             return None
-        listed = early if known == [expected] else await self._get(known)
+        if listed is None:
+            listed = await self._get(known)
         if listed is None:
             return None  # List will do, or say what is wrong
         live = {(held.owner.namespace, held.owner.pod) for held in listed if _concerns(held, resource, ids)}
@@ -133,20 +118,37 @@ class KubeletWitness:
 
     async def _checkpoint_and_expected(
         self, resource: str, ids: frozenset[str]
-    ) -> tuple[_Checkpoint, tuple[str, str] | None, tuple[Holding, ...] | None]:
-        """The checkpoint; the pod that was expected to be in it, and what pod-resources said of that pod meanwhile (see `_get`)."""
-        with contextlib.nullcontext(had) if (had := self._had(resource, ids)) else self._pods.expected(resource, len(ids)) as expected:
-            if expected is None:
-                return await self._checkpoint(), None, None
-            async with asyncio.TaskGroup() as both:
-                asked = both.create_task(self._get([expected]), name="pod-resources, about the pod that is expected")
-                checkpoint = await self._checkpoint()
-        return checkpoint, expected, asked.result()
+    ) -> tuple[_Checkpoint, list[CheckpointEntry], set[tuple[str, str] | None], tuple[Holding, ...] | None]:
+        """The checkpoint, what it has about ``ids``, the names of the pods in that, and what pod-resources says of these.
 
-    def _had(self, resource: str, ids: frozenset[str]) -> tuple[str, str] | None:
-        """The pod that had ``ids`` when the checkpoint was read last, however long ago: in a burst that is the one."""
-        before = self._checkpoint.last.about(resource, ids) if self._checkpoint.last else []
-        return self._pods.name(before[0].pod_uid) if len(before) == 1 else None
+        The last is None where another pod than that one was expected, or where pod-resources says nothing of single pods.
+        """
+        had, holders = self._before(resource, ids)
+        expected_now = contextlib.nullcontext(had) if had else self._pods.expected(resource, len(ids), besides=holders)
+        with expected_now as expected:
+            asked: asyncio.Task[tuple[Holding, ...] | None] | None = None
+            async with asyncio.TaskGroup() as both:
+                if expected is not None:
+                    asked = both.create_task(self._get([expected]), name="pod-resources, about the pod that is expected")
+                checkpoint = await self._checkpoint()
+                about = checkpoint.about(resource, ids)
+                names = {self._pods.name(entry.pod_uid) for entry in about}
+                if asked is not None and names != {expected}:
+                    asked.cancel()  # what it says would not count, and it may be silent for seconds
+                    asked = None
+        return checkpoint, about, names, asked.result() if asked is not None else None
+
+    def _before(self, resource: str, ids: frozenset[str]) -> tuple[tuple[str, str] | None, frozenset[tuple[str, str]]]:
+        """By the last reading, however old: the pod that had ``ids``, and UID and container of all that had any of the resource.
+
+        In a burst the one that had them is the one that starts, and one that had others is not.
+        """
+        entries = [
+            entry for entry in (self._checkpoint.last.entries if self._checkpoint.last else None) or () if entry.resource_name == resource
+        ]
+        uids = {entry.pod_uid for entry in entries if not ids.isdisjoint(entry.ids)}
+        had = self._pods.name(uids.pop(), live=True) if len(uids) == 1 else None
+        return had, frozenset((entry.pod_uid, entry.container_name) for entry in entries)
 
     async def _get(self, pods: Collection[tuple[str, str]]) -> tuple[Holding, ...] | None:
         """What pod-resources says of ``pods``; None when it says nothing of single ones."""

@@ -234,7 +234,8 @@ class Binder:
             if not await self._ended_are_released(start):
                 raise
             decision = self._decide(start, asked := self._question(start))
-        if decision.second_best and await self._ended_are_released(start):
+        if decision.second_best:
+            await self._ended_are_released(start)
             decision = self._decide(start, asked := self._question(start))
         if decision.layouts:
             await self._division.bring_about(decision.layouts, start.pod.full_name, start.until)

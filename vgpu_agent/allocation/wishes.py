@@ -8,6 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.family import NodeView
+from vgpu_agent.families.volcano_gpushare import GPU_ASSIGNED
+from vgpu_agent.families.volcano_vgpu_decisions import TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu_state import PHASE, TIME
 from vgpu_agent.nodes import NodeWishes
 
 if TYPE_CHECKING:
@@ -39,6 +42,10 @@ def farewell(families: Families, now: float) -> NodeWishes:
     for family in (*families.unserved, *families.by_pod):
         wishes = wishes.joined(family.farewell(now))
     return wishes
+
+
+PROGRESS = frozenset({PHASE, TIME, TO_ALLOCATE, GPU_ASSIGNED})
+"""The annotations that say how far a pod has come; of the others, schedulers count who has what."""
 
 
 class PodWishes:

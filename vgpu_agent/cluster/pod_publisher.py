@@ -1,11 +1,12 @@
 """Keeps the annotations of our pods as the families wish them: a scheduler learns there that its decision was carried out, or was not.
 
-Nobody waits for these writes, so they come after the container was let go, are tried until done, and need no memory: what is missing after
-a restart is a difference between the pods as the watch shows them and what the families derive from the ledger.
+No container waits for these writes, so they come after it was let go, are tried until done, and need no memory: what is missing after a
+restart is a difference between the pods as the watch shows them and what the families derive from the ledger.
 
 They are not cheap for others. Where memory is counted in MiB, kubelet tells of thousands of ids in a pod's status; for each annotation the
 API server then reads, stores and sends out all of that, and kubelet looks at its pod once more and writes its status again: 75 ms of
-processor time, measured on a real node, while other pods wait to be started. So a write waits until no pod is being started.
+processor time, measured on a real node, while other pods wait to be started. So what only says how far a pod has come waits for the end of
+that, a few seconds at most; what schedulers count by does not.
 
 Built and run by `agent`.
 """
@@ -26,7 +27,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.config.binding import Cluster
@@ -80,6 +81,7 @@ class PodPublisher:
         *,
         tokens: Callable[[str], Sequence[str]] = lambda _: (),
         starting: Callable[[], bool] = lambda: False,
+        progress: Collection[str] = (),
         at_once: int = 8,
         look_seconds: float = 10.0,
     ) -> None:
@@ -93,13 +95,15 @@ class PodPublisher:
             settings: the pauses.
             journal: troubles and their end are recorded there, and that a pod says all that it should.
             tokens: kubelet's UID of a pod → the tokens of its grants, which stand in all that is recorded about its start.
-            starting: whether kubelet is starting pods now; writes wait for the end of that, but only for seconds.
+            starting: whether kubelet is starting pods now.
+            progress: the annotations that say how far a pod has come; where nothing else differs, those pods go first, for seconds.
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop gives a sign of life.
         """
         self._api, self._book, self._wishes, self._wake = api, book, wishes, wake
         self._settings, self._journal = settings, journal
-        self._tokens, self._starting, self._at_once, self._look_seconds = tokens, starting, at_once, look_seconds
+        self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
+        self._starting, self._progress = starting, frozenset(progress)
         self._complaints = Complaints(journal, "pods")
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff(settings)  # shared by all pods, beside the one of each
@@ -120,28 +124,44 @@ class PodPublisher:
                 await self._gather(beat)
 
     async def _gather(self, beat: Callable[[], None]) -> None:
-        """Wait until nothing new is wished and no pod is being started, but not for long; not while there is more to write than can be."""
-        loop, version = asyncio.get_running_loop(), -1
-        began, longest = loop.time(), _GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS
+        """Wait for more wishes of a burst and, with what may wait, for pods that are being started; not for long, nor beside a backlog."""
+        loop, seen, patient = asyncio.get_running_loop(), -1, False
+        began = loop.time()
         while True:
-            if not self._backlog and self._starting():
-                left = began + _LONGEST_WHILE_STARTING_SECONDS - loop.time()
-            else:
-                left = began + longest - loop.time() if version != self._wake.version else 0.0
-            if left <= 0:
+            quiet = seen == self._wake.version
+            if not quiet:
+                seen = self._wake.version
+                patient = not self._backlog and all(changes.keys() <= self._progress for _, changes, _ in self._due()[1])
+            longest = _GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS
+            if patient and self._starting():
+                quiet, longest = False, _LONGEST_WHILE_STARTING_SECONDS
+            left = began + longest - loop.time()
+            if quiet or left <= 0:
                 return
             beat()
-            version = self._wake.version
             await asyncio.sleep(min(_GATHERING_SECONDS, left))
 
     def _begin(self, requests: asyncio.TaskGroup) -> float:
         """Begin the writes that are due; seconds after which to look again, if nothing happens before."""
+        pause, due = self._due()
+        if due and self._outage.seconds_left:
+            return max(min(pause, self._outage.seconds_left), _SHORTEST_WAIT_SECONDS)
+        # After a failure one request finds out whether the API server is back, and not always the one of a pod that fails by itself.
+        room = (1 if self._outage.failures else self._at_once) - sum(writing.busy for writing in self._writings.values())
+        self._backlog = len(due) > room
+        for pod, changes, writing in sorted(due, key=lambda one: one[2].backoff.failures)[: max(0, room)]:
+            writing.busy = True
+            requests.create_task(self._write(pod, changes, writing), name=f"annotate {pod.full_name}")
+        return max(pause, _SHORTEST_WAIT_SECONDS)
+
+    def _due(self) -> tuple[float, list[tuple[Pod, dict[str, str | None], _Writing]]]:
+        """Seconds after which more may be due, and what is now: the pod and what to write there."""
         try:
             wishes = self._wishes()
         except Exception as err:  # noqa: BLE001 - a family's bug must not take the other wishes' writer down with it
             text = f"{type(err).__name__}: {err}"
             self._complaints.say("wishes", "pods.wishes_failed", text, level="error", error=text)
-            return self._look_seconds
+            return self._look_seconds, []
         self._complaints.over("wishes")
         present = [(pod, wishes[pod.kubelet_uid]) for pod in self._book.pods if pod.kubelet_uid in wishes]
         self._forget_absent({pod.uid for pod, _ in present})
@@ -154,15 +174,7 @@ class PodPublisher:
             elif seconds:
                 pause = min(pause, seconds)
         self._count()
-        if due and self._outage.seconds_left:
-            return max(min(pause, self._outage.seconds_left), _SHORTEST_WAIT_SECONDS)
-        # After a failure one request finds out whether the API server is back, and not always the one of a pod that fails by itself.
-        room = (1 if self._outage.failures else self._at_once) - sum(writing.busy for writing in self._writings.values())
-        self._backlog = len(due) > room
-        for pod, changes, writing in sorted(due, key=lambda one: one[2].backoff.failures)[: max(0, room)]:
-            writing.busy = True
-            requests.create_task(self._write(pod, changes, writing), name=f"annotate {pod.full_name}")
-        return max(pause, _SHORTEST_WAIT_SECONDS)
+        return pause, due
 
     def _compared(self, pod: Pod, wishes: Mapping[str, str | None], writing: _Writing) -> tuple[float, dict[str, str | None]]:
         """What should be written to ``pod`` now; when that is nothing, after how many seconds there may be something (0: no idea)."""

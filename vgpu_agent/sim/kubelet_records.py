@@ -8,6 +8,7 @@ What does not change is encoded once: with 110 pods and 50,000 ids the stand-in 
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import json
@@ -204,19 +205,19 @@ class Records:
 
         A file that cannot be read leaves nothing, which is what the real one does.
         """
-        self.devices, self.allocations = {}, []
-        self._forget()
-        try:
+        devices: dict[str, ResourceDevices] = {}
+        allocations: list[Allocation] = []
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             content: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))["Data"]
-            self.allocations = [
+            allocations = [
                 Allocation(
                     entry["PodUID"], entry["ContainerName"], entry["ResourceName"], entry["DeviceIDs"], base64.b64decode(entry["AllocResp"])
                 )
                 for entry in content["PodDeviceEntries"] or []
             ]
-            self.devices = {resource: ResourceDevices() for resource in content["RegisteredDevices"]}
-        except (OSError, ValueError, KeyError, TypeError):
-            return
+            devices = {resource: ResourceDevices() for resource in content["RegisteredDevices"]}
+        self.devices, self.allocations = devices, allocations
+        self._forget()
 
     def _forget(self) -> None:
         self._free.clear()
