@@ -48,7 +48,7 @@ async def test_a_reader_in_no_hurry_sees_a_burst_of_changes_once() -> None:
 
     async def read() -> None:
         async for value in latest.changes(gathering_seconds=1.0):
-            seen.extend([value])
+            seen.append(value)
 
     async with asyncio.TaskGroup() as group:
         reader = group.create_task(read())

@@ -52,9 +52,9 @@ class Lister(PodResources):
         return seen
 
     async def get(self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
+        self.asked.append(set(pods))
         if not self.can_get:
             raise GetNotPossibleError("no Get")
-        self.asked.append(set(pods))
         self.got.set()
         if self.silent_about in pods:
             await asyncio.Event().wait()
@@ -285,10 +285,11 @@ async def test_a_silent_answer_about_another_pod_than_the_checkpoint_names_is_no
 
 
 async def test_an_expected_pod_of_which_nothing_is_said_leaves_the_question_to_list(tmp_path: Path) -> None:
-    """kubelet has no Get, or has been asked too often: it is not asked a second time before List is."""
+    """kubelet has no Get, has been asked too often, or is silent: it is not asked, and waited for, a second time before List is."""
     lister = Lister()
     lister.can_get, lister.holdings = False, [A]
     lister.let.set()
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
     testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
     assert (testimony.pod_resources, testimony.whole, lister.readings) == ((A,), True, 1)
+    assert lister.asked == [{("ns", "p")}]

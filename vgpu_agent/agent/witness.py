@@ -105,12 +105,11 @@ class KubeletWitness:
 
     async def _of_holders(self, resource: str, ids: frozenset[str]) -> Testimony | None:
         """With pod-resources about those pods only that have ``ids`` by the checkpoint; None where that does not settle it."""
-        checkpoint, about, names, listed = await self._checkpoint_and_expected(resource, ids)
+        checkpoint, about, names, asked = await self._checkpoint_and_expected(resource, ids)
         known = [name for name in names if name is not None]
         if not known or len(known) < len(names):
             return None
-        if listed is None:
-            listed = await self._get(known)
+        listed = asked.result() if asked else await self._get(known)
         if listed is None:
             return None  # List will do, or say what is wrong
         live = {(held.owner.namespace, held.owner.pod) for held in listed if _concerns(held, resource, ids)}
@@ -118,10 +117,10 @@ class KubeletWitness:
 
     async def _checkpoint_and_expected(
         self, resource: str, ids: frozenset[str]
-    ) -> tuple[_Checkpoint, list[CheckpointEntry], set[tuple[str, str] | None], tuple[Holding, ...] | None]:
-        """The checkpoint, what it has about ``ids``, the names of the pods in that, and what pod-resources says of these.
+    ) -> tuple[_Checkpoint, list[CheckpointEntry], set[tuple[str, str] | None], asyncio.Task[tuple[Holding, ...] | None] | None]:
+        """The checkpoint, what it has about ``ids``, the names of the pods in that, and pod-resources asked about these: a `_get`, done.
 
-        The last is None where another pod than that one was expected, or where pod-resources says nothing of single pods.
+        The last is None where they have not been asked about, because another pod was expected, or none.
         """
         had, holders = self._before(resource, ids)
         expected_now = contextlib.nullcontext(had) if had else self._pods.expected(resource, len(ids), besides=holders)
@@ -136,7 +135,7 @@ class KubeletWitness:
                 if asked is not None and names != {expected}:
                     asked.cancel()  # what it says would not count, and it may be silent for seconds
                     asked = None
-        return checkpoint, about, names, asked.result() if asked is not None else None
+        return checkpoint, about, names, asked
 
     def _before(self, resource: str, ids: frozenset[str]) -> tuple[tuple[str, str] | None, frozenset[tuple[str, str]]]:
         """By the last reading, however old: the pod that had ``ids``, and UID and container of all that had any of the resource.
