@@ -158,11 +158,7 @@ class SimulatedKubelet:
             self.pods[pod.uid] = pod
             try:
                 for container in sorted(containers, key=lambda each: not each.init):
-                    # A limit of 0 is no device, and no plugin is asked about it.
-                    limits = [(resource, number) for resource, number in container.limits.items() if number]
-                    self._random.shuffle(limits)  # resources come in random order
-                    for resource, number in limits:
-                        await self._allocate(pod, container, resource, number)
+                    await self._allocate_all(pod, container)
             except AdmissionError:
                 pod.ended = True  # what it already got is cleaned up later, lazily
                 raise
@@ -251,12 +247,21 @@ class SimulatedKubelet:
 
     # Allocation
 
-    async def _allocate(self, pod: Pod, container: Container, resource: str, number: int) -> None:
+    async def _allocate_all(self, pod: Pod, container: Container) -> None:
+        # A limit of 0 is no device, and no plugin is asked about it.
+        limits = [(resource, number) for resource, number in container.limits.items() if number]
+        self._random.shuffle(limits)  # resources come in random order
         self._records.clean_up(self._live())
+        allocated = [await self._allocate(pod, container, resource, number) for resource, number in limits]
+        if any(allocated):  # once they all are, and not at all when one of them fails
+            await asyncio.to_thread(self._records.write_checkpoint)
+
+    async def _allocate(self, pod: Pod, container: Container, resource: str, number: int) -> bool:
+        """Whether a plugin has given something."""
         ids = self._reusable(pod, container, resource)[:number]
         endpoint = self._endpoints.get(resource)
         if endpoint is None and resource not in self._records.devices:
-            return  # a resource that no plugin registered is not the device manager's business
+            return False  # a resource that no plugin registered is not the device manager's business
         devices = self._records.devices.get(resource, ResourceDevices())
         if endpoint is None:
             raise AdmissionError(_rejected(f"cannot allocate unregistered device {resource}"))
@@ -273,8 +278,8 @@ class SimulatedKubelet:
             await self._note("Allocate", resource, ids=ids, error=str(err))
             raise AdmissionError(_rejected(str(err))) from err
         self._records.add(pod.uid, container.name, resource, ids, answer.SerializeToString())
-        await asyncio.to_thread(self._records.write_checkpoint)
         await self._note("Allocate", resource, ids=ids, pod=pod.uid, container=container.name)
+        return True
 
     def _free(self, endpoint: Endpoint, resource: str, number: int) -> list[str]:
         """Free ids: all of them where the plugin is asked which it prefers, else ``number``, or as many as there are."""

@@ -196,6 +196,7 @@ class Records:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _write(descriptor, [b'{"Data":', *content, b',"Checksum":%d}' % checksum])
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
         temporary.replace(self._path)
