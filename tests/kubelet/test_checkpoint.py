@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kubelet.backend import U0, U1
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import CheckpointError
 from vgpu_agent.kubelet.checkpoint import CheckpointEntry, let_go_of_memory, parse_checkpoint, read_checkpoint
 
@@ -199,3 +202,41 @@ async def test_the_memory_of_a_long_reading_is_let_go(tmp_path: Path) -> None:
     assert kept - left > path.stat().st_size
     (entry,) = await read_checkpoint(path)
     assert len(entry.ids) == 100_000
+
+
+def _as_kubelet_writes(path: Path, ids: list[str], *, devices: int = 40_000) -> None:
+    """Without spaces, and with the list of all devices behind the entries."""
+    content = {"Data": {**_entry(DeviceIDs={"-1": ids})["Data"], "RegisteredDevices": {"r": [f"d{each}" for each in range(devices)]}}}
+    path.write_text(json.dumps(content, separators=(",", ":")))
+
+
+async def test_the_entries_are_found_wherever_they_end(tmp_path: Path) -> None:
+    """More and fewer of them than the last time, by little and by much; also when an id looks like what stands behind them."""
+    path = tmp_path / "checkpoint"
+    for number in (1, 60_000, 59_999, 60_001, 2, 20_000, 0, 31_000):
+        ids = [f'GPU-{each},"RegisteredDevices":' for each in range(number)]
+        _as_kubelet_writes(path, ids)
+        (entry,) = await read_checkpoint(path)
+        assert entry.ids == tuple(ids)
+
+
+async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path) -> None:
+    """kubelet has replaced it meanwhile, and giving back its megabytes takes the file system milliseconds."""
+    path, closing = tmp_path / "checkpoint", threading.Event()
+    _as_kubelet_writes(path, ["a"])
+
+    class SlowToClose(io.FileIO):
+        def close(self) -> None:
+            closing.wait(PATIENCE_SECONDS)
+            super().close()
+
+    class Slow(type(path)):  # type: ignore[misc]  # the kind of path that this system has
+        def open(self, *_: Any, **__: Any) -> SlowToClose:
+            return SlowToClose(str(self))
+
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            (entry,) = await read_checkpoint(Slow(path))
+        assert (entry.ids, closing.is_set()) == (("a",), False)
+    finally:
+        closing.set()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import concurrent.futures
 import contextlib
 import os
 import threading
@@ -20,6 +21,7 @@ import msgspec
 from vgpu_agent.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import io
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -41,6 +43,9 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
     def ids(self) -> tuple[str, ...]:
         """All ids, in the order of the file; the NUMA node they stand under is not our business."""
         if isinstance(self.device_ids, dict):
+            if len(self.device_ids) == 1:  # as ever where no NUMA node is told; asked hundreds of times in a start
+                (only,) = self.device_ids.values()
+                return tuple(only or ())
             return tuple(device for ids in self.device_ids.values() for device in ids or ())
         return tuple(self.device_ids or ())
 
@@ -92,12 +97,17 @@ _PART_BYTES = 256 * 1024
 class _Memory:
     """Reads files into the same memory each time: the file has megabytes, and fresh memory for them takes ten times as long as reading.
 
-    State: the memory, as large as the largest file since it was last let go; one thread at a time uses it.
+    State: the memory, as large as the largest file since it was last let go; one thread at a time uses it. How long the entries were the
+    last time: the next file's will be about as long, and are read at once, because each part gives the interpreter away.
     """
 
     def __init__(self) -> None:
         self._memory = bytearray(4096)
         self._lock = threading.Lock()
+        self._entries_bytes = 0
+        # kubelet replaces the file all the time. Who closes a replaced one last has to give back its megabytes, which takes milliseconds,
+        # and the start of a container waits for what was read.
+        self._closing = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="close kubelet's checkpoint")
 
     @contextlib.contextmanager
     def content(self, path: Path, *, whole: bool) -> Iterator[memoryview]:
@@ -106,25 +116,43 @@ class _Memory:
         Raises:
             OSError: it cannot be read.
         """
-        with self._lock, path.open("rb", buffering=0) as file:
-            size, filled = os.fstat(file.fileno()).st_size, 0
-            if size >= len(self._memory):
-                self._memory = bytearray(size + size // 4)
-            most = len(self._memory) if whole else _PART_BYTES
-            while count := file.readinto(memoryview(self._memory)[filled : filled + most]):
-                if not whole and (end := self._memory.find(_DEVICES, max(0, filled - len(_DEVICES)), filled + count)) >= 0:
-                    self._memory[end : end + len(_CLOSING)] = _CLOSING
-                    filled = end + len(_CLOSING)
-                    break
-                filled += count
-                if filled == len(self._memory):
-                    self._memory = self._memory + bytearray(filled)
+        with self._lock:
+            file = path.open("rb", buffering=0)
+            try:
+                filled = self._fill(file, whole=whole)
+            finally:
+                self._closing.submit(file.close)
             yield memoryview(self._memory)[:filled]
+
+    def _fill(self, file: io.FileIO, *, whole: bool) -> int:
+        """Read ``file`` into the memory; how much of it counts."""
+        size, filled = os.fstat(file.fileno()).st_size, 0
+        if size >= len(self._memory):
+            self._memory = bytearray(size + size // 4)
+        most = len(self._memory) if whole else self._entries_bytes + _PART_BYTES
+        while count := file.readinto(memoryview(self._memory)[filled : filled + most]):
+            if not whole and (end := self._end_of_entries(filled, filled + count)) >= 0:
+                self._memory[end : end + len(_CLOSING)] = _CLOSING
+                self._entries_bytes = end
+                return end + len(_CLOSING)
+            filled += count
+            if filled == len(self._memory):
+                self._memory = self._memory + bytearray(filled)
+        return filled
+
+    def _end_of_entries(self, begin: int, end: int) -> int:
+        """Where the list of all devices begins, if that is in the part between ``begin`` and ``end``; else -1.
+
+        It begins there only: no string of JSON can have these characters inside. So it may be looked for near the end first.
+        """
+        likely = max(begin, self._entries_bytes - _PART_BYTES)
+        found = self._memory.find(_DEVICES, likely, end)
+        return found if found >= 0 else self._memory.find(_DEVICES, max(0, begin - len(_DEVICES)), min(end, likely + len(_DEVICES)))
 
     def let_go(self) -> None:
         """Give the memory back; the next reading takes fresh one."""
         with self._lock:
-            self._memory = bytearray(4096)
+            self._memory, self._entries_bytes = bytearray(4096), 0
 
 
 _memory = _Memory()
