@@ -213,3 +213,24 @@ def test_removing_a_tree_follows_no_link(tmp_path: Path) -> None:
     host_files.remove_tree(str(tree))
     host_files.remove_tree(str(tree))
     assert (tree.exists(), names(tmp_path / "host")) == (False, ["precious"])
+
+
+def test_parts_near_to_each_other_are_written_together(tmp_path: Path, mounts: MountTables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros between them, and nothing where nothing is for pages; a container waits for each system call."""
+    written: list[int] = []
+    really = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, part, offset: written.append(offset) or really(descriptor, part, offset))  # type: ignore[func-returns-value]
+    parts = ((1, b"a"), (2, b"b"), (100, b"c"), (50_000, b"d"), (50_010, b"e"))
+    host_files.make_file(HostFile(str(tmp_path / "file"), 60_000, parts), mounts)
+    content = (tmp_path / "file").read_bytes()
+    assert (len(content), {place: byte for place, byte in enumerate(content) if byte}) == (60_000, {at: part[0] for at, part in parts})
+    assert written == [1, 50_000]
+
+
+def test_a_file_is_put_into_a_directory_that_was_not_there(tmp_path: Path) -> None:
+    """/run is empty after a reboot; and only what stands there exactly is taken for the content."""
+    path = str(tmp_path / "run" / "cdi" / "spec.json")
+    assert not host_files.has(path, b"{}")
+    host_files.replace_file(path, b"{}")
+    assert [host_files.has(path, content) for content in (b"{}", b"{", b"{}}", b"")] == [True, False, False, False]
+    assert not host_files.has(str(tmp_path), b"")

@@ -250,9 +250,7 @@ class GrantDirectory:
             if only_missing and os.path.lexists(path):
                 return False
             host_files.make(provision, self._mounts)
-            if not _has(path, content):
-                if not os.path.isdir(self._directory):  # /run is empty after a reboot
-                    host_files.make_directory(self._directory)
+            if not host_files.has(path, content):
                 host_files.replace_file(path, content)
             with self._changing:
                 self._records = {**self._records, record.token: record}
@@ -267,8 +265,6 @@ class GrantDirectory:
             host_files.make(provision, self._mounts)
             with self._changing:
                 self._prepared = {**self._prepared, record.token: record}
-            if not os.path.isdir(self._kept):
-                host_files.make_directory(self._kept)
             host_files.replace_file(self._path(record.token, self._kept), cdi.spec_text(record, Edits()))
 
     def _collect(self, record: GrantRecord) -> bool:
@@ -338,14 +334,6 @@ def _read(path: str) -> bytes:
             return file.read()
     except OSError as err:
         raise host_files.trouble("read", path, err) from err
-
-
-def _has(path: str, content: bytes) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read() == content
-    except OSError:
-        return False
 
 
 def _moved_away(path: str) -> str:

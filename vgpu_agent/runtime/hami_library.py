@@ -120,15 +120,8 @@ class HamiLibrary:
 
 
 def _write_if_different(path: str, content: bytes) -> None:
-    try:
-        with open(path, "rb") as file:
-            if file.read(len(content) + 1) == content:
-                return
-    except FileNotFoundError:
-        host_files.make_directory(os.path.dirname(path))
-    except OSError as err:
-        raise host_files.trouble("read", path, err) from err
-    host_files.replace_file(path, content)
+    if not host_files.has(path, content):
+        host_files.replace_file(path, content)
 
 
 def _checked(content: bytes, source: str) -> str:

@@ -13,6 +13,7 @@ import contextlib
 import enum
 import errno
 import os
+import random
 import shutil
 import stat
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ TEMPORARY_PREFIX = ".vgpu-agent-"
 TEMPORARY_SUFFIX = ".tmp"
 
 _PASSABLE = 0o755
+
+_NEAR_BYTES = 4096  # a page is written, and takes its space, as a whole
 
 
 class _State(enum.Enum):
@@ -81,16 +84,8 @@ def make_directory(path: str, mode: int = 0o755) -> None:
         CarrierError: it cannot be made, or something else stands there.
     """
     try:
-        _make_parents(path)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-        # Through a descriptor, so that the mode is given to this directory and to nothing that a link names.
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
-                os.fchmod(descriptor, mode)
-        finally:
-            os.close(descriptor)
+        if not _is_directory(path, mode):
+            _make_directory(path, mode)
     except OSError as err:
         raise trouble("make directory", path, err) from err
 
@@ -119,13 +114,31 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
 def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
     """Put ``content`` under ``path``: the old file or the new one is seen, never a part; an old one keeps living where it is mounted.
 
+    Its directory is made where there is none, as /run has none after a reboot.
+
     Raises:
         CarrierError: it cannot be written.
     """
     try:
-        _replace(path, len(content), ((0, content),), mode)
+        try:
+            _replace(path, len(content), ((0, content),), mode)
+        except FileNotFoundError:
+            make_directory(os.path.dirname(path))
+            _replace(path, len(content), ((0, content),), mode)
     except OSError as err:
         raise trouble("write", path, err) from err
+
+
+def has(path: str, content: bytes) -> bool:
+    """Whether exactly ``content`` stands under ``path``; what cannot be read does not."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, len(content) + 1) == content
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
 
 
 def remove_tree(path: str) -> None:
@@ -145,6 +158,29 @@ def remove_tree(path: str) -> None:
 def is_temporary(name: str) -> bool:
     """Whether a file of this name is a half-written one that a killed agent left."""
     return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX)
+
+
+def _is_directory(path: str, mode: int) -> bool:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode
+
+
+def _make_directory(path: str, mode: int) -> None:
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.mkdir(path, 0o700)
+        except FileNotFoundError:
+            _make_parents(path)
+            os.mkdir(path, 0o700)
+    # Through a descriptor, so that the mode is given to this directory and to nothing that a link names.
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
 
 
 def _make_parents(path: str) -> None:
@@ -216,12 +252,16 @@ def _write_in_place(path: str, parts: Sequence[tuple[int, bytes]], mode: int) ->
 
 
 def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int) -> None:
-    temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+    # The name need only be new: who can guess it still cannot lay anything in its place, as the file is made and not opened.
+    name = f"{TEMPORARY_PREFIX}{random.getrandbits(64):016x}{TEMPORARY_SUFFIX}"
+    temporary = os.path.join(os.path.dirname(path), name)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
-            os.ftruncate(descriptor, size)  # what no part covers stays a hole: it reads as zero and takes no space
-            _write_parts(descriptor, parts)
+            joined = _joined(parts)
+            _write_parts(descriptor, joined)
+            if not joined or joined[-1][0] + len(joined[-1][1]) < size:
+                os.ftruncate(descriptor, size)  # what no part covers stays a hole: it reads as zero and takes no space
             os.fchmod(descriptor, mode)
         finally:
             os.close(descriptor)
@@ -230,6 +270,22 @@ def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _joined(parts: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The same parts for an empty file, those near to each other as one, with zeros between.
+
+    A container waits for them, and around each system call a thread has to wait for the interpreter, which the event loop may have.
+    """
+    joined: list[tuple[int, bytes]] = []
+    for offset, part in parts:
+        end = joined[-1][0] + len(joined[-1][1]) if joined else 0
+        if joined and 0 <= offset - end < _NEAR_BYTES:
+            before, content = joined.pop()
+            joined.append((before, content + bytes(offset - end) + part))
+        else:
+            joined.append((offset, part))
+    return joined
 
 
 def _write_parts(descriptor: int, parts: Sequence[tuple[int, bytes]]) -> None:
