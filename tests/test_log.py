@@ -70,3 +70,13 @@ def test_an_unknown_level_names_the_known_ones(lines: io.StringIO) -> None:
     """The remedy stands in the message."""
     with pytest.raises(ValueError, match="'loud' is not known; use one of debug, info, warning, error"):
         log.set_level("loud")
+
+
+def test_a_logger_that_is_put_together_for_good_follows_the_level(lines: io.StringIO) -> None:
+    """The agent's own loggers are, and an operator changes the level while it runs."""
+    log.configure(stream=lines, for_good=True)
+    logger = log.get("x")
+    for level in ("info", "warning", "info"):
+        log.set_level(level)
+        logger.info("said", at=level)
+    assert [json.loads(line)["at"] for line in lines.getvalue().splitlines()] == ["info", "info"]

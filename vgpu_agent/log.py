@@ -27,13 +27,14 @@ def get(name: str) -> FilteringBoundLogger:
     return cast("FilteringBoundLogger", structlog.stdlib.get_logger(name.removeprefix("vgpu_agent.")))
 
 
-def configure(*, log_format: str = "json", level: str = "info", stream: TextIO | None = None) -> None:
+def configure(*, log_format: str = "json", level: str = "info", stream: TextIO | None = None, for_good: bool = False) -> None:
     """Route every line of this process to ``stream`` (stderr by default).
 
     Args:
         log_format: ``json`` or ``console``.
         level: one of `LEVELS`.
         stream: where lines go; a test passes its own.
+        for_good: nobody will call this again, so each logger is put together once and not for every line; `set_level` still works.
     """
     structlog.configure(
         processors=[
@@ -44,7 +45,7 @@ def configure(*, log_format: str = "json", level: str = "info", stream: TextIO |
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,
+        cache_logger_on_first_use=for_good,
     )
     last: list[Any]
     if log_format == "json":

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import dataclasses
 import enum
+import operator
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
@@ -113,6 +114,7 @@ class PodBook:
         self.revision: Latest[int] = Latest(0)
         self.synced = asyncio.Event()
         self._pods: dict[str, Pod] = {}  # by kubelet's UID
+        self._in_order: tuple[Pod, ...] | None = None  # `pods`, asked for many times between two changes
         self._bound: dict[str, int] = {}
         self._last_bound = 0
         self._uids: collections.OrderedDict[tuple[str, str], set[str]] = collections.OrderedDict()  # by name, the last used at the end
@@ -120,7 +122,9 @@ class PodBook:
     @property
     def pods(self) -> tuple[Pod, ...]:
         """All of them, in the order in which they were seen bound."""
-        return tuple(sorted(self._pods.values(), key=lambda pod: pod.bound))
+        if self._in_order is None:
+            self._in_order = tuple(sorted(self._pods.values(), key=operator.attrgetter("bound")))
+        return self._in_order
 
     def get(self, kubelet_uid: str) -> Pod | None:
         """The pod that kubelet knows under that UID."""
@@ -143,7 +147,7 @@ class PodBook:
         listed = {pod.kubelet_uid: pod for pod in sorted(pods, key=lambda pod: (pod.created_at, pod.namespace, pod.name))}
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
         before = self._pods
-        self._pods = {uid: self._placed(pod) for uid, pod in listed.items()}
+        self._pods, self._in_order = {uid: self._placed(pod) for uid, pod in listed.items()}, None
         if self._pods != before or not self.synced.is_set():
             self._changed()
         self.synced.set()
@@ -175,4 +179,5 @@ class PodBook:
         return dataclasses.replace(pod, bound=self._bound[pod.kubelet_uid])
 
     def _changed(self) -> None:
+        self._in_order = None
         self.revision.publish(self.revision.value + 1)

@@ -100,3 +100,15 @@ def test_a_pod_that_stays_pending_is_being_started_for_a_minute() -> None:
     times = iter([0.0, 59.0, 61.0])
     pods = starting(pod("a"), clock=lambda: next(times))
     assert [pods.any() for _ in range(3)] == [True, True, False]
+
+
+def test_the_resources_are_the_same_until_others_are_offered() -> None:
+    """Who keeps something for them, as the reader of kubelet's answers does, sees by that when it has to begin anew."""
+    ledger = Ledger()
+    pods = StartingPods(PodBook(), ledger, served=set)
+    ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
+    before = pods.resources
+    assert before == {NUMBER}
+    assert pods.resources is before
+    ledger.offer([Resource(CORES, "volcano-vgpu", (), decided_by=Decider.POD)])
+    assert pods.resources == {CORES}

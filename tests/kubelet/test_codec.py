@@ -305,3 +305,14 @@ def test_a_junk_answer_of_pod_resources_is_an_error_or_a_picture(answer: bytes) 
     except KubeletError:
         return
     assert all(holding.ids for holding in holdings)
+
+
+@given(st.lists(st.lists(st.text(min_size=1, max_size=200), max_size=3).map(tuple), max_size=3))  # a CDI name is never empty
+def test_the_answer_of_late_binding_is_what_google_would_write(names: list[tuple[str, ...]]) -> None:
+    """It is put together by hand, because it is needed for each resource of each container."""
+    response = google.AllocateResponse()
+    for each in names:
+        container = response.container_responses.add()
+        for name in each:
+            container.cdi_devices.add(name=name)
+    assert codec.encode_allocate(Edits(cdi_names=each) for each in names) == response.SerializeToString()

@@ -13,7 +13,7 @@ from tests.kubelet.backend import U0, U1, FakeBackend
 from vgpu_agent.device_ids import DeviceId, IdBlock, ListedDevice, NumberedIds, NumberedList
 from vgpu_agent.errors import ConfigError, KubeletError
 from vgpu_agent.kubelet import codec, wire
-from vgpu_agent.kubelet.held_ids import SeenNumbers, decode_allocatable, decode_pod_resources
+from vgpu_agent.kubelet.held_ids import PodResourcesReader, SeenNumbers, decode_allocatable, decode_pod_resources
 from vgpu_agent.kubelet.plugin import PluginService, Told
 from vgpu_agent.model import Decider, Holding, Owner, Resource
 from vgpu_agent.sim.protocol import podresources_pb2 as google_resources
@@ -182,3 +182,20 @@ def test_ids_that_are_read_in_runs_are_those_that_stand_there(entries: list[tupl
 
     assert {holding.resource: holding.ids for holding in holdings} == {name: tuple(dict.fromkeys(ids)) for name, ids in expected.items()}
     assert {holding.owner for holding in holdings} <= {Owner("c", namespace="ns", pod="p")}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_ENTRIES, max_size=6))
+def test_one_answer_after_the_other_is_read_as_if_each_were_the_first(answers: list[list[tuple[str, list[str], bool]]]) -> None:
+    """What was learnt about the entries of one pod never changes what is read of the next."""
+    reader = PodResourcesReader(lambda name: name != "not-wanted")
+    for place, entries in enumerate(answers):
+        response = google_resources.GetPodResourcesResponse()
+        response.pod_resources.name = f"p{place}"
+        container = response.pod_resources.containers.add(name="c")
+        for resource, ids, topology in entries:
+            entry = container.devices.add(resource_name=resource, device_ids=ids)
+            if topology:
+                entry.topology.nodes.add(id=1)
+        encoded = response.SerializeToString()
+        assert reader.read(encoded) == decode_pod_resources(encoded, reader.wanted)

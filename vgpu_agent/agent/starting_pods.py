@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
     from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Resource
     from vgpu_agent.pods import PodBook
 
 _PENDING = "Pending"  # a pod's phase until its first container runs
@@ -52,13 +53,18 @@ class StartingPods:
         self._ledger = ledger
         self._served = served
         self._clock = clock
+        self._offered: tuple[Resource, ...] = ()
+        self._resources = frozenset[str]()  # of those, and the same object as long as these are offered
         self._asked_about: set[tuple[str, str]] = set()
         self._pending_since: dict[str, float] = {}
 
     @property
     def resources(self) -> frozenset[str]:
         """The resources of which the pod decides what an id stands for."""
-        return frozenset(offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD)
+        if self._offered is not self._ledger.resources:
+            self._offered = self._ledger.resources
+            self._resources = frozenset(offer.name for offer in self._offered if offer.decided_by is Decider.POD)
+        return self._resources
 
     def any(self) -> bool:
         """Whether kubelet is starting pods that ask for one of `resources`; what takes more than a minute waits for something else."""

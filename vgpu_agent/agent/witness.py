@@ -22,7 +22,7 @@ from vgpu_agent.kubelet.checkpoint import read_checkpoint
 from vgpu_agent.kubelet.records import as_holding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from vgpu_agent.agent.starting_pods import StartingPods
@@ -34,15 +34,31 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """One reading of the file; ``entries`` is None when it could not be read. ``decoded`` keeps the answers that were looked at."""
+    """One reading of the file; ``entries`` is None when it could not be read.
+
+    ``decoded`` keeps the answers that were looked at, ``holders`` by resource and id the entries of those resources that were asked about.
+    """
 
     entries: tuple[CheckpointEntry, ...] | None
     trouble: str = ""
     decoded: dict[int, Edits] = dataclasses.field(default_factory=dict)
+    holders: dict[str, dict[str, list[CheckpointEntry]]] = dataclasses.field(default_factory=dict)
 
     def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
-        """The entries that name any of ``ids``: a few of hundreds."""
-        return [entry for entry in self.entries or () if entry.resource_name == resource and not ids.isdisjoint(entry.ids)]
+        """The entries that name any of ``ids``, in no order: a few of hundreds."""
+        holders = self.of(resource)
+        return list({id(entry): entry for each in ids for entry in holders.get(each, ())}.values())
+
+    def of(self, resource: str) -> Mapping[str, list[CheckpointEntry]]:
+        """The entries about ``resource`` by id; an init container's ids are also those of the container that takes them over."""
+        if resource not in self.holders:
+            holders: dict[str, list[CheckpointEntry]] = {}
+            for entry in self.entries or ():
+                if entry.resource_name == resource:
+                    for each in entry.ids:
+                        holders.setdefault(each, []).append(entry)
+            self.holders[resource] = holders
+        return self.holders[resource]
 
     def answer(self, entry: CheckpointEntry) -> Edits:
         """What our Allocate once answered for ``entry``, which is one of these.
@@ -142,12 +158,11 @@ class KubeletWitness:
 
         In a burst the one that had them is the one that starts, and one that had others is not.
         """
-        entries = [
-            entry for entry in (self._checkpoint.last.entries if self._checkpoint.last else None) or () if entry.resource_name == resource
-        ]
-        uids = {entry.pod_uid for entry in entries if not ids.isdisjoint(entry.ids)}
+        if (last := self._checkpoint.last) is None:
+            return None, frozenset()
+        uids = {entry.pod_uid for entry in last.about(resource, ids)}
         had = self._pods.name(uids.pop(), live=True) if len(uids) == 1 else None
-        return had, frozenset((entry.pod_uid, entry.container_name) for entry in entries)
+        return had, frozenset([(entry.pod_uid, entry.container_name) for holders in last.of(resource).values() for entry in holders])
 
     async def _get(self, pods: Collection[tuple[str, str]]) -> tuple[Holding, ...] | None:
         """What pod-resources says of ``pods``; None when it says nothing of single ones."""

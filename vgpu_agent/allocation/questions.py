@@ -20,15 +20,20 @@ def question(
     ledger: Ledger, offered: Resource, pod: Pod, container: str, ids: Sequence[str], *, node: str, inventory: Inventory
 ) -> Question:
     """What to ask a family about one container; what it or its ids hold now is not counted against it."""
-    uid, wanted = pod.kubelet_uid, set(ids)
-    mine = [grant for grant in ledger.grants if grant.resource == offered.name]
-    besides = [grant.number for grant in mine if grant.decided_for == (uid, container) or not wanted.isdisjoint(grant.ids)]
-    siblings = {
-        grant.decided_for[1]: grant.shares
-        for grant in mine
-        if grant.decided_for and grant.decided_for[0] == uid and grant.decided_for[1] != container and grant.shares
-    }
-    rooms = ledger.rooms(offered.name, besides=besides)
-    gone = {*besides, *(ended_before(mine, pod, Owner(container, uid)) if pod.container(container) else ())}
-    taken = {share.device: grant for grant in ledger.grants if grant.number not in gone for share in grant.shares}
+    uid, wanted, name = pod.kubelet_uid, set(ids), offered.name
+    holding, besides, of_pod = [], [], []
+    for grant in ledger.grants:  # hundreds, most of them of other pods
+        if grant.shares:
+            holding.append(grant)
+        if grant.resource == name:
+            decided_for = grant.decided_for
+            if decided_for and decided_for[0] == uid:
+                of_pod.append(grant)
+            if decided_for == (uid, container) or not wanted.isdisjoint(grant.ids):
+                besides.append(grant.number)
+    siblings = {grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares}
+    siblings.pop(container, None)
+    rooms = ledger.rooms(name, besides=besides)
+    gone = {*besides, *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ())}
+    taken = {share.device: grant for grant in holding if grant.number not in gone for share in grant.shares}
     return Question(offered, pod, container, tuple(ids), node, inventory, rooms, siblings, taken)

@@ -5,6 +5,7 @@ Nothing here remembers what was written: a publisher compares the wishes with wh
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.family import NodeView
@@ -85,7 +86,7 @@ class PodWishes:
 
 def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
     """The very same facts: pods and grants are replaced when anything about them changes."""
-    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
+    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 def _said_of(families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool) -> Mapping[str, str | None]:

@@ -33,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # As process 1 of a container we have no default reaction to SIGTERM; until the agent has its own, leave as for Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     loaded = load.load(options.given(arguments), os.environ)
-    log.configure(log_format=loaded.settings.log.format, level=loaded.settings.log.level)
+    log.configure(log_format=loaded.settings.log.format, level=loaded.settings.log.level, for_good=True)
     from vgpu_agent import agent  # noqa: PLC0415 - 200 ms of libraries that a wrong configuration should not wait for
 
     asyncio.run(agent.run(loaded))

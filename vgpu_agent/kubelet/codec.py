@@ -156,10 +156,7 @@ def encode_register(*, endpoint: str, resource: str, pre_start_required: bool, p
 
 def encode_get(namespace: str, name: str) -> bytes:
     """GetPodResourcesRequest (kubelet contract §13); an empty name is not possible in Kubernetes."""
-    return b"".join(
-        bytes([number << 3 | wire.LENGTH_DELIMITED]) + wire.varint(len(encoded)) + encoded
-        for number, encoded in ((1, name.encode()), (2, namespace.encode()))
-    )
+    return wire.delimited(1, name.encode()) + wire.delimited(2, namespace.encode())
 
 
 def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
@@ -179,7 +176,14 @@ def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
 
 def encode_allocate(answers: Iterable[Edits]) -> bytes:
     """AllocateResponse with one element for each container, also where nothing is added to it: kubelet reads the first element."""
-    return bytes(v1beta1.AllocateResponse(container_responses=[_container_response(edits) for edits in answers]))
+    edits = list(answers)
+    if all(each == Edits(cdi_names=each.cdi_names) for each in edits):
+        # The answer of late binding, once for each resource of a container, while kubelet admits nobody else. The generated code makes
+        # a message for each level and sets up Python's filters of warnings anew for each of their fields.
+        return b"".join(
+            wire.delimited(1, b"".join([wire.delimited(5, wire.delimited(1, name.encode())) for name in each.cdi_names])) for each in edits
+        )
+    return bytes(v1beta1.AllocateResponse(container_responses=[_container_response(each) for each in edits]))
 
 
 def decode_preference(request: bytes) -> list[PreferenceRequest]:

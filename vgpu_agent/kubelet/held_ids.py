@@ -72,30 +72,41 @@ class SeenNumbers:
 
 
 def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
-    """Who holds what, from ListPodResourcesResponse; several entries of one container and resource are united (V11).
+    """One answer, see `PodResourcesReader.read`."""
+    return PodResourcesReader(wanted).read(response)
 
-    GetPodResourcesResponse is read alike: it has its one pod in the same field.
 
-    Args:
-        response: the encoded message.
+class PodResourcesReader:
+    """Reads ListPodResourcesResponse, and GetPodResourcesResponse, which has its one pod in the same field.
+
+    State: what the entries read so far look like, so that answers about one pod after the other are read quickly from the second on.
+
+    Attributes:
         wanted: whether the ids of the resource of that name are of interest; the others are left out.
-
-    Raises:
-        KubeletError: the bytes are no such message.
     """
-    united: dict[tuple[Owner, str], dict[str, None]] = {}
-    entries = _Entries(2, wanted)
-    try:
-        for pod in wire.messages(response, 1):
-            name, namespace = wire.string(pod, 1), wire.string(pod, 2)
-            for container in wire.messages(pod, 3):
-                found, rest = entries.walk(container)
-                owner = Owner(wire.text(rest.get(1, b"")), namespace=namespace, pod=name)
-                for resource, ids in found:
-                    united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
-    except wire.MalformedError as err:
-        raise KubeletError(f"pod-resources: the answer cannot be understood: {err}") from err
-    return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
+
+    def __init__(self, wanted: Callable[[str], bool]) -> None:
+        self.wanted = wanted
+        self._entries = _Entries(2, wanted)
+
+    def read(self, response: bytes) -> tuple[Holding, ...]:
+        """Who holds what; several entries of one container and resource are united (V11).
+
+        Raises:
+            KubeletError: the bytes are no such message.
+        """
+        united: dict[tuple[Owner, str], dict[str, None]] = {}
+        try:
+            for pod in wire.messages(response, 1):
+                name, namespace = wire.string(pod, 1), wire.string(pod, 2)
+                for container in wire.messages(pod, 3):
+                    found, rest = self._entries.walk(container)
+                    owner = Owner(wire.text(rest.get(1, b"")), namespace=namespace, pod=name)
+                    for resource, ids in found:
+                        united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
+        except wire.MalformedError as err:
+            raise KubeletError(f"pod-resources: the answer cannot be understood: {err}") from err
+        return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
 
 
 def decode_allocatable(response: bytes, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str] | SeenNumbers]:
@@ -196,7 +207,7 @@ class _Entries:
         if len(ids) != 1 or len(self._singles) >= _MOST_KINDS:
             return
         id_ = ids[0].encode()
-        content = _delimited(1, resource.encode()) + b"\x12" + wire.varint(len(id_))
+        content = wire.delimited(1, resource.encode()) + b"\x12" + wire.varint(len(id_))
         head = bytes([self._field << 3 | wire.LENGTH_DELIMITED]) + wire.varint(len(content) + len(id_)) + content
         if head + id_ != element:
             return
@@ -211,11 +222,7 @@ def _kinds_of_numbers(resource: str, block: IdBlock) -> Iterator[bytes]:
     for digits in range(1, len(str(max(0, block.count - 1))) + 1):
         number = b"([0-9])" if digits == 1 else b"([1-9][0-9]{%d})" % (digits - 1)
         prefix = block.prefix.encode()
-        name = _delimited(1, resource.encode())
+        name = wire.delimited(1, resource.encode())
         id_head = b"\x12" + wire.varint(len(prefix) + digits) + prefix
         length = len(name) + len(id_head) + digits
         yield re.escape(b"\x0a" + wire.varint(length) + name + id_head) + number
-
-
-def _delimited(number: int, encoded: bytes) -> bytes:
-    return bytes([number << 3 | wire.LENGTH_DELIMITED]) + wire.varint(len(encoded)) + encoded

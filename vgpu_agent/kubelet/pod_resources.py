@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet import codec, grpc
 from vgpu_agent.kubelet.allowance import Allowance
-from vgpu_agent.kubelet.held_ids import decode_allocatable, decode_pod_resources
+from vgpu_agent.kubelet.held_ids import PodResourcesReader, decode_allocatable, decode_pod_resources
 from vgpu_agent.kubelet.registration import Backoff
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class PodResources:
         self._refusal = ""
         self._gets = Allowance(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
         self._without_get: tuple[int, int, int] | None = None
+        self._reader: PodResourcesReader | None = None
         self.lists = self.gets = 0
 
     def close(self) -> None:
@@ -142,7 +143,9 @@ class PodResources:
             raise GetNotPossibleError("pod-resources: kubelet has been asked as often as it allows")
         answers = [await self._get(*pod) for pod in pods]  # hardly ever more than one
         self.gets += len(answers)
-        return tuple(holding for answer in answers for holding in decode_pod_resources(answer, wanted))
+        if self._reader is None or self._reader.wanted != wanted:
+            self._reader = PodResourcesReader(wanted)
+        return tuple(holding for answer in answers for holding in self._reader.read(answer))
 
     async def _get(self, namespace: str, name: str) -> bytes:
         """GetPodResourcesResponse, which reads like a list of one pod; empty when there is no such pod."""

@@ -123,6 +123,11 @@ def integer(value: int | bytes) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
+def delimited(number: int, encoded: bytes) -> bytes:
+    """Text, or a message, as the field of that number, which is below 16."""
+    return bytes([number << 3 | LENGTH_DELIMITED]) + varint(len(encoded)) + encoded
+
+
 def varint(value: int) -> bytes:
     """``value``, not negative, as protobuf writes lengths and tags."""
     out = bytearray()

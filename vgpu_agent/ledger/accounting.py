@@ -49,6 +49,7 @@ def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str,
         device_of: (resource, id) → device of an id that is offered today; None for any other. Only asked where ids name devices.
     """
     booked = Usage()
+    of_device: dict[str, list[int]] = {}  # summed up here, because every start of a container asks about hundreds of grants
     by_ids, family = resource.decided_by is Decider.IDS, resource.family
     for grant in grants:
         if grant.family != family:
@@ -60,12 +61,16 @@ def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str,
             if grant.resource == resource.name:
                 booked.holders.update(device for device in devices if device)
         for share in grant.shares:
-            device = share.device
-            booked.memory_mib[device] += share.memory_mib
-            booked.cores_percent[device] += share.cores_percent
-            booked.exclusive[device] += share.exclusive
-            if not by_ids:
-                booked.holders[device] += 1
+            if (sums := of_device.get(share.device)) is None:
+                sums = of_device[share.device] = [0, 0, 0, 0]
+            sums[0] += share.memory_mib
+            sums[1] += share.cores_percent
+            sums[2] += share.exclusive
+            sums[3] += 1
+    for device, (memory_mib, cores_percent, exclusive, holders) in of_device.items():
+        booked.memory_mib[device], booked.cores_percent[device], booked.exclusive[device] = memory_mib, cores_percent, exclusive
+        if not by_ids:
+            booked.holders[device] = holders
     return booked
 
 

@@ -94,7 +94,7 @@ class Ledger:
     @property
     def resources(self) -> tuple[Resource, ...]:
         """What is offered, by name."""
-        return tuple(self._offers.by_name[name] for name in sorted(self._offers.by_name))
+        return self._offers.in_order
 
     @property
     def grants(self) -> tuple[Grant, ...]:

@@ -43,6 +43,7 @@ class Offers:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Resource] = {}
+        self.in_order: tuple[Resource, ...] = ()  # by name
         self._wider: dict[str, Resource] = {}  # as they were when some of today's grants were made, where the pod decides
         self.version = 0  # moves on when what is offered has changed
         self._devices: dict[str, dict[str, str]] = {}  # resource → id → device
@@ -74,6 +75,7 @@ class Offers:
             wider = {resource.name: self.at_its_widest(resource) for resource in known if resource.decided_by is Decider.POD}
             self._wider = {name: resource for name, resource in {**self._wider, **wider}.items() if name in held}
         self.by_name, self._devices = offered, devices
+        self.in_order = tuple(offered[name] for name in sorted(offered))
         self.version += changed
         return changed
 
