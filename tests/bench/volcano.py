@@ -2,7 +2,8 @@
 
 The second part of the benchmark, called by `__main__`. Allocate is timed by a client that does nothing else (`allocate`), and besides by
 the kubelet stand-in, which shares its process with the API server's and with its own work; PreStartContainer by the stand-in only. Beside
-them stands what the reference plugin does in one Allocate (`reference`), against the same API server.
+them stands what the reference plugin does in one Allocate (`reference`), against the same API server. The agent has processors of its own
+(`processors`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.bench import processors
 from tests.bench.allocate import timed_calls
 from tests.bench.figures import Figure, percentile
 from tests.bench.volcano_node import MEMORY, NODE, NUMBER, RESOURCES, VolcanoNode
@@ -188,7 +190,11 @@ async def reference(node: VolcanoNode) -> list[Figure]:
 
 async def measure(folder: Path) -> list[Figure]:
     """All figures, in an order in which none disturbs the next."""
-    node = await asyncio.to_thread(VolcanoNode, folder)
+    with processors.apart() as through:
+        return await _measure(await asyncio.to_thread(VolcanoNode, folder, through))
+
+
+async def _measure(node: VolcanoNode) -> list[Figure]:
     async with node.cluster:
         try:
             await asyncio.to_thread(node.configure, "late")

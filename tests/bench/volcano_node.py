@@ -49,7 +49,8 @@ class VolcanoNode:
     State: which pods there are and what each holds of which GPU, so that no GPU is given out beyond its size.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, through: Sequence[str] = ()) -> None:
+        """Prepare it in ``folder``; the agent's process is started ``through`` a command, see `AgentProcess`."""
         self._folder = folder
         self.gpus = SimulatedNode.create(folder / "gpus", model="A10", gpus=2, numa=[0, 1], uuids=UUIDS)
         for gpu in self.gpus.state.gpus[: len(UUIDS)]:
@@ -59,7 +60,11 @@ class VolcanoNode:
         # In memory, as /run is on a node; `close` removes it.
         self.cluster.cdi_directory = Path(tempfile.mkdtemp(prefix="vgpu-agent-bench-cdi-", dir=_IN_MEMORY))
         self.agent = AgentProcess(
-            folder / "agent.log", kubelet=self.cluster.kubelet_directory, simulate=self.gpus.directory, config=folder / "config.yaml"
+            folder / "agent.log",
+            kubelet=self.cluster.kubelet_directory,
+            simulate=self.gpus.directory,
+            config=folder / "config.yaml",
+            through=through,
         )
         self.pods: dict[str, tuple[str, int]] = {}
         self._numbers = itertools.count()
