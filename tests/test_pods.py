@@ -66,3 +66,17 @@ def test_of_two_pods_of_one_name_the_later_one_is_found_by_it() -> None:
     assert found is not None
     assert found.uid == "new"
     assert book.named("default", "none") is None
+
+
+def test_every_change_is_seen_by_who_has_looked_before() -> None:
+    """A pod that comes, one that changes, one that goes, and a whole list."""
+    book = PodBook()
+    assert not book.pods
+    book.put(pod("a"))
+    assert [each.name for each in book.pods] == ["a"]
+    book.put(Pod("uid-a", "default", "a", phase="Running"))
+    assert [each.phase for each in book.pods] == ["Running"]
+    book.remove(pod("a"))
+    assert not book.pods
+    book.replace([pod("b")])
+    assert [each.name for each in book.pods] == ["b"]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.kubelet.backend import U0, U1
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import CheckpointError
+from vgpu_agent.kubelet import checkpoint
 from vgpu_agent.kubelet.checkpoint import CheckpointEntry, let_go_of_memory, parse_checkpoint, read_checkpoint
 
 SAMPLE = {
@@ -240,3 +241,15 @@ async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path) -> None:
         assert (entry.ids, closing.is_set()) == (("a",), False)
     finally:
         closing.set()
+
+
+@pytest.mark.parametrize("before", [0, 100_000, 700_000, 1_000_000])
+@pytest.mark.parametrize("beside", [-25, -21, -20, -3, -1, 0, 1, 25])
+def test_the_list_of_all_devices_is_left_out_wherever_it_begins(before: int, beside: int, tmp_path: Path) -> None:
+    """Beside the ends of what is read and searched at a time, which follow from how long the entries were the last time."""
+    memory, path = checkpoint._Memory(), tmp_path / "checkpoint"
+    ends = {before, before + checkpoint._PART_BYTES, before - checkpoint._PART_BYTES}
+    for length in [before, *(each for end in ends if end > 25 for each in (end + beside, before))]:
+        path.write_bytes(b"x" * length + b',"RegisteredDevices":' + b"y" * 600_000)
+        with memory.content(path, whole=False) as content:
+            assert bytes(content) == b"x" * length + b"}}"
