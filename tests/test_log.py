@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Supervisor
@@ -75,6 +76,7 @@ def test_an_unknown_level_names_the_known_ones(lines: io.StringIO) -> None:
 def test_a_logger_that_is_put_together_for_good_follows_the_level(lines: io.StringIO) -> None:
     """The agent's own loggers are, and an operator changes the level while it runs."""
     log.configure(stream=lines, for_good=True)
+    assert structlog.get_config()["cache_logger_on_first_use"]
     logger = log.get("x")
     for level in ("info", "warning", "info"):
         log.set_level(level)

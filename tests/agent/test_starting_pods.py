@@ -109,6 +109,7 @@ def test_the_resources_are_the_same_until_others_are_offered() -> None:
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
     before = pods.resources
     assert before == {NUMBER}
+    ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
     assert pods.resources is before
     ledger.offer([Resource(CORES, "volcano-vgpu", (), decided_by=Decider.POD)])
     assert pods.resources == {CORES}

@@ -182,7 +182,7 @@ async def reference(node: VolcanoNode) -> list[Figure]:
     node.cluster.hold_admission = True
     for _ in range(calls):
         node.bind()
-    program = [sys.executable, "-m", "tests.bench.reference", node.cluster.api.url, NODE, str(calls)]
+    program = [*node.through, sys.executable, "-m", "tests.bench.reference", node.cluster.api.url, NODE, str(calls)]
     answer = await asyncio.to_thread(subprocess.run, program, check=True, capture_output=True, text=True)
     how = f"lists all pods, patch, get, patch, get node: {calls} pods, no gRPC around it, no limit on requests"
     return [Figure("the reference's Allocate p50", percentile(json.loads(answer.stdout), 50) * 1000, None, "ms", how)]

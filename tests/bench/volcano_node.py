@@ -51,7 +51,7 @@ class VolcanoNode:
 
     def __init__(self, folder: Path, through: Sequence[str] = ()) -> None:
         """Prepare it in ``folder``; the agent's process is started ``through`` a command, see `AgentProcess`."""
-        self._folder = folder
+        self._folder, self.through = folder, tuple(through)
         self.gpus = SimulatedNode.create(folder / "gpus", model="A10", gpus=2, numa=[0, 1], uuids=UUIDS)
         for gpu in self.gpus.state.gpus[: len(UUIDS)]:
             gpu.memory_total = GPU_BYTES

@@ -253,3 +253,33 @@ def test_the_list_of_all_devices_is_left_out_wherever_it_begins(before: int, bes
         path.write_bytes(b"x" * length + b',"RegisteredDevices":' + b"y" * 600_000)
         with memory.content(path, whole=False) as content:
             assert bytes(content) == b"x" * length + b"}}"
+
+
+def test_only_so_many_files_wait_to_be_closed(tmp_path: Path) -> None:
+    """On a disk that hangs each of them keeps a descriptor, and the place of a file that is not there any more."""
+    memory, path, closing = checkpoint._Memory(), tmp_path / "checkpoint", threading.Event()
+    open_now: list[io.FileIO] = []
+
+    class SlowToClose(io.FileIO):
+        def close(self) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                closing.wait(PATIENCE_SECONDS)
+            if not self.closed:
+                open_now.remove(self)
+            super().close()
+
+    class Slow(type(path)):  # type: ignore[misc]  # the kind of path that this system has
+        def open(self, *_: Any, **__: Any) -> SlowToClose:
+            open_now.append(file := SlowToClose(str(self)))
+            return file
+
+    path.write_bytes(b"{}")
+    try:
+        for _ in range(20):
+            with memory.content(Slow(path), whole=False):
+                assert len(open_now) <= checkpoint._MOST_TO_CLOSE + 1
+        assert len(open_now) == checkpoint._MOST_TO_CLOSE
+    finally:
+        closing.set()
+        memory._closing.shutdown()
+    assert open_now == []

@@ -199,3 +199,37 @@ def test_one_answer_after_the_other_is_read_as_if_each_were_the_first(answers: l
                 entry.topology.nodes.add(id=1)
         encoded = response.SerializeToString()
         assert reader.read(encoded) == decode_pod_resources(encoded, reader.wanted)
+
+
+def _of_one_pod(*entries: tuple[str, str]) -> bytes:
+    response = google_resources.GetPodResourcesResponse()
+    response.pod_resources.name = "p"
+    container = response.pod_resources.containers.add(name="c")
+    for resource, id_ in entries:
+        container.devices.add(resource_name=resource, device_ids=[id_])
+    return response.SerializeToString()
+
+
+def test_a_reader_that_has_seen_too_much_to_learn_more_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods of many plugins come and go on a node for months; what the last one holds is read as quickly as what the first held."""
+    reader = PodResourcesReader("number".__eq__)
+    for plugin in range(300):
+        reader.read(_of_one_pod(*((f"plugin-{plugin}", f"id-{each}") for each in range(3))))
+    answer = _of_one_pod(*((MEMORY, f"{each:05}") for each in range(2000)), ("number", "a"))
+    reader.read(answer)
+    looked: list[Any] = []
+    field = wire.field
+    monkeypatch.setattr(wire, "field", lambda *arguments: looked.append(arguments[1]) or field(*arguments))  # type: ignore[func-returns-value]
+    assert [holding.ids for holding in reader.read(answer)] == [("a",)]
+    assert len(looked) < 50
+
+
+def test_a_strange_answer_does_not_colour_the_next() -> None:
+    """A name that stands in two pieces, of which the last counts, and an answer that breaks off."""
+    reader = PodResourcesReader("number".__eq__)
+    good = _of_one_pod(("number", "a"))
+    pieces = wire.delimited(1, b"num") + wire.delimited(1, b"ber") + wire.delimited(2, b"b")
+    reader.read(wire.delimited(1, wire.delimited(1, b"p") + wire.delimited(3, wire.delimited(2, pieces))))
+    with pytest.raises(KubeletError):
+        reader.read(good[:-1])
+    assert [holding.ids for holding in reader.read(good)] == [("a",)]

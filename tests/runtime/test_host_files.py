@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.runtime.conftest import HostProc, names
 from vgpu_agent.errors import CarrierError
@@ -234,3 +237,35 @@ def test_a_file_is_put_into_a_directory_that_was_not_there(tmp_path: Path) -> No
     host_files.replace_file(path, b"{}")
     assert [host_files.has(path, content) for content in (b"{}", b"{", b"{}}", b"")] == [True, False, False, False]
     assert not host_files.has(str(tmp_path), b"")
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12_000), st.binary(max_size=40) | st.binary(min_size=3000, max_size=3100)), max_size=8))
+def test_parts_of_any_order_are_written_one_over_the_other(parts: list[tuple[int, bytes]]) -> None:
+    """Also those that overlap, and empty ones; none is lost to the zeros between two others, and the size is what it should be."""
+    expected = bytearray(16_000)
+    for offset, part in parts:
+        expected[offset : offset + len(part)] = part
+    with tempfile.TemporaryDirectory() as folder:
+        host_files.make_file(HostFile(f"{folder}/file", len(expected), tuple(parts)), MountTables(folder))
+        assert Path(folder, "file").read_bytes() == expected
+
+
+def test_a_link_is_not_the_file_that_it_names(tmp_path: Path) -> None:
+    """It could name something else a moment later."""
+    (tmp_path / "file").write_bytes(b"{}")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert [host_files.has(str(tmp_path / name), b"{}") for name in ("file", "link")] == [True, False]
+
+
+def test_a_directory_keeps_its_mode_when_a_file_cannot_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has removed the half-written file; that is no reason to make the directory anew."""
+    tmp_path.chmod(0o1777)
+
+    def rename(source: str, _: str) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", source)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CarrierError, match="cannot write"):
+        host_files.replace_file(str(tmp_path / "file"), b"{}")
+    assert (mode(tmp_path), names(tmp_path)) == (0o1777, [])

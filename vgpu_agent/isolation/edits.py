@@ -66,7 +66,7 @@ class HostFile:
 
     Attributes:
         size: bytes; what ``parts`` do not cover is zero.
-        parts: (offset, bytes), in order.
+        parts: (offset, bytes), in the order in which they are written.
         renewed: parts that are written into an existing file of that size, in place, because containers have it mapped; a file that does
             not exist yet is created with all ``parts`` and renamed into place.
     """

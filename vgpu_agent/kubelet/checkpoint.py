@@ -92,6 +92,7 @@ _ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | Non
 # where memory is counted in ids, it is not our business, and every start of a container waits for a reading.
 _DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
 _PART_BYTES = 256 * 1024
+_MOST_TO_CLOSE = 8
 
 
 class _Memory:
@@ -108,6 +109,7 @@ class _Memory:
         # kubelet replaces the file all the time. Who closes a replaced one last has to give back its megabytes, which takes milliseconds,
         # and the start of a container waits for what was read.
         self._closing = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="close kubelet's checkpoint")
+        self._may_wait = threading.BoundedSemaphore(_MOST_TO_CLOSE)
 
     @contextlib.contextmanager
     def content(self, path: Path, *, whole: bool) -> Iterator[memoryview]:
@@ -121,8 +123,21 @@ class _Memory:
             try:
                 filled = self._fill(file, whole=whole)
             finally:
-                self._closing.submit(file.close)
+                self._close(file)
             yield memoryview(self._memory)[:filled]
+
+    def _close(self, file: io.FileIO) -> None:
+        if not self._may_wait.acquire(blocking=False):
+            file.close()  # the disk is slow, and each that waits keeps a descriptor and what the file takes up
+            return
+
+        def close() -> None:
+            try:
+                file.close()
+            finally:
+                self._may_wait.release()
+
+        self._closing.submit(close)
 
     def _fill(self, file: io.FileIO, *, whole: bool) -> int:
         """Read ``file`` into the memory; how much of it counts."""

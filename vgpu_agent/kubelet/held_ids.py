@@ -79,7 +79,8 @@ def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda
 class PodResourcesReader:
     """Reads ListPodResourcesResponse, and GetPodResourcesResponse, which has its one pod in the same field.
 
-    State: what the entries read so far look like, so that answers about one pod after the other are read quickly from the second on.
+    State: what the entries read so far look like, so that answers about one pod after the other are read quickly from the second on. It is
+    forgotten when there is too much of it to learn more, and with an answer that makes no sense.
 
     Attributes:
         wanted: whether the ids of the resource of that name are of interest; the others are left out.
@@ -105,7 +106,10 @@ class PodResourcesReader:
                     for resource, ids in found:
                         united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
         except wire.MalformedError as err:
+            self._entries = _Entries(2, self.wanted)
             raise KubeletError(f"pod-resources: the answer cannot be understood: {err}") from err
+        if self._entries.full:
+            self._entries = _Entries(2, self.wanted)
         return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
 
 
@@ -148,6 +152,11 @@ class _Entries:
         self._single: re.Pattern[bytes] | None = None
         self._single_run: re.Pattern[bytes] | None = None
 
+    @property
+    def full(self) -> bool:
+        """Whether it cannot learn more."""
+        return max(len(self._kinds), len(self._singles), len(self._names)) >= _MOST_KINDS
+
     def walk(self, message: bytes) -> tuple[list[tuple[str, Sequence[str]]], dict[int, int | bytes]]:
         """Resource and ids of the wanted entries that no reader has read, and the last of each other field.
 
@@ -186,9 +195,10 @@ class _Entries:
 
     def _wanted(self, entry: bytes) -> str:
         """The name in ``entry``; empty when it is not wanted."""
-        encoded = b"".join(value for number, _, value in wire.fields(entry) if number == 1 and isinstance(value, bytes))
+        names = [value for number, _, value in wire.fields(entry) if number == 1]
+        encoded = wire.nested(names[-1]) if names else b""
         if encoded not in self._names:
-            name = wire.string(entry, 1)
+            name = wire.text(encoded)
             self._names[encoded] = name if self._is_wanted(name) else ""
         return self._names[encoded]
 

@@ -74,8 +74,8 @@ class Offers:
             known = (resource for name, resource in self.by_name.items() if name in held)
             wider = {resource.name: self.at_its_widest(resource) for resource in known if resource.decided_by is Decider.POD}
             self._wider = {name: resource for name, resource in {**self._wider, **wider}.items() if name in held}
+            self.in_order = tuple(offered[name] for name in sorted(offered))
         self.by_name, self._devices = offered, devices
-        self.in_order = tuple(offered[name] for name in sorted(offered))
         self.version += changed
         return changed
 

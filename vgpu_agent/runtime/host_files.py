@@ -123,6 +123,8 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
         try:
             _replace(path, len(content), ((0, content),), mode)
         except FileNotFoundError:
+            if os.path.isdir(os.path.dirname(path)):
+                raise  # it was something else, and the directory keeps its mode
             make_directory(os.path.dirname(path))
             _replace(path, len(content), ((0, content),), mode)
     except OSError as err:
@@ -130,9 +132,9 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
 
 
 def has(path: str, content: bytes) -> bool:
-    """Whether exactly ``content`` stands under ``path``; what cannot be read does not."""
+    """Whether ``path`` is a file with exactly ``content``; a link is not, nor what cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             return os.read(descriptor, len(content) + 1) == content
         finally:
@@ -252,7 +254,8 @@ def _write_in_place(path: str, parts: Sequence[tuple[int, bytes]], mode: int) ->
 
 
 def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int) -> None:
-    # The name need only be new: who can guess it still cannot lay anything in its place, as the file is made and not opened.
+    # The name need only be new. Whoever guesses it can lay nothing in its place, because the file is made and not opened; a container that
+    # did so in its own directory would only keep itself from starting.
     name = f"{TEMPORARY_PREFIX}{random.getrandbits(64):016x}{TEMPORARY_SUFFIX}"
     temporary = os.path.join(os.path.dirname(path), name)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -260,7 +263,7 @@ def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int
         try:
             joined = _joined(parts)
             _write_parts(descriptor, joined)
-            if not joined or joined[-1][0] + len(joined[-1][1]) < size:
+            if max(map(_end, joined), default=0) < size:
                 os.ftruncate(descriptor, size)  # what no part covers stays a hole: it reads as zero and takes no space
             os.fchmod(descriptor, mode)
         finally:
@@ -278,14 +281,20 @@ def _joined(parts: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
     A container waits for them, and around each system call a thread has to wait for the interpreter, which the event loop may have.
     """
     joined: list[tuple[int, bytes]] = []
+    end = 0  # the furthest of all so far; what overlaps is written one over the other, in order
     for offset, part in parts:
-        end = joined[-1][0] + len(joined[-1][1]) if joined else 0
-        if joined and 0 <= offset - end < _NEAR_BYTES:
+        if joined and 0 <= offset - end < _NEAR_BYTES and _end(joined[-1]) == end:
             before, content = joined.pop()
             joined.append((before, content + bytes(offset - end) + part))
-        else:
+        elif part:
             joined.append((offset, part))
+        end = max(end, offset + len(part))
     return joined
+
+
+def _end(part: tuple[int, bytes]) -> int:
+    offset, content = part
+    return offset + len(content)
 
 
 def _write_parts(descriptor: int, parts: Sequence[tuple[int, bytes]]) -> None:

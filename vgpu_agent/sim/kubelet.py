@@ -251,7 +251,8 @@ class SimulatedKubelet:
         # A limit of 0 is no device, and no plugin is asked about it.
         limits = [(resource, number) for resource, number in container.limits.items() if number]
         self._random.shuffle(limits)  # resources come in random order
-        self._records.clean_up(self._live())
+        if any(resource in self._endpoints or resource in self._records.devices for resource, _ in limits):
+            self._records.clean_up(self._live())
         allocated = [await self._allocate(pod, container, resource, number) for resource, number in limits]
         if any(allocated):  # once they all are, and not at all when one of them fails
             await asyncio.to_thread(self._records.write_checkpoint)
