@@ -194,6 +194,7 @@ async def test_a_scheduler_and_the_agent_agree_about_the_instances(stage: MigSta
     await stage.cluster.admit_in_order(names[:2])
     await stage.cluster.running(*names[:2])
     await stage.settled(*names[:2])
+    await stage.quiet()  # the Node, too, says of the card that was divided meanwhile what it says from now on
     stage.cluster.create_pod("c", ASKED)
     await stage.cluster.running("c")
     await stage.settled("c")
