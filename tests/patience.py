@@ -4,14 +4,17 @@ Three ways, for all tests that cannot have virtual time:
 
 * what comes is waited for, up to `PATIENCE_SECONDS`, which only a failing test spends;
 * what must not wait for something else passes in `PATIENCE_SECONDS`, while that something takes `FOR_EVER_SECONDS`;
-* what has a budget of its own keeps to it in the quickest of several attempts (`quickest`, `quickest_call`).
+* what has a budget of its own keeps to it in the quickest of several attempts (`quickest`, `quickest_call`), measured without what
+  coverage's tracer adds to each line, which would be four fifths of what only computes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 PATIENCE_SECONDS = 20.0
 FOR_EVER_SECONDS = 300.0  # longer than pytest lets a test run
@@ -28,7 +31,8 @@ async def quickest(attempt: Callable[[], Awaitable[float | None]], *, within_sec
     best = float("inf")
     for _ in range(attempts):
         began = time.perf_counter()
-        counted = await attempt()
+        with _untraced():
+            counted = await attempt()
         best = min(best, time.perf_counter() - began if counted is None else counted)
         if best < within_seconds:
             break
@@ -40,11 +44,22 @@ def quickest_call(call: Callable[[], object], *, within_seconds: float, attempts
     best = float("inf")
     for _ in range(attempts):
         began = time.process_time()
-        counted = call()
+        with _untraced():
+            counted = call()
         best = min(best, counted if isinstance(counted, float) else time.process_time() - began)
         if best < within_seconds:
             break
     return best
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    tracing = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(tracing)
 
 
 async def eventually(condition: Callable[[], object]) -> None:

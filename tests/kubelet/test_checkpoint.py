@@ -221,7 +221,7 @@ async def test_the_entries_are_found_wherever_they_end(tmp_path: Path) -> None:
         assert entry.ids == tuple(ids)
 
 
-async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path) -> None:
+async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kubelet has replaced it meanwhile, and giving back its megabytes takes the file system milliseconds."""
     path, closing = tmp_path / "checkpoint", threading.Event()
     _as_kubelet_writes(path, ["a"])
@@ -231,13 +231,11 @@ async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path) -> None:
             closing.wait(PATIENCE_SECONDS)
             super().close()
 
-    class Slow(type(path)):  # type: ignore[misc]  # the kind of path that this system has
-        def open(self, *_: Any, **__: Any) -> SlowToClose:
-            return SlowToClose(str(self))
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: SlowToClose(str(path)))
 
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            (entry,) = await read_checkpoint(Slow(path))
+            (entry,) = await read_checkpoint(path)
         assert (entry.ids, closing.is_set()) == (("a",), False)
     finally:
         closing.set()
@@ -255,7 +253,7 @@ def test_the_list_of_all_devices_is_left_out_wherever_it_begins(before: int, bes
             assert bytes(content) == b"x" * length + b"}}"
 
 
-def test_only_so_many_files_wait_to_be_closed(tmp_path: Path) -> None:
+def test_only_so_many_files_wait_to_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk that hangs each of them keeps a descriptor, and the place of a file that is not there any more."""
     memory, path, closing = checkpoint._Memory(), tmp_path / "checkpoint", threading.Event()
     open_now: list[io.FileIO] = []
@@ -268,15 +266,15 @@ def test_only_so_many_files_wait_to_be_closed(tmp_path: Path) -> None:
                 open_now.remove(self)
             super().close()
 
-    class Slow(type(path)):  # type: ignore[misc]  # the kind of path that this system has
-        def open(self, *_: Any, **__: Any) -> SlowToClose:
-            open_now.append(file := SlowToClose(str(self)))
-            return file
+        def __init__(self, path: str) -> None:
+            super().__init__(path)
+            open_now.append(self)
 
     path.write_bytes(b"{}")
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: SlowToClose(str(path)))
     try:
         for _ in range(20):
-            with memory.content(Slow(path), whole=False):
+            with memory.content(path, whole=False):
                 assert len(open_now) <= checkpoint._MOST_TO_CLOSE + 1
         assert len(open_now) == checkpoint._MOST_TO_CLOSE
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +128,19 @@ def test_ids_of_ill_devices_need_not_be_listed() -> None:
     assert told.differences(frozenset()) == (15, frozenset())
 
 
+def _looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The places of the fields that are looked at one by one from now on."""
+    looked: list[int] = []
+    field = wire.field
+
+    def look(encoded: bytes, position: int) -> tuple[int, int, int | bytes, int]:
+        looked.append(position)
+        return field(encoded, position)
+
+    monkeypatch.setattr(wire, "field", look)
+    return looked
+
+
 def test_what_is_only_counted_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each length of an entry is looked at once, however many there are; wanted entries between them are found."""
     response = google_resources.ListPodResourcesResponse()
@@ -138,9 +150,7 @@ def test_what_is_only_counted_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
             container.devices.add(resource_name=MEMORY, device_ids=[f"{U0}-memory-{pod * 400 + number}"])
             if number == 200:
                 container.devices.add(resource_name="volcano.sh/vgpu-number", device_ids=[f"{U0}-{pod}"])
-    looked: list[Any] = []
-    field = wire.field
-    monkeypatch.setattr(wire, "field", lambda *arguments: looked.append(arguments[1]) or field(*arguments))  # type: ignore[func-returns-value]
+    looked = _looked(monkeypatch)
 
     assert decode_pod_resources(response.SerializeToString(), {"volcano.sh/vgpu-number"}.__contains__) == tuple(
         Holding("volcano.sh/vgpu-number", (f"{U0}-{pod}",), Owner("main", namespace="ns", pod=f"p{pod}")) for pod in range(3)
@@ -217,9 +227,7 @@ def test_a_reader_that_has_seen_too_much_to_learn_more_begins_anew(monkeypatch: 
         reader.read(_of_one_pod(*((f"plugin-{plugin}", f"id-{each}") for each in range(3))))
     answer = _of_one_pod(*((MEMORY, f"{each:05}") for each in range(2000)), ("number", "a"))
     reader.read(answer)
-    looked: list[Any] = []
-    field = wire.field
-    monkeypatch.setattr(wire, "field", lambda *arguments: looked.append(arguments[1]) or field(*arguments))  # type: ignore[func-returns-value]
+    looked = _looked(monkeypatch)
     assert [holding.ids for holding in reader.read(answer)] == [("a",)]
     assert len(looked) < 50
 

@@ -193,6 +193,22 @@ async def test_a_poor_preference_is_filled_up(kubelet: SimulatedKubelet, node: N
     assert set(kubelet.ids_of(pod, "c", R)) == {f"{U1}::3", f"{U0}::0"}
 
 
+async def test_a_plugin_that_goes_between_two_calls_has_been_stopped(
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers which ids it prefers, and its stream has ended before it is asked for them (contract §3)."""
+    await _offered(kubelet, node)
+
+    async def prefer(*_: object) -> list[str]:
+        await node.plugins[0].stop()
+        await kubelet.until(lambda: kubelet.called("stream ended") != [])
+        return [f"{U1}::3"]
+
+    monkeypatch.setattr(kubelet._endpoints[R], "prefer", prefer)
+    with pytest.raises(AdmissionError, match="has been stopped"):
+        await kubelet.admit("p", [Container("c", {R: 1})])
+
+
 async def test_answers_of_two_resources_are_united_and_the_first_one_wins(kubelet: SimulatedKubelet, node: Node) -> None:
     """Environment, annotations, mounts and devices by path; CDI names are all kept."""
     edits = {

@@ -222,7 +222,12 @@ def test_parts_near_to_each_other_are_written_together(tmp_path: Path, mounts: M
     """Zeros between them, and nothing where nothing is for pages; a container waits for each system call."""
     written: list[int] = []
     really = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, part, offset: written.append(offset) or really(descriptor, part, offset))  # type: ignore[func-returns-value]
+
+    def pwrite(descriptor: int, part: bytes, offset: int) -> int:
+        written.append(offset)
+        return really(descriptor, part, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
     parts = ((1, b"a"), (2, b"b"), (100, b"c"), (50_000, b"d"), (50_010, b"e"))
     host_files.make_file(HostFile(str(tmp_path / "file"), 60_000, parts), mounts)
     content = (tmp_path / "file").read_bytes()

@@ -45,7 +45,7 @@ def _kubelet(tmp_path: Path, *, refuses: bool = False) -> tuple[SimulatedKubelet
     checkpoint = kubelet.plugins / CHECKPOINT
     plugins = [Plugin(checkpoint), Plugin(checkpoint, refuses=refuses)]
     for name, plugin in zip(("r/a", "r/b"), plugins, strict=True):
-        kubelet._endpoints[name] = plugin  # type: ignore[assignment]
+        kubelet._endpoints[name] = plugin  # type: ignore[assignment]  # it has of an Endpoint what an admission needs
         kubelet._records.devices[name] = ResourceDevices({f"{name}-{each}": None for each in range(4)})
     return kubelet, plugins, checkpoint
 

@@ -54,7 +54,7 @@ class StartingPods:
         self._served = served
         self._clock = clock
         self._offered: tuple[Resource, ...] = ()
-        self._resources = frozenset[str]()  # of those, and the same object as long as these are offered
+        self._resources = frozenset[str]()  # those of `_offered`, and the same object until others are offered
         self._asked_about: set[tuple[str, str]] = set()
         self._pending_since: dict[str, float] = {}
 

@@ -45,9 +45,9 @@ class _Checkpoint:
     holders: dict[str, dict[str, list[CheckpointEntry]]] = dataclasses.field(default_factory=dict)
 
     def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
-        """The entries that name any of ``ids``, in no order: a few of hundreds."""
+        """The entries that name any of ``ids``, a few of hundreds, in the order of the ids and of the file."""
         holders = self.of(resource)
-        return list({id(entry): entry for each in ids for entry in holders.get(each, ())}.values())
+        return list({id(entry): entry for each in sorted(ids) for entry in holders.get(each, ())}.values())
 
     def of(self, resource: str) -> Mapping[str, list[CheckpointEntry]]:
         """The entries about ``resource`` by id; an init container's ids are also those of the container that takes them over."""

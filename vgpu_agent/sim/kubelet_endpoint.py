@@ -157,6 +157,8 @@ class Endpoint:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=response.FromString,
         )
+        if self._hung_up:  # between two calls of one admission
+            raise CallFailedError(self._stopped())
         began = time.monotonic()
         try:
             answer = await call(request, timeout=timeout_seconds)
@@ -167,9 +169,12 @@ class Endpoint:
             task = asyncio.current_task()
             if not self._hung_up or (task is not None and task.cancelling()):
                 raise
-            raise CallFailedError(f"endpoint {self.socket_path} has been stopped") from None
+            raise CallFailedError(self._stopped()) from None
         self.timings.append(Timing(method, began, time.monotonic() - began, ids))
         return answer
+
+    def _stopped(self) -> str:
+        return f"endpoint {self.socket_path} has been stopped"
 
 
 def _worded(err: grpc.aio.AioRpcError) -> str:
