@@ -30,7 +30,7 @@ def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None, clock:
     ledger.offer(
         [Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD), Resource(CORES, "volcano-vgpu", (), decided_by=Decider.NOBODY)]
     )
-    return StartingPods(book, ledger, served=lambda: served or set(), clock=clock)
+    return StartingPods(book, ledger, served=lambda: served or set(), longest_seconds=10, clock=clock)
 
 
 def expected(pods: StartingPods, count: int = 1, besides: Collection[tuple[str, str]] = ()) -> tuple[str, str] | None:
@@ -95,9 +95,9 @@ def test_pods_are_being_started_until_they_run(other: Pod, *, starts: bool) -> N
     assert starting(pod("b", phase="Running"), other).any() is starts
 
 
-def test_a_pod_that_stays_pending_is_being_started_for_a_minute() -> None:
+def test_a_pod_that_stays_pending_is_being_started_for_so_long_only() -> None:
     """After that it waits for an image, or is refused; others are not to wait for it."""
-    times = iter([0.0, 59.0, 61.0])
+    times = iter([5.0, 14.0, 16.0])
     pods = starting(pod("a"), clock=lambda: next(times))
     assert [pods.any() for _ in range(3)] == [True, True, False]
 
@@ -105,7 +105,7 @@ def test_a_pod_that_stays_pending_is_being_started_for_a_minute() -> None:
 def test_the_resources_are_the_same_until_others_are_offered() -> None:
     """Who keeps something for them, as the reader of kubelet's answers does, sees by that when it has to begin anew."""
     ledger = Ledger()
-    pods = StartingPods(PodBook(), ledger, served=set)
+    pods = StartingPods(PodBook(), ledger, served=set, longest_seconds=10)
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
     before = pods.resources
     assert before == {NUMBER}

@@ -88,7 +88,7 @@ def make(
         book.put(Pod(uid, namespace, name, containers=(PodContainer("main", limits={RESOURCE: 1}),) if waiting else ()))
     ledger = Ledger()
     ledger.offer([Resource(RESOURCE, "volcano-vgpu", (), decided_by=Decider.POD)])
-    pods = StartingPods(book, ledger, served=set[tuple[str, str, str]])
+    pods = StartingPods(book, ledger, served=set[tuple[str, str, str]], longest_seconds=10)
     return KubeletWitness(lister, checkpoint, with_answers=lambda: answers, pods=pods)
 
 

@@ -143,10 +143,12 @@ async def test_what_only_says_how_far_a_pod_has_come_waits_while_pods_are_being_
 
 
 async def test_writes_wait_for_starts_only_for_seconds() -> None:
-    """An image may take minutes; the loop gives signs of life meanwhile."""
+    """`cluster.startsFirstSeconds`: an image may take minutes; the loop gives signs of life meanwhile."""
     world, beats = World("a"), list[float]()
     async with running(patient(world, lambda: True).run(lambda: beats.append(asyncio.get_running_loop().time()))):
-        await asyncio.sleep(6)
+        await asyncio.sleep(9)
+        assert world.api.requests == []
+        await asyncio.sleep(2)
     assert world.annotations("a") == {PHASE: "success"}
     assert max(later - earlier for earlier, later in itertools.pairwise(beats)) < 1
 

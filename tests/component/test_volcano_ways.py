@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.component.volcano import IDS, VolcanoStage, asks, volcano_stage
+from tests.patience import FOR_EVER_SECONDS
 from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
 
 HANDSHAKE, LOCK = "volcano.sh/node-vgpu-handshake", "hamivgpu"
@@ -60,6 +61,23 @@ async def test_a_scheduler_that_is_restarted_in_a_burst(stage: VolcanoStage) -> 
     await stage.cluster.start_volcano()
     await stage.cluster.running(*names)
     await stage.settled(*names)
+    stage.check()
+
+
+async def test_pods_are_written_to_once_none_is_being_started(stage: VolcanoStage) -> None:
+    """A pod that waits for its image is one of those; nobody else waits for what is written then."""
+    stage.starts_first_seconds = FOR_EVER_SECONDS
+    await stage.start_agent()
+    cluster = stage.cluster
+    pulled = cluster.pull("c0")
+    cluster.create_pod("slow", [asks(1, 20), {}])
+    await cluster.until(lambda: "nodeName" in cluster.pod("slow")["spec"], "slow to be bound")
+    await stage.watched("slow")
+    await stage.serve("quick", asks(1, 30))
+    await asyncio.sleep(2)  # longer than a publisher gathers that knows of no start
+    assert cluster.annotations("quick")["volcano.sh/bind-phase"] == "allocating"
+    pulled()
+    await stage.settled("quick", "slow")
     stage.check()
 
 

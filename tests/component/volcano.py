@@ -39,7 +39,7 @@ gpu: {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2, recovery: {{qui
 kubelet: {{verifySeconds: 1, reservationSeconds: 5, retryMaxSeconds: 1, socketPollSeconds: 1, drainSeconds: 0.5}}
 cluster:
   {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 5, requestTimeoutSeconds: 10, startWaitSeconds: 1,
-    handshakeMinSeconds: 0.2}}
+    handshakeMinSeconds: 0.2, startsFirstSeconds: {starts_first_seconds}}}
 binding: {{cdiDirectory: {folder}/cluster/cdi, podWaitSeconds: 0.5, refusedEventSeconds: 1}}
 hamiCore: {{hostDirectory: {folder}/vgpu, lockDirectory: {folder}/vgpulock}}
 """
@@ -60,6 +60,7 @@ class VolcanoStage:
         cluster: API server, kubelet, runtime, schedulers.
         gpus: the simulated GPUs.
         agent: the agent's process; `start_agent` makes the first.
+        starts_first_seconds: how long the agent writes to no pod while others are being started.
     """
 
     def __init__(self, folder: Path, *, model: str = "A10", **cluster: Any) -> None:
@@ -69,12 +70,13 @@ class VolcanoStage:
         self.config = folder / "config.yaml"
         self.log = folder / "agent.log"
         self.agent: AgentProcess
+        self.starts_first_seconds = 2.0
         self.factor = FACTOR
 
     def configure(self, more: str = VGPU, *, factor: int = FACTOR) -> None:
         """Write the agent's configuration."""
         self.factor = factor
-        text = QUICK.format(node=NODE, folder=self.folder) + more
+        text = QUICK.format(node=NODE, folder=self.folder, starts_first_seconds=self.starts_first_seconds) + more
         replace_text(self.config, text + f"volcanoVgpu: {{gpuMemoryFactor: {factor}, nodeConfigFile: ''}}\n")
 
     def deliver_library(self) -> None:

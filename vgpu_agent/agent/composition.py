@@ -94,7 +94,7 @@ class Agent:
 
     def __init__(self, loaded: Loaded, named: NamedConfiguration | None = None, discovery: Discovery = BY_NVML) -> None:
         self._loaded, self._named = loaded, named
-        settings = loaded.settings
+        settings, kubelet = loaded.settings, loaded.settings.kubelet
         self._journal = named.journal if named else Journal()
         self._supervisor = Supervisor(
             backoff_min_seconds=settings.tasks.backoff_min_seconds, backoff_max_seconds=settings.tasks.backoff_max_seconds
@@ -103,16 +103,14 @@ class Agent:
         self._ledger = Ledger()
         self._watch = source(discovery, settings.gpu, self._journal, beat=self._beat("gpu watch"))
         self._directory = DirectoryWatch(
-            settings.kubelet.device_plugin_directory,
-            poll_seconds=settings.kubelet.socket_poll_seconds,
+            kubelet.device_plugin_directory,
+            poll_seconds=kubelet.socket_poll_seconds,
             journal=self._journal,
             status=self._kubelet,
         )
         self._cluster = ClusterSide(settings, self._journal, self._supervisor, named)
         self._refusals = Refusals()
-        self._pod_resources = PodResources(
-            settings.kubelet.pod_resources_socket, timeout_seconds=settings.kubelet.pod_resources_timeout_seconds
-        )
+        self._pod_resources = PodResources(kubelet.pod_resources_socket, timeout_seconds=kubelet.pod_resources_timeout_seconds)
         self._cdi = CdiSide(
             settings,
             ledger=self._ledger,
@@ -129,7 +127,10 @@ class Agent:
         )
         self._mig = MigSide.from_settings(settings, self._watch)
         self._starting = StartingPods(
-            self._cluster.book, self._ledger, served=lambda: self._allocator.binder.served if self._allocator.binder else ()
+            self._cluster.book,
+            self._ledger,
+            served=lambda: self._allocator.binder.served if self._allocator.binder else (),
+            longest_seconds=settings.cluster.starts_first_seconds,
         )
         self._allocator = Allocator(
             ledger=self._ledger,
@@ -141,7 +142,7 @@ class Agent:
                 book=self._cluster.book,
                 witness=KubeletWitness(
                     self._pod_resources,
-                    settings.kubelet.checkpoint_path,
+                    kubelet.checkpoint_path,
                     with_answers=lambda: self._allocator.mode is not None and not self._allocator.mode.late,
                     pods=self._starting,
                 ),
@@ -155,7 +156,7 @@ class Agent:
         self._offering = Offering(
             ledger=self._ledger,
             allocator=self._allocator,
-            settings=settings.kubelet,
+            settings=kubelet,
             directory=self._directory,
             supervisor=self._supervisor,
             journal=self._journal,
@@ -187,13 +188,13 @@ class Agent:
             ledger=self._ledger,
             book=self._cluster.book,
             containers_directory=containers_directory,
-            pause_seconds=settings.kubelet.verify_seconds,
+            pause_seconds=kubelet.verify_seconds,
             refresh=self._look_again,
         )
         self._verification = Verification(
             allocator=self._allocator,
             ledger=self._ledger,
-            settings=settings.kubelet,
+            settings=kubelet,
             kubelet=self._kubelet,
             pod_resources=self._pod_resources,
             journal=self._journal,

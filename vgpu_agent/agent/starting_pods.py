@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodBook
 
 _PENDING = "Pending"  # a pod's phase until its first container runs
-_START_SECONDS = 60.0
 
 
 class StartingPods:
@@ -39,6 +38,7 @@ class StartingPods:
         ledger: Ledger,
         *,
         served: Callable[[], Container[tuple[str, str, str]]],
+        longest_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Use ``book``.
@@ -47,11 +47,13 @@ class StartingPods:
             book: the pods of this node.
             ledger: knows which resources are of interest.
             served: UID, container and resource of what has been put in force already.
+            longest_seconds: how long a start takes; a pod that is pending for longer waits for something else.
             clock: seconds that only grow.
         """
         self._book = book
         self._ledger = ledger
         self._served = served
+        self._longest_seconds = longest_seconds
         self._clock = clock
         self._offered: tuple[Resource, ...] = ()
         self._resources = frozenset[str]()  # those of `_offered`, and the same object until others are offered
@@ -67,7 +69,7 @@ class StartingPods:
         return self._resources
 
     def any(self) -> bool:
-        """Whether kubelet is starting pods that ask for one of `resources`; what takes more than a minute waits for something else."""
+        """Whether kubelet is starting pods that ask for one of `resources`; those that take too long do not count."""
         wanted, now = self.resources, self._clock()
         pending = [
             pod.kubelet_uid
@@ -75,7 +77,7 @@ class StartingPods:
             if pod.phase == _PENDING and not pod.deleting and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
         ]
         self._pending_since = {uid: self._pending_since.get(uid, now) for uid in pending}
-        return any(now - since < _START_SECONDS for since in self._pending_since.values())
+        return any(now - since < self._longest_seconds for since in self._pending_since.values())
 
     def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
         """(namespace, name) of the pod that kubelet knows under a UID; None when we do not know it, or with ``live`` when it has ended."""

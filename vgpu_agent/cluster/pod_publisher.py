@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 PERMISSION = "patch pods"
 _SHORTEST_WAIT_SECONDS = 0.01
-# How long it is waited for the next wish of a burst, for its end, and for pods that are being started: their images may take minutes.
-_GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS, _LONGEST_WHILE_STARTING_SECONDS = 0.1, 1.0, 5.0
+_GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS = 0.1, 1.0  # how long it is waited for the next wish of a burst, and for its end
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,7 +133,7 @@ class PodPublisher:
                 patient = not self._backlog and all(changes.keys() <= self._progress for _, changes, _ in self._due()[1])
             longest = _GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS
             if patient and self._starting():
-                quiet, longest = False, _LONGEST_WHILE_STARTING_SECONDS
+                quiet, longest = False, self._settings.starts_first_seconds
             left = began + longest - loop.time()
             if quiet or left <= 0:
                 return
