@@ -117,8 +117,11 @@ def seen(rig: Rig, pod: str, container_name: str = "main", timeout: float = 30) 
     )
 
 
-def wait_served(rig: Rig, pod: str, timeout: float = 20) -> dict[str, str]:
-    """The pod's annotations once the agent has written that all its containers are served (volcano-vgpu:G5)."""
+def wait_served(rig: Rig, pod: str, timeout: float = 30) -> dict[str, str]:
+    """The pod's annotations once the agent has written that all its containers are served (volcano-vgpu:G5).
+
+    It does not while other pods are being started, ten seconds at most (`cluster.startsFirstSeconds`).
+    """
 
     def served() -> dict[str, str] | None:
         found = annotations_of(rig, pod)
