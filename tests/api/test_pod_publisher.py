@@ -120,8 +120,8 @@ async def test_several_pods_are_written_at_once_and_not_too_many() -> None:
 
 
 def patient(world: World, starting: Callable[[], bool]) -> PodPublisher:
-    """A publisher who knows that pods are being started, and which annotations only say how far one has come."""
-    wishes, settings = (lambda: world.wishes), Cluster()
+    """A publisher who knows that pods are being started, for 3 s at most, and which annotations only say how far one has come."""
+    wishes, settings = (lambda: world.wishes), Cluster(starts_first_seconds=3)
     return PodPublisher(
         world.api, world.watched.book, wishes, world.wake, settings, world.journal, starting=starting, progress={PHASE, TIME, TODO}
     )
@@ -133,7 +133,7 @@ async def test_what_only_says_how_far_a_pod_has_come_waits_while_pods_are_being_
     starting.set()
     publisher = patient(world, starting.is_set)
     async with running(publisher.run(_ignore)):
-        await asyncio.sleep(3)
+        await asyncio.sleep(2.5)
         assert world.api.requests == []
         assert publisher.counts.pending == 1
         starting.clear()
@@ -146,20 +146,35 @@ async def test_writes_wait_for_starts_only_for_seconds() -> None:
     """`cluster.startsFirstSeconds`: an image may take minutes; the loop gives signs of life meanwhile."""
     world, beats = World("a"), list[float]()
     async with running(patient(world, lambda: True).run(lambda: beats.append(asyncio.get_running_loop().time()))):
-        await asyncio.sleep(9)
+        await asyncio.sleep(2.9)
         assert world.api.requests == []
-        await asyncio.sleep(2)
+        await asyncio.sleep(0.5)
     assert world.annotations("a") == {PHASE: "success"}
     assert max(later - earlier for earlier, later in itertools.pairwise(beats)) < 1
 
 
-async def test_what_schedulers_count_by_waits_for_no_start() -> None:
-    """Until it stands there, they would give away again what the pod has."""
-    world = World("a")
-    world.wishes["uid-a"] = {**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
+async def test_each_pod_waits_for_starts_once() -> None:
+    """Not anew when another one has come, nor when its write has failed."""
+    world = World("a", "b")
+    second = world.wishes.pop("uid-b")
+    world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
     async with running(patient(world, lambda: True).run(_ignore)):
-        await asyncio.sleep(1.5)
-    assert world.annotations("a") == {PHASE: "success", "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
+        await asyncio.sleep(2)
+        world.wish("b", **second)
+        await asyncio.sleep(2.5)
+        assert world.annotations("a") == {PHASE: "success"}
+        assert world.annotations("b")[PHASE] == "allocating"
+
+
+async def test_what_schedulers_count_by_waits_for_no_start() -> None:
+    """Until it stands there, they would give away again what the pod has; also when the first write fails, and beside pods that wait."""
+    world = World("a", "b")
+    world.wishes["uid-a"] = {**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
+    world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
+    async with running(patient(world, lambda: True).run(_ignore)):
+        await asyncio.sleep(2)
+        assert world.annotations("a") == {PHASE: "success", "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
+        assert world.annotations("b")[PHASE] == "allocating"
 
 
 async def test_writes_of_one_pod_are_in_order() -> None:

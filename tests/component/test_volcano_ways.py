@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.component.volcano import IDS, VolcanoStage, asks, volcano_stage
-from tests.patience import FOR_EVER_SECONDS
 from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
 
 HANDSHAKE, LOCK = "volcano.sh/node-vgpu-handshake", "hamivgpu"
@@ -66,7 +65,7 @@ async def test_a_scheduler_that_is_restarted_in_a_burst(stage: VolcanoStage) -> 
 
 async def test_pods_are_written_to_once_none_is_being_started(stage: VolcanoStage) -> None:
     """A pod that waits for its image is one of those; nobody else waits for what is written then."""
-    stage.starts_first_seconds = FOR_EVER_SECONDS
+    stage.starts_first_seconds = 30.0
     await stage.start_agent()
     cluster = stage.cluster
     pulled = cluster.pull("c0")
@@ -74,7 +73,7 @@ async def test_pods_are_written_to_once_none_is_being_started(stage: VolcanoStag
     await cluster.until(lambda: "nodeName" in cluster.pod("slow")["spec"], "slow to be bound")
     await stage.watched("slow")
     await stage.serve("quick", asks(1, 30))
-    await asyncio.sleep(2)  # longer than a publisher gathers that knows of no start
+    await asyncio.sleep(12)  # longer than by default
     assert cluster.annotations("quick")["volcano.sh/bind-phase"] == "allocating"
     pulled()
     await stage.settled("quick", "slow")

@@ -60,7 +60,7 @@ class VolcanoStage:
         cluster: API server, kubelet, runtime, schedulers.
         gpus: the simulated GPUs.
         agent: the agent's process; `start_agent` makes the first.
-        starts_first_seconds: how long the agent writes to no pod while others are being started.
+        starts_first_seconds: how long the agent does not write how far a pod has come while others are being started.
     """
 
     def __init__(self, folder: Path, *, model: str = "A10", **cluster: Any) -> None:

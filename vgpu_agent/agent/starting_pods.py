@@ -47,7 +47,7 @@ class StartingPods:
             book: the pods of this node.
             ledger: knows which resources are of interest.
             served: UID, container and resource of what has been put in force already.
-            longest_seconds: how long a start takes; a pod that is pending for longer waits for something else.
+            longest_seconds: how long a start takes; a pod that `any` has seen pending for longer waits for something else.
             clock: seconds that only grow.
         """
         self._book = book

@@ -6,7 +6,8 @@ restart is a difference between the pods as the watch shows them and what the fa
 They are not cheap for others. Where memory is counted in MiB, kubelet tells of thousands of ids in a pod's status; for each annotation the
 API server then reads, stores and sends out all of that, and kubelet looks at its pod once more and writes its status again: 75 ms of
 processor time, measured on a real node, while other pods wait to be started. So what only says how far a pod has come waits for the end of
-that, a few seconds at most; what schedulers count by does not.
+that, `cluster.startsFirstSeconds` at most; what schedulers count by does not. What is held back when the agent stops is the next one's to
+write; of a pod that has ended by then nobody knows any more, and its annotations stay as they are.
 
 Built and run by `agent`.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -95,7 +97,7 @@ class PodPublisher:
             journal: troubles and their end are recorded there, and that a pod says all that it should.
             tokens: kubelet's UID of a pod → the tokens of its grants, which stand in all that is recorded about its start.
             starting: whether kubelet is starting pods now.
-            progress: the annotations that say how far a pod has come; where nothing else differs, those pods go first, for seconds.
+            progress: the annotations that say how far a pod has come; where nothing else differs, pods that are being started go first.
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop gives a sign of life.
         """
@@ -123,20 +125,11 @@ class PodPublisher:
                 await self._gather(beat)
 
     async def _gather(self, beat: Callable[[], None]) -> None:
-        """Wait for more wishes of a burst and, with what may wait, for pods that are being started; not for long, nor beside a backlog."""
-        loop, seen, patient = asyncio.get_running_loop(), -1, False
-        began = loop.time()
-        while True:
-            quiet = seen == self._wake.version
-            if not quiet:
-                seen = self._wake.version
-                patient = not self._backlog and all(changes.keys() <= self._progress for _, changes, _ in self._due()[1])
-            longest = _GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS
-            if patient and self._starting():
-                quiet, longest = False, self._settings.starts_first_seconds
-            left = began + longest - loop.time()
-            if quiet or left <= 0:
-                return
+        """Wait for more wishes of a burst; not for long, and hardly beside a backlog."""
+        loop, seen = asyncio.get_running_loop(), -1
+        end = loop.time() + (_GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS)
+        while seen != self._wake.version and (left := end - loop.time()) > 0:
+            seen = self._wake.version
             beat()
             await asyncio.sleep(min(_GATHERING_SECONDS, left))
 
@@ -165,15 +158,24 @@ class PodPublisher:
         present = [(pod, wishes[pod.kubelet_uid]) for pod in self._book.pods if pod.kubelet_uid in wishes]
         self._forget_absent({pod.uid for pod, _ in present})
         pause, due = self._look_seconds, []
+        starting = functools.cache(self._starting)
         for pod, wished in present:
             writing = self._writings.setdefault(pod.uid, _Writing(Written(self._settings), Backoff(self._settings)))
             seconds, changes = self._compared(pod, wished, writing)
+            if changes and not seconds and changes.keys() <= self._progress and starting():
+                seconds = self._seconds_held_back(writing)
             if changes and not seconds:
                 due.append((pod, changes, writing))
             elif seconds:
                 pause = min(pause, seconds)
         self._count()
         return pause, due
+
+    def _seconds_held_back(self, writing: _Writing) -> float:
+        """After how many seconds to look again whether pods are still being started; 0 for what has waited for them long enough."""
+        now = asyncio.get_running_loop().time()
+        since = now if writing.pending_since is None else writing.pending_since
+        return max(0.0, min(_GATHERING_SECONDS, since + self._settings.starts_first_seconds - now))
 
     def _compared(self, pod: Pod, wishes: Mapping[str, str | None], writing: _Writing) -> tuple[float, dict[str, str | None]]:
         """What should be written to ``pod`` now; when that is nothing, after how many seconds there may be something (0: no idea)."""

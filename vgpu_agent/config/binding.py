@@ -92,11 +92,13 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Seconds, Meta(description="How long the start waits for the first list of Node and pods, before it goes on with what it knows.")
     ] = 5.0
     starts_first_seconds: Annotated[
-        Seconds,
+        float,
         Meta(
+            ge=0,
+            le=30,
             description="How long, at most, what only says how far a pod has come is not written while pods are being started: with "
             "thousands of ids in its status, each write to a pod costs API server and kubelet the time of a start. A pod that is not "
-            "Running after that long waits for something else, its image maybe, and holds nothing up."
+            "Running after that long waits for something else, its image maybe, and holds nothing up.",
         ),
     ] = 10.0
     withdraw_at_stop: Annotated[
