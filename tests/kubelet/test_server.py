@@ -28,7 +28,13 @@ RESOURCE = "nvidia.com/gpu.shared"
 
 
 async def _all_offered(kubelet: SimulatedKubelet, resource: str = RESOURCE, number: int = 8) -> None:
-    await kubelet.until(lambda: kubelet.resource(resource).allocatable == number)
+    """As many are allocatable, and the list that said so is noted, which kubelet does once its checkpoint is written."""
+
+    def offered() -> bool:
+        lists = kubelet.called("list", resource)
+        return kubelet.resource(resource).allocatable == number == (lists[-1].facts["healthy"] if lists else 0)
+
+    await kubelet.until(offered)
 
 
 async def _registered_again(kubelet: SimulatedKubelet, before: int) -> None:
