@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -63,18 +63,34 @@ async def test_a_scheduler_that_is_restarted_in_a_burst(stage: VolcanoStage) -> 
     stage.check()
 
 
-async def test_pods_are_written_to_once_none_is_being_started(stage: VolcanoStage) -> None:
-    """A pod that waits for its image is one of those; nobody else waits for what is written then."""
+async def _held_back(stage: VolcanoStage) -> Callable[[], None]:
+    """Pod ``quick`` runs, which is not written to it because ``slow`` waits for its image, until what is returned is called."""
     stage.starts_first_seconds = 30.0
     await stage.start_agent()
-    cluster = stage.cluster
-    pulled = cluster.pull("c0")
-    cluster.create_pod("slow", [asks(1, 20), {}])
-    await cluster.until(lambda: "nodeName" in cluster.pod("slow")["spec"], "slow to be bound")
+    pulled = stage.cluster.pull("c0")
+    stage.cluster.create_pod("slow", [asks(1, 20), {}])
+    await stage.cluster.until(lambda: "nodeName" in stage.cluster.pod("slow")["spec"], "slow to be bound")
     await stage.watched("slow")
     await stage.serve("quick", asks(1, 30))
+    return pulled
+
+
+async def test_pods_are_written_to_once_none_is_being_started(stage: VolcanoStage) -> None:
+    """A pod that waits for its image is one of those; nobody else waits for what is written then."""
+    pulled = await _held_back(stage)
     await asyncio.sleep(12)  # longer than by default
-    assert cluster.annotations("quick")["volcano.sh/bind-phase"] == "allocating"
+    assert stage.cluster.annotations("quick")["volcano.sh/bind-phase"] == "allocating"
+    pulled()
+    await stage.settled("quick", "slow")
+    stage.check()
+
+
+async def test_what_a_killed_agent_held_back_is_written_by_the_next(stage: VolcanoStage) -> None:
+    """Nothing of it is remembered: the annotations differ from what the pod has."""
+    pulled = await _held_back(stage)
+    await stage.agent.kill()
+    assert stage.cluster.annotations("quick")["volcano.sh/bind-phase"] == "allocating"
+    await stage.restart_agent()
     pulled()
     await stage.settled("quick", "slow")
     stage.check()

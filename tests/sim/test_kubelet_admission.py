@@ -6,12 +6,12 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from vgpu_agent.sim.kubelet import Container, SimulatedKubelet
-from vgpu_agent.sim.kubelet_endpoint import CallFailedError
+from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint
 from vgpu_agent.sim.kubelet_faults import AdmissionError
 from vgpu_agent.sim.kubelet_records import CHECKPOINT, ResourceDevices
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
@@ -45,7 +45,7 @@ def _kubelet(tmp_path: Path, *, refuses: bool = False) -> tuple[SimulatedKubelet
     checkpoint = kubelet.plugins / CHECKPOINT
     plugins = [Plugin(checkpoint), Plugin(checkpoint, refuses=refuses)]
     for name, plugin in zip(("r/a", "r/b"), plugins, strict=True):
-        kubelet._endpoints[name] = plugin  # type: ignore[assignment]  # it has of an Endpoint what an admission needs
+        kubelet._endpoints[name] = cast("Endpoint", plugin)  # it has of one what an admission needs
         kubelet._records.devices[name] = ResourceDevices({f"{name}-{each}": None for each in range(4)})
     return kubelet, plugins, checkpoint
 

@@ -6,8 +6,8 @@ restart is a difference between the pods as the watch shows them and what the fa
 They are not cheap for others. Where memory is counted in MiB, kubelet tells of thousands of ids in a pod's status; for each annotation the
 API server then reads, stores and sends out all of that, and kubelet looks at its pod once more and writes its status again: 75 ms of
 processor time, measured on a real node, while other pods wait to be started. So what only says how far a pod has come waits for the end of
-that, `cluster.startsFirstSeconds` at most; what schedulers count by does not. What is held back when the agent stops is the next one's to
-write; of a pod that has ended by then nobody knows any more, and its annotations stay as they are.
+that, `cluster.startsFirstSeconds` at most; what schedulers count by does not. What is held back when the agent stops is written by
+the next process, except to a pod that has ended by then: only this process knew what it had, and it stays as it is.
 
 Built and run by `agent`.
 """
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 PERMISSION = "patch pods"
 _SHORTEST_WAIT_SECONDS = 0.01
-_GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS = 0.1, 1.0  # how long it is waited for the next wish of a burst, and for its end
+# How long it is waited for the next wish of a burst, or before looking again whether pods are being started; and for a burst's end.
+_GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS = 0.1, 1.0
 
 
 @dataclasses.dataclass(slots=True)

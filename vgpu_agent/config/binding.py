@@ -96,9 +96,9 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Meta(
             ge=0,
             le=30,
-            description="How long, at most, what only says how far a pod has come is not written while pods are being started: with "
-            "thousands of ids in its status, each write to a pod costs API server and kubelet the time of a start. A pod that is not "
-            "Running after that long waits for something else, its image maybe, and holds nothing up.",
+            description="How long annotations that only say how far a pod has come wait, at most, while pods are being started: each "
+            "of these writes costs API server and kubelet as much as a start when a pod holds thousands of ids. A pod that does not "
+            "run after that long waits for something else, its image maybe, and holds nothing up. 0: they never wait.",
         ),
     ] = 10.0
     withdraw_at_stop: Annotated[
