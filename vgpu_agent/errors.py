@@ -6,6 +6,17 @@ catches a library's exception. A message names the thing, the value and the reme
 
 from __future__ import annotations
 
+MOST_QUOTED = 200  # characters of a foreign value in one message
+
+
+def quoted(value: str, most: int = MOST_QUOTED) -> str:
+    """``value`` in quotation marks for a message, on one line; what is longer than ``most`` characters is cut and its length given.
+
+    Every value that a pod, the API server or the kubelet wrote is quoted by this: an annotation may have 256 KiB, and a message goes into
+    the log, the journal, an event and a pod's status.
+    """
+    return repr(value) if len(value) <= most else f"{value[:most]!r}… ({len(value)} characters)"
+
 
 class AgentError(Exception):
     """Raised by this agent on purpose; the message is written for an operator."""
