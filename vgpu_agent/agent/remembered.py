@@ -7,9 +7,7 @@ kept in ``stateDirectory``. It is a cache: when it is lost or damaged, the agent
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -90,12 +88,7 @@ class Memory:
 
     def _write(self, content: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{_FILE}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            os.replace(temporary, self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        unfinished = self._path.with_suffix(".new")  # always the same, so that nothing can pile up
+        unfinished.write_bytes(content)
+        unfinished.chmod(0o600)
+        os.replace(unfinished, self._path)

@@ -48,10 +48,10 @@ def write(path: str, content: bytes) -> None:
         CdiError: it cannot be written; names path, reason and remedy.
     """
     directory = os.path.dirname(path)
-    temporary = os.path.join(directory, _TEMPORARY.format(os.urandom(8).hex()))
+    temporary = os.path.join(directory, _TEMPORARY.format(os.path.basename(path)))  # always the same, so that nothing can pile up
     try:
         os.makedirs(directory, mode=0o755, exist_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             with open(descriptor, "wb") as file:
                 file.write(content)

@@ -12,8 +12,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import MigError
@@ -21,6 +19,7 @@ from vgpu_agent.mig.layouts import CURRENT, layout_file, read_export
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
 
     from vgpu_agent.mig.layouts import Division
 
@@ -150,15 +149,12 @@ def _lock(directory: Path) -> int:
 def _write(path: Path, text: str) -> None:
     """Whole or not at all, and for nobody else's eyes and hands."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".layout-", delete=False) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).replace(path)
-        except OSError:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    unfinished = path.with_suffix(".new")  # always the same, so that nothing can pile up
+    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
 
 
 async def _read(stream: asyncio.StreamReader | None) -> bytes:
