@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import shutil
 import stat
@@ -29,6 +30,8 @@ READY = ".ready"
 _LABEL = b"system_u:object_r:container_file_t:s0\0"
 _LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
 _FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
+_MOST_LABELLED = 256
+_LARGEST_PLAN = 1 << 20  # bytes
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8  # mount(2)
 
 
@@ -49,9 +52,12 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
         _require_own(pipe)
         pipe.chmod(0o755)
         if _has_selinux(sysfs_root):
-            for path in (pipe, *pipe.rglob("*")):
-                with contextlib.suppress(FileNotFoundError):  # clients may write there
-                    os.setxattr(path, "security.selinux", _LABEL, follow_symlinks=False)
+            os.setxattr(pipe, "security.selinux", _LABEL)
+            with os.scandir(pipe) as entries:
+                # What the daemon makes lies here, side by side. Clients may write there, too, and no more is looked at than a daemon makes.
+                for entry in itertools.islice(entries, _MOST_LABELLED):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.setxattr(entry.path, "security.selinux", _LABEL, follow_symlinks=False)
         log.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as err:
         raise MpsError(
@@ -102,11 +108,18 @@ def remember(plan: DaemonPlan) -> None:
 
 
 def remembered(root: str) -> list[DaemonPlan]:
-    """The plans of all daemons that were not ended in order; what cannot be read was written by nobody."""
+    """The plans of all daemons that were not ended in order. One that is no plan, or only half of one, is removed: no daemon has it."""
     plans = []
     for path in sorted(Path(root).glob(f"*/*/{_PLAN}")):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            plan = msgspec.json.decode(path.read_bytes(), type=DaemonPlan)
+        with contextlib.suppress(OSError):
+            path.with_suffix(".new").unlink(missing_ok=True)
+            with path.open("rb") as file:
+                content = file.read(_LARGEST_PLAN)
+            try:
+                plan = msgspec.json.decode(content, type=DaemonPlan)
+            except (msgspec.MsgspecError, UnicodeError, RecursionError):
+                path.unlink()
+                continue
             if plan.directory == str(path.parent):
                 plans.append(plan)
     return plans
