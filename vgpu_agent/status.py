@@ -214,6 +214,8 @@ class BindingStatus:
     volcano_vgpu_origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of those that one of the two has set: which
     foreign_problems: tuple[str, ...] = ()  # what is wrong with those two
     cautions: tuple[str, ...] = ()  # what will go wrong for some pods with what is offered
+    left_over: dict[str, str] = dataclasses.field(default_factory=dict)  # directories of ended containers that cannot be removed → why
+    regions_cut: int = 0  # how often a region that its container had made larger was cut back to its size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ async def test_a_gpu_that_nobody_can_divide_is_said_once(tmp_path: Path) -> None
 
 async def test_a_library_that_is_spoilt_later_is_said_and_withholds_only_when_none_is_left(tmp_path: Path) -> None:
     """Whoever has delivered it would wait in vain for the new one; and a library that is gone limits nobody."""
-    hami = HamiCore(host_directory=str(tmp_path / "hami"), lock_directory=str(tmp_path / "lock"))
+    hami = HamiCore(host_directory=str(tmp_path / "hami"))
     async with ApiServer() as server:
         server.objects.create("nodes", {"metadata": {"name": NODE}})
         versions = {"kubeletVersion": "v1.36.0", "containerRuntimeVersion": "containerd://2.0.0"}

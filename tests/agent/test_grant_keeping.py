@@ -53,7 +53,7 @@ class Kept:
             allocator=self.place.allocator,
             ledger=self.place.ledger,
             book=self.place.book,
-            containers_directory=str(self.containers),
+            directories=[str(self.containers)],
             pause_seconds=30,
             refresh=self._nothing,
         )

@@ -43,6 +43,8 @@ from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Inventory, Resource, Share
 from vgpu_agent.pods import Pod
+from vgpu_agent.runtime.grants import GrantDirectory
+from vgpu_agent.runtime.region_guard import RegionGuard
 from vgpu_agent.status import ContainerUsage, FamilyStatus, KubeletStatus, NvmlState, PluginState
 
 VGPU = "volcano.sh/vgpu-number"
@@ -80,6 +82,8 @@ class Parts:
             inventory=golden_inventory,
             journal=journal,
         )
+        self.grants = GrantDirectory("/nowhere/cdi", journal, kept_directory="/nowhere/grants")
+        self.regions = RegionGuard("/nowhere/regions", journal, size=1, pause_seconds=1)
         self.report = Report(
             ledger=self.ledger,
             watch=self.watch,
@@ -98,7 +102,7 @@ class Parts:
             supervisor=supervisor,
             journal=journal,
             lag=LoopLag(),
-            binding=BindingReport(self.allocator, self.families, self.offering, self.refusals),
+            binding=BindingReport(self.allocator, self.families, self.offering, self.refusals, self.grants, self.regions),
             cluster=ClusterReport(self.cluster),
             containers=self.containers,
         )

@@ -39,7 +39,7 @@ stateDirectory: {folder}/state
 families: {{nvidia: false, volcanoVgpu: true}}
 binding: {{mode: {mode}, cdiDirectory: {cdi}}}
 volcanoVgpu: {{deviceSplitCount: {seats}, gpuMemoryFactor: 1, nodeConfigFile: ''}}
-hamiCore: {{hostDirectory: {folder}/vgpu, lockDirectory: {folder}/vgpulock}}
+hamiCore: {{hostDirectory: {folder}/vgpu}}
 """
 
 

@@ -71,7 +71,7 @@ def test_the_pod_sees_the_nodes_folders_and_can_write_where_it_must(deployed: De
     """Each folder under its own path, the token that the API server gave, and nothing else of the container can be written."""
     probe = (
         "import os, pathlib\n"
-        "for path in ('/var/run/cdi', '/var/lib/vgpu-agent', '/usr/local/vgpu', '/tmp/vgpulock', '/var/lib/kubelet/device-plugins', '/etc',"
+        "for path in ('/var/run/cdi', '/var/lib/vgpu-agent', '/usr/local/vgpu', '/var/lib/kubelet/device-plugins', '/etc',"
         " '/var/lib/kubelet/pod-resources', '/config'):\n"
         "    file = pathlib.Path(path, '.probe')\n"
         "    try:\n"
@@ -83,7 +83,7 @@ def test_the_pod_sees_the_nodes_folders_and_can_write_where_it_must(deployed: De
         "print(pathlib.Path('/proc/self/status').read_text().split('CapEff:')[1].split()[0], os.path.exists('/bin/sh'))\n"
     )
     said = deployed.rig.kubectl("exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "--", "python3", "-c", probe).splitlines()
-    written = ["/var/run/cdi", "/var/lib/vgpu-agent", "/usr/local/vgpu", "/tmp/vgpulock", "/var/lib/kubelet/device-plugins"]
+    written = ["/var/run/cdi", "/var/lib/vgpu-agent", "/usr/local/vgpu", "/var/lib/kubelet/device-plugins"]
     assert said == [*written, "True", "0000000000000000 False"]
 
 

@@ -68,11 +68,11 @@ def test_g3_g4_g5_from_the_scheduler_to_the_end(volcano_rig: Rig, agent: NodeAge
     }
     read_only = {path for path, options in found.mounts.items() if options.split(",")[0] == "ro"}
     assert {"/usr/local/vgpu/libvgpu.so", "/etc/ld.so.preload"} <= read_only
-    assert {"/tmp/vgpu", "/tmp/vgpulock", "/tmp/cudevshr.cache", cache} <= found.mounts.keys() - read_only
+    assert {"/tmp/cudevshr.cache", cache} <= found.mounts.keys() - read_only
     assert found.region == (19920718, 1, 3000 * MIB, 0, 50, 100)
     assert rig.exec("golden", "cat", "/etc/ld.so.preload") == "/usr/local/vgpu/libvgpu.so"
 
-    directory = agent.folder / "hook/vgpu/containers" / f"{uid}_main"
+    directory = agent.folder / "hook/vgpu/regions" / f"{uid}_main"
     (spec,) = [path for path in rig.cdi_dir().iterdir() if uid in path.read_text()]
     assert directory.is_dir()
     rig.delete_pod("golden")

@@ -27,7 +27,7 @@ _MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine in ELF(5)
 _VGPU = """\
 families: {nvidia: false, volcanoVgpu: true}
 stateDirectory: FOLDER/state
-hamiCore: {hostDirectory: FOLDER/hook, lockDirectory: FOLDER/lock}
+hamiCore: {hostDirectory: FOLDER/hook}
 """
 PLAIN_CONFIG = f"version: v1\n{_VGPU}"  # everything that is no path as on a node whose admin has set nothing
 VGPU_CONFIG = f"{QUICK}{_VGPU}cluster: {{backoffMinSeconds: 0.2, backoffMaxSeconds: 1, handshakeMinSeconds: 1}}\n"

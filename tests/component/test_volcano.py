@@ -38,13 +38,13 @@ async def test_from_annotation_to_container_and_back(stage: VolcanoStage) -> Non
         "CUDA_DEVICE_SM_LIMIT": "50",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": cache,
     }
-    containers = f"{stage.folder}/vgpu/vgpu/containers/{uid}_main"
-    assert came.mounts["/tmp/vgpu"] == (containers, False)
-    assert came.mounts["/tmp/vgpulock"] == (f"{stage.folder}/vgpulock", False)
+    own = f"{stage.folder}/vgpu/vgpu/regions/{uid}_main"
+    region = Path(own, os.path.basename(cache))
+    assert {came.mounts[path] for path in (cache, "/tmp/cudevshr.cache")} == {(str(region), False)}
+    assert not came.mounts.keys() & {"/tmp/vgpu", "/tmp/vgpulock"}  # no container can write to a directory of the host
     assert came.mounts["/etc/ld.so.preload"] == (f"{stage.folder}/vgpu/ld.so.preload", True)
     library, read_only = came.mounts["/usr/local/vgpu/libvgpu.so"]
     assert (os.path.dirname(library), read_only) == (f"{stage.folder}/vgpu", True)
-    region = Path(containers, os.path.basename(cache))
     assert len(await asyncio.to_thread(region.read_bytes)) == 2_008_953  # there before the first process
     after = stage.cluster.annotations("p")
     assert after == {

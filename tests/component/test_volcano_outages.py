@@ -235,7 +235,7 @@ async def test_a_pod_is_created_again_under_its_name(stage: VolcanoStage) -> Non
     second = await stage.serve("same", asks(1, 70, 40))
     assert second.environment["CUDA_DEVICE_MEMORY_LIMIT_0"] == "4480m"
     stage.check()
-    old, new = (Path(came.mounts["/tmp/vgpu"][0]) for came in (first, second))
+    old, new = (Path(came.mounts["/tmp/cudevshr.cache"][0]).parent for came in (first, second))
     assert old != new
     await stage.cluster.until(lambda: not old.exists(), "the first one's directory to be collected")
     assert await asyncio.to_thread(new.exists)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ cluster:
   {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 5, requestTimeoutSeconds: 10, startWaitSeconds: 1,
     handshakeMinSeconds: 0.2, startsFirstSeconds: {starts_first_seconds}}}
 binding: {{cdiDirectory: {folder}/cluster/cdi, podWaitSeconds: 0.5, refusedEventSeconds: 1}}
-hamiCore: {{hostDirectory: {folder}/vgpu, lockDirectory: {folder}/vgpulock}}
+hamiCore: {{hostDirectory: {folder}/vgpu}}
 """
 VGPU = "families: {nvidia: false, volcanoVgpu: true}\n"
 GPUSHARE = "families: {nvidia: false, volcanoGpushare: true}\n"
@@ -154,14 +155,14 @@ class VolcanoStage:
                     self.check_container(came, entries, item["metadata"]["uid"], container)
 
     def check_container(self, came: Received, entries: list[list[str]], uid: str, container: str) -> None:
-        """One container against the entries of its segment: cards, limits, and its own directory."""
+        """One container against the entries of its segment: cards, limits, and its own region."""
         environment = came.environment
         assert environment["NVIDIA_VISIBLE_DEVICES"] == ",".join(entry[0] for entry in entries)
         limits = {key: value for key, value in environment.items() if key.startswith("CUDA_DEVICE_MEMORY_LIMIT_")}
         assert len(limits) == len(entries)
         assert sorted(limits.values()) == sorted(f"{int(entry[2]) * self.factor}m" for entry in entries)
-        directory, _ = came.mounts["/tmp/vgpu"]
-        assert directory == f"{self.folder}/vgpu/vgpu/containers/{uid}_{container}"
+        region, _ = came.mounts["/tmp/cudevshr.cache"]
+        assert os.path.dirname(region) == f"{self.folder}/vgpu/vgpu/regions/{uid}_{container}"
 
 
 @contextlib.asynccontextmanager

@@ -88,3 +88,11 @@ sharing:
         'sharing.timeSlicing.resources[0].name: "nvidia.com/gpus" is no resource of any node; expected nvidia.com/gpu, '
         "nvidia.com/mig-<profile>, or a name from resources:"
     )
+
+
+def test_a_key_of_an_earlier_version_does_not_keep_the_agent_from_starting(load_text: Load) -> None:
+    """A node that is upgraded has its configuration from before; what means nothing any more is named with the place and the reason."""
+    loaded = load_text("version: v1\nhamiCore:\n  hostDirectory: /opt/vgpu\n  lockDirectory: /tmp/vgpulock\n")
+    (warning,) = loaded.warnings
+    assert "config.yaml:4: hamiCore.lockDirectory: has no effect any more; containers share no lock directory" in warning
+    assert loaded.settings.hami_core.host_directory == "/opt/vgpu"

@@ -17,7 +17,7 @@ U0 = Gpu("GPU-11111111-aaaa-bbbb-cccc-000000000001", 0, 0, "NVIDIA A10", 24576, 
 U1 = Gpu("GPU-22222222-aaaa-bbbb-cccc-000000000002", 1, 1, "NVIDIA A10", 24576, "0000:0f:00.0")
 LIBRARY = "/usr/local/vgpu/libvgpu.so.0123456789ab"
 H = "/usr/local/vgpu"
-BACKEND = HamiCore(H, LIBRARY, "/tmp/vgpulock")
+BACKEND = HamiCore(H, LIBRARY)
 
 
 def target(*shares: tuple[Gpu, int, int], environment: frozenset[str] = frozenset(), **more: bool) -> Target:
@@ -53,16 +53,16 @@ def test_one_card_gets_exactly_the_golden_environment() -> None:
     assert environment == {"CUDA_DEVICE_MEMORY_LIMIT_0": "3000m", "CUDA_DEVICE_SM_LIMIT": "50"}
 
 
-def test_the_golden_mounts_come_first_and_in_their_order() -> None:
-    """volcano-vgpu:G4, with the library under its own name; then the region where a program without its environment looks, and upon
-    itself, so that it cannot be deleted (hami-core contract §0.3 fact 2).
+def test_the_golden_mounts_without_the_directories() -> None:
+    """volcano-vgpu:G4, with the library under its own name, and the region where a program without its environment looks, too (hami-core
+    contract §0.3 fact 2). G4's mounts of /tmp/vgpu and /tmp/vgpulock are left out on purpose: what a container can write is never a
+    directory of the host, since it could put a link in the place of the region, which is mounted at the next start. Fact 3: the library
+    needs no writable directory.
     """
     wanted = target((U1, 3000, 50))
-    region = f"{H}/vgpu/containers/uid-p1_main/{cache(wanted)}"
+    region = f"{H}/vgpu/regions/uid-p1_main/{cache(wanted)}"
     assert BACKEND.provision(wanted).edits.mounts == (
         Mount("/usr/local/vgpu/libvgpu.so", LIBRARY, read_only=True),
-        Mount("/tmp/vgpu", f"{H}/vgpu/containers/uid-p1_main"),
-        Mount("/tmp/vgpulock", "/tmp/vgpulock"),
         Mount("/etc/ld.so.preload", f"{H}/ld.so.preload", read_only=True),
         Mount("/tmp/cudevshr.cache", region),
         Mount(f"/tmp/vgpu/{cache(wanted)}", region),
@@ -103,7 +103,7 @@ def test_a_pod_that_turns_the_library_off_is_not_preloaded() -> None:
     """volcano-vgpu contract §4.1: the variable's name is enough, whatever its value."""
     mounts = BACKEND.provision(target((U1, 3000, 50), environment=frozenset({"CUDA_DISABLE_CONTROL"}))).edits.mounts
     assert "/etc/ld.so.preload" not in [mount.container_path for mount in mounts]
-    assert len(mounts) == 5
+    assert len(mounts) == 3
 
 
 def test_a_whole_card_is_limited_to_its_memory() -> None:
@@ -148,10 +148,13 @@ def test_cores_are_not_limited_where_the_operator_says_so() -> None:
 
 
 def test_the_region_is_a_file_for_everybody_in_the_grants_own_directory() -> None:
-    """2,008,953 bytes, 0666, in a directory that any user of the container may write to and that goes with the grant."""
+    """2,008,953 bytes, 0666, its space taken on the disk, in a directory that only root may write to and that goes with the grant."""
     provision = BACKEND.provision(target((U1, 3000, 50)))
-    directory = f"{H}/vgpu/containers/uid-p1_main"
-    assert provision.directories == (HostDirectory(directory, 0o777), HostDirectory("/tmp/vgpulock", 0o1777))
+    directory = f"{H}/vgpu/regions/uid-p1_main"
+    assert provision.directories == (HostDirectory(f"{H}/vgpu"), HostDirectory(f"{H}/vgpu/regions"), HostDirectory(directory))
+    assert {each.mode for each in provision.directories} == {0o755}
+    assert provision.before == f"{H}/vgpu/containers/uid-p1_main"
+    assert provision.files[0].allocated
     assert [(file.size, file.mode, file.path.startswith(f"{directory}/")) for file in provision.files] == [(2_008_953, 0o666, True)]
     assert [offset for offset, _ in provision.files[0].renewed] == [1_600, 1_728]
     assert provision.collected == directory
@@ -168,7 +171,7 @@ def test_a_restarted_container_finds_the_same_name_and_another_grant_another() -
 
 def test_a_newer_library_is_mounted_by_grants_made_from_then_on() -> None:
     """Whoever installs it says so; running containers keep theirs (volcano-vgpu:D21)."""
-    changing = HamiCore(H, LIBRARY, "/tmp/vgpulock")
+    changing = HamiCore(H, LIBRARY)
     backend: Backend = changing
     changing.library_path = "/usr/local/vgpu/libvgpu.so.newer"
     assert backend.provision(target((U1, 3000, 50))).edits.mounts[0].host_path == "/usr/local/vgpu/libvgpu.so.newer"

@@ -24,7 +24,6 @@ HOST_FOLDERS = {
     },
     "hami-core": {
         (DEFAULTS.hami_core.host_directory, "DirectoryOrCreate", True),
-        (DEFAULTS.hami_core.lock_directory, "DirectoryOrCreate", True),
     },
 }
 

@@ -26,7 +26,7 @@ from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime.grants import GrantDirectory
 
-STEPS = {"mkdir": 7, "ftruncate": 1, "pwrite": 3, "fchmod": 4, "rename": 2}
+STEPS = {"mkdir": 5, "chmod": 5, "ftruncate": 1, "pwrite": 3, "fchmod": 2, "rename": 7}
 """How often each is called in one delivery."""
 
 

@@ -137,15 +137,15 @@ async def test_who_removes_a_directory_does_not_meet_who_makes_it(
     await grants.deliver(old, provision)
     if by == "sweep":
         await grants.withdraw(old)
-    really, starts = host_files.remove_tree, []
+    really, starts = host_files.move_aside, []
 
-    def remove(path: str) -> None:
+    def move(path: str) -> str:
         starts.append(threading.Thread(target=grants._deliver, args=(new, provision)))
         starts[0].start()
         starts[0].join(0.2)
-        really(path)
+        return really(path)
 
-    monkeypatch.setattr(host_files, "remove_tree", remove)
+    monkeypatch.setattr(host_files, "move_aside", move)
     if by == "sweep":
         await grants.sweep(str(tmp_path / "vgpu" / "containers"), lambda _: False)
     else:

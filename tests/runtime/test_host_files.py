@@ -17,7 +17,7 @@ from tests.runtime.conftest import HostProc, names
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import HostFile
 from vgpu_agent.isolation.hami_region import SIZE, DeviceLimit, limit_parts, region
-from vgpu_agent.runtime import host_files
+from vgpu_agent.runtime import host_files, removal
 from vgpu_agent.runtime.mounts import MountTables
 
 
@@ -213,8 +213,8 @@ def test_removing_a_tree_follows_no_link(tmp_path: Path) -> None:
     tree = tmp_path / "d"
     tree.mkdir()
     (tree / "link").symlink_to(tmp_path / "host")
-    host_files.remove_tree(str(tree))
-    host_files.remove_tree(str(tree))
+    assert removal.remove_tree(str(tree))
+    assert removal.remove_tree(str(tree))
     assert (tree.exists(), names(tmp_path / "host")) == (False, ["precious"])
 
 

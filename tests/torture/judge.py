@@ -17,12 +17,12 @@ from tests.torture.scheduler_model import Slice
 from tests.torture.story import Story
 from vgpu_agent.isolation.edits import Edits
 
-CACHE_DIRECTORY = "/tmp/vgpu"
+REGION = "/tmp/cudevshr.cache"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Got:
-    """What a container sees: its slices, and whose grant (pod's UID, container) its own directory names."""
+    """What a container sees: its slices, and whose grant (pod's UID, container) its own region names."""
 
     owner: tuple[str, str]
     slices: frozenset[Slice]
@@ -46,7 +46,7 @@ class Got:
             if not limit.endswith("m") or mib % MEMORY_FACTOR_MIB:
                 raise ValueError(f"{limit!r} is no memory limit that anybody asked for")
             slices.append(Slice(uuid, mib // MEMORY_FACTOR_MIB, cores))
-        directories = [mount.host_path for mount in edits.mounts if mount.container_path == CACHE_DIRECTORY]
+        directories = [os.path.dirname(mount.host_path) for mount in edits.mounts if mount.container_path == REGION]
         uid, _, container = os.path.basename(directories[0]).partition("_") if directories else ("nobody", "", "")
         return cls((uid, container), frozenset(slices))
 

@@ -69,7 +69,7 @@ class RealAgent:
         self.ledger = Ledger(clock=clock)
         settings = Binding(mode="early" if world.early else "late", policy=world.rng.choice(("binpack", "spread")))
         options = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
-        family = VolcanoVgpuFamily(options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so", "/tmp/vgpulock"))
+        family = VolcanoVgpuFamily(options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so"))
         self.allocator = Allocator(
             ledger=self.ledger,
             families=Families(by_pod=(family,)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.torture.agents import Life, Offer, World, register
-from tests.torture.judge import CACHE_DIRECTORY
+from tests.torture.judge import REGION
 from tests.torture.plan import CORES, MEMORY, MEMORY_FACTOR_MIB, NUMBER, SPLIT
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
@@ -65,7 +65,7 @@ class _StandIn:
         fields = sorted(part.split(",") for part in segment.split(":") if part)
         limits = {f"CUDA_DEVICE_MEMORY_LIMIT_{place}": f"{int(each[2]) * MEMORY_FACTOR_MIB}m" for place, each in enumerate(fields)}
         environment = {"NVIDIA_VISIBLE_DEVICES": ",".join(each[0] for each in fields), "CUDA_DEVICE_SM_LIMIT": fields[0][3], **limits}
-        return Edits(environment, (Mount(CACHE_DIRECTORY, f"/h/{pod.kubelet_uid}_{container}"),))
+        return Edits(environment, (Mount(REGION, f"/h/{pod.kubelet_uid}_{container}/a.cache"),))
 
 
 class Guesser(_StandIn):

@@ -68,7 +68,7 @@ def test_kubelet_needs_no_more_ids_for_init_containers_that_come_before() -> Non
 def test_what_a_container_got_is_read_in_the_order_of_the_bus() -> None:
     """Limit 0 is that of the card that comes first on the bus, whatever the list of visible cards says (volcano-vgpu:D22)."""
     environment = {"NVIDIA_VISIBLE_DEVICES": "B,A", "CUDA_DEVICE_MEMORY_LIMIT_0": "1024m", "CUDA_DEVICE_MEMORY_LIMIT_1": "2048m"}
-    got = Got.read(Edits(environment, (Mount("/tmp/vgpu", "/h/uid_main"),)), ["A", "B"])
+    got = Got.read(Edits(environment, (Mount("/tmp/cudevshr.cache", "/h/uid_main/a.cache"),)), ["A", "B"])
     assert got == Got(("uid", "main"), frozenset({Slice("A", 1, 0), Slice("B", 2, 0)}))
 
 

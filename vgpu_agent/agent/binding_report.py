@@ -14,16 +14,28 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.offering import Offering
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.runtime.grants import GrantDirectory
+    from vgpu_agent.runtime.region_guard import RegionGuard
 
 
 class BindingReport:
     """Reads the parts; keeps nothing."""
 
-    def __init__(self, allocator: Allocator, families: FamiliesInForce, offering: Offering, refusals: Refusals) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        families: FamiliesInForce,
+        offering: Offering,
+        refusals: Refusals,
+        directory: GrantDirectory,
+        regions: RegionGuard,
+    ) -> None:
         self._allocator = allocator
         self._families = families
         self._offering = offering
         self._refusals = refusals
+        self._directory = directory
+        self._regions = regions
 
     def status(self) -> BindingStatus:
         """Everything at this moment."""
@@ -39,6 +51,8 @@ class BindingReport:
             volcano_vgpu_origins=dict(self._families.origins),
             foreign_problems=self._families.problems,
             cautions=(*self._families.cautions, *self._offering.cautions.values()),
+            left_over=dict(self._directory.left_over),
+            regions_cut=self._regions.cuts,
         )
 
     def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:

@@ -46,6 +46,8 @@ from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
 from vgpu_agent.gpu.source import source
+from vgpu_agent.isolation import hami_region
+from vgpu_agent.isolation.hami_core import containers_directory, directory_before
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
@@ -53,6 +55,7 @@ from vgpu_agent.kubelet.waiting import unless
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
+from vgpu_agent.runtime.region_guard import RegionGuard
 from vgpu_agent.status import KubeletStatus
 from vgpu_agent.web.server import WebServer
 
@@ -118,12 +121,16 @@ class Agent:
             supervisor=self._supervisor,
             is_late=lambda: self._allocator.mode is not None and self._allocator.mode.late,
         )
+        grants_in = containers_directory(settings.hami_core.host_directory), directory_before(settings.hami_core.host_directory)
+        self._regions = RegionGuard(grants_in[0], self._journal, size=hami_region.SIZE, pause_seconds=settings.gpu.usage_seconds)
         directory = GrantDirectory(
             settings.binding.cdi_directory,
             self._journal,
             proc_root=settings.gpu.proc_root,
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,
+            make_room=self._regions.make_room,
+            swept=(settings.hami_core.host_directory, *grants_in, settings.state_directory),
         )
         self._mig = MigSide.from_settings(settings, self._watch)
         self._starting = StartingPods(
@@ -181,13 +188,12 @@ class Agent:
             journal=self._journal,
             cdi=self._cdi,
         )
-        containers_directory = f"{settings.hami_core.host_directory}/vgpu/containers"
         self._grants = GrantKeeping(
             directory=directory,
             allocator=self._allocator,
             ledger=self._ledger,
             book=self._cluster.book,
-            containers_directory=containers_directory,
+            directories=grants_in,
             pause_seconds=kubelet.verify_seconds,
             refresh=self._look_again,
         )
@@ -203,7 +209,7 @@ class Agent:
         self._vanished = VanishedDevices(settings, self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
         self._usages = ContainerUsages(
             self._cluster.book,
-            (containers_directory, DIRECTORY_BEFORE_1_12),
+            (*grants_in, DIRECTORY_BEFORE_1_12),
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
@@ -221,7 +227,7 @@ class Agent:
             supervisor=self._supervisor,
             journal=self._journal,
             lag=self._lag,
-            binding=BindingReport(self._allocator, self._families, self._offering, self._refusals),
+            binding=BindingReport(self._allocator, self._families, self._offering, self._refusals, directory, self._regions),
             cluster=ClusterReport(self._cluster),
             containers=self._usages.usage,
             cdi=self._cdi.status,
@@ -312,6 +318,7 @@ class Agent:
             if settings.families.volcano_vgpu:
                 # It promises no sign of life: a disk that hangs is not mended by a restart of the agent.
                 self._supervisor.start("container usage", self._usages.run)
+                self._supervisor.start("region sizes", self._regions.run)
         self._report.starting = ""
         inventory = self._watch.inventory.value
         _logger.info(

@@ -115,6 +115,7 @@ class FamiliesInForce:
             device_configs=self._cluster.device_configs,
             node_before=self._cluster.node_configs,
             library_path=library,
+            library_locks=self._library.locks,
             origins=self._origins,
             cdi=await self._cdi.look(settings) if self._cdi is not None else NO_CDI,
             late=mode is not None and mode.late,
@@ -127,11 +128,11 @@ class FamiliesInForce:
             for problem in built.problems:
                 self._journal.record("config.foreign_problem", level="warning", problem=problem)
         self.problems = built.problems
-        hami = built.in_force.get("isolation") == "hami-core" and built.in_force.get("operating_mode") != MIG
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
             self._allocator.revision.publish(self._allocator.revision.value + 1)  # on the Node stands more than the ledger knows
         self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
+        hami = self._hami
         self._choose_mode()
         self._offering.blocked = self._blocked(missing if hami and not self._library.path else "")
         self._outdated = f"{missing}; until then {self._library.path} is used, installed before" if hami and missing else ""
@@ -218,12 +219,23 @@ class FamiliesInForce:
                 blocked[family.name] = waits
             elif missing and family.name == "volcano-vgpu":
                 blocked[family.name] = missing
+            elif family.name == "volcano-vgpu" and self._library.locks and self._hami and not self._is_late:
+                blocked[family.name] = (
+                    f"{self._library.path} makes a lock file in /tmp/vgpulock, which containers would have to share, and one could stop "
+                    "all others; deliver the library of HAMi 2.8.2 or newer, or let containers be bound late (a runtime that resolves CDI "
+                    "names, binding.mode: late), where each gets a place of its own"
+                )
             elif family.name == "volcano-vgpu" and self.in_force.get("operating_mode") == MIG and not self._is_late:
                 blocked[family.name] = (
                     "the operating mode mig has GPUs divided before a container starts, which takes late binding: a runtime that resolves "
                     "CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), or binding.mode: late"
                 )
         return blocked
+
+    @property
+    def _hami(self) -> bool:
+        """Whether shares are limited by the library."""
+        return self.in_force.get("isolation") == "hami-core" and self.in_force.get("operating_mode") != MIG
 
     @property
     def _is_late(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.kubelet.waiting import first_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.allocation.carrier import GrantRecord
@@ -32,7 +32,7 @@ class GrantKeeping:
         allocator: Allocator,
         ledger: Ledger,
         book: PodBook,
-        containers_directory: str,
+        directories: Sequence[str],
         pause_seconds: float,
         refresh: Callable[[], Awaitable[None]],
     ) -> None:
@@ -43,7 +43,7 @@ class GrantKeeping:
             allocator: knows what should be there.
             ledger: knows who still holds ids.
             book: knows which pods there are.
-            containers_directory: where each container has a directory of its own.
+            directories: where each container has a directory of its own, or had one from an earlier agent.
             pause_seconds: the longest pause between two looks.
             refresh: looks for a library that was delivered anew.
         """
@@ -51,7 +51,7 @@ class GrantKeeping:
         self._allocator = allocator
         self._ledger = ledger
         self._book = book
-        self._containers = containers_directory
+        self._directories = tuple(directories)
         self._pause_seconds = pause_seconds
         self._refresh = refresh
 
@@ -83,7 +83,7 @@ class GrantKeeping:
             beat()
             await self._refresh()
             await self.restore()
-            await self.collect()
+            await self.collect(beat)
             await self._watch_for_strangers(self._pause_seconds, beat)
 
     async def _watch_for_strangers(self, seconds: float, beat: Callable[[], None]) -> None:
@@ -97,12 +97,13 @@ class GrantKeeping:
             await first_of(self._ledger.revision.newer_than(ledger), self._book.revision.newer_than(pods), timeout_seconds=left)
         await asyncio.sleep(min(_SETTLING_SECONDS, self._pause_seconds))
 
-    async def collect(self) -> None:
+    async def collect(self, beat: Callable[[], None] = lambda: None) -> None:
         """Remove the files of pods that are gone; without a complete picture of the pods nobody is gone."""
         if not self._book.synced.is_set():
             return
-        await self._directory.collect(self._still_wanted)
-        await self._directory.sweep(self._containers, lambda name: self._lives(name.partition("_")[0]))
+        await self._directory.collect(self._still_wanted, beat)
+        for directory in self._directories:
+            await self._directory.sweep(directory, lambda name: self._lives(name.partition("_")[0]), beat)
 
     def _still_wanted(self, record: GrantRecord) -> bool:
         return self._lives(record.owner.pod_uid)

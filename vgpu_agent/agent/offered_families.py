@@ -55,6 +55,7 @@ class Found:
         node_configs: the same of the mounted node configuration.
         node_trouble: why that is there and cannot be read; empty otherwise.
         library_path: the installed libvgpu.so; empty when there is none.
+        library_locks: whether that library makes a lock file, see `isolation.hami_core.uses_lock`.
         given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
         wsl: the node has no device node for each GPU, but `WSL_NODE` for all.
         divides: the program that divides GPUs is there.
@@ -70,6 +71,7 @@ class Found:
     given: frozenset[str] = frozenset()
     wsl: bool = False
     divides: bool = True
+    library_locks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ async def look(
     device_configs: tuple[str, ...],
     node_before: tuple[str, ...],
     library_path: str,
+    library_locks: bool = False,
     origins: Mapping[str, str],
     cdi: CdiFound,
     late: bool,
@@ -106,6 +109,7 @@ async def look(
         device_configs: see `Found`.
         node_before: `Found.node_configs` of the last look, also that of the agent before this one.
         library_path: see `Found`.
+        library_locks: see `Found`.
         origins: dotted path → where a setting came from.
         cdi: see `Found`.
         late: see `Found`.
@@ -120,7 +124,9 @@ async def look(
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
     control_nodes = tuple(path for path in nodes if path != WSL_NODE)
     divides = await asyncio.to_thread(shutil.which, settings.volcano_vgpu.mig_parted) is not None
-    return Found(control_nodes, cdi, late, device_configs, node_configs, trouble, library_path, given, WSL_NODE in nodes, divides)
+    return Found(
+        control_nodes, cdi, late, device_configs, node_configs, trouble, library_path, given, WSL_NODE in nodes, divides, library_locks
+    )
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -192,7 +198,7 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, list[IdF
         problems.append(f"{NODE_CONFIG}: cannot be read: {found.node_trouble}; what stood there before stays in force")
     backend: Backend = NoIsolation()
     if vgpu.isolation == "hami-core":
-        backend = HamiCore(settings.hami_core.host_directory, found.library_path, settings.hami_core.lock_directory)
+        backend = HamiCore(settings.hami_core.host_directory, found.library_path, found.library_locks)
     options = VolcanoVgpuOptions.from_settings(
         msgspec.structs.replace(settings, volcano_vgpu=vgpu),
         lists=_of_pods(settings, found),

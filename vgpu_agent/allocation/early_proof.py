@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NoReturn
 
-from vgpu_agent.allocation.guesses import Evidence, Verdict
+from vgpu_agent.allocation.guesses import Evidence, Verdict, leads_into
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import RequestRefusedError
@@ -87,7 +87,8 @@ class EarlyProof:
         if given is not None and given.provision.edits in answers.values() and given.provision not in provisions:
             provisions = [given.provision]  # exchanged, now or before: what the answer names is what must be there
         self._make_room_for_init(start, names)
-        return provisions, exchanged
+        kept = answers.values()
+        return [dataclasses.replace(each, remade=any(leads_into(each.before, answer) for answer in kept)) for each in provisions], exchanged
 
     def _make_room_for_init(self, start: Start, names: Collection[str]) -> None:
         """Book all that was decided for the pod, before an init container runs on a part of it that is another container's.

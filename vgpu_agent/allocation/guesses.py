@@ -78,7 +78,7 @@ class Guesses:
     def judge(self, token: str, evidence: Evidence, gone: Callable[[str], bool]) -> Verdict:
         """Whether the container may start with the answer it has; ``gone`` says whether a pod has ended or does not exist."""
         given, answers = self.given.get(token), evidence.answers
-        if answers and all(name in evidence.expected and answer == evidence.expected[name].edits for name, answer in answers.items()):
+        if answers and all(name in evidence.expected and _is_of(answer, evidence.expected[name]) for name, answer in answers.items()):
             return Verdict.WRONG if any(_told_of(evidence.expected[name], evidence.elsewhere) for name in answers) else Verdict.RIGHT
         if not answers and evidence.handed_on:
             return Verdict.LATER  # each of its containers has an answer of its own, and which of them starts is not known
@@ -148,8 +148,20 @@ def _told_of(provision: Provision, answers: Collection[Edits]) -> bool:
 
     The rest of them may differ: an agent that has forgotten its guesses can answer for the same container again, with another GPU.
     """
-    own = provision.collected
     return any(
-        answer == provision.edits or (bool(own) and any(f"{mount.host_path}/".startswith(f"{own}/") for mount in answer.mounts))
-        for answer in answers
+        answer == provision.edits or leads_into(provision.collected, answer) or leads_into(provision.before, answer) for answer in answers
     )
+
+
+def _is_of(answer: Edits, provision: Provision) -> bool:
+    """Whether ``answer`` is the one of ``provision``, or what an earlier agent, which mounted other things, has made of the same share."""
+    wanted = provision.edits
+    if answer == wanted or not leads_into(provision.before, answer):
+        return answer == wanted
+    told = answer.environment.items() <= wanted.environment.items()
+    return told and dataclasses.replace(answer, environment=wanted.environment, mounts=wanted.mounts) == wanted
+
+
+def leads_into(directory: str, answer: Edits) -> bool:
+    """Whether a mount of ``answer`` comes from ``directory``, or from something in it; an empty one is none."""
+    return bool(directory) and any(f"{mount.host_path}/".startswith(f"{directory}/") for mount in answer.mounts)

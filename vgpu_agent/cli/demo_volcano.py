@@ -39,7 +39,6 @@ binding:
   cdiDirectory: {directory}/cluster/cdi
 hamiCore:
   hostDirectory: {directory}/vgpu
-  lockDirectory: {directory}/vgpulock
 """
 
 
@@ -129,7 +128,7 @@ class _Story:
             expected = dict(zip(_SHOWN, (card, f"{memory}m", cores), strict=True))
             if any(came.environment[key] != value for key, value in expected.items()):
                 raise SimulationError(f"pod {name} came with {dict(came.environment)}, and the scheduler wrote {expected}")
-            regions.add(came.mounts["/tmp/vgpu"])  # noqa: S108 - the path is part of the library's contract
+            regions.add(came.mounts["/tmp/cudevshr.cache"])  # noqa: S108 - the path is part of the library's contract
         self._narrator.prove(
             len(regions) == len(_PODS),
             f"each container has the limits that were written for it, {_MEMORY_MIB} MiB and {_CORES_PERCENT} %, in a region of its own",

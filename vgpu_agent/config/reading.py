@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 VERSION = "v1"
 DEFAULT_ORIGIN = "default"
+# Keys that an earlier version had; a node that still sets one must start all the same.
+_RETIRED = {
+    "hamiCore.lockDirectory": "containers share no lock directory of the node; a library that wants one gets its own in each container"
+}
 SIMULATE_ORIGIN = "derived from simulate"
 
 
@@ -54,9 +58,15 @@ class Reading:
         self._places: dict[str, Place] = {}
         self._refused: set[str] = set()
         self._problems = Problems()
+        self._retired: list[str] = []
         # About the document that is being taken: its name, and how it calls our keys where it is one of NVIDIA's plugin.
         self._file = ""
         self._keys: Mapping[str, str] | None = None
+
+    @property
+    def retired(self) -> Sequence[str]:
+        """A sentence for each key that our file still has and that means nothing any more."""
+        return self._retired
 
     def take_nvidia(self, file: str, document: nvidia_plugin.Translation) -> None:
         """Accept what a configuration of NVIDIA's plugin says; sentences name its keys, not ours."""
@@ -151,6 +161,9 @@ class Reading:
         known = schema.keys(section)
         accepted: dict[str, Any] = {}
         for name, node in members.items():
+            if (instead := _RETIRED.get(prefix + name)) and self._keys is None:
+                self._retired.append(f"{self._file}:{node.line}: {prefix}{name}: has no effect any more; {instead}")
+                continue
             if name not in known:
                 advice = "" if self._problems.enough else f", {_advice(name, known, prefix)}"
                 self._problem(node.line, prefix + shown_key(name), f"unknown key{advice}")

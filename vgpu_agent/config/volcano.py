@@ -151,6 +151,3 @@ class HamiCore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             "Empty: `libvgpu.so` in `hostDirectory`."
         ),
     ] = ""
-    lock_directory: Annotated[
-        Directory, Meta(description="Directory on the node that libraries before 2.8.1 share for their start-up lock.")
-    ] = "/tmp/vgpulock"  # noqa: S108 - the path is part of the library's contract

@@ -23,6 +23,15 @@ class Mount:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MemoryMount:
+    """A small file system in memory that one container has for itself. Only a CDI spec can carry it, so only late binding can."""
+
+    container_path: str
+    size_kib: int
+    files: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DeviceNode:
     """A device node; ``permissions`` are letters of ``rwm`` (device cgroup)."""
 
@@ -33,13 +42,14 @@ class DeviceNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edits:
-    """Environment, mounts, device nodes, annotations and CDI names (``vendor.com/class=name``) of one container."""
+    """Environment, mounts, device nodes, annotations, CDI names (``vendor.com/class=name``) and memory mounts of one container."""
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     device_nodes: tuple[DeviceNode, ...] = ()
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cdi_names: tuple[str, ...] = ()
+    memory_mounts: tuple[MemoryMount, ...] = ()
 
     def joined(self, other: Edits) -> Edits:
         """Both together, in this order; where they set the same variable or annotation, ``other`` wins."""
@@ -49,6 +59,7 @@ class Edits:
             self.device_nodes + other.device_nodes,
             {**self.annotations, **other.annotations},
             self.cdi_names + other.cdi_names,
+            self.memory_mounts + other.memory_mounts,
         )
 
 
@@ -67,6 +78,7 @@ class HostFile:
     Attributes:
         size: bytes; what ``parts`` do not cover is zero.
         parts: (offset, bytes), in the order in which they are written.
+        allocated: its space is taken on the disk at once. A process that has it mapped would be killed by a page that a full disk refuses.
         renewed: parts that are written into an existing file of that size, in place, because containers have it mapped; a file that does
             not exist yet is created with all ``parts`` and renamed into place.
     """
@@ -76,6 +88,7 @@ class HostFile:
     parts: tuple[tuple[int, bytes], ...] = ()
     mode: int = 0o644
     renewed: tuple[tuple[int, bytes], ...] = ()
+    allocated: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,12 +97,17 @@ class Provision:
 
     Attributes:
         collected: the grant's own directory on the host; removed with all its content once the pod is gone and nothing in it is mounted.
+        before: the directory that an earlier agent gave to this container, and that its specs and answers still mount.
+        remade: whether the kubelet keeps such an answer. Then `before` is made anew at each start, with the files of `collected` in it,
+            because a container has written to the old one.
     """
 
     edits: Edits = dataclasses.field(default_factory=Edits)
     directories: tuple[HostDirectory, ...] = ()
     files: tuple[HostFile, ...] = ()
     collected: str = ""
+    before: str = ""
+    remade: bool = False
 
     def joined(self, other: Provision) -> Provision:
         """Both together, in this order."""
@@ -98,4 +116,6 @@ class Provision:
             self.directories + other.directories,
             self.files + other.files,
             self.collected or other.collected,
+            self.before or other.before,
+            self.remade or other.remade,
         )

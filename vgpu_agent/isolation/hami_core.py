@@ -1,9 +1,11 @@
 """The isolation backend `hami-core`: what makes HAMi's libvgpu.so keep a container to its shares.
 
 The library is preloaded into every process of the container and finds its limits in a region file, which the agent makes before the first
-process exists (`hami_region`). Environment, mounts and their order are those of the replaced plugin (volcano-vgpu contract §4.1, G4); what
-is added closes ways in which an ordinary program loses its limit (hami-core contract §0.3). Families call it through `Backend`; `runtime`
-makes the files, and `runtime.hami_library` installs the library itself.
+process exists (`hami_region`). Environment and mounts are those of the replaced plugin (volcano-vgpu contract §4.1, G4), except for its
+two directories that containers can write. A bind mount follows links, so whoever can change a directory chooses what is mounted from it.
+Here a container sees no directory of the host: its region is mounted as a file, and the directory around it belongs to root alone. The
+library needs no more (hami-core contract §0.3 fact 3). Families call it through `Backend`; `runtime` makes the files, and
+`runtime.hami_library` installs the library itself.
 
 It is a quota for programs that play along, not a wall: static programs and images without glibc are not limited.
 """
@@ -16,7 +18,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
-from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, Mount, Provision
+from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, MemoryMount, Mount, Provision
 from vgpu_agent.isolation.hami_region import MAX_DEVICES, NO_CORES_LIMIT, SIZE, DeviceLimit, limit_parts, region
 
 if TYPE_CHECKING:
@@ -30,8 +32,17 @@ CACHE_DIRECTORY = "/tmp/vgpu"  # noqa: S108 - the path is part of the library's 
 DEFAULT_CACHE = "/tmp/cudevshr.cache"  # noqa: S108 - likewise; used by processes that have lost their environment
 LOCK_DIRECTORY = "/tmp/vgpulock"  # noqa: S108 - likewise
 
+# What the library opens there, when it is one that uses it.
+_LOCK = f"{LOCK_DIRECTORY}/lock".encode()
+_LOCK_KIB, _LOCK_FILES = 64, 16
+
 # A pod that sets this variable, to whatever value, runs without the library.
 DISABLED_BY = "CUDA_DISABLE_CONTROL"
+
+
+def uses_lock(library: bytes) -> bool:
+    """Whether this libvgpu.so makes a lock file in `LOCK_DIRECTORY`, as those before 2.8.1 do (hami-core contract §1.4)."""
+    return _LOCK in library
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,19 +52,20 @@ class HamiCore:
     Attributes:
         host_directory: the settings' ``hamiCore.hostDirectory``, the same on the host and in the agent.
         library_path: the installed library; whoever installs a newer one sets it, and grants made from then on mount that.
-        lock_directory: the settings' ``hamiCore.lockDirectory``.
+        library_locks: the library makes a lock file (`uses_lock`). Each container gets a place of its own for it. A place that containers
+            share would let one keep the others from starting.
     """
 
     host_directory: str
     library_path: str
-    lock_directory: str
+    library_locks: bool = False
 
     name = "hami-core"
 
     @property
     def containers_directory(self) -> str:
-        """Where each container has a directory of its own, named ``<pod UID>_<container>``."""
-        return f"{self.host_directory}/vgpu/containers"
+        """Where each container has a directory of its own, named ``<pod UID>_<container>``; only root can change it."""
+        return containers_directory(self.host_directory)
 
     @property
     def preload_path(self) -> str:
@@ -69,28 +81,38 @@ class HamiCore:
         """
         limits = _limits(target)
         cache = _cache_name(target.grant)
-        directory = f"{self.containers_directory}/{target.pod_uid}_{target.container}"
+        name = f"{target.pod_uid}_{target.container}"
+        directory = f"{self.containers_directory}/{name}"
         region_path = f"{directory}/{cache}"
-        mounts = [
-            Mount(LIBRARY, self.library_path, read_only=True),
-            Mount(CACHE_DIRECTORY, directory),
-            Mount(LOCK_DIRECTORY, self.lock_directory),
-        ]
+        mounts = [Mount(LIBRARY, self.library_path, read_only=True)]
         if DISABLED_BY not in target.environment:
             mounts.append(Mount(PRELOAD, self.preload_path, read_only=True))
         mounts += [
             # The path that the library opens without its environment (ssh, su -, cron), fact 2.
             Mount(DEFAULT_CACHE, region_path),
-            # The same file upon itself: a mount point cannot be deleted, and whoever tidies up /tmp would delete the limit.
+            # A mount point cannot be deleted, so whoever tidies up /tmp does not delete the limit.
             Mount(f"{CACHE_DIRECTORY}/{cache}", region_path),
         ]
+        locks = (MemoryMount(LOCK_DIRECTORY, _LOCK_KIB, _LOCK_FILES),) if self.library_locks else ()
+        parts = region(limits, limit_cores=target.limit_cores)
         return Provision(
-            Edits(environment=_environment(target, limits, cache), mounts=tuple(mounts)),
-            # Any user of the container writes there: 0777, and sticky for the one that containers share.
-            directories=(HostDirectory(directory, 0o777), HostDirectory(self.lock_directory, 0o1777)),
-            files=(HostFile(region_path, SIZE, region(limits, limit_cores=target.limit_cores), 0o666, limit_parts(limits)),),
+            Edits(environment=_environment(target, limits, cache), mounts=tuple(mounts), memory_mounts=locks),
+            directories=(HostDirectory(f"{self.host_directory}/vgpu"), HostDirectory(self.containers_directory), HostDirectory(directory)),
+            # Any user of the container writes to it.
+            files=(HostFile(region_path, SIZE, parts, 0o666, limit_parts(limits), allocated=True),),
             collected=directory,
+            before=f"{directory_before(self.host_directory)}/{name}",
         )
+
+
+def containers_directory(host_directory: str) -> str:
+    """Where containers have their directories, below the settings' ``hamiCore.hostDirectory``."""
+    return f"{host_directory}/vgpu/regions"
+
+
+def directory_before(host_directory: str) -> str:
+    """Where the replaced plugin and earlier agents have made them: with mode 0777, and mounted into the containers."""
+    return f"{host_directory}/vgpu/containers"
 
 
 def _environment(target: Target, limits: list[DeviceLimit], cache: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from vgpu_agent.model import Owner, Share
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.isolation.edits import Edits, MemoryMount
 
 CDI_VERSION = "0.6.0"
 _NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")  # which edits behind other names may take
@@ -105,7 +105,7 @@ def read_record(content: bytes, token: str) -> GrantRecord:
 
 def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
     environment = edits.environment
-    if not environment and not edits.mounts and not edits.device_nodes:
+    if not environment and not edits.mounts and not edits.device_nodes and not edits.memory_mounts:
         environment = {"VGPU_AGENT_GRANT": record.token}  # the runtime refuses a device without any edit
     made: dict[str, Any] = {}
     if environment:
@@ -114,7 +114,7 @@ def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
         made["deviceNodes"] = [
             {"path": node.container_path, "hostPath": node.host_path, "permissions": node.permissions} for node in edits.device_nodes
         ]
-    if edits.mounts:
+    if edits.mounts or edits.memory_mounts:
         # The options that kubelet's own mounts have; without (r)bind the runtime would look for a file system to mount.
         made["mounts"] = [
             {
@@ -123,8 +123,13 @@ def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
                 "options": ["rbind", "rprivate", "ro" if mount.read_only else "rw"],
             }
             for mount in edits.mounts
-        ]
+        ] + [_in_memory(mount) for mount in edits.memory_mounts]
     return made
+
+
+def _in_memory(mount: MemoryMount) -> dict[str, Any]:
+    options = ["nosuid", "nodev", "noexec", "mode=1777", f"size={mount.size_kib}k", f"nr_inodes={mount.files}"]
+    return {"hostPath": "tmpfs", "containerPath": mount.container_path, "type": "tmpfs", "options": options}
 
 
 def _joined(own: dict[str, Any], inlined: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,10 @@ import stat
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.hami_usage import RegionUse, Unreadable, read_region
 from vgpu_agent.runtime.host_processes import HostProcesses
+from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.status import ContainerUsage
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ DIRECTORY_BEFORE_1_12 = "/tmp/vgpu/containers"  # noqa: S108 - a fact about that
 
 _REGION_SUFFIX = ".cache"
 _MAX_FILES = 32  # of one directory; the container may fill it as it likes
+_DEADLINE_SECONDS = 30.0
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _Names = dict[str, tuple["Pod", str]]  # directory name → pod and container
@@ -59,6 +62,8 @@ class ContainerUsages:
         self._pause_seconds = pause_seconds
         self._processes = HostProcesses(proc_root)
         self._said: set[str] = set()
+        self._own_thread = OwnThread("container usage")
+        self._hangs = ""
 
     async def run(self) -> None:
         """Look for ever."""
@@ -69,7 +74,14 @@ class ContainerUsages:
     async def look(self) -> None:
         """Read every region once and publish what has changed."""
         names = self._live()
-        found = await asyncio.to_thread(self._read, names) if names else {}
+        try:
+            found = await self._own_thread.run("the regions of containers", lambda: self._read(names), seconds=_DEADLINE_SECONDS)
+        except CarrierError as err:
+            if not self._hangs:
+                self._journal.record("region.hanging", level="warning", error=str(err))
+            self._hangs = str(err)
+            return
+        self._hangs = ""
         self._say(names, {name: outcome.reason for name, outcome in found.items() if isinstance(outcome, Unreadable)})
         # A pod is there twice while another of its name takes its place; the one that was bound later has the name.
         usage = {
@@ -106,8 +118,8 @@ class ContainerUsages:
         is_alive = self._processes.is_alive if self._processes.visible else _anybody
         found: dict[str, RegionUse | Unreadable] = {}
         for directory in self._directories:
-            for name in _listed(directory):
-                if name in names and name not in found and (outcome := _region(f"{directory}/{name}", is_alive)) is not None:
+            for name in names:
+                if "/" not in name and name not in found and (outcome := _region(f"{directory}/{name}", is_alive)) is not None:
                     found[name] = outcome
         return found
 
@@ -131,13 +143,6 @@ def _entries(pod: Pod, container: str, use: RegionUse) -> list[ContainerUsage]:
         )
         for device in use.devices
     ]
-
-
-def _listed(directory: str) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:  # no container has been there yet, or it is not mounted into the agent
-        return []
 
 
 def _region(path: str, is_alive: Callable[[int, int], bool]) -> RegionUse | Unreadable | None:

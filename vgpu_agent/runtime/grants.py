@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
+import itertools
 import os
 import re
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, TypeVar
 
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import Edits
-from vgpu_agent.runtime import cdi, host_files
+from vgpu_agent.runtime import cdi, host_files, removal
 from vgpu_agent.runtime.mounts import MountTables, Use
+from vgpu_agent.runtime.own_thread import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -26,8 +31,17 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
 
+T = TypeVar("T")
+
 _SPEC_NAME = re.compile(r"vgpu-agent-([0-9a-f]{32})\.json")
 _LOCKS = 64
+
+_MOST_LISTED = 4096  # names that one look at a directory of grants takes
+_SLICE_SECONDS = 0.25  # at one tree, before the next has its turn
+_ROUND_SECONDS = 5.0  # at all of them, before the loop goes on to other things
+_DEADLINE_SECONDS = 30.0  # one piece of work that a disk has not answered by then is left behind
+_EARLIER = (".remembered.json.", ".layout-")  # unfinished files of agents that gave them random names
+_PATIENT_ROUNDS = 20  # between two attempts at what could not be removed
 
 
 class GrantDirectory:
@@ -38,7 +52,8 @@ class GrantDirectory:
     spec is found by `sweep`.
 
     All work is done in threads, and a thread finishes what it has begun even when the caller is cancelled; work on one token is done by
-    one thread at a time.
+    one thread at a time. A directory is collected by giving it another name, at once. What containers have left in it is removed later, in
+    slices and in a thread of its own, which no start waits for.
     """
 
     def __init__(
@@ -49,6 +64,8 @@ class GrantDirectory:
         kept_directory: str,
         proc_root: str = "/proc",
         inline: Callable[[Sequence[str]], Awaitable[Inlined]] | None = None,
+        swept: Sequence[str] = (),
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         """Use these directories.
 
@@ -57,6 +74,8 @@ class GrantDirectory:
             journal: where damaged files are told of.
             kept_directory: where the records of grants without a spec are kept, those that were answered in full in Allocate.
             proc_root: where procfs is mounted, for what is mounted by whom.
+            swept: other directories of the agent's, in which a killed one may have left unfinished files.
+            make_room: called, in a thread, when the disk is full, before it is tried once more.
             inline: finds what stands behind CDI names, which a spec cannot refer to; raises CarrierError where nothing does.
         """
         self._directory = cdi_directory
@@ -72,11 +91,21 @@ class GrantDirectory:
         self._path_locks = tuple(threading.Lock() for _ in range(_LOCKS))
         self._left: set[str] = set()  # directories of grants whose ids somebody else has got; `sweep` knows them after a restart
         self._said: dict[str, dict[str, str]] = {}  # event → what failed the last time → why
+        self._swept = tuple(swept)
+        self._make_room = make_room
+        self._own_thread = OwnThread("grant files")
+        self._stuck: dict[str, str] = {}  # path → why it cannot be removed
+        self._rounds = 0
 
     @property
     def records(self) -> Sequence[GrantRecord]:
         """The grants whose specs are there now, and those that were answered in full in Allocate."""
         return self._all()
+
+    @property
+    def left_over(self) -> Mapping[str, str]:
+        """Directories of ended containers that cannot be removed, and why."""
+        return self._stuck
 
     async def load(self) -> None:
         """Read what an earlier agent has written. Files of others are left alone; a damaged one of ours is moved out of the runtime's way.
@@ -136,7 +165,7 @@ class GrantDirectory:
         self._say("grants.not_restored", "error", failed)
         return restored
 
-    async def collect(self, keep: Callable[[GrantRecord], bool]) -> tuple[GrantRecord, ...]:
+    async def collect(self, keep: Callable[[GrantRecord], bool], beat: Callable[[], None] = lambda: None) -> tuple[GrantRecord, ...]:
         """Remove spec and directory of each grant that ``keep`` does not want any more; what is still mounted waits for the next time.
 
         Directories go, too, of grants that have lost their ids to others since the last time.
@@ -144,18 +173,24 @@ class GrantDirectory:
         Returns:
             the grants that were removed.
         """
-        removed, failed = [], {}
+        removed: list[GrantRecord] = []
+        failed: dict[str, dict[str, str]] = {}
+        trees: list[str] = []
         if self._left:
-            await asyncio.to_thread(self._remove_left)
+            with contextlib.suppress(CarrierError):  # `sweep` tells of what stays
+                trees += await self._aside("the directories of ended containers", self._remove_left)
         for record in self._all():
             if keep(record):
                 continue
             try:
-                if await asyncio.to_thread(self._collect, record):
+                freed = await self._aside(record.collected or record.token, functools.partial(self._collect, record))
+                if freed is not None:
                     removed.append(record)
+                    trees += [freed] if freed else []
             except CarrierError as err:
                 failed[record.token] = {"pod": record.owner.pod_name, "error": str(err)}
         self._say("grants.not_collected", "warning", failed)
+        await self._remove(trees, beat)
         return tuple(removed)
 
     async def withdraw(self, record: GrantRecord) -> None:
@@ -166,32 +201,69 @@ class GrantDirectory:
         """
         await asyncio.to_thread(self._withdraw, record)
 
-    async def sweep(self, parent: str, keep: Callable[[str], bool]) -> tuple[str, ...]:
-        """Remove the directories in ``parent`` that no grant owns and whose name ``keep`` does not want: what was left behind by a
-        reboot, by an agent that was killed, or by another plugin. What is mounted stays.
+    async def sweep(self, parent: str, keep: Callable[[str], bool], beat: Callable[[], None] = lambda: None) -> tuple[str, ...]:
+        """Remove the directories in ``parent`` that no grant owns and whose name ``keep`` does not want: what was collected, or left
+        behind by a reboot, by an agent that was killed, or by another plugin. What is mounted stays.
+
+        Trees take turns, and what is not gone when the time is up goes on at the next call. What cannot be removed is in `left_over`.
 
         Returns:
-            the names that were removed.
+            the names that are free again.
         """
-        removed, failed = [], {}
-        for name in await asyncio.to_thread(_directories, parent):
+        freed: list[str] = []
+        failed: dict[str, dict[str, str]] = {}
+        trees: list[str] = []
+        names: list[str] = []
+        try:
+            names = await self._aside(parent, functools.partial(_directories, parent))
+        except CarrierError as err:
+            failed[parent] = {"path": parent, "error": str(err)}
+        for name in names:
             path = os.path.join(parent, name)
-            if keep(name):
-                continue
-            try:
-                if await asyncio.to_thread(self._sweep, path):
-                    removed.append(name)
-            except CarrierError as err:
-                failed[path] = {"path": path, "error": str(err)}
-        self._say("grants.not_swept", "warning", failed)
-        return tuple(removed)
+            if name.startswith(host_files.ASIDE_PREFIX):
+                trees.append(path)
+            elif not keep(name) and not host_files.is_temporary(name):  # a start may be about to name it
+                try:
+                    if aside := await self._aside(path, functools.partial(self._sweep, path)):
+                        freed.append(name)
+                        trees.append(aside)
+                except CarrierError as err:
+                    failed[path] = {"path": path, "error": str(err)}
+        self._say(f"grants.not_swept {parent}", "warning", failed)
+        if parent not in failed:  # somebody has helped
+            self._stuck = {path: why for path, why in self._stuck.items() if os.path.dirname(path) != parent or path in trees}
+        self._rounds += 1
+        await self._remove(trees, beat)
+        return tuple(freed)
+
+    async def _remove(self, trees: Sequence[str], beat: Callable[[], None]) -> None:
+        """Remove what was moved aside: each tree for a while, then the next, until all are gone or the time of a round is up."""
+        waiting = [path for path in trees if path not in self._stuck or self._rounds % _PATIENT_ROUNDS == 0]
+        until = time.monotonic() + _ROUND_SECONDS
+        while waiting and time.monotonic() < until:
+            for path in tuple(waiting):
+                beat()
+                try:
+                    done = await self._aside(path, functools.partial(removal.remove_tree, path, seconds=_SLICE_SECONDS))
+                except CarrierError as err:
+                    waiting.remove(path)
+                    if self._stuck.get(path) != str(err):
+                        self._stuck = {**self._stuck, path: str(err)}
+                        self._journal.record("grants.left_over", level="warning", path=path, error=str(err))
+                    continue
+                if done:
+                    waiting.remove(path)
+                    self._stuck = {other: why for other, why in self._stuck.items() if other != path}
+
+    async def _aside(self, what: str, call: Callable[[], T]) -> T:
+        return await self._own_thread.run(what, call, seconds=_DEADLINE_SECONDS)
 
     def _say(self, event: str, level: str, failed: Mapping[str, Mapping[str, str]]) -> None:
         """Journal what has failed otherwise than the last time: many pods would push all else out of the journal within minutes."""
         before = self._said.get(event, {})
         for what, facts in failed.items():
             if before.get(what) != facts["error"]:
-                self._journal.record(event, level=level, **facts)
+                self._journal.record(event.partition(" ")[0], level=level, **facts)
         self._said[event] = {what: facts["error"] for what, facts in failed.items()}
 
     def _path(self, token: str, directory: str = "") -> str:
@@ -213,6 +285,8 @@ class GrantDirectory:
     def _load(self) -> list[tuple[str, dict[str, str]]]:
         notes: list[tuple[str, dict[str, str]]] = []
         records, kept = self._load_from(self._directory, notes), self._load_from(self._kept, notes)
+        for directory in self._swept:
+            _remove_unfinished(directory)
         with self._changing:
             self._records, self._prepared = records, kept
         return notes
@@ -249,7 +323,7 @@ class GrantDirectory:
             before = self._records.get(record.token)
             if only_missing and os.path.lexists(path):
                 return False
-            host_files.make(provision, self._mounts)
+            self._make(provision)
             if not host_files.has(path, content):
                 host_files.replace_file(path, content)
             with self._changing:
@@ -260,21 +334,34 @@ class GrantDirectory:
                     self._left = {*self._left, before.collected}
             return True
 
+    def _make(self, provision: Provision) -> None:
+        try:
+            host_files.make(provision, self._mounts)
+        except CarrierError as err:
+            if not isinstance(err.__cause__, OSError) or err.__cause__.errno != errno.ENOSPC:
+                raise
+            self._make_room()
+            host_files.make(provision, self._mounts)
+
     def _prepare(self, record: GrantRecord, provision: Provision) -> None:
         with self._lock(record.token), self._lock_of(provision.collected):
-            host_files.make(provision, self._mounts)
+            self._make(provision)
             with self._changing:
                 self._prepared = {**self._prepared, record.token: record}
             host_files.replace_file(self._path(record.token, self._kept), cdi.spec_text(record, Edits()))
 
-    def _collect(self, record: GrantRecord) -> bool:
+    def _collect(self, record: GrantRecord) -> str | None:
+        """What is left to remove, "" for nothing; None when the grant stays."""
         with self._lock(record.token), self._lock_of(record.collected):
             specced, prepared = self._records.get(record.token) is record, self._prepared.get(record.token) is record
             if not specced and not prepared:
-                return False  # somebody else has got these ids meanwhile
+                return None  # somebody else has got these ids meanwhile
             shared = any(other.collected == record.collected for other in self._all() if other is not record)
-            if record.collected and not shared and not self._remove_if_free(record.collected):
-                return False
+            freed: str | None = ""
+            if record.collected and not shared:
+                freed = self._free(record.collected)
+                if freed is None:
+                    return None
             if specced:
                 self._unlink(record)
             with self._changing:
@@ -283,26 +370,28 @@ class GrantDirectory:
             if prepared:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path(record.token, self._kept))
-            return True
+            return freed
 
-    def _remove_left(self) -> None:
-        """Remove the directories whose grants have lost their ids; what is still mounted stays for the next time, and for `sweep`."""
+    def _remove_left(self) -> list[str]:
+        """Free the directories whose grants have lost their ids, and return what is left to remove; what is mounted stays for later."""
+        trees = []
         for path in self._left:
             with self._lock_of(path):
-                if path in self._owned():
-                    gone = True  # its container has started again
-                else:
+                freed: str | None = ""  # its container has started again
+                if path not in self._owned():
                     try:
-                        gone = self._remove_if_free(path)
+                        freed = self._free(path)
                     except CarrierError:
-                        gone = False
-            if gone:
+                        freed = None
+            if freed is not None:
+                trees += [freed] if freed else []
                 with self._changing:
                     self._left = self._left - {path}
+        return trees
 
-    def _sweep(self, path: str) -> bool:
+    def _sweep(self, path: str) -> str:
         with self._lock_of(path):
-            return path not in self._owned() and self._remove_if_free(path)
+            return "" if path in self._owned() else self._free(path) or ""
 
     def _withdraw(self, record: GrantRecord) -> None:
         with self._lock(record.token):
@@ -320,12 +409,12 @@ class GrantDirectory:
         with self._changing:
             self._records = {token: kept for token, kept in self._records.items() if kept is not record}
 
-    def _remove_if_free(self, path: str) -> bool:
-        """Whether the directory is gone now. Where other mount tables cannot be seen, kubelet's word that the pod is gone must do."""
-        if self._mounts.mounted_below(path) is Use.MOUNTED:
-            return False
-        host_files.remove_tree(path)
-        return True
+    def _free(self, path: str) -> str | None:
+        """Take the name from a directory, and return the one that `sweep` removes it by, "" when it is gone; None while it is mounted.
+
+        Where other mount tables cannot be seen, kubelet's word that the pod is gone must do.
+        """
+        return None if self._mounts.mounted_below(path) is Use.MOUNTED else host_files.move_aside(path)
 
 
 def _read(path: str) -> bytes:
@@ -346,8 +435,21 @@ def _moved_away(path: str) -> str:
 
 
 def _directories(parent: str) -> list[str]:
+    """Some names at least; a directory of the agent's has one for each container, and whoever fills it with more gets a part each time."""
     try:
         with os.scandir(parent) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    except OSError:
+            found = (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            return sorted(itertools.islice(found, _MOST_LISTED))
+    except FileNotFoundError:
         return []
+    except OSError as err:
+        raise host_files.trouble("read", parent, err) from err
+
+
+def _remove_unfinished(directory: str) -> None:
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        unfinished = [entry.name for entry in entries if host_files.is_temporary(entry.name) or entry.name.startswith(_EARLIER)]
+        for name in unfinished:
+            path = os.path.join(directory, name)
+            with contextlib.suppress(OSError):
+                os.rmdir(path) if os.path.isdir(path) else os.unlink(path)

@@ -56,11 +56,17 @@ class HamiLibrary:
         self._source = library or os.path.join(host_directory, "libvgpu.so")
         self._journal = journal
         self._installed: tuple[_Signature, str] | None = None
+        self._locks = False
 
     @property
     def path(self) -> str:
         """The installed library, which grants mount from now on; empty while there is none."""
         return self._installed[1] if self._installed else ""
+
+    @property
+    def locks(self) -> bool:
+        """Whether the installed library makes a lock file in `hami_core.LOCK_DIRECTORY`."""
+        return self._locks
 
     async def install(self) -> str:
         """Install what the operator has delivered, and ``ld.so.preload``; what is there already stays. Returns the library's path.
@@ -96,6 +102,7 @@ class HamiLibrary:
         path = os.path.join(self._host_directory, f"libvgpu.so.{hashlib.sha256(content).hexdigest()[:12]}")
         _write_if_different(path, content)
         self._installed = signature, path
+        self._locks = hami_core.uses_lock(content)
         return path, layout
 
     def _signature(self) -> _Signature:

@@ -1,10 +1,11 @@
 """Directories and files on the host that a container needs before it starts.
 
 Isolation backends name them (`Provision.directories`, `Provision.files`), `grants` calls here to make them, `hami_library` to install a
-file. Everything blocks and belongs into a thread. A file appears whole under its name or not at all, whenever the agent is killed.
+file. Everything blocks and belongs into a thread. A file or directory appears whole under its name or not at all, whenever the agent is
+killed. Unfinished ones have fixed names, so they cannot pile up.
 
-Containers may write into some of these directories, so nothing there is trusted: links are never followed, and what has the wrong kind is
-replaced or refused.
+Containers write to the files, so nothing in them is trusted, and a file is opened once, without following links and without waiting. The
+directories around them belong to the agent alone. `require_only_root` holds that for every source of a mount.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import hashlib
 import os
-import random
-import shutil
 import stat
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.runtime.mounts import Use
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vgpu_agent.isolation.edits import HostFile, Provision
     from vgpu_agent.runtime.mounts import MountTables
@@ -32,8 +32,18 @@ TEMPORARY_PREFIX = ".vgpu-agent-"
 TEMPORARY_SUFFIX = ".tmp"
 
 _PASSABLE = 0o755
+_WRITABLE_BY_OTHERS = 0o022
 
 _NEAR_BYTES = 4096  # a page is written, and takes its space, as a whole
+_MOST_LINKS = 40  # followed in one path, as the kernel does
+
+# Once, without following a link, and without waiting: for a FIFO's other end, or for a lease that a container has taken (fcntl(2)).
+_ONCE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+# What was moved aside to be removed, in the directory in which it was.
+ASIDE_PREFIX = f"{TEMPORARY_PREFIX}gone-"
+_MOST_ASIDE = 16
 
 
 class _State(enum.Enum):
@@ -75,13 +85,53 @@ def make(provision: Provision, mounts: MountTables) -> None:
         make_directory(directory.path, directory.mode)
     for file in provision.files:
         make_file(file, mounts)
+    if provision.remade:
+        _remake(provision)
+    require_only_root(mount.host_path for mount in provision.edits.mounts)
+
+
+def require_only_root(paths: Iterable[str]) -> None:
+    """Refuse a mount source that anybody but root and the agent could replace by another; what the path itself names may be writable.
+
+    The container runtime follows links in a source. Whoever can write one of its directories decides what a container gets to see. A
+    sticky directory such as /tmp is fine: only the owner of an entry may replace it. What is missing is for the runtime to complain of.
+
+    Raises:
+        CarrierError: it could be replaced, or is named by too many links.
+    """
+    judged: set[str] = set()
+    for path in paths:
+        _require_only_root(path, judged)
+
+
+def move_aside(path: str) -> str:
+    """Give a directory another name in its parent, at once and whatever is in it, and return that name's path; "" when there is none.
+
+    Within one parent a directory of any owner and mode can be renamed, and mounts of it stay as they are.
+
+    Raises:
+        CarrierError: it cannot be renamed.
+    """
+    parent, name = os.path.split(path)
+    for number in range(_MOST_ASIDE):
+        aside = os.path.join(parent, f"{ASIDE_PREFIX}{_digest(f'{name}/{number}')}")
+        if os.path.lexists(aside):
+            continue
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return ""
+        except OSError as err:
+            raise trouble("move aside", path, err) from err
+        return aside
+    raise CarrierError(f"cannot move aside {path}: {_MOST_ASIDE} earlier ones are still beside it; remove {parent}/{ASIDE_PREFIX}* by hand")
 
 
 def make_directory(path: str, mode: int = 0o755) -> None:
     """Make ``path`` with exactly ``mode``, whatever the umask; missing parents get 0755.
 
     Raises:
-        CarrierError: it cannot be made, or something else stands there.
+        CarrierError: it cannot be made, something else stands there, or it belongs to another user.
     """
     try:
         if not _is_directory(path, mode):
@@ -100,13 +150,23 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
         CarrierError: it cannot be made.
     """
     try:
-        state = _state(file)
-        if state is _State.FRESH:
-            _set_mode(file.path, file.mode)
-        elif state is _State.USED and file.renewed and mounts.mounted_below(file.path) is not Use.FREE:
-            _write_in_place(file.path, file.renewed, file.mode)
-        else:
-            _replace(file.path, file.size, file.parts, file.mode)
+        descriptor = _open(file)
+        if descriptor is None:
+            _replace(file.path, file.size, file.parts, file.mode, allocated=file.allocated)
+            return
+        try:
+            state = _state(descriptor, file)
+            if state is _State.USED and file.renewed and mounts.mounted_below(file.path) is not Use.FREE:
+                _write_parts(descriptor, file.renewed)
+                state = _State.FRESH
+            if state is _State.FRESH:
+                if file.allocated:
+                    os.posix_fallocate(descriptor, 0, file.size)
+                os.fchmod(descriptor, file.mode)
+                return
+        finally:
+            os.close(descriptor)
+        _replace(file.path, file.size, file.parts, file.mode, allocated=file.allocated)
     except OSError as err:
         raise trouble("write", file.path, err) from err
 
@@ -134,27 +194,13 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
 def has(path: str, content: bytes) -> bool:
     """Whether ``path`` is a file with exactly ``content``; a link is not, nor what cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | _ONCE)
         try:
             return os.read(descriptor, len(content) + 1) == content
         finally:
             os.close(descriptor)
     except OSError:
         return False
-
-
-def remove_tree(path: str) -> None:
-    """Remove a directory and all in it, following no link; fine when it is gone already.
-
-    Raises:
-        CarrierError: something in it cannot be removed.
-    """
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        return
-    except OSError as err:
-        raise trouble("remove", str(err.filename or path), err) from err
 
 
 def is_temporary(name: str) -> bool:
@@ -167,48 +213,127 @@ def _is_directory(path: str, mode: int) -> bool:
         status = os.lstat(path)
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode
+    return stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode and status.st_uid == os.geteuid()
 
 
 def _make_directory(path: str, mode: int) -> None:
-    with contextlib.suppress(FileExistsError):
+    if os.path.lexists(path):
+        # Through a descriptor, so that the mode is given to this directory and to nothing that a link names.
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _ONCE)
         try:
-            os.mkdir(path, 0o700)
-        except FileNotFoundError:
-            _make_parents(path)
-            os.mkdir(path, 0o700)
-    # Through a descriptor, so that the mode is given to this directory and to nothing that a link names.
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
+                raise PermissionError(errno.EPERM, f"it belongs to the user {owner}")
+            os.fchmod(descriptor, mode)
+        finally:
+            os.close(descriptor)
+        return
+    _make_parents(path)
+    unfinished = _temporary(path)
+    with contextlib.suppress(FileExistsError):  # one that a killed agent has left
+        os.mkdir(unfinished, 0o700)
     try:
-        os.fchmod(descriptor, mode)
-    finally:
-        os.close(descriptor)
+        os.chmod(unfinished, mode)
+        os.rename(unfinished, path)
+    except FileNotFoundError:
+        if not _is_directory(path, mode):  # another thread has made it meanwhile
+            raise
 
 
 def _make_parents(path: str) -> None:
+    missing: list[str] = []
     parent = os.path.dirname(path.rstrip("/"))
-    if not parent or os.path.isdir(parent):
-        return
-    _make_parents(parent)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(parent, 0o700)
-        os.chmod(parent, _PASSABLE)
+    while parent and not os.path.isdir(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    for each in reversed(missing):
+        _make_directory(each, _PASSABLE)
 
 
-def _state(file: HostFile) -> _State:
+def _remake(provision: Provision) -> None:
+    """Make `Provision.before` anew, with the files of the grant under the names that they have in its own directory."""
+    move_aside(provision.before)
+    make_directory(provision.before)
+    for file in provision.files:
+        path = os.path.join(provision.before, os.path.basename(file.path))
+        try:
+            os.link(file.path, path, follow_symlinks=False)
+        except OSError as err:
+            raise trouble("write", path, err) from err
+
+
+def _require_only_root(path: str, judged: set[str]) -> None:
+    left = [part for part in reversed(path.split("/")) if part]
+    at, links = "", 0
+    while True:
+        if not left:
+            return
+        if at not in judged:
+            _require_unwritable(at or "/", path)
+            judged.add(at)
+        part = left.pop()
+        if part == "..":
+            at = os.path.dirname(at)
+            continue
+        try:
+            status = os.lstat(f"{at}/{part}")
+        except FileNotFoundError:
+            return
+        except OSError as err:
+            raise trouble("look at", f"{at}/{part}", err) from err
+        if status.st_uid not in {0, os.geteuid()} and not stat.S_ISREG(status.st_mode) and not _is_device(status):
+            raise CarrierError(
+                f"{path} is not mounted into containers: {at}/{part} belongs to the user {status.st_uid}, who could put anything in its "
+                "place; give it to root"
+            )
+        if not stat.S_ISLNK(status.st_mode):
+            at = f"{at}/{part}"
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise CarrierError(f"{path} is not mounted into containers: it is named by more than {_MOST_LINKS} links; name it directly")
+        target = os.readlink(f"{at}/{part}")
+        at = "" if target.startswith("/") else at
+        left += [step for step in reversed(target.split("/")) if step and step != "."]
+
+
+def _require_unwritable(directory: str, source: str) -> None:
+    status = os.stat(directory)
+    if status.st_mode & _WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
+        raise CarrierError(
+            f"{source} is not mounted into containers: others than root may write to {directory} (mode {stat.S_IMODE(status.st_mode):o}), "
+            f"and could put anything in its place; chmod go-w {directory}"
+        )
+
+
+def _is_device(status: os.stat_result) -> bool:
+    return stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+
+
+def _temporary(path: str) -> str:
+    """Where the file or directory ``path`` is made before it gets its name; always the same, and never too long a name."""
+    parent, name = os.path.split(path)
+    return os.path.join(parent, f"{TEMPORARY_PREFIX}{_digest(name)}{TEMPORARY_SUFFIX}")
+
+
+def _open(file: HostFile) -> int | None:
+    """The file, if it can be opened at once; whatever else is there is replaced like nothing."""
     try:
-        descriptor = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.open(file.path, os.O_RDWR | _ONCE)
     except OSError as err:
-        if err.errno in {errno.ENOENT, errno.ELOOP, errno.ENXIO}:
-            return _State.MISSING  # a link or a socket is replaced like nothing
+        if err.errno in {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EWOULDBLOCK}:
+            return None
         raise
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != file.size:
-            return _State.MISSING
-        return _State.FRESH if _is_fresh(descriptor, file) else _State.USED
-    finally:
-        os.close(descriptor)
+
+
+def _state(descriptor: int, file: HostFile) -> _State:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != file.size:
+        return _State.MISSING
+    return _State.FRESH if _is_fresh(descriptor, file) else _State.USED
 
 
 def _is_fresh(descriptor: int, file: HostFile) -> bool:
@@ -235,36 +360,17 @@ def _is_fresh(descriptor: int, file: HostFile) -> bool:
     return True
 
 
-def _set_mode(path: str, mode: int) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
-            os.fchmod(descriptor, mode)
-    finally:
-        os.close(descriptor)
-
-
-def _write_in_place(path: str, parts: Sequence[tuple[int, bytes]], mode: int) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        _write_parts(descriptor, parts)
-    finally:
-        os.close(descriptor)
-    _set_mode(path, mode)
-
-
-def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int) -> None:
-    # The name need only be new. Whoever guesses it can lay nothing in its place, because the file is made and not opened; a container that
-    # did so in its own directory would only keep itself from starting.
-    name = f"{TEMPORARY_PREFIX}{random.getrandbits(64):016x}{TEMPORARY_SUFFIX}"
-    temporary = os.path.join(os.path.dirname(path), name)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int, *, allocated: bool = False) -> None:
+    temporary = _temporary(path)
+    descriptor = _made(temporary)
     try:
         try:
+            if allocated:
+                os.posix_fallocate(descriptor, 0, size)
             joined = _joined(parts)
             _write_parts(descriptor, joined)
             if max(map(_end, joined), default=0) < size:
-                os.ftruncate(descriptor, size)  # what no part covers stays a hole: it reads as zero and takes no space
+                os.ftruncate(descriptor, size)  # what no part covers stays a hole: it reads as zero
             os.fchmod(descriptor, mode)
         finally:
             os.close(descriptor)
@@ -273,6 +379,16 @@ def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _made(path: str) -> int:
+    """A new file; one that a killed agent has left under that name goes."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _ONCE
+    try:
+        return os.open(path, flags, 0o600)
+    except FileExistsError:
+        os.unlink(path)
+        return os.open(path, flags, 0o600)
 
 
 def _joined(parts: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import os
 import re
 from typing import TYPE_CHECKING
@@ -61,14 +62,16 @@ class MountTables:
         # Most lines of most tables have nothing to do with us; only those that mention the last part of the path are taken apart.
         mentioned = _escape(os.path.basename(real))
         others = 0
+        own_digest = hashlib.blake2b(own).digest()
         for table in self._tables():
-            others += table != own
-            if mentioned in table and any(_comes_from(mount, source) for mount in _parsed(table)):
+            read = _searched(table, mentioned, source)
+            if read is True:
                 return Use.MOUNTED
+            others += read not in {None, own_digest}
         return Use.FREE if others else Use.UNKNOWN
 
-    def _tables(self) -> Iterator[bytes]:
-        """Each mount namespace's table once, as far as the kernel lets us tell them apart."""
+    def _tables(self) -> Iterator[str]:
+        """One process of each mount namespace, as far as the kernel lets us tell them apart: the path of its table."""
         seen: set[str] = set()
         try:
             names = [name for name in os.listdir(self._proc_root) if name.isdecimal()]
@@ -81,10 +84,25 @@ class MountTables:
                 namespace = ""  # without CAP_SYS_PTRACE the link may be closed to us where the table is not
             if namespace and namespace in seen:
                 continue
-            table = _read(f"{self._proc_root}/{name}/mountinfo")
-            if table is not None:
-                seen.add(namespace)
-                yield table
+            seen.add(namespace)
+            yield f"{self._proc_root}/{name}/mountinfo"
+
+
+def _searched(path: str, mentioned: bytes, source: _Mount) -> bool | bytes | None:
+    """True when a mount in the table comes from ``source``, else a digest of the table; None when it cannot be read.
+
+    Line by line, because a container may have mounted as often as it liked.
+    """
+    digest = hashlib.blake2b()
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if mentioned in line and any(_comes_from(mount, source) for mount in _parsed(line)):
+                    return True
+                digest.update(line)
+    except OSError:
+        return None  # the process has ended meanwhile, or is not ours to look at
+    return digest.digest()
 
 
 def _read(path: str) -> bytes | None:

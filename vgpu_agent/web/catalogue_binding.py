@@ -51,6 +51,20 @@ BINDING: tuple[Metric, ...] = (
         readings_binding.refused_starts,
     ),
     Metric(
+        "vgpu_agent_files_left_over",
+        _G,
+        (),
+        "Directories of ended containers that cannot be removed; the status names them with the reason.",
+        readings.one(lambda moment: len(moment.status.binding.left_over)),
+    ),
+    Metric(
+        "vgpu_agent_regions_cut_total",
+        _C,
+        (),
+        "How often a container's region, which the container had made larger, was cut back to its size; region.cut in the log names it.",
+        readings.one(lambda moment: moment.status.binding.regions_cut),
+    ),
+    Metric(
         "vgpu_agent_ambiguous_starts_total",
         _C,
         (),

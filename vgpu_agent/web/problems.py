@@ -35,7 +35,14 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
     found = [*verdicts, *_gpus(status.inventory)]
     if not any(problem.part == "nvml" for problem in verdicts):
         found += _nvml(status.nvml, now)
-    found += [*_kubelet(status), *_api_server(status.cluster, now), *_config(status), *_ledger(status.ledger), *_vanished(status)]
+    found += [
+        *_kubelet(status),
+        *_api_server(status.cluster, now),
+        *_config(status),
+        *_ledger(status.ledger),
+        *_vanished(status),
+        *_left_over(status),
+    ]
     return tuple(dict.fromkeys(found))
 
 
@@ -102,6 +109,13 @@ def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
     if ledger.foreign:
         more = f" and {len(ledger.foreign) - _SHOWN_IDS} more" if len(ledger.foreign) > _SHOWN_IDS else ""
         yield Problem("ledger", f"kubelet's records hold ids that this node does not offer: {', '.join(ledger.foreign[:_SHOWN_IDS])}{more}")
+
+
+def _left_over(status: AgentStatus) -> Iterator[Problem]:
+    paths = list(status.binding.left_over)
+    if paths:
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        yield Problem("files", f"{paths[0]}{more}: {status.binding.left_over[paths[0]]}; an ended container has left it, remove it by hand")
 
 
 def _vanished(status: AgentStatus) -> Iterator[Problem]:

@@ -1,0 +1,96 @@
+"""A thread of its own for work on files that containers can reach.
+
+The kubelet waits for what runs in asyncio's own threads. Work on what a tenant has left behind may take long, or hang with the disk, so it
+never runs there. One `OwnThread` does one job at a time; a job that takes too long is left behind and named, and no other begins before it
+has come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vgpu_agent.errors import AgentError, CarrierError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+_Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", "Callable[[], Any]"]
+
+
+class OwnThread:
+    """Runs jobs in a daemon thread, which nobody waits for when the process ends.
+
+    State: the job that has taken too long, if there is one; forgotten when it returns.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._late: tuple[str, float, asyncio.Future[Any]] | None = None
+
+    async def run(self, what: str, call: Callable[[], T], *, seconds: float) -> T:
+        """Return what ``call`` returns in the thread.
+
+        Args:
+            what: the path that it works on, for messages.
+            call: blocks.
+            seconds: how long it may take.
+
+        Raises:
+            CarrierError: it failed, whatever it raised, or it takes too long, or the one before it still does.
+        """
+        if self._late is not None and not self._late[2].done():
+            what, since, _ = self._late
+            raise CarrierError(f"work on {what} has not returned for {time.monotonic() - since:.0f} s; look after that file system")
+        self._late = None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        began = time.monotonic()
+        self._jobs.put((loop, future, call))
+        try:
+            done, _ = await asyncio.wait([future], timeout=seconds)
+        except asyncio.CancelledError:
+            self._late = what, began, future  # the thread finishes it, and the next job waits for that
+            raise
+        if not done:
+            self._late = what, began, future
+            raise CarrierError(f"work on {what} has not returned within {seconds:g} s; look after that file system")
+        try:
+            return future.result()
+        except AgentError:
+            raise
+        except Exception as err:
+            raise CarrierError(f"work on {what} failed: {type(err).__name__}: {err}") from err
+
+    def _work(self) -> None:
+        while True:
+            loop, future, call = self._jobs.get()
+            result, error = None, None
+            try:
+                result = call()
+            except Exception as err:  # noqa: BLE001 - handed to whoever waits
+                error = err
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:
+                return  # the event loop has ended
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+        future.exception()  # it counts as seen, also where nobody waits any more

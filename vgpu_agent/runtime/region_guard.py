@@ -1,0 +1,233 @@
+"""Keeps the region files of containers at their size.
+
+A container has its region mounted writable, so it can make the file grow until the node's disk is full. No file that an unprivileged agent
+can make has a size that only the agent may change: seals belong to files in memory, which the kernel does not let anybody mount. So growth
+is undone: the kernel tells of every write (inotify(7)), and the file is cut back within milliseconds, through a descriptor that is held
+open. The library itself writes through a mapping, of which the kernel tells nothing, and never beyond the end.
+
+The descriptor also keeps a container from taking a lease on the file (fcntl(2)), on which an open would wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import os
+import select
+import stat
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.runtime.own_thread import OwnThread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.journal import Journal
+
+_logger = log.get(__name__)
+
+_MODIFIED = 0x2  # IN_MODIFY of linux/inotify.h: written, cut or allocated
+_EVENT = struct.Struct("iIII")  # struct inotify_event: watch, mask, cookie, length of the name that follows
+_READ_AT_ONCE = 64 * 1024
+
+_PAUSE_SECONDS = 0.001  # between two looks at files that are being written, however often they are
+_MOST_FILES = 4096
+_DEADLINE_SECONDS = 30.0
+_ROOM_SECONDS = 0.5
+_BLOCK_BYTES = 512  # of st_blocks (stat(2))
+_SLACK_BYTES = 128 << 10  # what a file system adds to a file for itself
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class RegionGuard:
+    """Watches the regions in one directory of grants.
+
+    State: a descriptor and a watch for each region, and who has let one grow. The files themselves are the truth; a new agent begins anew.
+
+    Args:
+        directory: where each container has a directory with its region.
+        size: of a region in bytes; other files are left alone.
+        journal: told once of each region that grew.
+        pause_seconds: between two looks for new regions, and at all sizes where the kernel gives no inotify.
+    """
+
+    def __init__(self, directory: str, journal: Journal, *, size: int, pause_seconds: float) -> None:
+        self.cuts = 0
+        self._directory = directory
+        self._journal = journal
+        self._size = size
+        self._pause_seconds = pause_seconds
+        self._own_thread = OwnThread("region files")
+        self._regions: dict[str, int] = {}  # path → descriptor
+        self._watches: dict[int, str] = {}  # of inotify → path
+        self._changing = threading.Lock()
+        self._inotify = -1
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._looked = threading.Event()
+        self._told: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def run(self) -> None:
+        """Guard until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._begin()
+        while True:
+            await self._own_thread.run(self._directory, self.look, seconds=_DEADLINE_SECONDS)
+            await asyncio.sleep(self._pause_seconds)
+
+    def look(self) -> None:
+        """Take new regions into care, let go of those that are gone, and cut what has grown. Blocks."""
+        found = set(self._found())
+        with self._changing:
+            gone = [path for path in self._regions if path not in found]
+        for path in gone:
+            self._let_go(path)
+        for path in found:
+            if path not in self._regions:
+                self._take(path)
+        self.cut_all()
+
+    def make_room(self) -> None:
+        """Let all that has grown be cut now, because the disk is full; waits a moment for it. Any thread but the event loop's may call."""
+        self._looked.clear()
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+            self._looked.wait(_ROOM_SECONDS)
+
+    def cut_all(self) -> None:
+        """Cut every region that has grown. Blocks."""
+        with self._changing:
+            regions = tuple(self._regions.items())
+        for path, descriptor in regions:
+            self._cut(path, descriptor)
+
+    def _begin(self) -> None:
+        self._inotify = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._inotify < 0:
+            _logger.warning(
+                "regions.inotify_unavailable",
+                error=os.strerror(ctypes.get_errno()),
+                remedy="raise fs.inotify.max_user_instances; until then sizes are looked at now and then",
+                pause_seconds=self._pause_seconds,
+            )
+        self._thread = threading.Thread(target=self._follow, name="region sizes", daemon=True)
+        self._thread.start()
+
+    def _found(self) -> list[str]:
+        found: list[str] = []
+        try:
+            with os.scandir(self._directory) as owners:
+                for owner in itertools.islice(owners, _MOST_FILES):
+                    if not owner.name.startswith(".") and owner.is_dir(follow_symlinks=False):
+                        with os.scandir(owner.path) as files:
+                            found += [file.path for file in itertools.islice(files, 2) if file.is_file(follow_symlinks=False)]
+        except OSError:  # a grant is being collected, or there has been none yet
+            return found
+        return found
+
+    def _take(self, path: str) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return  # gone again, or leased: at the next look
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or os.path.basename(path).startswith("."):
+            os.close(descriptor)
+            return
+        with self._changing:
+            self._regions[path] = descriptor
+            if self._inotify >= 0:
+                watch = _libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{descriptor}".encode(), _MODIFIED)
+                if watch >= 0:
+                    self._watches[watch] = path
+
+    def _let_go(self, path: str) -> None:
+        with self._changing:
+            descriptor = self._regions.pop(path)
+            for watch in [watch for watch, watched in self._watches.items() if watched == path]:
+                del self._watches[watch]
+                _libc.inotify_rm_watch(self._inotify, watch)
+            os.close(descriptor)
+        self._told.discard(path)
+
+    def _follow(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if self._inotify >= 0:
+            poll.register(self._inotify, select.POLLIN)
+        while True:
+            poll.poll()
+            asked = _drained(self._wake, 8)
+            events = _drained(self._inotify, _READ_AT_ONCE) if self._inotify >= 0 else b""
+            if asked:
+                self.cut_all()
+                self._looked.set()
+            for path, descriptor in self._changed(events):
+                self._cut(path, descriptor)
+            time.sleep(_PAUSE_SECONDS)
+
+    def _changed(self, events: bytes) -> list[tuple[str, int]]:
+        watches, position = set(), 0
+        while position < len(events):
+            watch, _, _, length = _EVENT.unpack_from(events, position)
+            position += _EVENT.size + length
+            watches.add(watch)
+        with self._changing:
+            if -1 in watches:  # more happened than the kernel remembers
+                return list(self._regions.items())
+            paths = [self._watches[watch] for watch in watches if watch in self._watches]
+            return [(path, self._regions[path]) for path in paths]
+
+    def _cut(self, path: str, descriptor: int) -> None:
+        try:
+            if not _has_grown(descriptor, self._size):
+                return
+            os.ftruncate(descriptor, self._size)
+            if _has_grown(descriptor, self._size):
+                # Space behind the end, of which the size says nothing. The byte before the end belongs to nobody.
+                os.ftruncate(descriptor, self._size - 1)
+                os.ftruncate(descriptor, self._size)
+        except OSError as err:
+            _logger.warning("region.not_cut", path=path, error=err.strerror or str(err))
+            return
+        if self._loop is not None:
+            self._call(self._note, path)
+
+    def _call(self, call: Callable[[str], None], path: str) -> None:
+        try:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(call, path)
+        except RuntimeError:
+            return  # the event loop has ended
+
+    def _note(self, path: str) -> None:
+        self.cuts += 1
+        if path not in self._told:
+            self._told.add(path)
+            self._journal.record(
+                "region.cut",
+                level="warning",
+                path=path,
+                container=os.path.basename(os.path.dirname(path)),
+                reason=f"its container made it larger than {self._size} bytes, to fill the disk or by mistake",
+            )
+
+
+def _has_grown(descriptor: int, size: int) -> bool:
+    status = os.fstat(descriptor)
+    return status.st_size > size or status.st_blocks * _BLOCK_BYTES > size + _SLACK_BYTES
+
+
+def _drained(descriptor: int, most: int) -> bytes:
+    try:
+        return os.read(descriptor, most)
+    except BlockingIOError:
+        return b""
