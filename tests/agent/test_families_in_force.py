@@ -222,6 +222,25 @@ async def test_a_library_that_is_spoilt_later_is_said_and_withholds_only_when_no
             assert parts.families.cautions == ()
 
 
+@pytest.mark.parametrize(("runtime", "offered"), [("containerd://2.0.0", True), ("containerd://1.6.8", False)])
+async def test_a_library_with_a_lock_file_is_served_where_each_container_can_have_its_own(
+    runtime: str, offered: bool, tmp_path: Path
+) -> None:
+    """In an early answer only a directory of the node could be mounted, and one container could keep all others from starting."""
+    hami = HamiCore(host_directory=str(tmp_path / "hami"))
+    async with ApiServer() as server:
+        server.objects.create("nodes", {"metadata": {"name": NODE}})
+        server.objects.set_status("nodes", NODE, {"nodeInfo": {"kubeletVersion": "v1.36.0", "containerRuntimeVersion": runtime}})
+        settings = await volcano_settings(tmp_path, server, volcano_vgpu=VolcanoVgpu(node_config_file=""), hami_core=hami)
+        source = await asyncio.to_thread(deliver_stand_in_library, tmp_path / "hami")
+        content = await asyncio.to_thread(source.read_bytes)
+        await asyncio.to_thread(source.write_bytes, content[:-64] + b"/tmp/vgpulock/lock".ljust(64, b"\0"))
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            blocked = parts.offering.blocked.get("volcano-vgpu", "")
+            assert ("makes a lock file in /tmp/vgpulock" in blocked, "HAMi 2.8.2" in blocked) == (not offered, not offered)
+
+
 async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path: Path) -> None:
     """The first keeps the name; the other is withheld with the reason, until the first is gone."""
     settings = await with_mig(tmp_path, "mixed")

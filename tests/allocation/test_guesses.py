@@ -97,6 +97,19 @@ def test_a_directory_is_never_shared_even_if_the_answers_differ() -> None:
     assert guesses.judge("t1", evidence(B, again.edits, elsewhere=(elsewhere,)), alive) is Verdict.EXCHANGE
 
 
+def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
+    """It mounted other things, and kubelet keeps it: after an upgrade a container must start again. Whose it is, its directory says."""
+    now = Provision(Edits({"GPU": U0, "NEW": "1"}, (Mount("/region", "/new/a/cache"),)), collected="/new/a", before="/old/a")
+    then = Edits({"GPU": U0}, (Mount("/tmp/vgpu", "/old/a"), Mount("/region", "/old/a/cache")))
+    assert Guesses().judge("t", evidence(A, then, expected={"main": now}), alive) is Verdict.RIGHT
+    another_gpu = dataclasses.replace(then, environment={"GPU": U1})
+    assert Guesses().judge("t", evidence(A, another_gpu, expected={"main": now}), alive) is Verdict.WRONG
+    anothers = dataclasses.replace(then, mounts=(Mount("/tmp/vgpu", "/old/ab"),))
+    assert Guesses().judge("t", evidence(A, anothers, expected={"main": now}), alive) is Verdict.WRONG
+    shared = evidence(A, then, expected={"main": now}, elsewhere=(then,))
+    assert Guesses().judge("t", shared, alive) is Verdict.WRONG
+
+
 def test_an_answer_with_another_share_is_not_left_to_somebody_else() -> None:
     """B could keep what was meant for A, but what was meant for B is not what A should have."""
     guesses = Guesses()
