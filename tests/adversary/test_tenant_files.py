@@ -252,6 +252,23 @@ async def test_a_tenant_cannot_fill_the_disk_with_its_region(how: str, node: Nod
         task.cancel()
 
 
+async def test_no_region_escapes_the_guard_by_being_new_or_made_anew(node: Node) -> None:
+    """Neither a region that was made a moment ago, nor one that has taken the place of an ended container's, waits for the next look."""
+    guard = RegionGuard(str(node.host / "vgpu" / "regions"), node.journal, size=hami_region.SIZE, pause_seconds=300)
+    task = asyncio.create_task(guard.run())
+    try:
+        await eventually(lambda: guard._thread is not None)
+        node.grants._made = guard.take
+        for times in (1, 2):
+            await node.mounts_at_start()
+            with node.region.open("r+b") as file:
+                file.truncate(1 << 26)
+            await eventually(lambda times=times: guard.cuts >= times)
+            node.region.unlink()
+    finally:
+        task.cancel()
+
+
 async def test_a_start_finds_room_that_a_tenant_has_just_taken(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a region has grown until nothing else fits, it is cut before the neighbour's start is refused."""
     really = os.posix_fallocate

@@ -130,6 +130,7 @@ class Agent:
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,
             make_room=self._regions.make_room,
+            made=self._regions.take,
             swept=(settings.hami_core.host_directory, *grants_in, settings.state_directory),
         )
         self._mig = MigSide.from_settings(settings, self._watch)

@@ -66,6 +66,7 @@ class GrantDirectory:
         inline: Callable[[Sequence[str]], Awaitable[Inlined]] | None = None,
         swept: Sequence[str] = (),
         make_room: Callable[[], None] = lambda: None,
+        made: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Use these directories.
 
@@ -76,6 +77,7 @@ class GrantDirectory:
             proc_root: where procfs is mounted, for what is mounted by whom.
             swept: other directories of the agent's, in which a killed one may have left unfinished files.
             make_room: called, in a thread, when the disk is full, before it is tried once more.
+            made: told, in a thread, of each file that containers are about to have.
             inline: finds what stands behind CDI names, which a spec cannot refer to; raises CarrierError where nothing does.
         """
         self._directory = cdi_directory
@@ -93,6 +95,7 @@ class GrantDirectory:
         self._said: dict[str, dict[str, str]] = {}  # event → what failed the last time → why
         self._swept = tuple(swept)
         self._make_room = make_room
+        self._made = made
         self._own_thread = OwnThread("grant files")
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
         self._rounds = 0
@@ -342,6 +345,8 @@ class GrantDirectory:
                 raise
             self._make_room()
             host_files.make(provision, self._mounts)
+        for file in provision.files:
+            self._made(file.path)
 
     def _prepare(self, record: GrantRecord, provision: Provision) -> None:
         with self._lock(record.token), self._lock_of(provision.collected):

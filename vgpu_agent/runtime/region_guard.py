@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
+from vgpu_agent.errors import CarrierError
 from vgpu_agent.runtime.own_thread import OwnThread
 
 if TYPE_CHECKING:
@@ -79,8 +80,15 @@ class RegionGuard:
         self._loop = asyncio.get_running_loop()
         if self._thread is None:
             self._begin()
+        trouble = ""
         while True:
-            await self._own_thread.run(self._directory, self.look, seconds=_DEADLINE_SECONDS)
+            try:
+                await self._own_thread.run(self._directory, self.look, seconds=_DEADLINE_SECONDS)
+                trouble = ""
+            except CarrierError as err:
+                if not trouble:
+                    _logger.warning("regions.not_looked_at", directory=self._directory, error=str(err))
+                trouble = str(err)
             await asyncio.sleep(self._pause_seconds)
 
     def look(self) -> None:
@@ -89,11 +97,33 @@ class RegionGuard:
         with self._changing:
             gone = [path for path in self._regions if path not in found]
         for path in gone:
-            self._let_go(path)
+            with self._changing:
+                self._let_go(path)
+            self._told.discard(path)
         for path in found:
-            if path not in self._regions:
-                self._take(path)
+            self.take(path)
         self.cut_all()
+
+    def take(self, path: str) -> None:
+        """Take one region into care, also one that has taken the place of another. Blocks."""
+        with self._changing:
+            known = self._regions.get(path)
+            try:
+                if known is not None and os.path.samestat(os.fstat(known), os.lstat(path)):
+                    return
+                if known is not None:
+                    self._let_go(path)
+                descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:
+                return  # gone again, or leased: at the next look
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode) or os.path.basename(path).startswith("."):
+                os.close(descriptor)
+                return
+            self._regions[path] = descriptor
+            if self._inotify >= 0:
+                watch = _libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{descriptor}".encode(), _MODIFIED)
+                if watch >= 0:
+                    self._watches[watch] = path
 
     def make_room(self) -> None:
         """Let all that has grown be cut now, because the disk is full; waits a moment for it. Any thread but the event loop's may call."""
@@ -105,9 +135,9 @@ class RegionGuard:
     def cut_all(self) -> None:
         """Cut every region that has grown. Blocks."""
         with self._changing:
-            regions = tuple(self._regions.items())
-        for path, descriptor in regions:
-            self._cut(path, descriptor)
+            paths = tuple(self._regions)
+        for path in paths:
+            self._cut(path)
 
     def _begin(self) -> None:
         self._inotify = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -133,30 +163,12 @@ class RegionGuard:
             return found
         return found
 
-    def _take(self, path: str) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return  # gone again, or leased: at the next look
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or os.path.basename(path).startswith("."):
-            os.close(descriptor)
-            return
-        with self._changing:
-            self._regions[path] = descriptor
-            if self._inotify >= 0:
-                watch = _libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{descriptor}".encode(), _MODIFIED)
-                if watch >= 0:
-                    self._watches[watch] = path
-
     def _let_go(self, path: str) -> None:
-        with self._changing:
-            descriptor = self._regions.pop(path)
-            for watch in [watch for watch, watched in self._watches.items() if watched == path]:
-                del self._watches[watch]
-                _libc.inotify_rm_watch(self._inotify, watch)
-            os.close(descriptor)
-        self._told.discard(path)
+        """Close what was open; only while `_changing` is held."""
+        for watch in [watch for watch, watched in self._watches.items() if watched == path]:
+            del self._watches[watch]
+            _libc.inotify_rm_watch(self._inotify, watch)
+        os.close(self._regions.pop(path))
 
     def _follow(self) -> None:
         poll = select.poll()
@@ -170,11 +182,11 @@ class RegionGuard:
             if asked:
                 self.cut_all()
                 self._looked.set()
-            for path, descriptor in self._changed(events):
-                self._cut(path, descriptor)
+            for path in self._changed(events):
+                self._cut(path)
             time.sleep(_PAUSE_SECONDS)
 
-    def _changed(self, events: bytes) -> list[tuple[str, int]]:
+    def _changed(self, events: bytes) -> list[str]:
         watches, position = set(), 0
         while position < len(events):
             watch, _, _, length = _EVENT.unpack_from(events, position)
@@ -182,24 +194,30 @@ class RegionGuard:
             watches.add(watch)
         with self._changing:
             if -1 in watches:  # more happened than the kernel remembers
-                return list(self._regions.items())
-            paths = [self._watches[watch] for watch in watches if watch in self._watches]
-            return [(path, self._regions[path]) for path in paths]
+                return list(self._regions)
+            return [self._watches[watch] for watch in watches if watch in self._watches]
 
-    def _cut(self, path: str, descriptor: int) -> None:
+    def _cut(self, path: str) -> None:
         try:
-            if not _has_grown(descriptor, self._size):
-                return
-            os.ftruncate(descriptor, self._size)
-            if _has_grown(descriptor, self._size):
-                # Space behind the end, of which the size says nothing. The byte before the end belongs to nobody.
-                os.ftruncate(descriptor, self._size - 1)
+            with self._changing:
+                known = self._regions.get(path)
+                if known is None:
+                    return
+                descriptor = os.dup(known)  # the file may go meanwhile, and to cut it may take long
+            try:
+                if not _has_grown(descriptor, self._size):
+                    return
                 os.ftruncate(descriptor, self._size)
+                if _has_grown(descriptor, self._size):
+                    # Space behind the end, of which the size says nothing. The byte before the end belongs to nobody.
+                    os.ftruncate(descriptor, self._size - 1)
+                    os.ftruncate(descriptor, self._size)
+            finally:
+                os.close(descriptor)
         except OSError as err:
             _logger.warning("region.not_cut", path=path, error=err.strerror or str(err))
             return
-        if self._loop is not None:
-            self._call(self._note, path)
+        self._call(self._note, path)
 
     def _call(self, call: Callable[[str], None], path: str) -> None:
         try:
