@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import json
 import os
@@ -158,6 +159,18 @@ async def test_an_upgrade_does_not_reuse_what_a_container_could_write_to(node: N
     assert not any(Path(source).is_relative_to(old) for source, _ in sources)
     assert resolved(sources) == [source for source, _ in sources]
     assert node.region.stat().st_size == hami_region.SIZE
+
+
+async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None:
+    """While the API server is away, containers start from the specs that are there; one of the version before must be written anew."""
+    record = dataclasses.replace(node.record(), collected=str(old_directory(node)))
+    await node.grants.deliver(record, node.provision())
+    earlier = str(node.host / "vgpu" / "containers")
+    after = GrantDirectory(str(node.cdi), node.journal, kept_directory=str(node.folder / "kept"), earlier=earlier)
+    await after.load()
+    assert not await after.stands(record.token)
+    await after.deliver(node.record(), node.provision())
+    assert await after.stands(record.token)
 
 
 async def test_an_early_answer_from_before_cannot_be_turned_into_a_way_out(node: Node) -> None:

@@ -131,6 +131,7 @@ class Agent:
             inline=self._cdi.inline,
             make_room=self._regions.make_room,
             made=self._regions.take,
+            earlier=grants_in[1],
             swept=(settings.hami_core.host_directory, *grants_in, settings.state_directory),
         )
         self._mig = MigSide.from_settings(settings, self._watch)

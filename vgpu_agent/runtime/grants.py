@@ -67,6 +67,7 @@ class GrantDirectory:
         swept: Sequence[str] = (),
         make_room: Callable[[], None] = lambda: None,
         made: Callable[[str], None] = lambda _: None,
+        earlier: str = "",
     ) -> None:
         """Use these directories.
 
@@ -77,6 +78,7 @@ class GrantDirectory:
             proc_root: where procfs is mounted, for what is mounted by whom.
             swept: other directories of the agent's, in which a killed one may have left unfinished files.
             make_room: called, in a thread, when the disk is full, before it is tried once more.
+            earlier: where earlier agents have made directories that containers could change.
             made: told, in a thread, of each file that containers are about to have.
             inline: finds what stands behind CDI names, which a spec cannot refer to; raises CarrierError where nothing does.
         """
@@ -96,6 +98,7 @@ class GrantDirectory:
         self._swept = tuple(swept)
         self._make_room = make_room
         self._made = made
+        self._earlier = earlier
         self._own_thread = OwnThread("grant files")
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
         self._rounds = 0
@@ -136,7 +139,13 @@ class GrantDirectory:
         await asyncio.to_thread(self._prepare, record, provision)
 
     async def stands(self, token: str) -> bool:
-        """Whether the spec of that name is where the runtime looks for it."""
+        """Whether the spec of that name is where the runtime looks for it, and a container may be started from it as it is.
+
+        What an earlier agent wrote mounts files from a directory that the container could change; it has to be written anew first.
+        """
+        record = self._records.get(token)
+        if record is not None and self._earlier and record.collected.startswith(f"{self._earlier}/"):
+            return False
         return not await self.missing([token])
 
     async def missing(self, tokens: Iterable[str]) -> tuple[str, ...]:
