@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import struct
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,15 @@ from tests.runtime.conftest import names
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime.hami_library import HamiLibrary
+from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_VARIABLE, region_code, shared_object
 
 
 def elf(content: bytes = b"", *, size: int = 2_008_952, kind: int = 3, word: int = 2, machine: int = 62, missing: int = 0) -> bytes:
-    """A shared object as far as its head goes, with the region's size in its code as a compiler leaves it there."""
-    body = b"\xbe" + size.to_bytes(4, "little") + content
-    head = struct.pack(
-        "<16sHHIQQQIHHHHHH", b"\x7fELF" + bytes([word, 1, 1]), kind, machine, 1, 0, 64, 64 + len(body), 0, 64, 56, 0, 64, 1, 0
-    )
-    return (head + body + bytes(64))[: -missing or None]
+    """A library that exports HAMi-core's functions, with the region's size in its code as a compiler leaves it there."""
+    code = region_code(size, machine)
+    whole = bytearray(shared_object(FUNCTIONS, code=code, strings=REGION_VARIABLE + b"\0" + content, machine=machine))
+    whole[4], whole[16] = word, kind
+    return bytes(whole[: -missing or None])
 
 
 def lay(path: Path, content: bytes, time: int = 1) -> Path:
@@ -123,7 +122,7 @@ async def test_a_missing_library_is_said_with_both_remedies(library: HamiLibrary
     [
         (b"", "empty"),
         (b"#!/bin/sh", "no ELF file"),
-        (b"\x7fELF", "no ELF file"),
+        (b"\x7fELF", "damaged"),
         (b"junk" * 100, "no ELF file"),
         (elf(word=1), "not a 64-bit"),
         (elf(kind=2), "no shared library"),
@@ -132,6 +131,10 @@ async def test_a_missing_library_is_said_with_both_remedies(library: HamiLibrary
         (elf(size=2_008_984), r"of HAMi 2\.8\.1, whose shared region has another layout"),
         (elf(size=1_197_896), r"HAMi 2\.3 to 2\.4\.0"),
         (elf(size=804_680), r"HAMi before 2\.3"),
+        (elf().replace(b"cuMemAlloc_v2", b"cuMemAlloc_v9"), "does not export cuMemAlloc_v2, so it limits nothing"),
+        (elf().replace(b"SHARED_CACHE", b"SHARED_WHICH"), "does not know CUDA_DEVICE_MEMORY_SHARED_CACHE, so it is not HAMi-core"),
+        (elf(size=1), "has a shared region of unknown layout"),
+        (bytes((16 << 20) + 1), "larger than 16 MiB"),
     ],
 )
 async def test_a_library_that_would_not_limit_is_refused(
@@ -139,7 +142,7 @@ async def test_a_library_that_would_not_limit_is_refused(
 ) -> None:
     """And not installed; hami-core contract §0.3 fact 10 about layouts."""
     lay(tmp_path / "libvgpu.so", content)
-    with pytest.raises(CarrierError, match=rf"libvgpu\.so is .*{said}"):
+    with pytest.raises(CarrierError, match=rf"libvgpu\.so (is )?.*{said}.*deliver.*or set volcanoVgpu\.isolation"):
         await library.install()
     assert names(host) == ["ld.so.preload"]
 
@@ -166,15 +169,32 @@ async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(library
     assert library.path == ""
 
 
-@pytest.mark.parametrize(("content", "machine"), [(elf(size=1), "x86_64"), (elf(machine=183, size=1), "aarch64")])
-async def test_a_layout_that_cannot_be_seen_is_accepted_and_recorded(
-    content: bytes, machine: str, library: HamiLibrary, tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "code",
+    [
+        "01EF 9452 C103 A072",  # mov w1, #0xa778; movk w1, #0x1e, lsl #16 (clang -O0 and -O2)
+        "01EF 94D2 E103 1F2A C103 A0F2",  # the same of x1, with an instruction between
+        "78A7 1E00",  # a constant among the code, which ldr loads
+    ],
+)
+async def test_the_layout_is_read_on_aarch64_too(code: str, library: HamiLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a number takes two instructions, so its four bytes need not stand together."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    strings = REGION_VARIABLE + b"\0"
+    lay(tmp_path / "libvgpu.so", shared_object(FUNCTIONS, code=bytes.fromhex(code), strings=strings, machine=183))
+    assert await library.install()
+
+
+@pytest.mark.parametrize("code", ["01EF 9452", "C103 A072", "01EF 9452 C203 A072", "00 01EF 9452 C103 A072", "C103 A072 01EF 9452"])
+async def test_other_instructions_of_aarch64_are_not_the_size(
+    code: str, library: HamiLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another compiler, another processor: the number need not stand in the code as it is."""
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    lay(tmp_path / "libvgpu.so", content)
-    await library.install()
-    assert journal.entries[0].facts["layout"] == "unknown"
+    """One half, halves of two registers, of no instruction, or in the wrong order."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    strings = REGION_VARIABLE + b"\0"
+    lay(tmp_path / "libvgpu.so", shared_object(FUNCTIONS, code=bytes.fromhex(code), strings=strings, machine=183))
+    with pytest.raises(CarrierError, match="unknown layout"):
+        await library.install()
 
 
 async def test_a_host_directory_that_cannot_be_written_is_an_error(tmp_path: Path, journal: Journal) -> None:

@@ -1,11 +1,14 @@
 """Installs the operator's libvgpu.so where containers mount it from, and ``ld.so.preload`` beside it.
 
+An unproven limit is no limit: a library is installed only when it exports the functions in which HAMi-core limits a program, and when the
+layout of its shared region, read from its code, is that of the agent's regions. Any other file limits nothing, however it is called.
+
 A library that is overwritten in place crashes every process that has it mapped (hami-core contract §0.3 fact 6; volcano-vgpu:D21). So the
 content gets a name of its own, ``libvgpu.so.<12 hexadecimal digits of its SHA-256>``, and stays as it is for good; a newer one lies beside
 it and is mounted by grants made from then on. Old ones are left: each is some hundred KiB, and a container that still runs may need it.
 
 `agent` installs at start, before it offers a resource with `hami-core`, and refreshes now and then; what `install` raises is the reason
-why such a resource is not offered.
+why such a resource is not offered. A bad delivery does not displace the library that this agent has installed: new containers get that one.
 """
 
 from __future__ import annotations
@@ -14,28 +17,44 @@ import asyncio
 import hashlib
 import os
 import platform
-import struct
+import stat
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation import hami_core, hami_region
 from vgpu_agent.runtime import host_files
+from vgpu_agent.runtime.elf import AARCH64, X86_64, ElfError, SharedObject
 
 if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
 
 _INSTEAD = "or set volcanoVgpu.isolation to none, which shares without any limit"
-_LARGEST = 256 << 20  # bytes; the real one is below one MiB
+_REMEDY = f"deliver HAMi-core's libvgpu.so there, {_INSTEAD}"
+_LARGEST = 16 << 20  # bytes; the real one has about one MiB
 
-# e_machine of ELF(5) for what `uname -m` says.
-_MACHINES = {"x86_64": 62, "aarch64": 183}
-_X86_64 = 62
-_SHARED_OBJECT = 3
-_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr, little endian
+_MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # for what `uname -m` says
 
-# sizeof of the shared region in the library's code, and who has it (hami-core contract §2.1).
+# Without one of these the library limits nothing: how programs find the driver's functions, what allocates, what tells the memory, and what
+# launches kernels. Each line is met by any of its names. All releases from HAMi 2.4.1 to 2.10 have them (hami-core contract §3.1, §3.2).
+_FUNCTIONS = (
+    ("dlsym",),
+    ("cuGetProcAddress", "cuGetProcAddress_v2"),
+    ("cuMemAlloc_v2",),
+    ("cuMemAllocManaged",),
+    ("cuMemAllocPitch_v2",),
+    ("cuMemFree_v2",),
+    ("cuMemGetInfo_v2",),
+    ("cuLaunchKernel",),
+    ("nvmlDeviceGetMemoryInfo",),
+)
+
+# Other interposers export the same functions. Only HAMi-core finds its region by this variable.
+_REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE\0"
+
+# sizeof of the shared region, and who has it (hami-core contract §2.1).
 _OUR_LAYOUT = hami_region.SIZE - 1
 _OTHER_LAYOUTS = {804_680: "HAMi before 2.3", 1_197_896: "HAMi 2.3 to 2.4.0", 2_008_984: "HAMi 2.8.1"}
+_SHOWN_LAYOUT = "1.1 or 1.2"  # they differ in nothing that the agent writes
 
 _Signature = tuple[int, int, int, int]
 
@@ -117,12 +136,18 @@ class HamiLibrary:
 
     def _read(self) -> bytes:
         try:
-            with open(self._source, "rb") as file:
-                content = file.read(_LARGEST + 1)
+            # Not blocking: a pipe in its place would hold up every family.
+            descriptor = os.open(self._source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                readable = stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
+                content = file.read(_LARGEST + 1) if readable else b""
         except OSError as err:
             raise host_files.trouble("read", self._source, err) from err
-        if len(content) > _LARGEST:
-            raise CarrierError(f"{self._source} is larger than {_LARGEST >> 20} MiB; deliver HAMi-core's libvgpu.so there, {_INSTEAD}")
+        if not stat.S_ISREG(status.st_mode):
+            raise CarrierError(f"{self._source} is no file; {_REMEDY}")
+        if max(len(content), status.st_size) > _LARGEST:
+            raise CarrierError(f"{self._source} is larger than {_LARGEST >> 20} MiB; {_REMEDY}")
         return content
 
 
@@ -132,45 +157,64 @@ def _write_if_different(path: str, content: bytes) -> None:
 
 
 def _checked(content: bytes, source: str) -> str:
-    """What is known of the layout of its shared region: ``1.1 or 1.2``, which differ in nothing that we write, or ``unknown``.
+    """The layout of the library's shared region.
 
     Raises:
-        CarrierError: it is no shared library for this machine, it is not all there, or its layout is another than that of our regions.
+        CarrierError: it is no shared library for this machine, it is not all there, it is not HAMi-core, or its layout is another than
+            that of the agent's regions, or cannot be read.
     """
-    problem = _problem(content)
-    if problem:
-        raise CarrierError(f"{source} {problem}; deliver HAMi-core's libvgpu.so there, {_INSTEAD}")
-    # On x86-64 the size stands in the code as it is. A region of the wrong layout would mean no limit at all (fact 10).
-    if _HEADER.unpack_from(content)[2] == _X86_64 and _number(_OUR_LAYOUT) not in content:
-        for size, version in _OTHER_LAYOUTS.items():
-            if _number(size) in content:
-                raise CarrierError(
-                    f"{source} is of {version}, whose shared region has another layout than 1.2, and would not limit anything; "
-                    f"deliver the library of HAMi 2.8.2 or newer, {_INSTEAD}"
-                )
-        return "unknown"
-    return "1.1 or 1.2" if _number(_OUR_LAYOUT) in content else "unknown"
-
-
-def _problem(content: bytes) -> str:
-    if len(content) < _HEADER.size or not content.startswith(b"\x7fELF"):
-        return "is no ELF file" if content else "is empty"
-    ident, kind, machine, _, _, programs, sections, _, _, program_size, program_count, section_size, section_count, _ = _HEADER.unpack_from(
-        content
-    )
-    if ident[4] != 2 or ident[5] != 1:
-        return "is not a 64-bit little-endian ELF file"
-    if kind != _SHARED_OBJECT:
-        return "is no shared library"
+    try:
+        library = SharedObject(content)
+        missing = [" or ".join(names) for names in _FUNCTIONS if not any(map(library.exports, names))]
+    except ElfError as err:
+        raise CarrierError(f"{source} {err}; {_REMEDY}") from err
     here = platform.machine()
-    if machine != _MACHINES.get(here, machine):
-        return f"is built for another processor (ELF machine {machine}) than this node's, {here}"
-    # The table of sections is the last thing in the file, so a copy that is under way is recognised by it.
-    whole = max(programs + program_size * program_count, sections + section_size * section_count)
-    if len(content) < whole:
-        return f"is not complete: {len(content)} of {whole} bytes (still being copied?)"
-    return ""
+    if library.machine != _MACHINES.get(here, library.machine):
+        raise CarrierError(f"{source} is built for another processor (ELF machine {library.machine}) than this node's, {here}; {_REMEDY}")
+    if missing:
+        raise CarrierError(f"{source} does not export {', '.join(missing)}, so it limits nothing; {_REMEDY}")
+    if _REGION_VARIABLE not in content:
+        raise CarrierError(f"{source} does not know {_REGION_VARIABLE[:-1].decode()}, so it is not HAMi-core; {_REMEDY}")
+    # A region of the wrong layout would mean no limit at all (hami-core contract §0.3 fact 10).
+    for size, version in _OTHER_LAYOUTS.items():
+        if _loads(library, content, size):
+            raise CarrierError(
+                f"{source} is of {version}, whose shared region has another layout ({size} bytes) than {_SHOWN_LAYOUT}, and would not "
+                f"limit anything; deliver the library of HAMi 2.8.2 or newer, {_INSTEAD}"
+            )
+    if not _loads(library, content, _OUR_LAYOUT):
+        raise CarrierError(
+            f"{source} has a shared region of unknown layout: the size of layout {_SHOWN_LAYOUT}, {_OUR_LAYOUT}, is not in its code, so "
+            f"nothing shows that it reads the agent's limits; deliver a library of HAMi 2.4.1 to 2.10 other than 2.8.1, {_INSTEAD}"
+        )
+    return _SHOWN_LAYOUT
 
 
-def _number(value: int) -> bytes:
-    return value.to_bytes(4, "little")
+def _loads(library: SharedObject, content: bytes, number: int) -> bool:
+    """True when the library's code has an instruction that loads the number."""
+    plain = number.to_bytes(4, "little")  # on x86-64 an operand, elsewhere a constant among the code
+    return any(
+        content.find(plain, begin, end) >= 0 or (library.machine == AARCH64 and _loads_in_halves(content[begin:end], number))
+        for begin, end in library.code
+    )
+
+
+# On aarch64 a number takes two instructions on one register, which compilers leave together or a few instructions apart: mov for its lower
+# half, and movk for its upper half.
+_MOVE, _KEEP_UPPER, _WIDE = 0x52800000, 0x72A00000, 1 << 31
+_APART_BYTES = 32
+
+
+def _loads_in_halves(code: bytes, number: int) -> bool:
+    lower, upper = number & 0xFFFF, number >> 16
+    for register in range(31):
+        for wide in (0, _WIDE):
+            move = (_MOVE | wide | lower << 5 | register).to_bytes(4, "little")
+            keep = (_KEEP_UPPER | wide | upper << 5 | register).to_bytes(4, "little")
+            at = code.find(move)
+            while at >= 0:
+                after = code.find(keep, at + 4, at + 4 + _APART_BYTES)
+                if at % 4 == 0 and after >= 0 and after % 4 == 0:
+                    return True
+                at = code.find(move, at + 1)
+    return False

@@ -1,7 +1,8 @@
 """A file that passes for HAMi's libvgpu.so as far as the agent looks at it, where the real one is not to be had.
 
-The demo and component tests deliver it as an operator would deliver the real one. It limits nothing, and no program can load it: it is the
-head of an ELF shared object for this machine, and the size of the shared region where a compiler leaves it in the code.
+The demo and component tests deliver it as an operator would deliver the real one. It is a shared object for this machine that exports the
+functions of HAMi-core, has the size of the shared region in its code as a compiler leaves it there, and names the variable with the
+region's path. It limits nothing: each function is one trap instruction, so a program that loads it and calls one ends.
 """
 
 from __future__ import annotations
@@ -11,20 +12,93 @@ import struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-_MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF(5) for what `uname -m` says
-_REGION_BYTES = 2_008_952  # of layouts 1.1 and 1.2 (hami-core contract §2.1)
-_SHARED_OBJECT = 3
+X86_64, AARCH64 = 62, 183  # e_machine of ELF(5)
+_MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # for what `uname -m` says
+
+REGION_BYTES = 2_008_952  # of layouts 1.1 and 1.2 (hami-core contract §2.1)
+REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE"
+
+# Of the 450 functions that the real library exports, those without which it limits nothing (hami-core contract §3.1, §3.2).
+FUNCTIONS = (
+    "dlsym",
+    "cuGetProcAddress",
+    "cuGetProcAddress_v2",
+    "cuMemAlloc_v2",
+    "cuMemAllocManaged",
+    "cuMemAllocPitch_v2",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuLaunchKernel",
+    "nvmlDeviceGetMemoryInfo",
+)
+
+_SHARED_OBJECT, _LOAD, _DYNAMIC = 3, 1, 2
+_READ_EXECUTE, _READ = 5, 4
+_HEAD = 64 + 3 * 56  # the header and three program headers
+_TRAPS = {AARCH64: b"\x00\x00\x20\xd4"}  # brk #0
+_TRAP = b"\x0f\x0b\x90\x90"  # ud2
 
 
 def deliver_stand_in_library(host_directory: Path) -> Path:
     """Write ``libvgpu.so`` into a directory, which is made if need be, and return its path."""
-    code = b"\xbe" + _REGION_BYTES.to_bytes(4, "little")  # mov esi, size
-    after = 64 + len(code)
-    machine = _MACHINES.get(platform.machine(), 0)
-    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", _SHARED_OBJECT, machine, 1, 0, 64, after, 0, 64, 56, 0, 64, 1, 0)
     host_directory.mkdir(parents=True, exist_ok=True)
     path = host_directory / "libvgpu.so"
-    path.write_bytes(head + code + bytes(64))
+    path.write_bytes(shared_object(FUNCTIONS, code=region_code(REGION_BYTES), strings=REGION_VARIABLE + b"\0"))
     return path
+
+
+def region_code(size: int, machine: int | None = None) -> bytes:
+    """The instructions with which a compiler loads the number ``size`` on that machine; by default on this one."""
+    if (machine or here()) == AARCH64:
+        low, high = size & 0xFFFF, size >> 16
+        return struct.pack("<II", 0x52800001 | low << 5, 0x72A00001 | high << 5)  # mov w1, #low; movk w1, #high, lsl #16
+    return b"\xbe" + size.to_bytes(4, "little")  # mov esi, size
+
+
+def here() -> int:
+    """This machine, as ELF numbers it; 0 when it is neither of the two."""
+    return _MACHINES.get(platform.machine(), 0)
+
+
+def shared_object(
+    exports: Sequence[str], *, imports: Sequence[str] = (), code: bytes = b"", strings: bytes = b"", machine: int | None = None
+) -> bytes:
+    """A shared object as a dynamic linker sees it, without section headers.
+
+    Args:
+        exports: functions that it defines.
+        imports: functions that it names and expects of others.
+        code: lies among the instructions, which are mapped executable.
+        strings: lies among its constants.
+        machine: e_machine; by default this machine's.
+    """
+    machine = here() if machine is None else machine
+    code = (code + bytes(-len(code) % 4)) + _TRAPS.get(machine, _TRAP)
+    end_of_code = _HEAD + len(code)
+    names, symbols = b"\0", bytes(24)
+    for name in (*exports, *imports):
+        section, value = (1, end_of_code - 4) if name in exports else (0, 0)
+        symbols += struct.pack("<IBBHQQ", len(names), 1 << 4 | 2, 0, section, value, 4 if section else 0)  # global, a function
+        names += name.encode() + b"\0"
+    number = len(symbols) // 24
+    chain = (0, *((place + 1) % number for place in range(1, number)))  # each symbol names the next one
+    table = struct.pack(f"<{3 + number}I", 1, number, min(1, number - 1), *chain)  # one bucket
+    tables, places, at = b"", list[int](), end_of_code + -end_of_code % 8
+    for part in (symbols, names, table, strings):
+        places.append(at + len(tables))
+        tables += part + bytes(-len(part) % 8)
+    dynamic_at = at + len(tables)
+    tags = ((6, places[0]), (5, places[1]), (10, len(names)), (11, 24), (4, places[2]), (0, 0))
+    dynamic = b"".join(struct.pack("<qQ", *tag) for tag in tags)
+    size = dynamic_at + len(dynamic)
+    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", _SHARED_OBJECT, machine, 1, 0, 64, 0, 0, 64, 56, 3, 64, 0, 0)
+    programs = (
+        (_LOAD, _READ_EXECUTE, 0, 0, 0, end_of_code, end_of_code, 4096),
+        (_LOAD, _READ, at, at, at, size - at, size - at, 8),
+        (_DYNAMIC, _READ, dynamic_at, dynamic_at, dynamic_at, len(dynamic), len(dynamic), 8),
+    )
+    head = header + b"".join(struct.pack("<IIQQQQQQ", *program) for program in programs)
+    return (head + code).ljust(at, b"\0") + tables + dynamic
