@@ -7,13 +7,16 @@ import dataclasses
 
 import pytest
 
-from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, Place, a_pod, init, wants
+from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, NumberFamily, Place, a_pod, init, wants
 from tests.allocation.later_parts import booked
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.early import Siblings, candidates, likeliest
 from vgpu_agent.allocation.early_proof import WrongPodError
+from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import CapacityError, RequestRefusedError
+from vgpu_agent.families.family import Question
+from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
 from vgpu_agent.pods import PodBook, PodContainer
 
@@ -250,3 +253,41 @@ async def test_an_init_container_that_no_scheduler_decided_for_is_refused() -> N
     with pytest.raises(RequestRefusedError, match=r"needs a scheduler that decides for the pod, or binding\.mode late"):
         await place.allocator.allocate(NUMBER, IDS[:1])
     assert place.ledger.grants == ()
+
+
+class _VisibleFamily(NumberFamily):
+    """Tells its GPU by the variable that the NVIDIA runtime obeys, and a region by the one of HAMi-core."""
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        own = super().provision(question, shares)
+        return Provision(
+            Edits({"NVIDIA_VISIBLE_DEVICES": shares[0].device, "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/x"}), collected=own.collected
+        )
+
+
+@pytest.mark.parametrize(
+    ("variable", "started", "refused"),
+    [
+        ("NVIDIA_VISIBLE_DEVICES", False, True),
+        ("GPU_CORE_UTILIZATION_POLICY", False, True),
+        ("CUDA_DEVICE_MEMORY_LIMIT_0", False, False),
+        ("NVIDIA_DRIVER_CAPABILITIES", False, False),
+        ("NVIDIA_VISIBLE_DEVICES", True, False),
+    ],
+)
+async def test_a_pod_whose_variable_would_win_is_refused(variable: str, *, started: bool, refused: bool) -> None:
+    """kubelet prefers the pod's value to the answer's; a container that has run before an update of the agent goes on."""
+    place = Place(late=False)
+    place.allocator.use_families(Families(by_pod=(_VisibleFamily(),)))
+    place.allocator.refresh_offer()
+    container = PodContainer("main", limits={NUMBER: 1}, environment=frozenset({variable}), started=started)
+    pod = a_pod("train", container, annotations=wants(main=f"{U0} 1000"))
+    place.book.replace([pod if not started else dataclasses.replace(pod, containers=(dataclasses.replace(container, started=False),))])
+    await place.admit(pod, "main", IDS[:1])
+    place.book.replace([pod])
+    if refused:
+        with pytest.raises(RequestRefusedError, match=rf"the pod sets {variable} for container main itself.*binding.podVariables to allow"):
+            await place.start(IDS[:1])
+        assert place.carrier.prepared == {}
+    else:
+        await place.start(IDS[:1])

@@ -65,6 +65,7 @@ def test_g3_g4_g5_from_the_scheduler_to_the_end(volcano_rig: Rig, agent: NodeAge
         "CUDA_DEVICE_MEMORY_LIMIT_0": "3000m",
         "CUDA_DEVICE_SM_LIMIT": "50",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": cache,
+        "CUDA_REDIRECT": "/usr/local/vgpu/libvgpu.so",
     }
     read_only = {path for path, options in found.mounts.items() if options.split(",")[0] == "ro"}
     assert {"/usr/local/vgpu/libvgpu.so", "/etc/ld.so.preload"} <= read_only

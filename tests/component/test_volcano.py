@@ -37,6 +37,8 @@ async def test_from_annotation_to_container_and_back(stage: VolcanoStage) -> Non
         "CUDA_DEVICE_MEMORY_LIMIT_0": "3000m",
         "CUDA_DEVICE_SM_LIMIT": "50",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": cache,
+        "CUDA_REDIRECT": "/usr/local/vgpu/libvgpu.so",
+        "GPU_CORE_UTILIZATION_POLICY": "force",
     }
     own = f"{stage.folder}/vgpu/vgpu/regions/{uid}_main"
     region = Path(own, os.path.basename(cache))

@@ -10,7 +10,7 @@ import pytest
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.isolation.backend import Backend, Target
 from vgpu_agent.isolation.edits import HostDirectory, Mount
-from vgpu_agent.isolation.hami_core import HamiCore
+from vgpu_agent.isolation.hami_core import DECISIVE, HamiCore
 from vgpu_agent.model import Gpu, Share
 
 U0 = Gpu("GPU-11111111-aaaa-bbbb-cccc-000000000001", 0, 0, "NVIDIA A10", 24576, "0000:07:00.0")
@@ -100,10 +100,23 @@ def test_bus_ids_are_compared_as_numbers() -> None:
 
 
 def test_a_pod_that_turns_the_library_off_is_not_preloaded() -> None:
-    """volcano-vgpu contract §4.1: the variable's name is enough, whatever its value."""
-    mounts = BACKEND.provision(target((U1, 3000, 50), environment=frozenset({"CUDA_DISABLE_CONTROL"}))).edits.mounts
-    assert "/etc/ld.so.preload" not in [mount.container_path for mount in mounts]
-    assert len(mounts) == 3
+    """volcano-vgpu contract §4.1: the variable's name is enough, whatever its value, where the operator lets it count."""
+    wanted = target((U1, 3000, 50), environment=frozenset({"CUDA_DISABLE_CONTROL"}))
+    honoring = dataclasses.replace(BACKEND, disable_variable="honor").provision(wanted)
+    without = [mount for mount in BACKEND.provision(wanted).edits.mounts if mount.container_path != "/etc/ld.so.preload"]
+    assert list(honoring.edits.mounts) == without
+    assert len(without) == 3
+
+
+def test_a_spec_sets_all_that_a_limit_depends_on() -> None:
+    """There the agent's value beats the image's and the pod's; in an answer to Allocate it is the replaced plugin's, to the letter."""
+    late = dataclasses.replace(BACKEND, late=True)
+    more = {"GPU_CORE_UTILIZATION_POLICY": "force", "CUDA_REDIRECT": "/usr/local/vgpu/libvgpu.so"}
+    wanted = target((U1, 3000, 50))
+    assert late.provision(wanted).edits.environment == {**BACKEND.provision(wanted).edits.environment, **more}
+    assert late.provision(wanted).edits.environment.keys() >= DECISIVE
+    off = late.provision(target((U1, 3000, 50), limit_cores=False)).edits.environment
+    assert off["GPU_CORE_UTILIZATION_POLICY"] == "disable"
 
 
 def test_a_whole_card_is_limited_to_its_memory() -> None:

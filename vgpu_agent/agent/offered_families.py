@@ -198,7 +198,8 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, list[IdF
         problems.append(f"{NODE_CONFIG}: cannot be read: {found.node_trouble}; what stood there before stays in force")
     backend: Backend = NoIsolation()
     if vgpu.isolation == "hami-core":
-        backend = HamiCore(settings.hami_core.host_directory, found.library_path, found.library_locks)
+        hami = settings.hami_core
+        backend = HamiCore(hami.host_directory, found.library_path, found.library_locks, hami.disable_variable, late=found.late)
     options = VolcanoVgpuOptions.from_settings(
         msgspec.structs.replace(settings, volcano_vgpu=vgpu),
         lists=_of_pods(settings, found),

@@ -13,10 +13,12 @@ from vgpu_agent.allocation.guesses import Evidence, Verdict, leads_into
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.families.device_lists import VISIBLE_DEVICES
+from vgpu_agent.isolation.hami_core import DECISIVE, REGION_VARIABLE
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from vgpu_agent.allocation.guesses import Guesses
     from vgpu_agent.allocation.starting import Start
@@ -51,12 +53,15 @@ class EarlyProof:
 
         Raises:
             WrongPodError: the answer is another container's.
+            RequestRefusedError: its pod sets variables that the answer depends on.
             NotProvenError: that is not certain yet.
             LedgerError: it is an init container, and its pod does not fit now.
         """
         # Without the checkpoint only this container is known to have the ids.
         names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
         expected = {name: self._provision(start, name, shares) for name in names}
+        if self._around.settings.pod_variables != "allow":
+            _refuse_own_variables(start, expected)
         own = {(start.owner.pod_uid, name, start.offered.name) for name in expected}
         answers = {key[1]: answer for key, answer in start.testimony.answers.items() if key in own}
         evidence = Evidence(
@@ -153,3 +158,22 @@ class EarlyProof:
     def _called(self, uid: str) -> str:
         pod = self._around.book.get(uid)
         return pod.full_name if pod else f"pod {uid}"
+
+
+def _refuse_own_variables(start: Start, expected: Mapping[str, Provision]) -> None:
+    """Refuse a container that would not heed its answer: kubelet puts the pod's own variables behind the device plugin's, and they win.
+
+    One that has run before goes on: an agent that is newer than its pods keeps none of them from starting again.
+    """
+    for name, provision in expected.items():
+        container = start.pod.container(name)
+        if container is None or container.started:
+            continue
+        answered = provision.edits.environment.keys()
+        decisive = answered & {VISIBLE_DEVICES} | (DECISIVE if REGION_VARIABLE in answered else frozenset())
+        if own := sorted(container.environment & decisive):
+            raise RequestRefusedError(
+                f"the pod sets {', '.join(own)} for container {name} itself, and with early binding its value beats the agent's: the "
+                "container could take another GPU or leave its limit; take it out of the pod, bind late (binding.mode), or set "
+                "binding.podVariables to allow"
+            )

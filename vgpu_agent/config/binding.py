@@ -62,6 +62,14 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         OptionalSeconds,
         Meta(description="How long a start must have been refused before the pod is evicted, so that it is scheduled anew. 0: never."),
     ] = 0.0
+    pod_variables: Annotated[
+        Literal["refuse", "allow"],
+        Meta(
+            description="Early binding: a container whose pod sets NVIDIA_VISIBLE_DEVICES or a variable of the limits' library itself, "
+            "which the kubelet prefers to the agent's. refuse: it does not start, because it could take another GPU or leave its limit. "
+            "allow: it starts, as with the replaced plugins. With late binding the agent's value wins, and nobody is refused."
+        ),
+    ] = "refuse"
     policy: Annotated[
         Literal["binpack", "spread"],
         Meta(description="Where the agent places a pod that no GPU scheduler has placed: the fullest GPU that fits, or the emptiest."),

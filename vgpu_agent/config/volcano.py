@@ -151,3 +151,11 @@ class HamiCore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             "Empty: `libvgpu.so` in `hostDirectory`."
         ),
     ] = ""
+    disable_variable: Annotated[
+        Literal["whole-gpus", "ignore", "honor"],
+        Meta(
+            description="Which pods may switch their limit off by setting the variable CUDA_DISABLE_CONTROL. whole-gpus: those that have "
+            "all memory of their GPUs, so that nobody else has a share of them. ignore: none. honor: all, as with the replaced plugin, so "
+            "that any pod can take the memory of its neighbours."
+        ),
+    ] = "whole-gpus"

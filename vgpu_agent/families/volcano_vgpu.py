@@ -162,6 +162,7 @@ class VolcanoVgpuFamily:
             shares=held,
             oversubscribed=max(self._options.memory_scaling, self._options.cores_scaling) > 1,
             limit_cores=self._options.limit_cores,
+            unit_mib=self._factor or 1,
         )
         number = answer_number(question.resource.name, question.ids)
         return Provision(edits_of(devices, self._options.lists, number=number)).joined(self._backend.provision(target))

@@ -26,6 +26,7 @@ class Target:
         shares: (GPU, share) in the order of the family's vocabulary.
         oversubscribed: more memory or compute is offered than there is.
         limit_cores: whether compute is to be limited as well as booked.
+        unit_mib: the smallest share of memory that the node gives.
     """
 
     pod_uid: str
@@ -35,6 +36,7 @@ class Target:
     shares: tuple[tuple[Gpu, Share], ...]
     oversubscribed: bool = False
     limit_cores: bool = True
+    unit_mib: int = 1
 
 
 class Backend(Protocol):

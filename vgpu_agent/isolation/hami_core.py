@@ -8,6 +8,10 @@ library needs no more (hami-core contract §0.3 fact 3). Families call it throug
 `runtime.hami_library` installs the library itself.
 
 It is a quota for programs that play along, not a wall: static programs and images without glibc are not limited.
+
+A container's image and pod may set the library's variables, too. In a CDI spec the agent's value wins over both, so there each variable by
+which a program could leave its limit is set (`late`). In an answer to Allocate it wins over the image's and loses against the pod's; there
+`DECISIVE` says which of them the pod must not set.
 """
 
 from __future__ import annotations
@@ -36,8 +40,16 @@ LOCK_DIRECTORY = "/tmp/vgpulock"  # noqa: S108 - likewise
 _LOCK = f"{LOCK_DIRECTORY}/lock".encode()
 _LOCK_KIB, _LOCK_FILES = 64, 16
 
-# A pod that sets this variable, to whatever value, runs without the library.
+# A pod sets this variable, to whatever value, to run without the library. The library itself does not know it.
 DISABLED_BY = "CUDA_DISABLE_CONTROL"
+
+REGION_VARIABLE = "CUDA_DEVICE_MEMORY_SHARED_CACHE"  # another path is another region, with limits of the program's own
+_HOOKS_VARIABLE = "CUDA_REDIRECT"  # the file in which dlsym looks for the hooks; another one has none
+_POLICY_VARIABLE = "GPU_CORE_UTILIZATION_POLICY"  # "disable" switches the limit of compute off
+
+# What a pod could set to leave its limits. The limits themselves (CUDA_DEVICE_MEMORY_LIMIT_*, CUDA_DEVICE_SM_LIMIT*) are not among it:
+# where there is a region, the library reads them there (hami-core contract §0.3 fact 1).
+DECISIVE = frozenset({REGION_VARIABLE, _HOOKS_VARIABLE, _POLICY_VARIABLE})
 
 
 def uses_lock(library: bytes) -> bool:
@@ -54,11 +66,15 @@ class HamiCore:
         library_path: the installed library; whoever installs a newer one sets it, and grants made from then on mount that.
         library_locks: the library makes a lock file (`uses_lock`). Each container gets a place of its own for it. A place that containers
             share would let one keep the others from starting.
+        disable_variable: the settings' ``hamiCore.disableVariable``: for which pods `DISABLED_BY` counts.
+        late: containers get their environment by a CDI spec.
     """
 
     host_directory: str
     library_path: str
     library_locks: bool = False
+    disable_variable: str = "whole-gpus"
+    late: bool = False
 
     name = "hami-core"
 
@@ -85,7 +101,7 @@ class HamiCore:
         directory = f"{self.containers_directory}/{name}"
         region_path = f"{directory}/{cache}"
         mounts = [Mount(LIBRARY, self.library_path, read_only=True)]
-        if DISABLED_BY not in target.environment:
+        if not self._is_disabled(target):
             mounts.append(Mount(PRELOAD, self.preload_path, read_only=True))
         mounts += [
             # The path that the library opens without its environment (ssh, su -, cron), fact 2.
@@ -96,13 +112,35 @@ class HamiCore:
         locks = (MemoryMount(LOCK_DIRECTORY, _LOCK_KIB, _LOCK_FILES),) if self.library_locks else ()
         parts = region(limits, limit_cores=target.limit_cores)
         return Provision(
-            Edits(environment=_environment(target, limits, cache), mounts=tuple(mounts), memory_mounts=locks),
+            Edits(environment=self._environment(target, limits, cache), mounts=tuple(mounts), memory_mounts=locks),
             directories=(HostDirectory(f"{self.host_directory}/vgpu"), HostDirectory(self.containers_directory), HostDirectory(directory)),
             # Any user of the container writes to it.
             files=(HostFile(region_path, SIZE, parts, 0o666, limit_parts(limits), allocated=True),),
             collected=directory,
             before=f"{directory_before(self.host_directory)}/{name}",
         )
+
+    def _environment(self, target: Target, limits: list[DeviceLimit], cache: str) -> dict[str, str]:
+        # Only whole MiB with "m": every other unit is misread by some version (hami-core contract §1.2).
+        environment = {f"CUDA_DEVICE_MEMORY_LIMIT_{place}": f"{limit.memory_mib}m" for place, limit in enumerate(limits)}
+        first = target.shares[0][1].cores_percent if target.shares else 0
+        environment["CUDA_DEVICE_SM_LIMIT"] = str(first)
+        environment[REGION_VARIABLE] = f"{CACHE_DIRECTORY}/{cache}"
+        if target.oversubscribed:
+            environment["CUDA_OVERSUBSCRIBE"] = "true"
+        if not target.limit_cores:
+            environment[_POLICY_VARIABLE] = "disable"
+        elif self.late:
+            environment[_POLICY_VARIABLE] = "force"  # what the region's switch says as well
+        if self.late:
+            environment[_HOOKS_VARIABLE] = LIBRARY  # the library's own default
+        if len(limits) > 1:
+            environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA's own order is fastest first, which is not the order of the limits
+        return environment
+
+    def _is_disabled(self, target: Target) -> bool:
+        """True for a container whose pod has switched its limit off, and may do so."""
+        return DISABLED_BY in target.environment and may_be_disabled(self.disable_variable, target)
 
 
 def containers_directory(host_directory: str) -> str:
@@ -115,19 +153,13 @@ def directory_before(host_directory: str) -> str:
     return f"{host_directory}/vgpu/containers"
 
 
-def _environment(target: Target, limits: list[DeviceLimit], cache: str) -> dict[str, str]:
-    # Only whole MiB with "m": every other unit is misread by some version (hami-core contract §1.2).
-    environment = {f"CUDA_DEVICE_MEMORY_LIMIT_{place}": f"{limit.memory_mib}m" for place, limit in enumerate(limits)}
-    first = target.shares[0][1].cores_percent if target.shares else 0
-    environment["CUDA_DEVICE_SM_LIMIT"] = str(first)
-    environment["CUDA_DEVICE_MEMORY_SHARED_CACHE"] = f"{CACHE_DIRECTORY}/{cache}"
-    if target.oversubscribed:
-        environment["CUDA_OVERSUBSCRIBE"] = "true"
-    if not target.limit_cores:
-        environment["GPU_CORE_UTILIZATION_POLICY"] = "disable"
-    if len(limits) > 1:
-        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA's own order is fastest first, which is not the order of the limits
-    return environment
+def may_be_disabled(setting: str, target: Target) -> bool:
+    """True where a container may run without the library: always, never, or when nobody else has a share of its GPUs."""
+    if setting != "whole-gpus":
+        return setting == "honor"
+    return not target.oversubscribed and all(
+        share.exclusive or share.memory_mib <= 0 or 0 < gpu.memory_mib < share.memory_mib + target.unit_mib for gpu, share in target.shares
+    )
 
 
 def _limits(target: Target) -> list[DeviceLimit]:

@@ -46,18 +46,20 @@ class Received:
         return Received({**self.environment, **later.environment}, {**self.mounts, **later.mounts}, self.device_nodes | later.device_nodes)
 
 
-def received(answer: messages.ContainerAllocateResponse, directory: Path | None) -> Received:
+def received(answer: messages.ContainerAllocateResponse, directory: Path | None, variables: Mapping[str, str] | None = None) -> Received:
     """What a container starts with for kubelet's answer; reads files.
 
     Args:
         answer: of the device plugins, as kubelet has united it.
         directory: where CDI specs lie; None for a runtime that does not know CDI, to which names mean nothing.
+        variables: those of the pod's specification. kubelet puts them behind the answer's, so they win over those; the runtime applies CDI
+            edits to the finished specification, so those win over all (kubelet's GenerateRunContainerOptions, CDI's ContainerEdits.Apply).
 
     Raises:
         SimulationError: a name that no spec has, or a spec that no runtime would take: such a container does not start.
     """
     own = Received(
-        dict(answer.envs),
+        {**answer.envs, **(variables or {})},
         {each.container_path: (each.host_path, each.read_only) for each in answer.mounts},
         frozenset(each.container_path for each in answer.devices),
     )

@@ -164,6 +164,7 @@ class SimulatedCluster:
         scheduler: str = "volcano",
         annotations: Mapping[str, str] | None = None,
         node: str = "",
+        environment: Mapping[str, str] | None = None,
     ) -> Object:
         """Create a pod, as a user would.
 
@@ -174,10 +175,12 @@ class SimulatedCluster:
             scheduler: whose pod it is.
             annotations: of the pod.
             node: bind it there oneself.
+            environment: variables that the specification sets for each of its containers.
         """
         many = [limits] if isinstance(limits, Mapping) else list(limits)
         names = ["main"] if len(many) == 1 else [f"c{number}" for number in range(len(many))]
-        containers = [_container(each, wanted) for each, wanted in zip(names, many, strict=True)]
+        variables = [{"name": name, "value": value} for name, value in (environment or {}).items()]
+        containers = [_container(each, wanted) | {"env": variables} for each, wanted in zip(names, many, strict=True)]
         spec: Object = {"schedulerName": scheduler, "containers": containers}
         if init:
             spec["initContainers"] = [
@@ -342,7 +345,8 @@ class SimulatedCluster:
                 await self._pulling[container].wait()
             try:
                 answer = await self.kubelet.start_container(pod, container)
-                came = await asyncio.to_thread(received, answer, self.cdi_directory if self._resolves_cdi else None)
+                variables = _variables(self.pod(pod.name), container)
+                came = await asyncio.to_thread(received, answer, self.cdi_directory if self._resolves_cdi else None, variables)
             except (ContainerStartError, SimulationError) as err:
                 self.refusals.append((pod.name, container, str(err)))
                 statuses.waiting(container, "CreateContainerConfigError", str(err))
@@ -360,6 +364,11 @@ def _resolves_cdi(runtime: str) -> bool:
 
 def _container(name: str, limits: Mapping[str, int]) -> Object:
     return {"name": name, "image": "example", "resources": {"limits": {resource: str(number) for resource, number in limits.items()}}}
+
+
+def _variables(pod: Object, container: str) -> dict[str, str]:
+    of_it = (one for one in pod["spec"]["containers"] if one["name"] == container)
+    return {variable["name"]: variable["value"] for one in of_it for variable in one.get("env") or ()}
 
 
 def _devices(container: Object) -> dict[str, int]:
