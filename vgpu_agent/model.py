@@ -267,7 +267,7 @@ class GrantState(enum.StrEnum):
 
     RESERVED = "reserved"
     GRANTED = "granted"
-    PROVEN = "proven"
+    PROVEN = "identified"  # whose it is; nothing about a limit
     RELEASED = "released"
 
 

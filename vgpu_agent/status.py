@@ -141,6 +141,9 @@ class ContainerUsage:
         limit_bytes: 0 when nothing limits it.
         cores_percent: compute in use, by the library's own measurement.
         last_kernel_at: when the container launched a kernel last, unix seconds; 0 when it never did, or its library does not say.
+        cores_limit_percent: 100 when nothing limits compute.
+        processes: how many live processes of the container have the library open.
+        limits_cores: the region's switch for the limit of compute is on.
     """
 
     namespace: str
@@ -152,6 +155,9 @@ class ContainerUsage:
     limit_bytes: int
     cores_percent: int = 0
     last_kernel_at: int = 0
+    cores_limit_percent: int = 100
+    processes: int = 0
+    limits_cores: bool = True
 
 
 class MpsState(enum.StrEnum):
@@ -168,8 +174,9 @@ class MpsStatus:
     """One MPS control daemon: one resource.
 
     Attributes:
-        trouble: why new containers must not be sent to it, with the remedy; empty while its limits are proven to be in force.
+        trouble: why new containers must not be sent to it, with the remedy; empty while its limits were seen to be in force.
         adopted: it was running already when this agent started.
+        limits_seen_at: when its limits were read back last, unix seconds.
         limits: (GPU, MiB that each client may take), of the daemon that runs.
         clients: process ids of its clients when they were last asked for.
         clients_lost: how many clients ended with a daemon, since the agent started.
@@ -181,7 +188,7 @@ class MpsStatus:
     trouble: str = ""
     adopted: bool = False
     running_since: float = 0.0
-    proven_at: float = 0.0
+    limits_seen_at: float = 0.0
     thread_percentage: int = 0
     limits: tuple[tuple[str, int], ...] = ()
     clients: tuple[int, ...] = ()

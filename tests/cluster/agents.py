@@ -118,7 +118,7 @@ class NodeAgent:
         """`holders`, as soon as there are so many grants and all are proven."""
         self.until(
             "/debug/ledger",
-            lambda ledger: len(ledger["grants"]) == number and all(grant["state"] == "proven" for grant in ledger["grants"]),
+            lambda ledger: len(ledger["grants"]) == number and all(grant["state"] == "identified" for grant in ledger["grants"]),
         )
         return self.holders()
 

@@ -137,7 +137,7 @@ async def test_v12_exhausted_pod_resources_are_left_alone_for_a_while(stage: Sta
     stage.kubelet.faults.exhausted_lists = 3
     agent = await stage.ready_agent()
     await stage.admit("train")
-    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]), timeout_seconds=30)
+    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]), timeout_seconds=30)
 
 
 async def test_a_port_in_use_ends_the_start_with_its_name(stage: Stage) -> None:

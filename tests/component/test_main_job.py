@@ -76,7 +76,7 @@ async def test_the_ledger_learns_who_it_was(stage: Stage) -> None:
     """Within seconds of an Allocate, pod, container and UID are in the ledger, proven by both of kubelet's records."""
     agent = await stage.ready_agent()
     pod = await stage.admit("train")
-    ledger = await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    ledger = await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
     (grant,) = ledger["grants"]
     assert (grant["namespace"], grant["pod"], grant["container"], grant["pod_uid"]) == ("default", "train", "main", pod.uid)
     assert await agent.metric("vgpu_agent_ledger_drift_total") == 0
@@ -86,7 +86,7 @@ async def test_a_pod_that_ended_is_released(stage: Stage) -> None:
     """Nobody tells us; kubelet's records do."""
     agent = await stage.ready_agent()
     pod = await stage.admit("short")
-    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
     await stage.kubelet.delete(pod)
     await agent.until("/debug/ledger", lambda answer: answer["grants"] == [])
     assert await agent.metric("vgpu_agent_ledger_drift_total") == 0
@@ -96,7 +96,7 @@ async def test_init_container_and_its_successor_share_ids(stage: Stage) -> None:
     """kubelet gives the init container's ids to the app container: one holder in the book, the running one."""
     agent = await stage.ready_agent()
     await stage.kubelet.admit("job", [Container("prepare", {GPU: 1}, init=True), Container("main", {GPU: 1})])
-    ledger = await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    ledger = await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
     assert [grant["container"] for grant in ledger["grants"]] == ["main"]
 
 
@@ -133,7 +133,7 @@ async def test_v2_kubelet_restarts_under_running_pods(stage: Stage) -> None:
     """kubelet contract V2: a new socket of our own, one Register, the full list, and the same grants; long before the next poll."""
     agent = await stage.ready_agent(RARE_POLLS + SHARED)
     await stage.admit("train")
-    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
     before = stage.kubelet.called("Register")
     await stage.kubelet.restart()
     await stage.kubelet.until(lambda: len(stage.kubelet.called("Register")) > len(before))
@@ -173,7 +173,7 @@ async def test_v16_a_lost_gpu_stays_in_the_list_under_its_holder(stage: Stage) -
     """kubelet contract V16: NVML loses GPU 1 while U1::n is held: all its ids stay, all Unhealthy, also after a restart beside it."""
     agent = await stage.ready_agent()
     await stage.admit("on-both", 2)
-    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
     stage.node.lose(U1)
     await stage.allocatable(4)
     assert set(stage.kubelet.resource(GPU).unhealthy) == {f"{U1}::{number}" for number in range(4)}
@@ -280,7 +280,7 @@ async def test_renaming_under_running_pods_gives_no_gpu_away_twice(stage: Stage)
     agent = await stage.ready_agent(QUICK)
     pod = await stage.admit("train")
     (held,) = stage.ids(pod)
-    await agent.until("/debug/ledger", lambda answer: [grant["state"] for grant in answer["grants"]] == ["proven"])
+    await agent.until("/debug/ledger", lambda answer: [grant["state"] for grant in answer["grants"]] == ["identified"])
     replace_text(
         stage.config,
         QUICK + SHARED.replace("replicas: 4", "replicas: 1").replace("{timeSlicing: {", "{timeSlicing: {renameByDefault: true, "),
@@ -297,7 +297,7 @@ async def test_health_and_holders_are_there_for_probes_and_for_prometheus(stage:
     agent = await stage.ready_agent()
     pod = await stage.admit("train")
     held = stage.ids(pod)[0].partition("::")[0]
-    await agent.until("/debug/ledger", lambda answer: [grant["state"] for grant in answer["grants"]] == ["proven"])
+    await agent.until("/debug/ledger", lambda answer: [grant["state"] for grant in answer["grants"]] == ["identified"])
     stage.node.xid(U0, 79)
     await stage.allocatable(4)
     _, text = await agent.get_text("/metrics")
@@ -322,5 +322,5 @@ async def test_two_pods_in_a_burst_and_a_lost_admission(stage: Stage) -> None:
     assert len({id_ for pod in pods for id_ in stage.ids(pod)}) == 8
     with pytest.raises(AdmissionError, match="Requested: 1, Available: 0"):
         await stage.admit("ninth")
-    ledger = await agent.until("/debug/ledger", lambda answer: all(grant["state"] == "proven" for grant in answer["grants"]))
+    ledger = await agent.until("/debug/ledger", lambda answer: all(grant["state"] == "identified" for grant in answer["grants"]))
     assert len(ledger["grants"]) == 8

@@ -78,7 +78,7 @@ async def test_a_pod_on_an_instance_that_is_cut_away_is_named(stage: Stage) -> N
     await stage.allocatable(7, resource=FIVE)
     pod = await stage.admit("train", 1, FIVE)
     (instance,) = stage.ids(pod, FIVE)
-    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "proven" for grant in answer["grants"]))
+    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
 
     await _cut(stage, 1, "3g.20gb")
     event = await agent.until_logged("grant.device_vanished")

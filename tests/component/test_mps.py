@@ -67,7 +67,7 @@ async def mps(stage: Stage) -> AsyncIterator[Mps]:
 
 
 def _is_proven(ledger: Any) -> bool:
-    return any(grant["state"] == "proven" for grant in ledger["grants"])
+    return any(grant["state"] == "identified" for grant in ledger["grants"])
 
 
 async def test_pods_share_a_gpu_through_a_daemon_that_outlives_the_agent(mps: Mps) -> None:

@@ -41,7 +41,7 @@ def test_versions_1_1_and_1_2_sum_the_running_processes(minor: int) -> None:
     """volcano-vgpu:D7: Σ used[i].total and Σ sm over slots that are not free, per device; limits and the last kernel as they stand."""
     slots = [Slot({0: 700 * MIB, 1: 5 * MIB}, {0: 30}), Slot({0: 999 * MIB}, {0: 9}, status=0), Slot({0: 300 * MIB}, {0: 12}, status=2)]
     assert read(v1(TWO, slots, minor=minor, last_kernel=NOW)) == RegionUse(
-        (DeviceUse(0, U0, 1000 * MIB, 3000 * MIB, 42, 50), DeviceUse(1, U1, 5 * MIB, 4000 * MIB, 0, 100)), NOW
+        (DeviceUse(0, U0, 1000 * MIB, 3000 * MIB, 42, 50), DeviceUse(1, U1, 5 * MIB, 4000 * MIB, 0, 100)), NOW, 2
     )
 
 
@@ -49,7 +49,7 @@ def test_the_layout_before_versions() -> None:
     """1,197,897 bytes: other offsets, a shorter slot, and no time of the last kernel."""
     slots = [Slot({0: 700 * MIB, 1: 5 * MIB}, {1: 20}), Slot({1: 6 * MIB}, {1: 22})]
     assert read(v0(TWO, slots)) == RegionUse(
-        (DeviceUse(0, U0, 700 * MIB, 3000 * MIB, 0, 50), DeviceUse(1, U1, 11 * MIB, 4000 * MIB, 42, 100)), 0
+        (DeviceUse(0, U0, 700 * MIB, 3000 * MIB, 0, 50), DeviceUse(1, U1, 11 * MIB, 4000 * MIB, 42, 100)), 0, 2, limits_cores=False
     )
 
 
@@ -58,7 +58,7 @@ def test_a_region_that_the_agent_has_made_and_nobody_has_used() -> None:
     content = bytearray(SIZE)
     for offset, part in region([DeviceLimit(U0, 3000, 50)]):
         content[offset : offset + len(part)] = part
-    assert read(content) == RegionUse((DeviceUse(0, U0, 0, 3000 * MIB, 0, 50),), 0)
+    assert read(content) == RegionUse((DeviceUse(0, U0, 0, 3000 * MIB, 0, 50),))
 
 
 def test_only_slots_in_use_are_copied() -> None:
@@ -94,7 +94,7 @@ def test_processes_that_are_gone_do_not_count() -> None:
     """One that was killed leaves status 1 and all its memory behind (contract §2.4)."""
     content = v1([Device(U0)], [Slot({0: 100}, {0: 10}, pid=7, hostpid=4007), Slot({0: 1}, {0: 2}, pid=8, hostpid=4008)])
     found = read(content, is_alive=lambda hostpid, pid: (hostpid, pid) == (4008, 8))
-    assert found == RegionUse((DeviceUse(0, U0, 1, 0, 2, 100),), 0)
+    assert found == RegionUse((DeviceUse(0, U0, 1, 0, 2, 100),), 0, 1)
 
 
 @pytest.mark.parametrize("uuid", [b"GPU-\xff\xfe", b'GPU-1"} 1\n', b"A" * 96, b"GPU-" + b"a" * 92, b""])

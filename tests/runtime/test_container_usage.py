@@ -70,8 +70,8 @@ async def test_a_container_of_this_agent(host: Host) -> None:
     host.region(host.new, "uid-train-0_main", v1(two, [Slot({0: 700 * MIB}, {0: 30})], last_kernel=NOW))
     await host.usages.look()
     assert host.usages.usage.value == (
-        ContainerUsage("team", "train-0", "main", 0, U1, 700 * MIB, 3000 * MIB, 30, NOW),
-        ContainerUsage("team", "train-0", "main", 1, U0, 0, 4000 * MIB, 0, NOW),
+        ContainerUsage("team", "train-0", "main", 0, U1, 700 * MIB, 3000 * MIB, 30, NOW, 50, 1),
+        ContainerUsage("team", "train-0", "main", 1, U0, 0, 4000 * MIB, 0, NOW, 100, 1),
     )
 
 

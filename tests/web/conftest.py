@@ -233,7 +233,7 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
         volcano_vgpu={"split": 10},
         foreign_problems=("device-config.yaml: nvidia.deviceMemoryScaling is no number",),
     )
-    node.containers = (ContainerUsage("ml", "served", "main", 0, "GPU-0", 1 << 30, 4 << 30, 25, int(NOW) - 8),)
+    node.containers = (ContainerUsage("ml", "served", "main", 0, "GPU-0", 1 << 30, 4 << 30, 25, int(NOW) - 8, 30, 1),)
     node.plugins = (
         *node.plugins,
         PluginStatus(

@@ -169,4 +169,6 @@ def test_a_share_of_a_gpu_that_is_gone_is_shown_by_its_uuid(volcano_node: AgentS
     """The table of pods never loses a holder."""
     served = volcano_node.ledger.grants[2]
     volcano_node.ledger.grants = (dataclasses.replace(served, shares=(Share("GPU-lost", 1024),)),)
-    assert "  ml/served  main       volcano.sh/vgpu-number  GPU-lost  proven  50s\n" in page.as_text(views.overview(volcano_node, NOW))
+    assert "  ml/served  main       volcano.sh/vgpu-number  GPU-lost  identified  not in force  50s\n" in page.as_text(
+        views.overview(volcano_node, NOW)
+    )

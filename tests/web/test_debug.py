@@ -68,6 +68,8 @@ def test_the_ledger_shows_its_grants_and_its_last_verification(node: AgentStatus
         "ids_total": 1,
         "shares": [{"device": "GPU-0", "gpu": "GPU-0", "gpu_index": 0, "memory_mib": 0, "cores_percent": 0, "exclusive": False}],
         "reserved": {"at": "2027-01-15T07:59:00.000Z", "seconds_ago": 60.0},
+        "limit": "no limit",
+        "limit_reason": "the holders of the GPU take turns, and nothing limits any of them",
     }
 
 

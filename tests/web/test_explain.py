@@ -33,7 +33,11 @@ def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus
     """Issue §2: every decision with its evidence."""
     told = explain.explain(volcano_node, NOW, "ml/served")
     has, known, is_ = told.answer
-    assert has == "Container main has 4096 MiB and 30 % of the cores of GPU 0 (GPU-0) through volcano.sh/vgpu-number; the grant is proven."
+    assert (
+        has
+        == "Container main has 4096 MiB and 30 % of the cores of GPU 0 (GPU-0) through volcano.sh/vgpu-number; the grant is identified. "
+        "Its limit is in force: a process in the container has the library open, and its region holds these limits."
+    )
     assert known == (
         "That is known because: kubelet's checkpoint gives these ids to container main; "
         "decided by the scheduler, in volcano.sh/vgpu-ids-new."
@@ -113,7 +117,9 @@ def test_an_early_guess_is_called_a_guess(volcano_node: AgentStatus) -> None:
         *status.ledger.grants,
         Grant(9, "volcano-vgpu", VGPU, ("a-4",), (), reserved_at=NOW - 4, decided_for=("uid-new", "main")),
     )
-    assert "Container main was probably meant by an Allocate 4 s ago; it is proven before the container starts." in sentences(status, "new")
+    assert "Container main was probably meant by an Allocate 4 s ago; its pod is identified before the container starts." in sentences(
+        status, "new"
+    )
 
 
 def test_ids_that_wait_for_the_start_are_promised(volcano_node: AgentStatus) -> None:

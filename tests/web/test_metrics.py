@@ -98,7 +98,7 @@ def test_a_series_says_what_the_snapshot_says_in_base_units(node: AgentStatus, s
     [
         (("vgpu_agent_binding_info", "mode=late"), 1),
         (("vgpu_agent_family_offered", "family=volcano-vgpu"), 1),
-        (("vgpu_agent_grants", "family=volcano-vgpu", "state=proven"), 1),
+        (("vgpu_agent_grants", "family=volcano-vgpu", "state=identified"), 1),
         (("vgpu_agent_grants", "family=volcano-vgpu", "state=reserved"), 1),
         (("vgpu_agent_pre_starts_total", "resource=volcano.sh/vgpu-number", "result=granted"), 3),
         (("vgpu_agent_pre_starts_total", "resource=volcano.sh/vgpu-number", "result=refused"), 1),

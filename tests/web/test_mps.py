@@ -13,7 +13,7 @@ RUNNING = MpsStatus(
     MpsState.RUNNING,
     adopted=True,
     running_since=1000.0,
-    proven_at=1060.0,
+    limits_seen_at=1060.0,
     thread_percentage=25,
     limits=(("GPU-1", 10240),),
     clients=(4711, 4712),
@@ -28,7 +28,7 @@ def test_a_daemon_is_shown_with_its_limits_and_clients() -> None:
     assert (daemon["state"], daemon["adopted"], daemon["trouble"]) == ("running", True, "")
     assert daemon["memory_limit_mib"] == {"GPU-1": 10240}
     assert daemon["clients"] == (4711, 4712)
-    assert daemon["proven"].seconds_ago == 1.0
+    assert daemon["limits_seen"].seconds_ago == 1.0
 
 
 def test_each_daemon_has_its_series() -> None:

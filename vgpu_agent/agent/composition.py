@@ -27,6 +27,7 @@ from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.footprint import keep_small, settle
 from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.agent.lag import LoopLag
+from vgpu_agent.agent.limits_watch import LimitsWatch
 from vgpu_agent.agent.mig_side import MigSide
 from vgpu_agent.agent.mps_side import MpsSide
 from vgpu_agent.agent.named_configuration import with_named_configuration
@@ -321,6 +322,7 @@ class Agent:
                 # It promises no sign of life: a disk that hangs is not mended by a restart of the agent.
                 self._supervisor.start("container usage", self._usages.run)
                 self._supervisor.start("region sizes", self._regions.run)
+                self._supervisor.start("limits", LimitsWatch(self._usages.usage, self._report.status, self._journal).run)
         self._report.starting = ""
         inventory = self._watch.inventory.value
         _logger.info(

@@ -123,7 +123,7 @@ class _Demo:
             await self._scenes()
             await play_volcano(self._directory / "volcano", self._tell)
             await play_mps(self._directory / "mps", self._tell)
-            self._tell.say(f"\n{self._tell.proofs} things proven in {time.monotonic() - began:.1f} s.")
+            self._tell.say(f"\n{self._tell.proofs} things checked in {time.monotonic() - began:.1f} s.")
             if not self._check:
                 await self._stay()
         except (AgentError, TimeoutError) as err:

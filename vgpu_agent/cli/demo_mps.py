@@ -100,7 +100,7 @@ class _Story:
         narrator = self._narrator
         narrator.prove(
             (memory_mib, daemon["thread_percentage"]) == (81920 // 4, 25),
-            f"the resource is offered once its daemon has proven the limits: {memory_mib} MiB and {daemon['thread_percentage']} % a client",
+            f"the resource is offered once its daemon has confirmed: {memory_mib} MiB and {daemon['thread_percentage']} % a client",
         )
         for name in _PODS:
             pod = await self._kubelet.admit(name, [Container("main", {_GPU: 1})])

@@ -142,8 +142,8 @@ class _Story:
             for sentence in evidence.get(name, ()):
                 self._narrator.say(f"     {name}: {sentence}")
         uids = {name: self._cluster.pod(name)["metadata"]["uid"] for name in _PODS}
-        proven = all(any(uid in sentence for sentence in evidence.get(name, ())) for name, uid in uids.items())
-        self._narrator.prove(proven, "each start was proven from kubelet's own records, by pod UID and container; nothing was guessed")
+        identified = all(any(uid in sentence for sentence in evidence.get(name, ())) for name, uid in uids.items())
+        self._narrator.prove(identified, "the pod of each start was identified from kubelet's own records, by its UID and container")
 
     async def _the_pods_say_that_it_is_done(self) -> None:
         def done(name: str) -> bool:

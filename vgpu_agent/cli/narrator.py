@@ -1,4 +1,4 @@
-"""How the demo's stories speak: scenes, what was proven, and the number of it. Used by `demo`, `demo_volcano` and `demo_mps`."""
+"""How the demo's stories speak: scenes, what was checked, and the number of it. Used by `demo`, `demo_volcano` and `demo_mps`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vgpu_agent.errors import SimulationError
 
 
 class Narrator:
-    """Tells on stdout; ``proofs`` counts what was proven so far."""
+    """Tells on stdout; ``proofs`` counts what was checked so far."""
 
     def __init__(self) -> None:
         self.proofs = 0

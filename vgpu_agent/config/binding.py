@@ -32,7 +32,7 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     mode: Annotated[
         Literal["auto", "late", "early"],
         Meta(
-            description="late: Allocate answers with a CDI name; PreStartContainer proves the pod and writes that CDI spec. early: "
+            description="late: Allocate answers with a CDI name; PreStartContainer identifies the pod and writes that CDI spec. early: "
             "Allocate "
             "answers in full for the likeliest pod, and PreStartContainer refuses a wrong guess. auto: late where the Node's status "
             "names a "

@@ -42,10 +42,18 @@ class DeviceUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionUse:
-    """What a region says: its devices, and the unix seconds of the last kernel launch, 0 when there was none or the layout does not say."""
+    """What a region says.
+
+    Attributes:
+        last_kernel_at: unix seconds of the last kernel launch; 0 when there was none, or the layout does not say.
+        processes: how many live processes have the library and this region open.
+        limits_cores: the switch that the library's limiter of compute obeys is on.
+    """
 
     devices: tuple[DeviceUse, ...]
     last_kernel_at: int = 0
+    processes: int = 0
+    limits_cores: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class _Layout:
     sm_used: int
     sm_size: int
     status: int
-    proc_num: int
+    proc_num: int  # and behind it the switch of the limiter
     last_kernel_time: int | None
 
 
@@ -117,16 +125,17 @@ def _layout(size: int, read: Callable[[int, int], bytes]) -> _Layout | Unreadabl
 def _use(layout: _Layout, read: Callable[[int, int], bytes], is_alive: Callable[[int, int], bool]) -> RegionUse:
     head = read(0, layout.slots)
     (device_num,) = struct.unpack_from("<Q", head, layout.device_num)
-    (proc_num,) = struct.unpack("<i", read(layout.proc_num, 4))
+    proc_num, switch = struct.unpack("<ii", read(layout.proc_num, 8))
     limits = struct.unpack_from(f"<{MAX_DEVICES}Q", head, layout.limits)
     sm_limits = struct.unpack_from(f"<{MAX_DEVICES}Q", head, layout.sm_limits)
     devices = min(device_num, MAX_DEVICES)
-    used, sm = [0] * devices, [0] * devices
+    used, sm, processes = [0] * devices, [0] * devices, 0
     for slot in _slots(layout, read, min(max(proc_num, 0), _MAX_SLOTS)):
         pid, hostpid = struct.unpack_from("<ii", slot)
         (status,) = struct.unpack_from("<i", slot, layout.status)
         if not status or not is_alive(hostpid, pid):
             continue
+        processes += 1
         for index in range(devices):
             used[index] += struct.unpack_from("<Q", slot, layout.used_total + index * layout.used_size)[0]
             sm[index] += struct.unpack_from("<Q", slot, layout.sm_used + index * layout.sm_size)[0]
@@ -140,6 +149,8 @@ def _use(layout: _Layout, read: Callable[[int, int], bytes], is_alive: Callable[
             if (uuid := _uuid(head, layout.uuids + index * _UUID_BYTES))
         ),
         last_kernel_at,
+        processes,
+        bool(switch),
     )
 
 

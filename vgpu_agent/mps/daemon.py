@@ -1,4 +1,4 @@
-"""The life of one MPS control daemon: found or started, told its limits, proven, watched, and ended when nobody needs it.
+"""The life of one MPS control daemon: found or started, told its limits, asked for them, watched, and ended when nobody needs it.
 
 A daemon that ends takes the CUDA programs of its clients with it (NVIDIA's issue 669), so the rule above all is: none is ended, replaced or
 killed while somebody holds a share through it. An agent that starts adopts the daemon that is there. Whatever keeps the limits from being
@@ -237,7 +237,7 @@ class Daemon:
         plan, status = self._plan, self.status
         self._tail = LogTail(f"{plan.log}/control.log", from_the_end=adopted)
         status.state, status.trouble, status.adopted = MpsState.RUNNING, "", adopted
-        status.running_since = status.proven_at = time.time()
+        status.running_since = status.limits_seen_at = time.time()
         status.thread_percentage = plan.thread_percentage
         status.limits = tuple((limit.uuid, limit.memory_mib) for limit in plan.devices)
         status.lent = tuple(sorted(self._lent))
@@ -282,7 +282,7 @@ class Daemon:
                 raise MpsError(f"its MPS control daemon has {still} and does not take its limits again")
             self._journal.record("mps.limits_restored", level="warning", resource=self._plan.resource, had=difference)
         await self._count(control)
-        self.status.proven_at = time.time()
+        self.status.limits_seen_at = time.time()
         for line in await asyncio.to_thread(self._tail.read) if self._tail else ():
             _logger.info("mps.control_log", resource=self._plan.resource, line=line)
 

@@ -140,6 +140,9 @@ def _entries(pod: Pod, container: str, use: RegionUse) -> list[ContainerUsage]:
             device.limit_bytes,
             device.cores_percent,
             use.last_kernel_at,
+            device.cores_limit_percent,
+            use.processes,
+            limits_cores=use.limits_cores,
         )
         for device in use.devices
     ]

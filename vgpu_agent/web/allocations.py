@@ -12,6 +12,7 @@ import msgspec
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.model import GrantState
 from vgpu_agent.web import binding, views
+from vgpu_agent.web.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,7 +34,7 @@ class AllocationView(views.GrantView, frozen=True):
     Attributes:
         token: leads from Allocate to the last annotation in the log, and names the CDI device; empty where the ids say everything.
         decided_for: null until a pod has decided. An early guess may differ from the owner, which is kubelet's word.
-        evidence: how the owner was proven and who decided, one sentence each.
+        evidence: how the owner was identified and who decided, one sentence each.
     """
 
     token: str = ""
@@ -46,9 +47,10 @@ def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
 
     Reservations that nobody has claimed are shown for every pod, because each of them may be its.
     """
+    known = Limits(status)
     found = {
         "allocations": allocations(status, now) if pod is None else of_pod(status, now, pod),
-        "unclaimed": tuple(_view(status, grant, now) for grant in unclaimed(status)),
+        "unclaimed": tuple(_view(status, grant, now, known) for grant in unclaimed(status)),
         "refusals": tuple(refusal for refusal in binding.refusals(status, now) if pod is None or refusal.pod_name == pod),
     }
     return found if pod is None else {"pod": pod, **found}
@@ -56,7 +58,8 @@ def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
 
 def allocations(status: AgentStatus, now: float) -> tuple[AllocationView, ...]:
     """Every live grant, the oldest first."""
-    return tuple(_view(status, grant, now) for grant in sorted(views.live_grants(status), key=lambda grant: grant.number))
+    known = Limits(status)
+    return tuple(_view(status, grant, now, known) for grant in sorted(views.live_grants(status), key=lambda grant: grant.number))
 
 
 def of_pod(status: AgentStatus, now: float, pod: str) -> tuple[AllocationView, ...]:
@@ -77,9 +80,9 @@ def unclaimed(status: AgentStatus) -> Iterable[Grant]:
     return sorted(waiting, key=lambda grant: grant.reserved_at)
 
 
-def _view(status: AgentStatus, grant: Grant, now: float) -> AllocationView:
+def _view(status: AgentStatus, grant: Grant, now: float, known: Limits) -> AllocationView:
     return AllocationView(
-        **msgspec.structs.asdict(views.grant(status, grant, now)),
+        **msgspec.structs.asdict(views.grant(status, grant, now, known)),
         token=grant_token(grant.resource, grant.ids) if grant.resource in status.ledger.decided_by_pod else "",
         decided_for=DecidedFor(*grant.decided_for) if grant.decided_for else None,
         evidence=grant.evidence,

@@ -27,7 +27,21 @@ BINDING: tuple[Metric, ...] = (
         "1 while a resource of the family is served; /readyz names the reason when none is.",
         readings_binding.family_offered,
     ),
-    Metric("vgpu_agent_grants", _G, ("family", "state"), "Grants by family and state.", readings_binding.grants),
+    Metric(
+        "vgpu_agent_grants",
+        _G,
+        ("family", "state"),
+        "Grants by family and state; identified says whose the share is, not that a limit holds.",
+        readings_binding.grants,
+    ),
+    Metric(
+        "vgpu_agent_limits",
+        _G,
+        ("family", "limit"),
+        "Grants by family and by how far their limit has come: whole device, no limit, configured, in force (seen from the host) or not in "
+        "force. /debug/allocations says why.",
+        readings_binding.limits,
+    ),
     Metric(
         "vgpu_agent_pre_starts_total",
         _C,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SHOWN_EVENTS = 20
 _FAILED = "Failed"  # phase of a pod
+_LIMIT_WORDS = {"no limit": "not there", "whole device": "not needed", "configured": "configured, and not seen in force"}
 
 
 class EventView(msgspec.Struct, frozen=True):
@@ -138,7 +139,8 @@ def _counted_alone(status: AgentStatus, container: PodContainer) -> Iterator[str
 
 def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
     if grant.shares:
-        yield f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; the grant is {grant.state}."
+        limit = f" Its limit is {_LIMIT_WORDS.get(grant.limit, grant.limit)}: {grant.limit_reason}." if grant.limit else ""
+        yield f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; the grant is {grant.state}.{limit}"
     elif container.started:
         yield f"Container {grant.container} holds {grant.ids_total} of {grant.resource} and runs, but what it was given is not known here."
     else:
@@ -186,7 +188,7 @@ def _not_asked(status: AgentStatus, now: float, pod: Pod, container: PodContaine
     if guessed:
         yield (
             f"Container {container.name} was probably meant by an Allocate {_seconds(guessed[0].reserved.seconds_ago or 0)} ago; "
-            "it is proven before the container starts."
+            "its pod is identified before the container starts."
         )
     elif waiting:
         yield (

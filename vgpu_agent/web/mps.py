@@ -30,7 +30,7 @@ def _daemon(daemon: MpsStatus, now: float) -> dict[str, Any]:
         "trouble": daemon.trouble,
         "adopted": daemon.adopted,
         "running": when(daemon.running_since, now),
-        "proven": when(daemon.proven_at, now),
+        "limits_seen": when(daemon.limits_seen_at, now),
         "thread_percentage": daemon.thread_percentage,
         "memory_limit_mib": dict(daemon.limits),
         "clients": daemon.clients,
@@ -54,7 +54,7 @@ MPS: tuple[Metric, ...] = (
         "vgpu_agent_mps_daemon_up",
         Kind.GAUGE,
         ("resource",),
-        "1 while the resource's MPS control daemon runs and its limits are proven to be in force.",
+        "1 while the resource's MPS control daemon runs and its limits were seen to be in force.",
         each_daemon(_in_force),
     ),
     Metric(

@@ -105,7 +105,7 @@ def _tables(overview: Overview) -> Iterator[_Table]:
     yield "Resources", ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"), _resource_rows(overview), "none offered"
     if overview.binding.families:
         yield "Families", ("FAMILY", "STATE", "BOUND", "WHY"), _family_rows(overview), "none"
-    yield "Pods", ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "KNOWN FOR"), _pod_rows(overview), "no pod holds a share"
+    yield "Pods", ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "LIMIT", "KNOWN FOR"), _pod_rows(overview), "no pod holds a share"
     if overview.refusals:
         yield "Refused starts", ("POD", "CONTAINER", "FOR", "TIMES", "REASON"), _refusal_rows(overview), "none"
     problems: list[tuple[str, ...]] = [(problem.part, _one_line(problem.reason)) for problem in overview.problems]
@@ -176,6 +176,7 @@ def _pod_rows(overview: Overview) -> list[tuple[str, ...]]:
             grant.resource,
             ", ".join(share.device if share.gpu_index is None else str(share.gpu_index) for share in grant.shares) or "-",
             grant.state,
+            grant.limit or "-",
             _since(grant.reserved),
         )
         for pod in overview.pods

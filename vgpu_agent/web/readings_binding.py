@@ -6,6 +6,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.web import binding, views
+from vgpu_agent.web.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +29,14 @@ def family_offered(moment: Moment) -> Iterator[Row]:
 def grants(moment: Moment) -> Iterator[Row]:
     """Grants that hold something, counted."""
     counts = collections.Counter((grant.family, grant.state.value) for grant in views.live_grants(moment.status))
+    return iter(counts.items())
+
+
+def limits(moment: Moment) -> Iterator[Row]:
+    """Grants whose shares are decided, by the state of their limit."""
+    known = Limits(moment.status)
+    found = ((grant.family, known.of(grant)) for grant in views.live_grants(moment.status))
+    counts = collections.Counter((family, limit.state.value) for family, limit in found if limit is not None)
     return iter(counts.items())
 
 

@@ -18,6 +18,7 @@ from vgpu_agent.status import NvmlState
 from vgpu_agent.web import binding as how_bound
 from vgpu_agent.web import problems, slices
 from vgpu_agent.web.binding import BindingView, RefusalView
+from vgpu_agent.web.limits import Limits
 from vgpu_agent.web.moments import When, when
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class GrantView(msgspec.Struct, frozen=True):
     ids_total: int = 0
     shares: tuple[ShareView, ...] = ()
     reserved: When = When()
+    limit: str = ""  # a `LimitState`; empty while it is not decided what the container gets
+    limit_reason: str = ""
 
     @property
     def pod_name(self) -> str:
@@ -186,12 +189,14 @@ def live_grants(status: AgentStatus) -> Iterator[Grant]:
 
 def grants(status: AgentStatus, now: float) -> tuple[GrantView, ...]:
     """Every live grant, the oldest first."""
-    return tuple(grant(status, one, now) for one in sorted(live_grants(status), key=lambda one: one.number))
+    known = Limits(status)
+    return tuple(grant(status, one, now, known) for one in sorted(live_grants(status), key=lambda one: one.number))
 
 
-def grant(status: AgentStatus, one: Grant, now: float) -> GrantView:
-    """One grant."""
+def grant(status: AgentStatus, one: Grant, now: float, known: Limits | None = None) -> GrantView:
+    """One grant; ``known`` are the snapshot's limits, for whoever asks for many."""
     owner, devices = one.owner, gpu_of_devices(status)
+    limit = (known or Limits(status)).of(one)
     shares = []
     for share in one.shares:
         gpu = devices.get(share.device)
@@ -218,6 +223,8 @@ def grant(status: AgentStatus, one: Grant, now: float) -> GrantView:
         ids_total=len(one.ids),
         shares=tuple(shares),
         reserved=when(one.reserved_at, now),
+        limit=limit.state.value if limit else "",
+        limit_reason=limit.reason if limit else "",
     )
 
 

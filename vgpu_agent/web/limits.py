@@ -1,0 +1,145 @@
+"""The limit of each grant, in one of five words, so that nobody takes an identified pod for a limited one.
+
+*Identified* says whose share it is, and is the grant's own state. What keeps the container to its share is another matter: the limit is
+*configured* once it is written where the backend reads it, and *in force* once that was seen from the host. Used by `views` and
+`readings_binding`, and by `agent` for the journal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING
+
+from vgpu_agent.isolation.backend import Target
+from vgpu_agent.isolation.hami_core import DISABLED_BY, may_be_disabled
+from vgpu_agent.isolation.hami_region import NO_CORES_LIMIT
+from vgpu_agent.model import GrantState, SharingMode
+from vgpu_agent.status import MpsState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vgpu_agent.model import Grant, Share
+    from vgpu_agent.status import AgentStatus, ContainerUsage
+
+_VOLCANO_VGPU = "volcano-vgpu"
+_HAMI_CORE = "hami-core"
+_MIG = "MIG-"
+
+
+class LimitState(enum.StrEnum):
+    """How far a grant's limit has come."""
+
+    WHOLE = "whole device"  # nobody shares it, so nothing need be limited
+    NONE = "no limit"
+    CONFIGURED = "configured"
+    IN_FORCE = "in force"
+    NOT_IN_FORCE = "not in force"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limit:
+    """The state, and one sentence that says how that is known or what is missing."""
+
+    state: LimitState
+    reason: str
+
+
+class Limits:
+    """The limits of a snapshot's grants. State: what the containers' regions say, by container."""
+
+    def __init__(self, status: AgentStatus) -> None:
+        self._status = status
+        self._mps = {daemon.resource: daemon for daemon in status.mps}
+        self._used: dict[tuple[str, str, str], list[ContainerUsage]] = {}
+        for usage in status.containers:
+            self._used.setdefault((usage.namespace, usage.pod, usage.container), []).append(usage)
+
+    def of(self, grant: Grant) -> Limit | None:
+        """The grant's limit; None while it is not decided what the container gets."""
+        if not grant.shares or grant.state is GrantState.RELEASED:
+            return None
+        if all(share.device.startswith(_MIG) for share in grant.shares):
+            return Limit(LimitState.IN_FORCE, "the hardware limits a MIG instance")
+        if grant.family == _VOLCANO_VGPU:
+            return self._of_region(grant)
+        if all(share.exclusive for share in grant.shares):
+            return Limit(LimitState.WHOLE, "nobody else has a share of it")
+        return self._of_sharing(grant.resource)
+
+    def _of_sharing(self, resource: str) -> Limit:
+        sharing = self._status.ledger.sharing.get(resource, "")
+        if sharing == SharingMode.MPS:
+            return self._of_daemon(resource)
+        if sharing == SharingMode.MPS_OF_HOST:
+            return Limit(LimitState.NONE, "the MPS daemon is somebody else's, and its limits are not known here")
+        return Limit(LimitState.NONE, "the holders of the GPU take turns, and nothing limits any of them")
+
+    def _of_daemon(self, resource: str) -> Limit:
+        daemon = self._mps.get(resource)
+        if daemon is None or daemon.trouble or daemon.state is not MpsState.RUNNING:
+            trouble = (daemon.trouble if daemon else "") or "its control daemon does not run"
+            return Limit(LimitState.NOT_IN_FORCE, trouble)
+        return Limit(LimitState.IN_FORCE, "the limits were read back from the MPS control daemon")
+
+    def _of_region(self, grant: Grant) -> Limit:
+        owner = grant.owner
+        used = self._used.get((owner.namespace, owner.pod, owner.container), []) if owner else []
+        if not used and self._status.binding.volcano_vgpu.get("isolation") != _HAMI_CORE:
+            return Limit(LimitState.NONE, "volcanoVgpu.isolation is none")
+        if self._is_disabled(grant):
+            return Limit(LimitState.NONE, f"the pod sets {DISABLED_BY}, and hamiCore.disableVariable lets it")
+        if not used:
+            return Limit(LimitState.CONFIGURED, "its region has not been read yet")
+        if weaker := next(self._weaker(grant.shares, used), ""):
+            return Limit(LimitState.NOT_IN_FORCE, f"{weaker}, so the container can take more than its share")
+        if not any(usage.processes for usage in used):
+            return Limit(LimitState.CONFIGURED, "no process in the container has the library and its region open")
+        return Limit(LimitState.IN_FORCE, "a process in the container has the library open, and its region holds these limits")
+
+    def _weaker(self, shares: Sequence[Share], used: Sequence[ContainerUsage]) -> Iterator[str]:
+        """In what the region allows more than what was configured."""
+        limits_cores = not self._status.binding.volcano_vgpu.get("disable_core_limit")
+        by_device = {usage.uuid: usage for usage in used}
+        for device in dict.fromkeys(share.device for share in shares):
+            own = [share for share in shares if share.device == device]
+            gpu = self._status.inventory.gpu(device)
+            whole = any(share.memory_mib <= 0 for share in own)
+            memory_mib = (gpu.memory_mib if gpu else 0) if whole else sum(share.memory_mib for share in own)
+            cores = sum(share.cores_percent for share in own)
+            usage = by_device.get(device)
+            if usage is None:
+                yield f"the region does not name {device}"
+                continue
+            if memory_mib and not 0 < usage.limit_bytes <= memory_mib << 20:
+                allowed = f"{usage.limit_bytes >> 20} MiB" if usage.limit_bytes else "all memory"
+                yield f"the region allows {allowed} of {device} instead of {memory_mib} MiB"
+            if limits_cores and 0 < cores < NO_CORES_LIMIT:
+                if not 0 < usage.cores_limit_percent <= cores:
+                    yield f"the region allows {usage.cores_limit_percent or NO_CORES_LIMIT} % of {device} instead of {cores} %"
+                elif not usage.limits_cores:
+                    yield "the region's limit of compute is switched off"
+
+    def _is_disabled(self, grant: Grant) -> bool:
+        """True when the pod has switched its limit off, by the settings of now."""
+        owner = grant.owner
+        container = next(
+            (
+                container
+                for pod in self._status.cluster.pods
+                if owner and pod.kubelet_uid == owner.pod_uid
+                for container in pod.containers
+                if container.name == owner.container
+            ),
+            None,
+        )
+        if owner is None or container is None or DISABLED_BY not in container.environment:
+            return False
+        vgpu = self._status.binding.volcano_vgpu
+        pairs = tuple((gpu, share) for share in grant.shares if (gpu := self._status.inventory.gpu(share.device)))
+        scaled = max(vgpu.get("device_memory_scaling", 1.0), vgpu.get("device_core_scaling", 1.0)) > 1
+        unit_mib = vgpu.get("gpu_memory_factor") or 1
+        target = Target(owner.pod_uid, owner.container, "", container.environment, pairs, oversubscribed=scaled, unit_mib=unit_mib)
+        setting, _ = self._status.config.get("hamiCore.disableVariable", ("whole-gpus", ""))
+        return may_be_disabled(str(setting), target)
