@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class LimitsWatch:
     """Compares what regions say with what their grants were given.
 
-    State: which grants were told of, by number, so that each is told once until its limit holds again; a restart tells again.
+    State: which grants were told of, by number. Each is told once for as long as it lives: a container that changes its region every second
+    must not fill the journal. A restart tells again.
     """
 
     def __init__(self, usage: Latest[tuple[ContainerUsage, ...]], status: Callable[[], AgentStatus], journal: Journal) -> None:
@@ -36,20 +37,21 @@ class LimitsWatch:
             self.look()
 
     def look(self) -> None:
-        """Record each limit that is newly not in force, and each that holds again."""
+        """Record each limit that is not in force for the first time."""
         status = self._status()
         limits = Limits(status)
-        loose = {}
+        self._told &= {grant.number for grant in status.ledger.grants}
         for grant in status.ledger.grants:
-            limit = limits.of(grant)
-            if limit is not None and limit.state is LimitState.NOT_IN_FORCE and grant.owner is not None:
-                loose[grant.number] = (grant.owner, limit.reason)
-        for number in loose.keys() - self._told:
-            owner, reason = loose[number]
+            owner, limit = grant.owner, limits.of(grant)
+            if grant.number in self._told or owner is None or limit is None or limit.state is not LimitState.NOT_IN_FORCE:
+                continue
+            self._told.add(grant.number)
             self._journal.record(
-                "limit.not_in_force", level="warning", grant=number, pod=owner.pod_name, container=owner.container, reason=reason
+                "limit.not_in_force",
+                level="warning",
+                grant=grant.number,
+                pod=owner.pod_name,
+                container=owner.container,
+                resource=grant.resource,
+                reason=limit.reason,
             )
-        live = {grant.number for grant in status.ledger.grants}
-        for number in sorted((self._told - loose.keys()) & live):
-            self._journal.record("limit.in_force_again", grant=number)
-        self._told = set(loose)
