@@ -40,9 +40,12 @@ def test_a_late_word_about_a_predecessor_removes_nobody() -> None:
     """The API server's UID decides, also where a static pod's successor has its hash."""
     mirror = {pods.MIRROR_POD: "x", pods.STATIC_POD_HASH: "hash"}
     book = PodBook()
-    book.put(Pod("second", "default", "static", annotations=mirror))
+    book.put(Pod("first", "default", "static", annotations=mirror, reported=True))
+    book.put(Pod("second", "default", "static", annotations=mirror, reported=True))
     book.remove(Pod("first", "default", "static", annotations=mirror))
-    assert book.get("hash") is not None
+    found = book.get("hash")
+    assert found is not None
+    assert (found.uid, found.kubelet_uid, found) == ("second", "hash", book.named("default", "static"))
 
 
 def test_a_name_that_was_used_again_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,10 @@ class RequestRefusedError(AgentError):
     """A container's request is final nonsense (kubelet contract §8: it fails the pod); the message is shown in the pod's status."""
 
 
+class UnusableNameError(RequestRefusedError):
+    """A UID or a container's name that is not what Kubernetes allows, and so must not become part of a path."""
+
+
 class KubeletError(AgentError):
     """The kubelet did not do what its contract says, or could not be reached."""
 

@@ -12,9 +12,11 @@ import collections
 import dataclasses
 import enum
 import operator
+import re
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import UnusableNameError, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,8 +26,44 @@ STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
 _MOST_NAMES = 10_000  # that a book remembers; a node has some hundred pods at a time
+_MOST_OF_A_NAME = 4  # UIDs that are remembered of one name; two are enough to know that there was another
 
 _ENDED = ("Succeeded", "Failed")
+
+# The API server makes UUIDs (RFC 4122), kubelet makes 32 hexadecimal digits, and the file of a static pod may name any other. An underscore
+# is in none of them, so that ``<UID>_<container>`` can be read back; the length leaves room for that in a file name of 255 characters.
+_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,127}")
+_API_SERVER_UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # DNS-1123
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+def is_uid(text: str) -> bool:
+    """Whether ``text`` can be a pod's UID, and so the beginning of a file name."""
+    return _UID.fullmatch(text) is not None
+
+
+def is_container_name(text: str) -> bool:
+    """Whether ``text`` can be a container's name, and so the end of a file name."""
+    return _LABEL.fullmatch(text) is not None
+
+
+def is_object_name(text: str) -> bool:
+    """Whether ``text`` can be the name of a pod or of its namespace."""
+    return _SUBDOMAIN.fullmatch(text) is not None
+
+
+def container_directory(pod_uid: str, container: str) -> str:
+    """``<pod UID>_<container>``, the name of a container's own directory on the host; nothing else may build it.
+
+    Raises:
+        UnusableNameError: one of the two could lead out of the parent directory, or into that of another container.
+    """
+    if not is_uid(pod_uid) or not is_container_name(container):
+        raise UnusableNameError(
+            f"pod UID {quoted(pod_uid)} and container {quoted(container)} are not what Kubernetes allows, so no directory is made for them"
+        )
+    return f"{pod_uid}_{container}"
 
 
 class ContainerKind(enum.StrEnum):
@@ -67,6 +105,9 @@ class Pod:
         created_at: unix seconds of its creation.
         bound: its place in the order in which our watch saw pods bound to this node; smaller is earlier.
         scheduler: ``spec.schedulerName``.
+        reported: kubelet has written its status, which nobody else may. It never does so for a pod that imitates a mirror pod.
+        scheduled: a scheduler has bound it, or kubelet has reported it; otherwise whoever made it has chosen the node (``spec.nodeName``).
+        static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodBook` once it believes the mirror.
     """
 
     uid: str
@@ -82,6 +123,9 @@ class Pod:
     bound: int = 0
     scheduler: str = ""
     resource_version: str = ""
+    reported: bool = False
+    scheduled: bool = False
+    static_uid: str = ""
 
     @property
     def full_name(self) -> str:
@@ -91,7 +135,26 @@ class Pod:
     @property
     def kubelet_uid(self) -> str:
         """The UID under which kubelet keeps the pod: for a mirror of a static pod, the hash of its file."""
-        return self.annotations.get(STATIC_POD_HASH, self.uid) if MIRROR_POD in self.annotations else self.uid
+        return self.static_uid or self.uid
+
+    @property
+    def mirror(self) -> bool:
+        """It says that it mirrors a static pod. kubelet runs no such pod itself, whether that is true or not."""
+        return MIRROR_POD in self.annotations
+
+    @property
+    def claimed_uid(self) -> str:
+        """The static pod that this one says it mirrors, by kubelet's UID; empty when it says nothing that could be true.
+
+        Anybody who may create pods can write that, so it counts only together with something that kubelet has written. A UID as the API
+        server makes them is never a static pod's.
+        """
+        claimed = self.annotations.get(STATIC_POD_HASH, "") if self.mirror else ""
+        return claimed if is_uid(claimed) and not _API_SERVER_UID.fullmatch(claimed) else ""
+
+    def as_static(self, uid: str) -> Pod:
+        """The same as the mirror of the static pod that kubelet knows as ``uid``."""
+        return self if self.static_uid == uid else dataclasses.replace(self, static_uid=uid)
 
     @property
     def ended(self) -> bool:
@@ -106,6 +169,10 @@ class Pod:
 class PodBook:
     """The pods of this node as far as our watch has come.
 
+    A pod is known by the UID that the API server gave it. kubelet keeps a static pod under another one, which only the annotations of its
+    mirror tell, and those anybody can write. So a mirror is believed when kubelet has written its status, which kubelet does for the mirror
+    of a pod that it runs and for no other; a UID that a pod really has is never another's.
+
     State: replaced by `replace` after each list, changed by `put` and `remove` with each event. `revision` moves on with every change.
     Only the event loop's thread may change it.
     """
@@ -113,41 +180,55 @@ class PodBook:
     def __init__(self) -> None:
         self.revision: Latest[int] = Latest(0)
         self.synced = asyncio.Event()
-        self._pods: dict[str, Pod] = {}  # by kubelet's UID
+        self._pods: dict[str, Pod] = {}  # by the API server's UID
         self._in_order: tuple[Pod, ...] | None = None  # `pods`, asked for many times between two changes
+        self._static: dict[str, Pod] | None = None  # the mirrors that are believed, by kubelet's UID
+        self._static_before: dict[str, Pod] = {}
         self._bound: dict[str, int] = {}
         self._last_bound = 0
         self._uids: collections.OrderedDict[tuple[str, str], set[str]] = collections.OrderedDict()  # by name, the last used at the end
+        self._by_name: dict[tuple[str, str], dict[str, None]] = {}  # the API server's UIDs
 
     @property
     def pods(self) -> tuple[Pod, ...]:
         """All of them, in the order in which they were seen bound."""
         if self._in_order is None:
-            self._in_order = tuple(sorted(self._pods.values(), key=operator.attrgetter("bound")))
+            believed = {pod.uid: pod for pod in self._believed().values()}
+            self._in_order = tuple(
+                sorted((believed.get(pod.uid, pod) for pod in self._pods.values()), key=operator.attrgetter("bound"))
+            )
         return self._in_order
 
     def get(self, kubelet_uid: str) -> Pod | None:
         """The pod that kubelet knows under that UID."""
-        return self._pods.get(kubelet_uid)
+        return self._pods.get(kubelet_uid) or self._believed().get(kubelet_uid)
 
     def named(self, namespace: str, name: str) -> Pod | None:
         """The pod of that name; when one was replaced by another, the one that was bound last."""
-        found = [pod for pod in self._pods.values() if (pod.namespace, pod.name) == (namespace, name)]
-        return max(found, key=lambda pod: pod.bound, default=None)
+        found = [self._pods[uid] for uid in self._by_name.get((namespace, name), ())]
+        last = max(found, key=lambda pod: pod.bound, default=None)
+        return self._believed().get(last.claimed_uid, last) if last is not None and last.mirror else last
+
+    def static(self, kubelet_uid: str, namespace: str, name: str) -> Pod | None:
+        """The mirror of the static pod that kubelet knows under that UID, when kubelet itself has named namespace and name of that pod."""
+        pod = self.named(namespace, name)
+        return pod.as_static(kubelet_uid) if pod and pod.claimed_uid == kubelet_uid and kubelet_uid not in self._pods else None
 
     def one_of_its_name(self, pod: Pod) -> bool:
         """Whether no other pod has been seen under this one's name; kubelet may still have a predecessor that was deleted by force."""
-        return self._uids.get((pod.namespace, pod.name), set()) <= {pod.kubelet_uid}
+        return self._uids.get((pod.namespace, pod.name), set()) <= {pod.claimed_uid or pod.uid}
 
     def replace(self, pods: Iterable[Pod]) -> None:
         """Take over a complete list: whoever is not in it is gone.
 
         Pods that a list shows for the first time are ordered by creation, because nobody saw them being bound.
         """
-        listed = {pod.kubelet_uid: pod for pod in sorted(pods, key=lambda pod: (pod.created_at, pod.namespace, pod.name))}
+        listed = {pod.uid: pod for pod in sorted(pods, key=lambda pod: (pod.created_at, pod.namespace, pod.name))}
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
         before = self._pods
-        self._pods, self._in_order = {uid: self._placed(pod) for uid, pod in listed.items()}, None
+        self._pods, self._by_name = {}, {}
+        for pod in listed.values():
+            self._keep(self._placed(pod))
         if self._pods != before or not self.synced.is_set():
             self._changed()
         self.synced.set()
@@ -155,29 +236,62 @@ class PodBook:
     def put(self, pod: Pod) -> None:
         """Take over one pod that was added or changed."""
         placed = self._placed(pod)
-        if self._pods.get(pod.kubelet_uid) != placed:
-            self._pods[pod.kubelet_uid] = placed
+        if self._pods.get(pod.uid) != placed:
+            self._drop(pod.uid)
+            self._keep(placed)
             self._changed()
 
     def remove(self, pod: Pod) -> None:
         """Forget a pod that the API server has deleted."""
-        known = self._pods.get(pod.kubelet_uid)
-        if known is not None and known.uid == pod.uid:
-            del self._pods[pod.kubelet_uid]
-            self._bound.pop(pod.kubelet_uid, None)
+        if self._drop(pod.uid):
+            self._bound.pop(pod.uid, None)
             self._changed()
+
+    def _keep(self, pod: Pod) -> None:
+        self._pods[pod.uid] = pod
+        self._by_name.setdefault((pod.namespace, pod.name), {})[pod.uid] = None
+
+    def _drop(self, uid: str) -> bool:
+        """Whether it was there."""
+        pod = self._pods.pop(uid, None)
+        if pod is None:
+            return False
+        of_name = self._by_name[pod.namespace, pod.name]
+        del of_name[uid]
+        if not of_name:
+            del self._by_name[pod.namespace, pod.name]
+        return True
 
     def _placed(self, pod: Pod) -> Pod:
         name = (pod.namespace, pod.name)
-        self._uids.setdefault(name, set()).add(pod.kubelet_uid)
+        of_name = self._uids.setdefault(name, set())
+        if len(of_name) < _MOST_OF_A_NAME:
+            of_name.add(pod.claimed_uid or pod.uid)
         self._uids.move_to_end(name)
         if len(self._uids) > _MOST_NAMES:
             self._uids.popitem(last=False)
-        if pod.kubelet_uid not in self._bound:
+        if pod.uid not in self._bound:
             self._last_bound += 1
-            self._bound[pod.kubelet_uid] = self._last_bound
-        return dataclasses.replace(pod, bound=self._bound[pod.kubelet_uid])
+            self._bound[pod.uid] = self._last_bound
+        return dataclasses.replace(pod, bound=self._bound[pod.uid], static_uid="")
+
+    def _believed(self) -> Mapping[str, Pod]:
+        """The mirrors of static pods, by kubelet's UID."""
+        if self._static is None:
+            found: dict[str, Pod] = {}
+            for pod in self._pods.values():
+                claimed = pod.claimed_uid if pod.reported else ""
+                if claimed and claimed not in self._pods:
+                    # A mirror that was made anew has the same hash and another UID of the API server's; both may be there for a moment.
+                    known = found.get(claimed)
+                    if known is None or known.bound < pod.bound:
+                        found[claimed] = pod.as_static(claimed)
+            # Who compares by identity has to find the same one as long as nothing about it has changed.
+            before = self._static_before
+            self._static = {uid: before[uid] if before.get(uid) == pod else pod for uid, pod in found.items()}
+            self._static_before = self._static
+        return self._static
 
     def _changed(self) -> None:
-        self._in_order = None
+        self._in_order = self._static = None
         self.revision.publish(self.revision.value + 1)

@@ -62,7 +62,8 @@ def test_the_longest_refused_comes_first() -> None:
 def test_what_is_known_of_a_static_pod_goes_by_kubelets_uid() -> None:
     """kubelet's records name a static pod by its hash, so that is what strikes it out."""
     refusals = Refusals(Clock())
-    refusals.refuse(Pod("api-uid", "default", "static", annotations={MIRROR_POD: "h", STATIC_POD_HASH: "h"}), "main", NUMBER, "full")
+    pod = Pod("api-uid", "default", "static", annotations={MIRROR_POD: "h", STATIC_POD_HASH: "h"}, static_uid="h")
+    refusals.refuse(pod, "main", NUMBER, "full")
     refusals.clear("h", "main")
     assert refusals.current == ()
 

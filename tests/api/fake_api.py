@@ -190,7 +190,8 @@ def node_of(thing: Mapping[str, Any]) -> Node:
 def pod_of(thing: Mapping[str, Any]) -> Pod:
     """What the watch would decode."""
     metadata = thing["metadata"]
-    return Pod(metadata["uid"], metadata["namespace"], metadata["name"], annotations=metadata.get("annotations", {}))
+    reported = "startTime" in thing.get("status", {})
+    return Pod(metadata["uid"], metadata["namespace"], metadata["name"], annotations=metadata.get("annotations", {}), reported=reported)
 
 
 @contextlib.asynccontextmanager

@@ -119,10 +119,20 @@ def test_a_container_has_started_when_it_runs_or_ran() -> None:
     assert {one.name: one.started for one in pod.containers} == {"init": True, "waiting": False, "running": True, "crashing": True}
 
 
-def test_a_mirror_pod_is_known_to_kubelet_under_the_hash_of_its_file() -> None:
-    """Its own UID is the API server's invention."""
+def test_a_mirror_pod_claims_the_hash_of_its_file() -> None:
+    """Whether that is true is not for the pod to say, so it is known by the API server's UID until somebody believes it."""
     pod = decode.pod(_pod(annotations={MIRROR_POD: "h1", STATIC_POD_HASH: "h1"}))
-    assert (pod.uid, pod.kubelet_uid) == ("u1", "h1")
+    assert (pod.uid, pod.kubelet_uid, pod.claimed_uid) == ("u1", "u1", "h1")
+    assert decode.pod(_pod(annotations={STATIC_POD_HASH: "h1"})).claimed_uid == ""
+
+
+def test_a_pod_is_reported_once_kubelet_has_written_when_it_accepted_it() -> None:
+    """A Binding sets the condition PodScheduled; of a pod that was made with spec.nodeName nobody says anything before kubelet does."""
+    scheduled, refused = ({"type": "PodScheduled", "status": status} for status in ("True", "False"))
+    pods = [decode.pod(_pod(status=status)) for status in (None, {"conditions": [refused]}, {"conditions": [scheduled]})]
+    assert [(pod.reported, pod.scheduled) for pod in pods] == [(False, False), (False, False), (False, True)]
+    pod = decode.pod(_pod(status={"startTime": "2026-01-01T00:00:00Z"}))
+    assert (pod.reported, pod.scheduled) == (True, True)
 
 
 def test_nulls_are_what_is_not_there() -> None:

@@ -301,7 +301,8 @@ async def test_a_static_pod_is_wished_for_by_its_hash_and_written_by_its_uid() -
     """kubelet and ledger know it by the hash of its file, the API server's mirror of it has a UID of its own."""
     world = World()
     world.wishes["hash"] = {PHASE: "success"}
-    world.api.put(pod_at("static"), pod("static", uid="mirror-uid", **{MIRROR_POD: "hash", STATIC_POD_HASH: "hash"}))
+    mirror = pod("static", uid="mirror-uid", **{MIRROR_POD: "hash", STATIC_POD_HASH: "hash"})
+    world.api.put(pod_at("static"), mirror | {"status": {"startTime": "2026-01-01T00:00:00Z"}})
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
     assert world.api.requests[0].body == {"metadata": {"uid": "mirror-uid", "annotations": {PHASE: "success"}}}

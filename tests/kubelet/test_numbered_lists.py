@@ -213,7 +213,7 @@ def test_one_answer_after_the_other_is_read_as_if_each_were_the_first(answers: l
 
 def _of_one_pod(*entries: tuple[str, str]) -> bytes:
     response = google_resources.GetPodResourcesResponse()
-    response.pod_resources.name = "p"
+    response.pod_resources.name, response.pod_resources.namespace = "p", "n"
     container = response.pod_resources.containers.add(name="c")
     for resource, id_ in entries:
         container.devices.add(resource_name=resource, device_ids=[id_])

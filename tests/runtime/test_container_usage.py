@@ -114,7 +114,8 @@ async def test_directories_of_nobody_are_not_looked_at(host: Host) -> None:
 async def test_a_static_pod_under_either_uid(host: Host) -> None:
     """kubelet knows it by the hash of its file, and so do we; the replaced plugin knew the API server's."""
     annotations = {MIRROR_POD: "x", STATIC_POD_HASH: "hash"}
-    host.book.put(Pod("uid-api", "team", "static", phase="Running", annotations=annotations, containers=(PodContainer("main"),)))
+    containers = (PodContainer("main"),)
+    host.book.put(Pod("uid-api", "team", "static", phase="Running", annotations=annotations, containers=containers, reported=True))
     region = host.region(host.old, "uid-api_main", used(5))
     assert await host.look() == [("static", "main", 5)]
     region.unlink()

@@ -95,6 +95,8 @@ class LivePod:
             created_at=float(int(self.created_at)),
             scheduler="volcano" if self.plan.origin is Origin.VOLCANO else "default-scheduler",
             resource_version=str(self.version),
+            reported=self.admitted or bool(self.starts),
+            scheduled=not static or self.admitted,
         )
 
 

@@ -127,16 +127,8 @@ def holder(found: Claim, book: PodBook, fetched: Pod | None = None) -> tuple[Pod
         NotProvenError: more than one pod can be meant, or the name belongs to another pod by now.
     """
     if not found.uids:
-        # The checkpoint cannot be read: only a pod that the API server has just named is certain to be the one of that name.
-        if fetched is None:
-            return None
-        if not book.one_of_its_name(fetched):
-            raise NotProvenError(
-                f"there has been another pod named {fetched.full_name}, and without kubelet's checkpoint it is not certain which of them "
-                "starts; kubelet will ask again"
-            )
-        return fetched, _owner(fetched, found.containers[""])
-    known = {uid: pod for uid in found.uids if (pod := _known(uid, book, fetched)) is not None}
+        return _holder_by_name(found, book, fetched) if fetched is not None else None
+    known = {uid: pod for uid in found.uids if (pod := _known(uid, found.named, book, fetched)) is not None}
     strangers = [uid for uid in found.uids if uid not in known]
     if strangers and fetched is None:
         return None  # with a pod unseen, even a known one may be the predecessor that had these ids
@@ -146,7 +138,7 @@ def holder(found: Claim, book: PodBook, fetched: Pod | None = None) -> tuple[Pod
     if fetched is not None:
         # One name, one pod: whoever had it before the one that the API server has now, is gone.
         same_name = {uid for uid, pod in candidates.items() if (pod.namespace, pod.name) == (fetched.namespace, fetched.name)}
-        candidates = {uid: pod for uid, pod in candidates.items() if uid not in same_name or uid == fetched.kubelet_uid}
+        candidates = {uid: pod for uid, pod in candidates.items() if uid not in same_name or pod.uid == fetched.uid}
     if len(candidates) > 1 or (candidates and strangers and not found.named):
         pods = ", ".join(sorted([*(f"{pod.full_name} ({uid})" for uid, pod in candidates.items()), *strangers]))
         raise NotProvenError(f"kubelet's checkpoint names several pods for the same ids: {pods}; the start is refused", ambiguous=True)
@@ -154,11 +146,27 @@ def holder(found: Claim, book: PodBook, fetched: Pod | None = None) -> tuple[Pod
         if fetched is not None:
             raise NotProvenError(
                 f"kubelet starts pod {fetched.full_name} with UID {', '.join(found.uids)}, but the API server has UID "
-                f"{fetched.kubelet_uid} under that name; the pod was replaced, kubelet will notice"
+                f"{fetched.claimed_uid or fetched.uid} under that name; the pod was replaced, kubelet will notice"
             )
         return None
     uid, pod = next(iter(candidates.items()))
     return pod, _owner(pod, found.containers[uid], uid)
+
+
+def _holder_by_name(found: Claim, book: PodBook, fetched: Pod) -> tuple[Pod, Owner]:
+    """The same without the checkpoint: only a pod that the API server has just named is certain to be the one of that name.
+
+    Raises:
+        NotProvenError: there has been another pod of that name.
+    """
+    if not book.one_of_its_name(fetched):
+        raise NotProvenError(
+            f"there has been another pod named {fetched.full_name}, and without kubelet's checkpoint it is not certain which of them "
+            "starts; kubelet will ask again"
+        )
+    # pod-resources names it, and kubelet runs no pod that says it is a mirror, so it runs the static pod of that name.
+    pod = fetched.as_static(fetched.claimed_uid)
+    return pod, _owner(pod, found.containers[""])
 
 
 def suspects(resource: str, ids: Sequence[str], testimony: Testimony, book: PodBook) -> tuple[tuple[Pod, str], ...]:
@@ -186,10 +194,21 @@ def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | 
             )
 
 
-def _known(uid: str, book: PodBook, fetched: Pod | None) -> Pod | None:
-    if fetched is not None and fetched.kubelet_uid == uid:
+def _known(uid: str, named: tuple[str, str] | None, book: PodBook, fetched: Pod | None) -> Pod | None:
+    """The pod that kubelet knows as ``uid``; for a static pod, its mirror.
+
+    What a pod says of itself is no proof. A mirror is believed when kubelet has written its status, which the book knows, or when
+    pod-resources has named it: kubelet runs no pod of the API server that says it is a mirror, so that name is a static pod's.
+    """
+    known = book.get(uid)
+    if fetched is None:
+        return known or (book.static(uid, *named) if named else None)
+    if fetched.uid == uid:
         return fetched
-    return book.get(uid)
+    name = (fetched.namespace, fetched.name)
+    # A mirror that was made anew has another UID of the API server's, and the name of the one before.
+    believed = known is not None and known.uid != uid and (known.namespace, known.name) == name
+    return fetched.as_static(uid) if fetched.claimed_uid == uid and (believed or (known is None and named == name)) else known
 
 
 def _owner(pod: Pod, names: Iterable[str], uid: str = "") -> Owner:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from vgpu_agent.cluster.quantities import whole_number
-from vgpu_agent.errors import ClusterError
+from vgpu_agent.errors import ClusterError, quoted
 from vgpu_agent.nodes import Node
-from vgpu_agent.pods import ContainerKind, Pod, PodContainer
+from vgpu_agent.pods import ContainerKind, Pod, PodContainer, is_container_name, is_object_name, is_uid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,8 +80,15 @@ class _ContainerStatus(_Struct):
     last_state: _State | None = None
 
 
+class _PodCondition(_Struct):
+    type: str = ""
+    status: str = ""
+
+
 class _PodStatus(_Struct):
     phase: str | None = None
+    start_time: str | None = None
+    conditions: list[_PodCondition] | None = None
     container_statuses: list[_ContainerStatus] | None = None
     init_container_statuses: list[_ContainerStatus] | None = None
 
@@ -174,13 +181,16 @@ def pod(raw: Json) -> Pod:
     """A pod.
 
     Raises:
-        ClusterError: it cannot be read, or has no name or no UID.
+        ClusterError: it cannot be read, has no name or no UID, or has names that Kubernetes does not allow.
     """
     read = _decoded(_pods, raw, "a pod")
     metadata, spec, status = read.metadata, read.spec or _PodSpec(), read.status or _PodStatus()
     if not metadata.name or not metadata.uid:
         raise ClusterError(f"the API server sent a pod without a name or a UID ({metadata.namespace}/{metadata.name}); it is ignored")
+    _check_names(metadata, spec)
     started = _started(status.init_container_statuses) | _started(status.container_statuses)
+    # The API server empties the status of a pod that is made, and afterwards kubelet alone writes when it has accepted the pod.
+    reported = bool(status.start_time)
     containers = [
         _container(one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT, started)
         for one in spec.init_containers or ()
@@ -199,7 +209,24 @@ def pod(raw: Json) -> Pod:
         created_at=_unix_seconds(metadata.creation_timestamp),
         scheduler=spec.scheduler_name or "",
         resource_version=metadata.resource_version,
+        reported=reported,
+        # A Binding sets this condition; a pod that was made with spec.nodeName has it only from kubelet.
+        scheduled=reported or any(one.type == "PodScheduled" and one.status == "True" for one in status.conditions or ()),
     )
+
+
+def _check_names(metadata: _Metadata, spec: _PodSpec) -> None:
+    """Names become parts of paths, on the host and in requests.
+
+    Raises:
+        ClusterError: one of them is not what Kubernetes allows.
+    """
+    names = [("name", metadata.name, is_object_name), ("namespace", metadata.namespace, is_object_name), ("UID", metadata.uid, is_uid)]
+    containers = (*(spec.init_containers or ()), *(spec.containers or ()))
+    names += [("container name", one.name, is_container_name) for one in containers]
+    for what, text, allowed in names:
+        if not allowed(text):
+            raise ClusterError(f"the API server sent a pod with the {what} {quoted(text)}, which Kubernetes does not allow; it is ignored")
 
 
 def node(raw: Json) -> Node:

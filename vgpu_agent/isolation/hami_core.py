@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, MemoryMount, Mount, Provision
 from vgpu_agent.isolation.hami_region import MAX_DEVICES, NO_CORES_LIMIT, SIZE, DeviceLimit, limit_parts, region
+from vgpu_agent.pods import container_directory
 
 if TYPE_CHECKING:
     from vgpu_agent.isolation.backend import Target
@@ -92,12 +93,12 @@ class HamiCore:
         """What the container is told and what must be on the host.
 
         Raises:
-            RequestRefusedError: more devices than the library can count.
+            RequestRefusedError: more devices than the library can count, or names that are no part of a path.
             UnhealthyDeviceError: a whole GPU was asked for whose memory the driver has not told yet; a limit of 0 would be none.
         """
         limits = _limits(target)
         cache = _cache_name(target.grant)
-        name = f"{target.pod_uid}_{target.container}"
+        name = container_directory(target.pod_uid, target.container)
         directory = f"{self.containers_directory}/{name}"
         region_path = f"{directory}/{cache}"
         mounts = [Mount(LIBRARY, self.library_path, read_only=True)]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import CheckpointError
+from vgpu_agent.kubelet.names import is_entry
 
 if TYPE_CHECKING:
     import io
@@ -199,7 +200,7 @@ def let_go_of_memory() -> None:
 
 
 def parse_checkpoint(content: bytes | memoryview, *, name: str, wanted: Callable[[str], bool] = _everything) -> tuple[CheckpointEntry, ...]:
-    """The ``wanted`` entries in ``content``; ``name`` is the file's name for the error.
+    """The ``wanted`` entries in ``content``, without those with names that Kubernetes forbids; ``name`` is the file's, for errors.
 
     Raises:
         CheckpointError: see `read_checkpoint`.
@@ -209,7 +210,7 @@ def parse_checkpoint(content: bytes | memoryview, *, name: str, wanted: Callable
         return tuple(
             CheckpointEntry(line.pod_uid, line.container_name, line.resource_name, _ids_decoder.decode(line.device_ids), line.alloc_resp)
             for line in lines
-            if wanted(line.resource_name)
+            if wanted(line.resource_name) and is_entry(line.pod_uid, line.container_name)
         )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
         what = "is empty" if not bytes(content).strip() else f"cannot be understood: {err}"

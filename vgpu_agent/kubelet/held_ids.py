@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet import wire
+from vgpu_agent.kubelet.names import is_listed
 from vgpu_agent.model import Holding, Owner
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class PodResourcesReader:
                 for container in wire.messages(pod, 3):
                     found, rest = self._entries.walk(container)
                     owner = Owner(wire.text(rest.get(1, b"")), namespace=namespace, pod=name)
+                    if not found or not is_listed(namespace, name, owner.container):
+                        continue
                     for resource, ids in found:
                         united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
         except wire.MalformedError as err:

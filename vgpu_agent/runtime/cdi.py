@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord, Inlined
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import CarrierError, quoted
 from vgpu_agent.model import Owner, Share
+from vgpu_agent.pods import is_container_name, is_uid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -163,6 +164,9 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
 def _record(token: str, facts: dict[str, str]) -> GrantRecord:
     try:
         owner = Owner(facts["container"], facts["pod-uid"], facts["namespace"], facts["pod"])
+        if not is_uid(owner.pod_uid) or not is_container_name(owner.container):
+            named = f"UID {quoted(owner.pod_uid)} and container {quoted(owner.container)}"
+            raise CarrierError(f"annotations: expected names that Kubernetes allows, got {named}")
         collected = facts["collected"]
         if collected and (not os.path.isabs(collected) or os.path.normpath(collected) != collected):
             raise CarrierError(f"annotation {_PREFIX}collected: expected an absolute path, got {collected!r}")

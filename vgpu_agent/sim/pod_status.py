@@ -66,8 +66,10 @@ class Containers:
 
     def _write(self, status: Object) -> None:
         with contextlib.suppress(ApiRefusalError):  # deleted meanwhile, or another pod has the name
-            if self._objects.get("pods", self._name, self._namespace)["metadata"]["uid"] == self._uid:
-                self._objects.set_status("pods", self._name, status, self._namespace)
+            pod = self._objects.get("pods", self._name, self._namespace)
+            if pod["metadata"]["uid"] == self._uid:
+                accepted = (pod.get("status") or {}).get("startTime") or _now()
+                self._objects.set_status("pods", self._name, {"startTime": accepted, **status}, self._namespace)
 
 
 def _now() -> str:

@@ -1,0 +1,34 @@
+"""Names in kubelet's records, checked before anything is made of them: they end up in paths and in log lines.
+
+`checkpoint` and `held_ids` ask for each entry. Kubernetes lets no other names come about, so an entry with one is damaged or forged; it is
+left out and logged once, and every other entry counts.
+"""
+
+from __future__ import annotations
+
+from vgpu_agent import log
+from vgpu_agent.errors import quoted
+from vgpu_agent.pods import is_container_name, is_object_name, is_uid
+
+_logger = log.get(__name__)
+_MOST_LOGGED = 32
+_logged: set[tuple[str, str, str]] = set()  # the file is read before every start
+
+
+def is_entry(pod_uid: str, container: str) -> bool:
+    """Whether an entry of the checkpoint has names that Kubernetes allows."""
+    return (is_uid(pod_uid) and is_container_name(container)) or _skip("checkpoint", pod_uid, container)
+
+
+def is_listed(namespace: str, pod: str, container: str) -> bool:
+    """Whether an entry of pod-resources has names that Kubernetes allows."""
+    usable = is_object_name(namespace) and is_object_name(pod) and is_container_name(container)
+    return usable or _skip("pod-resources", f"{namespace}/{pod}", container)
+
+
+def _skip(record: str, pod: str, container: str) -> bool:
+    said = (record, pod[:256], container[:256])
+    if said not in _logged and len(_logged) < _MOST_LOGGED:
+        _logged.add(said)
+        _logger.warning("kubelet.entry_skipped", record=record, pod=quoted(pod), container=quoted(container))
+    return False
