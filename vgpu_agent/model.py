@@ -316,10 +316,11 @@ class Grant:
         ids: the device ids kubelet gave, in kubelet's order.
         shares: one for each distinct device behind the ids.
         owner: None until kubelet's records name it.
-        reserved_at: unix seconds of the Allocate call, or of the rebuild that found it.
+        reserved_at: unix seconds of the Allocate call, or of the rebuild that found it; to be shown, since the wall clock may be set.
         decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod decides; None before. An early guess may
             differ from ``owner``, which is kubelet's word.
         evidence: how the owner was proven and who decided, one sentence each.
+        steady_at: the same moment as ``reserved_at`` by the ledger's own clock, which only grows.
     """
 
     number: int
@@ -332,6 +333,7 @@ class Grant:
     reserved_at: float = 0.0
     decided_for: tuple[str, str] | None = None
     evidence: tuple[str, ...] = ()
+    steady_at: float = 0.0
 
     @property
     def proven(self) -> bool:

@@ -194,9 +194,7 @@ class PodBook:
         """All of them, in the order in which they were seen bound."""
         if self._in_order is None:
             believed = {pod.uid: pod for pod in self._believed().values()}
-            self._in_order = tuple(
-                sorted((believed.get(pod.uid, pod) for pod in self._pods.values()), key=operator.attrgetter("bound"))
-            )
+            self._in_order = tuple(sorted((believed.get(pod.uid, pod) for pod in self._pods.values()), key=operator.attrgetter("bound")))
         return self._in_order
 
     def get(self, kubelet_uid: str) -> Pod | None:

@@ -61,7 +61,7 @@ def test_no_two_containers_share_a_directory_by_the_spelling_of_their_names() ->
 )
 def test_no_forged_pod_enters_the_book(pod: dict[str, Any]) -> None:
     """Names of a pod stand in the paths of requests, too; the error quotes the name within bounds."""
-    good = {"metadata": {"name": "p", "namespace": "n", "uid": UID}, "spec": {"containers": [{"name": "main"}]}}
+    good: dict[str, Any] = {"metadata": {"name": "p", "namespace": "n", "uid": UID}, "spec": {"containers": [{"name": "main"}]}}
     forged = {"metadata": {**good["metadata"], **pod.get("metadata", {})}, "spec": pod.get("spec", good["spec"])}
     assert decode.pod(msgspec.json.encode(good)).uid == UID
     with pytest.raises(ClusterError, match="it is ignored") as caught:

@@ -55,7 +55,7 @@ def interpret(holding: Holding) -> Meaning | None:
 
 def make(clock: Clock, *resources: Resource, inventory: Inventory | None = None) -> Ledger:
     """A ledger that knows the golden node and offers ``resources``."""
-    ledger = Ledger(clock=clock)
+    ledger = Ledger(clock=clock, wall_clock=clock)
     ledger.observe(inventory or golden_inventory())
     ledger.offer(resources)
     return ledger

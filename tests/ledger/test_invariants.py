@@ -24,7 +24,7 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.ledger = Ledger(clock=self.clock)
+        self.ledger = Ledger(clock=self.clock, wall_clock=self.clock)
         self.pods: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.name = NAMES[0]
         self.ill: set[str] = set()
@@ -150,7 +150,7 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
     @rule()
     def agent_restarts(self) -> None:
         """A new process knows what kubelet knows, before it offers anything new."""
-        self.ledger = Ledger(clock=self.clock)
+        self.ledger = Ledger(clock=self.clock, wall_clock=self.clock)
         self._observe()
         self._offer()
         for uuid in self.cordoned:

@@ -152,12 +152,13 @@ class MigSide:
         Raises:
             _NotNowError: it does not answer in time.
         """
-        asked = time.time()
+        read_at, measured_at = self._watch.read_at, self._watch.measured_at
         self._watch.look_now()
         try:
             async with asyncio.timeout(2 * self._call_timeout_seconds):
                 while True:
-                    if min(self._watch.read_at, self._watch.measured_at) >= asked:
+                    # Not compared with the time of asking: somebody may set the wall clock back between the two.
+                    if self._watch.read_at != read_at and self._watch.measured_at != measured_at:
                         return
                     await asyncio.sleep(_PAUSE_SECONDS)
         except TimeoutError:

@@ -8,6 +8,7 @@ contract V10), `run` as a supervised loop.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ class Verification:
         pod_resources: PodResources,
         journal: Journal,
         servers: Callable[[], Iterable[Server]],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allocator = allocator
         self._ledger = ledger
@@ -63,7 +64,7 @@ class Verification:
         self._pod_resources = pod_resources
         self._listed = ListedIds(servers=servers, pod_resources=self._pod_resources, settings=settings, kubelet=kubelet, journal=journal)
         self._restarts_seen = 0
-        self._restarted_at = 0.0
+        self._restarted_at = -math.inf  # by a clock that only grows, and may begin at 0
         self.drift_total = 0
         self.drift_last: tuple[str, ...] = ()
         self.verified_at = 0.0
@@ -112,10 +113,10 @@ class Verification:
         newest = self._ledger.newest
         counted = frozenset(offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY)
         records = await read_records(self._pod_resources, self._settings.checkpoint_path, lambda name: name not in counted)
-        now = self._clock()
+        now, shown_at = self._clock(), time.time()
         if records.trouble and records.trouble != self._kubelet.records_trouble:
             self._journal.record("kubelet.records_incomplete", level="warning", reason=records.trouble)
-        self._kubelet.records_trouble, self._kubelet.records_read_at = records.trouble, now
+        self._kubelet.records_trouble, self._kubelet.records_read_at = records.trouble, shown_at
         if self._kubelet.restarts_seen != self._restarts_seen:
             self._restarts_seen, self._restarted_at = self._kubelet.restarts_seen, now
         drift = self._allocator.confirm(
@@ -132,7 +133,7 @@ class Verification:
         for problem in self._ledger.audit():
             self._journal.record("ledger.unsound", level="error", problem=problem)
         if records.complete:
-            self.verified_at = now
+            self.verified_at = shown_at
         return records.complete
 
 

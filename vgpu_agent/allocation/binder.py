@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +182,7 @@ class Binder:
                 continue
             by = grant.evidence[-1] if grant.evidence else "decided before"
             record = GrantRecord(
-                token, grant.family, grant.resource, len(grant.ids), owner, grant.shares, by, self._clock(), provision.collected
+                token, grant.family, grant.resource, len(grant.ids), owner, grant.shares, by, self._stamp(), provision.collected
             )
             wanted.append((record, provision))
         self._unmade = unmade
@@ -360,9 +361,16 @@ class Binder:
             owner=start.owner,
             shares=grant.shares,
             by=by,
-            decided_at=self._clock(),
+            decided_at=self._stamp(),
             collected=provision.collected,
         )
+
+    def _stamp(self) -> float:
+        """Now, in unix seconds, and always after the stamp of every record: their order says which containers of a pod have ended.
+
+        The records outlive reboots, so no other clock will do, and this one may be set back.
+        """
+        return max([self._clock(), *(math.nextafter(record.decided_at, math.inf) for record in self._around.carrier.records)])
 
     def _refuse(self, start: Start, err: Exception) -> None:
         reason = str(err)

@@ -40,15 +40,21 @@ class Ledger:
     seen, which `agent` keeps. `revision` moves on when a list that kubelet should see, or a grant, has changed.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time) -> None:
+        """Make an empty one.
+
+        Args:
+            clock: seconds that only grow; it decides when a reservation is too old.
+            wall_clock: unix seconds, for what is shown.
+        """
         self.revision: Latest[int] = Latest(0)
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._devices: dict[str, Device] = {}
         self.slices: dict[str, Device] = {}
         self._cordons = Cordons()
         self._offers = Offers()
         self._grants = Grants(self._offers)
-        self._reconciliation = Reconciliation(self._grants, clock)
+        self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
         self._passes = 0
         self.rebuilt = False  # whether kubelet has told of all that was held when this process started
 
@@ -212,14 +218,22 @@ class Ledger:
 
         holders = self._grants.holders(name, ids)
         if (same := self._still_open(holders, set(ids), covering=not by_ids)) and (by_ids or not shares):
-            self._grants.by_number[same.number] = dataclasses.replace(same, reserved_at=self._clock())
+            again = dataclasses.replace(same, reserved_at=self._wall_clock(), steady_at=self._clock())
+            self._grants.by_number[same.number] = again
             return self._grants.by_number[same.number]
 
         before = self._grants.saved()
         for number in holders:
             self._grants.take_from(self._grants.by_number[number], set(ids))
         grant = Grant(
-            self._grants.next_number(), resource.family, name, tuple(ids), tuple(shares), reserved_at=self._clock(), decided_for=decided_for
+            self._grants.next_number(),
+            resource.family,
+            name,
+            tuple(ids),
+            tuple(shares),
+            reserved_at=self._wall_clock(),
+            decided_for=decided_for,
+            steady_at=self._clock(),
         )
         self._grants.enter(grant)
         self._check_capacity(resource, booked, before)
@@ -258,9 +272,10 @@ class Ledger:
             tuple(shares),
             GrantState.PROVEN,
             owner,
-            same.reserved_at if same else self._clock(),
+            same.reserved_at if same else self._wall_clock(),
             decided_for,
             evidence,
+            same.steady_at if same else self._clock(),
         )
         if same and same.shares == decided.shares and same.decided_for == decided_for and same.evidence and not set(ended) - {same.number}:
             if dataclasses.replace(same, evidence=evidence) != decided:

@@ -56,9 +56,9 @@ class Correction:
 class Reconciliation:
     """Follows kubelet's records; its state is that of the grants."""
 
-    def __init__(self, grants: Grants, clock: Callable[[], float]) -> None:
+    def __init__(self, grants: Grants, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self._grants = grants
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
 
     def run(
         self,
@@ -111,8 +111,9 @@ class Reconciliation:
                 meaning.shares,
                 self._state(owner, meaning),
                 owner,
-                self._clock(),
+                self._wall_clock(),
                 meaning.decided_for,
+                steady_at=self._clock(),
             )
         )
         if meaning.by_pod and grants and open_:
@@ -157,7 +158,7 @@ class Reconciliation:
 
     def _outlived(self, grant: Grant, reservation_seconds: float) -> str:
         if grant.owner is None:
-            expired = self._clock() - grant.reserved_at > reservation_seconds
+            expired = self._clock() - grant.steady_at > reservation_seconds
             return f"kubelet did not confirm the reservation within {reservation_seconds:g} s" if expired else ""
         self._grants.misses[grant.number] += 1
         return "the pod has ended" if self._grants.misses[grant.number] >= 2 else ""
