@@ -20,7 +20,7 @@ from vgpu_agent.allocation.guesses import Given
 from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, GrantState
 from vgpu_agent.pods import ContainerKind
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.device_ids import ListedDevice
-    from vgpu_agent.families.family import Family, IdFamily, PodFamily, Question
-    from vgpu_agent.isolation.edits import Provision
+    from vgpu_agent.families.family import Decision, Family, IdFamily, PodFamily, Question
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.ledger.reconciliation import Correction
@@ -333,37 +332,58 @@ class Allocator:
     async def _allocate_early(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
         assert self._around is not None  # noqa: S101 - `_late` has just asked
         assert self.binder is not None  # noqa: S101 - likewise
-        around = self._around
-        candidate = await early.awaited_candidate(around, self.binder.guesses, self._siblings, offered.name, len(ids))
-        if candidate is None:
+        around, family = self._around, self._pod_family(offered)
+        guess = await early.awaited_guess(
+            around,
+            self.binder.guesses,
+            self._siblings,
+            offered.name,
+            len(ids),
+            offered={offer.name: len(offer.ids) for offer in self._ledger.resources},
+            is_refused=lambda candidate: isinstance(self._decide_early(offered, candidate, ids), AgentError),
+        )
+        if guess is None:
             # The words before the colon are those that users of the replaced plugin know (volcano-vgpu:G11).
             raise RequestRefusedError(
                 f"cannot get valid pod: no pending pod on node {around.node} has a container that waits for {len(ids)} of "
                 f"{offered.name}; see /debug/pods"
             )
-        pod, family = candidate.pod, self._pod_family(offered)
-        asked = self._question(offered, pod, candidate.container.name, ids)
-        try:
-            decision = family.decide(asked)
-        except (RequestRefusedError, LedgerError) as err:
-            raise type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}") from err
-        if decision.layouts:
-            raise RequestRefusedError(f"pod {pod.full_name}: a GPU has to be divided for it, which takes binding.mode late")
-        if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
-            # It and the container behind it would each be told a share of its own for the same ids, of which only one can be booked.
-            raise RequestRefusedError(
-                f"pod {pod.full_name}: an init container that asks for {offered.name} needs a scheduler that decides for the pod, or "
-                "binding.mode late"
-            )
+        candidate, decision = guess.candidate, self._decide_early(offered, guess.candidate, ids)
+        if isinstance(decision, AgentError):
+            if guess.alone:
+                raise decision
+            # Another pod may be meant, and an error would fail it for good. At the start it is known who it is, and kubelet asks again.
+            self._journal.record("allocate.unanswered", level="warning", resource=offered.name, ids=_shown(ids), reason=str(decision))
+            grant = self._ledger.reserve(offered.name, ids, (), candidate.key)
+            self._siblings.decided(candidate.container.limits, self._counted())
+            self.binder.guesses.made(grant_token(offered.name, ids), Given(candidate.key, (), Provision(_NOTHING)))
+            return grant, _NOTHING
         try:
             grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key)
         except (CapacityError, UnhealthyDeviceError):
             # A refusal here would be final; at the start it is not, and by then a pod that is ending may have made room.
             grant = self._ledger.reserve(offered.name, ids, (), candidate.key)
-        provision = family.provision(asked, decision.shares)
+        provision = family.provision(self._question(offered, candidate.pod, candidate.container.name, ids), decision.shares)
         self._siblings.decided(candidate.container.limits, self._counted())
         self.binder.guesses.made(grant_token(offered.name, ids), Given(candidate.key, decision.shares, provision))
         return grant, provision.edits
+
+    def _decide_early(self, offered: Resource, candidate: early.Candidate, ids: Sequence[str]) -> Decision | AgentError:
+        """What a candidate would get, or why it cannot get anything."""
+        pod = candidate.pod
+        try:
+            decision = self._pod_family(offered).decide(self._question(offered, pod, candidate.container.name, ids))
+        except (RequestRefusedError, LedgerError) as err:
+            return type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}")
+        if decision.layouts:
+            return RequestRefusedError(f"pod {pod.full_name}: a GPU has to be divided for it, which takes binding.mode late")
+        if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
+            # It and the container behind it would each be told a share of its own for the same ids, of which only one can be booked.
+            return RequestRefusedError(
+                f"pod {pod.full_name}: an init container that asks for {offered.name} needs a scheduler that decides for the pod, or "
+                "binding.mode late"
+            )
+        return decision
 
     def _counted(self) -> list[str]:
         return [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY]
@@ -392,3 +412,6 @@ def _shown(ids: Sequence[str]) -> list[str]:
 
 
 _MOST_SHOWN = 16
+
+# With no answer at all, the runtime of many nodes would go by the variable of the image, and images for GPUs ask for all of them.
+_NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})

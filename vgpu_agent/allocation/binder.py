@@ -246,6 +246,7 @@ class Binder:
         return asked, decision
 
     async def _prove_early(self, start: Start) -> Grant:
+        self.guesses.admitted(start.pod)
         decision = self._decide(start, self._question(start))
         if decision.layouts:
             raise RequestRefusedError("a GPU would have to be divided for the container, which takes binding.mode late")

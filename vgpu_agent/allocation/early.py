@@ -12,7 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from vgpu_agent.allocation.guesses import Guesses
     from vgpu_agent.allocation.surroundings import Surroundings
@@ -32,14 +32,35 @@ class Candidate:
         return self.pod.kubelet_uid, self.container.name
 
 
-def candidates(pods: Iterable[Pod], served: Collection[tuple[str, str]], resource: str, count: int, node: str) -> list[Candidate]:
+def candidates(
+    pods: Iterable[Pod],
+    served: Collection[tuple[str, str]],
+    resource: str,
+    count: int,
+    node: str,
+    *,
+    offered: Mapping[str, int] | None = None,
+    admitted_up_to: int = 0,
+) -> list[Candidate]:
     """The containers that may be asking for ``count`` ids of ``resource`` now, the likeliest first.
 
-    kubelet admits the containers of a pod one after the other, so only the first one that has not been served can be it.
+    kubelet admits the containers of a pod one after the other, so only the first one that has not been served can be it. It asks for no
+    pod that says it is a mirror, and for none that wants more than there is. A pod whose owner has placed it (``spec.nodeName``) and that
+    has been overtaken was turned away; it comes last.
+
+    Args:
+        pods: in the order in which they were bound.
+        served: containers that have been answered.
+        resource: what is allocated.
+        count: how many ids.
+        node: the node's name.
+        offered: how many ids there are of each of our resources.
+        admitted_up_to: the latest place in the order of pods of which kubelet is known to have given ids.
     """
-    found = []
+    found: list[Candidate] = []
+    overtaken: list[Candidate] = []
     for pod in pods:
-        if pod.node != node or pod.ended or pod.deleting or pod.phase != "Pending":
+        if pod.node != node or pod.ended or pod.deleting or pod.phase != "Pending" or _never_admitted(pod, offered or {}):
             continue
         waiting = [
             container
@@ -47,8 +68,20 @@ def candidates(pods: Iterable[Pod], served: Collection[tuple[str, str]], resourc
             if container.limits.get(resource, 0) > 0 and not container.started and (pod.kubelet_uid, container.name) not in served
         ]
         if waiting and waiting[0].limits[resource] == count:
-            found.append(Candidate(pod, waiting[0]))
-    return found
+            late = not pod.scheduled and pod.bound < admitted_up_to
+            (overtaken if late else found).append(Candidate(pod, waiting[0]))
+    return found + overtaken
+
+
+def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
+    """Whether kubelet runs no such pod: an imitation of a mirror pod, or one that asks for more of our resources than there is."""
+    if pod.mirror and not pod.static_uid:
+        return True
+    return any(
+        container.limits.get(name, 0) > count or name in container.unreadable
+        for container in pod.containers
+        for name, count in offered.items()
+    )
 
 
 class Siblings:
@@ -92,8 +125,32 @@ def likeliest(found: list[Candidate], siblings: Siblings) -> Candidate | None:
     return next((candidate for candidate in found if siblings.fits(candidate)), found[0] if found else None)
 
 
-async def awaited_candidate(around: Surroundings, guesses: Guesses, siblings: Siblings, resource: str, count: int) -> Candidate | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guess:
+    """The candidate to decide for.
+
+    Attributes:
+        alone: nobody else can be meant.
+    """
+
+    candidate: Candidate
+    alone: bool
+
+
+async def awaited_guess(
+    around: Surroundings,
+    guesses: Guesses,
+    siblings: Siblings,
+    resource: str,
+    count: int,
+    *,
+    offered: Mapping[str, int],
+    is_refused: Callable[[Candidate], bool],
+) -> Guess | None:
     """The candidate to decide for; one whose pod the watch has not shown yet is waited for, up to ``binding.allocateWaitSeconds``.
+
+    kubelet may have turned a pod away and gone on to the next one; the status that says so follows within that time. It is waited for
+    where the likeliest pod would be refused, and where no scheduler has placed it while others may be meant.
 
     Args:
         around: where pods are known from.
@@ -101,16 +158,31 @@ async def awaited_candidate(around: Surroundings, guesses: Guesses, siblings: Si
         siblings: the second witness.
         resource: what is allocated.
         count: how many ids.
+        offered: see `candidates`.
+        is_refused: whether a candidate cannot get what it asks for.
     """
     book, until = around.book, asyncio.get_running_loop().time() + around.settings.allocate_wait_seconds
     while True:
         version = book.revision.version
-        found = candidates(book.pods, guesses.answered, resource, count, around.node)
-        left = until - asyncio.get_running_loop().time()
-        if found or left <= 0:
-            return likeliest(found, siblings)
+        found = candidates(
+            book.pods,
+            guesses.answered,
+            resource,
+            count,
+            around.node,
+            offered=offered,
+            admitted_up_to=guesses.admitted_up_to,
+        )
+        likely, left = likeliest(found, siblings), until - asyncio.get_running_loop().time()
+        if likely is not None:
+            alone = len(found) == 1
+            if left <= 0 or not (is_refused(likely) or (not alone and not likely.pod.scheduled)):
+                return Guess(likely, alone)
+        elif left <= 0:
+            return None
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(max(left, 0)):
                 await book.revision.newer_than(version)
         except TimeoutError:
-            return None
+            if likely is None:
+                return None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.isolation.edits import Edits, Provision
     from vgpu_agent.model import Grant, Share
+    from vgpu_agent.pods import Pod
 
 Key = tuple[str, str]  # (kubelet's UID of the pod, container)
 
@@ -63,17 +64,25 @@ class Guesses:
 
     State: `given`, by token, and `answered`, the containers that an answer was meant for or that have one, right or wrong; a restart
     derives the second from kubelet's records and does without the first.
+
+    Attributes:
+        admitted_up_to: the latest place, in the order in which pods were bound, of which kubelet is known to have given ids.
     """
 
     def __init__(self) -> None:
         self.given: dict[str, Given] = {}
         self.answered: set[Key] = set()
+        self.admitted_up_to = 0
         self._holders: set[Key] = set()  # those of `answered` that have ids in kubelet's records, and so are not asked about again
 
     def made(self, token: str, given: Given) -> None:
         """An answer was given."""
         self.given[token] = given
         self.answered.add(given.decided_for)
+
+    def admitted(self, pod: Pod) -> None:
+        """kubelet has given ids to ``pod``; of those bound before it, it has admitted or turned away all but a few."""
+        self.admitted_up_to = max(self.admitted_up_to, pod.bound)
 
     def judge(self, token: str, evidence: Evidence, gone: Callable[[str], bool]) -> Verdict:
         """Whether the container may start with the answer it has; ``gone`` says whether a pod has ended or does not exist."""

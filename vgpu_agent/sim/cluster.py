@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import SimulationError
+from vgpu_agent.pods import MIRROR_POD
 from vgpu_agent.sim.api_objects import ApiRefusalError
 from vgpu_agent.sim.api_server import ApiServer
 from vgpu_agent.sim.cdi_reader import Received, received
@@ -296,6 +297,8 @@ class SimulatedCluster:
                 if metadata.get("deletionTimestamp"):
                     self._end_life(metadata["uid"])
                     self.objects.delete("pods", metadata["name"], metadata["namespace"], uid=metadata["uid"], grace_seconds=0)
+                elif MIRROR_POD in (metadata.get("annotations") or {}):
+                    continue  # kubelet runs none of the API server's pods that say so
                 elif metadata["uid"] not in self._seen and not self.hold_admission:
                     self._seen.add(metadata["uid"])
                     await self._admit(item)
