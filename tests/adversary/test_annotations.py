@@ -1,4 +1,4 @@
-"""Attacks by annotations: whatever a tenant writes into its own pod, its own start is refused or served, in bounded time, and nothing breaks."""
+"""Attacks by annotations: whatever a tenant writes into its own pod, its own start is refused or served, in bounded time."""
 
 from __future__ import annotations
 

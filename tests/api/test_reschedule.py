@@ -108,6 +108,16 @@ async def test_a_final_refusal_is_told_at_once() -> None:
     assert world.told == [TOLD]
 
 
+async def test_a_pod_whose_refusal_is_final_is_given_back_at_once_where_the_operator_evicts() -> None:
+    """kubelet keeps a wrong early answer for the life of the pod, so only a new pod can start."""
+    for evict_seconds, evicted in ((0.0, 0), (600.0, 1)):
+        world = World(evict_seconds=evict_seconds)
+        async with world.run():
+            world.refuse(final=True)
+            await asyncio.sleep(15)
+        assert len(world.evictions) == evicted
+
+
 async def test_a_refusal_that_becomes_final_is_told_again_at_once() -> None:
     """The reason is another one now."""
     world = World()

@@ -145,6 +145,8 @@ class Reschedule:
         if after <= 0 or MIRROR_POD in pod.annotations or pod.deleting or pod.ended or pod.uid in self._evicted:
             return self._look_seconds
         backoff = self._backoffs.setdefault(pod.uid, Backoff(self._settings))
+        if refusal.final:  # waiting would help nobody
+            after = 0.0
         wait = max(after - self._seconds(refusal), backoff.seconds_left)
         if wait > 0:
             return wait

@@ -60,7 +60,10 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     ] = 30.0
     refused_evict_seconds: Annotated[
         OptionalSeconds,
-        Meta(description="How long a start must have been refused before the pod is evicted, so that it is scheduled anew. 0: never."),
+        Meta(
+            description="How long a start must have been refused before the pod is evicted, so that it is scheduled anew; a "
+            "wrong early guess, which trying again cannot mend, is evicted at once. 0: never."
+        ),
     ] = 0.0
     pod_variables: Annotated[
         Literal["refuse", "allow"],
