@@ -1,4 +1,4 @@
-"""What an ended container has left behind to keep the agent busy, to kill it, or to keep other containers' files from being collected."""
+"""Leftovers of an ended container that keep the agent busy, kill it, or keep other containers' files from being collected."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -37,12 +38,8 @@ def containers(tmp_path: Path) -> Iterator[Path]:
         (made / name).mkdir(parents=True)
         (made / name / "a.cache").write_bytes(bytes(100))
     yield made
-    removal_of_leftovers(tmp_path)
-
-
-def removal_of_leftovers(folder: Path) -> None:
-    """Remove what pytest's own cleaning would stumble over."""
-    removal.remove_tree(str(folder / "containers"))
+    # Not by the code under test: pytest's own removal would stumble over what is left, in this run and in the next ones.
+    subprocess.run(["rm", "-rf", str(made)], check=False)
 
 
 def hostile(containers: Path) -> Path:
@@ -54,7 +51,7 @@ def hostile(containers: Path) -> Path:
 
 
 def names(directory: Path) -> list[str]:
-    """What is there."""
+    """Names in a directory."""
     return sorted(os.listdir(directory))
 
 
@@ -155,7 +152,7 @@ def test_a_grants_own_directory_given_away_does_not_hold_its_name(containers: Pa
 
 @needs_root
 def test_an_immutable_file_holds_up_nobody(containers: Path) -> None:
-    """What carries the flag is removed by nobody; all around it is."""
+    """Nobody can remove a file with that flag; all around it goes."""
     attacked = hostile(containers)
     (attacked / "gone").write_text("")
     with (attacked / "stays").open("wb") as file:
@@ -191,7 +188,7 @@ def test_a_mount_in_the_tree_holds_up_nobody(containers: Path) -> None:
 
 
 def removal_error(path: Path) -> str:
-    """Why the tree cannot be removed."""
+    """The reason for which the tree cannot be removed."""
     with pytest.raises(Exception, match="cannot remove all of") as raised:
         removal.remove_tree(str(path))
     return str(raised.value)
@@ -304,6 +301,27 @@ async def test_a_removal_that_hangs_holds_up_neither_loop_nor_starts(containers:
     assert any("has not returned" in why and host_files.ASIDE_PREFIX in why for why in grants.left_over.values())
     assert await asyncio.wait_for(asyncio.to_thread(lambda: True), 20)  # where starts are served
     back.set()
+
+
+async def test_what_was_helped_by_hand_goes(containers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again now and then, in every directory, and is no problem any more when it is gone."""
+    monkeypatch.setattr(grants_module, "_PATIENCE_SECONDS", 0.0)
+    really, locked = removal.remove_tree, [True]
+
+    def remove(path: str, *, seconds: float) -> bool:
+        if locked:
+            raise host_files.trouble("remove all of", path, PermissionError(13, "Permission denied"))
+        return really(path, seconds=seconds)
+
+    monkeypatch.setattr(removal, "remove_tree", remove)
+    grants = collector(containers)
+    for _ in range(3):
+        await grants.sweep(str(containers), lambda name: name.startswith("alive"))
+        await grants.sweep(str(containers.parent / "another"), lambda _: False)
+    assert len(grants.left_over) == 1
+    locked.clear()
+    await grants.sweep(str(containers), lambda name: name.startswith("alive"))
+    assert (dict(grants.left_over), names(containers)) == ({}, ["alive_main"])
 
 
 async def test_more_directories_than_pods_are_taken_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

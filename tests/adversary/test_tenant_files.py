@@ -58,11 +58,11 @@ class Node:
         )
 
     def provision(self) -> Provision:
-        """What the container ``uid_main`` gets."""
+        """The provision of the container ``uid_main``."""
         return self.backend.provision(Target("uid", "main", "token", frozenset(), ((GPU, Share(GPU.uuid, 3000, 50)),)))
 
     def record(self) -> GrantRecord:
-        """Whose it is."""
+        """The record of its grant."""
         token = grant_token("volcano.sh/vgpu-number", [f"{GPU.uuid}-1"])
         owner = Owner("main", "uid", "default", "pod")
         shares = (Share(GPU.uuid, 3000, 50),)
@@ -88,7 +88,7 @@ def node(tmp_path: Path) -> Node:
 
 
 def replace_all_by_links(sources: Iterable[tuple[str, bool]]) -> int:
-    """What a container's root does with the directories that it may write to: each entry becomes a link to what it wants to have."""
+    """Do as a container's root in the directories that it may write to: each entry becomes a link to the file that it is after."""
     replaced = 0
     for source, read_only in sources:
         if not read_only and os.path.isdir(source):
@@ -100,7 +100,7 @@ def replace_all_by_links(sources: Iterable[tuple[str, bool]]) -> int:
 
 
 def resolved(sources: Iterable[tuple[str, bool]]) -> list[str]:
-    """What a runtime would mount."""
+    """The files that a runtime would mount."""
     return [os.path.realpath(source) for source, _ in sources]
 
 
@@ -127,7 +127,7 @@ async def test_no_directory_of_the_host_is_writable_in_a_container(node: Node) -
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 async def test_another_user_cannot_replace_a_region(node: Node) -> None:
-    """Who has no root in the container, but sees the host's path by some other way."""
+    """A user without root in the container, who sees the host's path by some other way."""
     await node.mounts_at_start()
     script = f"import os; os.rename({str(node.region)!r}, {str(node.region) + '.old'!r})"
     done = await asyncio.to_thread(
@@ -142,7 +142,7 @@ async def test_another_user_cannot_replace_a_region(node: Node) -> None:
 
 
 def old_directory(node: Node) -> Path:
-    """What an agent of the version before has made for the container, and the container of it."""
+    """The directory that an agent of the version before has made for the container, after the container's attack."""
     made = node.host / "vgpu" / "containers" / "uid_main"
     made.mkdir(parents=True)
     made.chmod(0o777)
@@ -283,7 +283,7 @@ async def test_no_region_escapes_the_guard_by_being_new_or_made_anew(node: Node)
 
 
 async def test_a_start_finds_room_that_a_tenant_has_just_taken(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a region has grown until nothing else fits, it is cut before the neighbour's start is refused."""
+    """A region that has grown until nothing else fits is cut before the neighbour's start is refused."""
     really = os.posix_fallocate
     room: list[bool] = []
 
@@ -309,7 +309,7 @@ async def test_a_shortened_region_hurts_nobody_but_its_container(node: Node) -> 
 
 
 def usages_of(node: Node) -> ContainerUsages:
-    """What the metrics show, of directories from before, too."""
+    """The reader behind the metrics, of directories from before, too."""
     book = PodBook()
     book.put(Pod("uid", "default", "pod", phase="Running", containers=(PodContainer("main"),)))
     directories = [str(node.host / "vgpu" / "regions"), str(node.host / "vgpu" / "containers")]

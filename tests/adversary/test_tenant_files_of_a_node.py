@@ -23,7 +23,7 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 
 def attack(containers: Path) -> Path:
-    """What a container of an earlier version has left in the directory that it could write to."""
+    """The directory that a container of an earlier version could write to, after its attack."""
     made = containers / "11111111-dead-dead-dead-000000000001_main"
     made.mkdir(parents=True)
     made.chmod(0o777)

@@ -234,7 +234,7 @@ class FamiliesInForce:
 
     @property
     def _hami(self) -> bool:
-        """Whether shares are limited by the library."""
+        """True where shares are limited by the library."""
         return self.in_force.get("isolation") == "hami-core" and self.in_force.get("operating_mode") != MIG
 
     @property

@@ -163,7 +163,7 @@ def _told_of(provision: Provision, answers: Collection[Edits]) -> bool:
 
 
 def _is_of(answer: Edits, provision: Provision) -> bool:
-    """Whether ``answer`` is the one of ``provision``, or what an earlier agent, which mounted other things, has made of the same share."""
+    """True for the answer of ``provision``, and for the one that an earlier agent, with other mounts, gave for the same share."""
     wanted = provision.edits
     if answer == wanted or not leads_into(provision.before, answer):
         return answer == wanted
@@ -172,5 +172,5 @@ def _is_of(answer: Edits, provision: Provision) -> bool:
 
 
 def leads_into(directory: str, answer: Edits) -> bool:
-    """Whether a mount of ``answer`` comes from ``directory``, or from something in it; an empty one is none."""
+    """True when a mount of ``answer`` comes from ``directory`` or from below it; an empty ``directory`` is none."""
     return bool(directory) and any(f"{mount.host_path}/".startswith(f"{directory}/") for mount in answer.mounts)

@@ -54,7 +54,7 @@ DECISIVE = frozenset({REGION_VARIABLE, _HOOKS_VARIABLE, _POLICY_VARIABLE})
 
 
 def uses_lock(library: bytes) -> bool:
-    """Whether this libvgpu.so makes a lock file in `LOCK_DIRECTORY`, as those before 2.8.1 do (hami-core contract §1.4)."""
+    """True for a libvgpu.so that makes a lock file in `LOCK_DIRECTORY`, as those before 2.8.1 do (hami-core contract §1.4)."""
     return _LOCK in library
 
 
@@ -81,7 +81,7 @@ class HamiCore:
 
     @property
     def containers_directory(self) -> str:
-        """Where each container has a directory of its own, named ``<pod UID>_<container>``; only root can change it."""
+        """The parent of the containers' own directories, ``<pod UID>_<container>``, which only root can change."""
         return containers_directory(self.host_directory)
 
     @property
@@ -145,12 +145,12 @@ class HamiCore:
 
 
 def containers_directory(host_directory: str) -> str:
-    """Where containers have their directories, below the settings' ``hamiCore.hostDirectory``."""
+    """The parent of the containers' directories, below the settings' ``hamiCore.hostDirectory``."""
     return f"{host_directory}/vgpu/regions"
 
 
 def directory_before(host_directory: str) -> str:
-    """Where the replaced plugin and earlier agents have made them: with mode 0777, and mounted into the containers."""
+    """The parent that the replaced plugin and earlier agents used; those directories have mode 0777 and are mounted into containers."""
     return f"{host_directory}/vgpu/containers"
 
 

@@ -22,7 +22,7 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.runtime import cdi, host_files, removal
 from vgpu_agent.runtime.mounts import MountTables, Use
-from vgpu_agent.runtime.own_thread import OwnThread
+from vgpu_agent.runtime.own_thread import NotReturnedError, OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ _SLICE_SECONDS = 0.25  # at one tree, before the next has its turn
 _ROUND_SECONDS = 5.0  # at all of them, before the loop goes on to other things
 _DEADLINE_SECONDS = 30.0  # one piece of work that a disk has not answered by then is left behind
 _EARLIER = (".remembered.json.", ".layout-")  # unfinished files of agents that gave them random names
-_PATIENT_ROUNDS = 20  # between two attempts at what could not be removed
+_PATIENCE_SECONDS = 600.0  # between two attempts at what could not be removed
 
 
 class GrantDirectory:
@@ -101,7 +101,8 @@ class GrantDirectory:
         self._earlier = earlier
         self._own_thread = OwnThread("grant files")
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
-        self._rounds = 0
+        self._again_at: dict[str, float] = {}  # path → when it is tried again, by the monotonic clock
+        self._hanging = ""  # the path of `_stuck` on which the thread works
 
     @property
     def records(self) -> Sequence[GrantRecord]:
@@ -139,7 +140,7 @@ class GrantDirectory:
         await asyncio.to_thread(self._prepare, record, provision)
 
     async def stands(self, token: str) -> bool:
-        """Whether the spec of that name is where the runtime looks for it, and a container may be started from it as it is.
+        """True when the runtime finds the spec of that name, and a container may be started from it as it is.
 
         What an earlier agent wrote mounts files from a directory that the container could change; it has to be written anew first.
         """
@@ -244,31 +245,45 @@ class GrantDirectory:
         self._say(f"grants.not_swept {parent}", "warning", failed)
         if parent not in failed:  # somebody has helped
             self._stuck = {path: why for path, why in self._stuck.items() if os.path.dirname(path) != parent or path in trees}
-        self._rounds += 1
         await self._remove(trees, beat)
         return tuple(freed)
 
     async def _remove(self, trees: Sequence[str], beat: Callable[[], None]) -> None:
         """Remove what was moved aside: each tree for a while, then the next, until all are gone or the time of a round is up."""
-        waiting = [path for path in trees if path not in self._stuck or self._rounds % _PATIENT_ROUNDS == 0]
+        now = time.monotonic()
+        waiting = [path for path in trees if path not in self._stuck or now >= self._again_at.get(path, now)]
+        self._again_at = {path: at for path, at in self._again_at.items() if path in self._stuck}
         until = time.monotonic() + _ROUND_SECONDS
         while waiting and time.monotonic() < until:
             for path in tuple(waiting):
                 beat()
                 try:
                     done = await self._aside(path, functools.partial(removal.remove_tree, path, seconds=_SLICE_SECONDS))
+                except NotReturnedError as err:
+                    self._hanging = err.what
+                    self._leave(err.what, str(err))
+                    return  # the others wait for the thread
                 except CarrierError as err:
                     waiting.remove(path)
-                    if self._stuck.get(path) != str(err):
-                        self._stuck = {**self._stuck, path: str(err)}
-                        self._journal.record("grants.left_over", level="warning", path=path, error=str(err))
+                    self._leave(path, str(err))
                     continue
                 if done:
                     waiting.remove(path)
                     self._stuck = {other: why for other, why in self._stuck.items() if other != path}
 
+    def _leave(self, path: str, why: str) -> None:
+        """Remember that ``path`` cannot be removed for now; it is said once."""
+        if path not in self._stuck:
+            self._journal.record("grants.left_over", level="warning", path=path, error=why)
+        self._stuck = {**self._stuck, path: why}
+        self._again_at[path] = time.monotonic() + _PATIENCE_SECONDS
+
     async def _aside(self, what: str, call: Callable[[], T]) -> T:
-        return await self._own_thread.run(what, call, seconds=_DEADLINE_SECONDS)
+        result = await self._own_thread.run(what, call, seconds=_DEADLINE_SECONDS)
+        if self._hanging:
+            self._stuck = {path: why for path, why in self._stuck.items() if path != self._hanging}
+            self._hanging = ""
+        return result
 
     def _say(self, event: str, level: str, failed: Mapping[str, Mapping[str, str]]) -> None:
         """Journal what has failed otherwise than the last time: many pods would push all else out of the journal within minutes."""
@@ -365,7 +380,7 @@ class GrantDirectory:
             host_files.replace_file(self._path(record.token, self._kept), cdi.spec_text(record, Edits()))
 
     def _collect(self, record: GrantRecord) -> str | None:
-        """What is left to remove, "" for nothing; None when the grant stays."""
+        """Free the grant; returns the path that is left to remove, "" for none, and None when the grant stays."""
         with self._lock(record.token), self._lock_of(record.collected):
             specced, prepared = self._records.get(record.token) is record, self._prepared.get(record.token) is record
             if not specced and not prepared:
@@ -449,7 +464,7 @@ def _moved_away(path: str) -> str:
 
 
 def _directories(parent: str) -> list[str]:
-    """Some names at least; a directory of the agent's has one for each container, and whoever fills it with more gets a part each time."""
+    """Names of directories in ``parent``, `_MOST_LISTED` at most; the next round sees the others."""
     try:
         with os.scandir(parent) as entries:
             found = (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))

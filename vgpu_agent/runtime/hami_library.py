@@ -84,7 +84,7 @@ class HamiLibrary:
 
     @property
     def locks(self) -> bool:
-        """Whether the installed library makes a lock file in `hami_core.LOCK_DIRECTORY`."""
+        """True when the installed library makes a lock file in `hami_core.LOCK_DIRECTORY`."""
         return self._locks
 
     async def install(self) -> str:

@@ -314,7 +314,7 @@ def _digest(name: str) -> str:
 
 
 def _temporary(path: str) -> str:
-    """Where the file or directory ``path`` is made before it gets its name; always the same, and never too long a name."""
+    """The path under which ``path`` is made before it gets its name: always the same, and never too long."""
     parent, name = os.path.split(path)
     return os.path.join(parent, f"{TEMPORARY_PREFIX}{_digest(name)}{TEMPORARY_SUFFIX}")
 

@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
+class NotReturnedError(CarrierError):
+    """A job takes too long.
+
+    Attributes:
+        what: the path that it works on.
+    """
+
+    def __init__(self, what: str, how_long: str) -> None:
+        self.what = what
+        super().__init__(f"work on {what} has not returned {how_long}; look after that file system")
+
+
 _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", "Callable[[], Any]"]
 
 
@@ -44,11 +57,12 @@ class OwnThread:
             seconds: how long it may take.
 
         Raises:
-            CarrierError: it failed, whatever it raised, or it takes too long, or the one before it still does.
+            NotReturnedError: it takes too long, or the one before it still does.
+            CarrierError: it failed, whatever it raised.
         """
         if self._late is not None and not self._late[2].done():
             what, since, _ = self._late
-            raise CarrierError(f"work on {what} has not returned for {time.monotonic() - since:.0f} s; look after that file system")
+            raise NotReturnedError(what, f"for {time.monotonic() - since:.0f} s")
         self._late = None
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -64,7 +78,7 @@ class OwnThread:
             raise
         if not done:
             self._late = what, began, future
-            raise CarrierError(f"work on {what} has not returned within {seconds:g} s; look after that file system")
+            raise NotReturnedError(what, f"within {seconds:g} s")
         try:
             return future.result()
         except AgentError:
