@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import os
 import platform
+import re
 import stat
 from typing import TYPE_CHECKING
 
@@ -200,21 +201,22 @@ def _loads(library: SharedObject, content: bytes, number: int) -> bool:
 
 
 # On aarch64 a number takes two instructions on one register, which compilers leave together or a few instructions apart: mov for its lower
-# half, and movk for its upper half.
-_MOVE, _KEEP_UPPER, _WIDE = 0x52800000, 0x72A00000, 1 << 31
+# half, and movk for its upper half. Both end with the register's number, and their first bit says how wide it is.
+_MOVE, _KEEP = 0x52800000, 0x72A00000
+_REGISTER, _WIDE = 0x1F, 1 << 31
 _APART_BYTES = 32
 
 
 def _loads_in_halves(code: bytes, number: int) -> bool:
-    lower, upper = number & 0xFFFF, number >> 16
-    for register in range(31):
-        for wide in (0, _WIDE):
-            move = (_MOVE | wide | lower << 5 | register).to_bytes(4, "little")
-            keep = (_KEEP_UPPER | wide | upper << 5 | register).to_bytes(4, "little")
-            at = code.find(move)
-            while at >= 0:
-                after = code.find(keep, at + 4, at + 4 + _APART_BYTES)
-                if at % 4 == 0 and after >= 0 and after % 4 == 0:
-                    return True
-                at = code.find(move, at + 1)
+    first, second, third, fourth = (_MOVE | (number & 0xFFFF) << 5).to_bytes(4, "little")
+    parts = (bytes([first]), bytes([first | _REGISTER]), bytes([second, third]), bytes([fourth]), bytes([fourth | 0x80]))
+    move = re.compile(b"(?=([%b-%b]%b[%b%b]))" % tuple(map(re.escape, parts)), re.DOTALL)  # also where two overlap
+    for found in move.finditer(code):
+        at = found.start()
+        if at % 4:
+            continue
+        own = int.from_bytes(found[1], "little") & (_REGISTER | _WIDE)
+        keep = (_KEEP | number >> 16 << 5 | own).to_bytes(4, "little")
+        if any(code[place : place + 4] == keep for place in range(at + 4, at + 4 + _APART_BYTES, 4)):
+            return True
     return False
