@@ -38,7 +38,7 @@ def test_no_name_makes_a_path_that_leads_elsewhere(uid: str, container: str) -> 
         container_directory(uid, container)
     target = Target(pod_uid=uid, container=container, grant="g", environment=frozenset(), shares=(), oversubscribed=False, limit_cores=True)
     with pytest.raises(UnusableNameError):
-        HamiCore("/host", "/host/libvgpu.so", "/host/lock").provision(target)
+        HamiCore("/host", "/host/libvgpu.so").provision(target)
 
 
 def test_no_two_containers_share_a_directory_by_the_spelling_of_their_names() -> None:

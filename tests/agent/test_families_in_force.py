@@ -23,7 +23,7 @@ from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner
 from vgpu_agent.sim.api_server import ApiServer
-from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
+from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_BYTES, REGION_VARIABLE, deliver_stand_in_library, region_code, shared_object
 
 GPU, MIG, REPLICAS = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", 40
 
@@ -233,8 +233,8 @@ async def test_a_library_with_a_lock_file_is_served_where_each_container_can_hav
         server.objects.set_status("nodes", NODE, {"nodeInfo": {"kubeletVersion": "v1.36.0", "containerRuntimeVersion": runtime}})
         settings = await volcano_settings(tmp_path, server, volcano_vgpu=VolcanoVgpu(node_config_file=""), hami_core=hami)
         source = await asyncio.to_thread(deliver_stand_in_library, tmp_path / "hami")
-        content = await asyncio.to_thread(source.read_bytes)
-        await asyncio.to_thread(source.write_bytes, content[:-64] + b"/tmp/vgpulock/lock".ljust(64, b"\0"))
+        locking = shared_object(FUNCTIONS, code=region_code(REGION_BYTES), strings=REGION_VARIABLE + b"\0/tmp/vgpulock/lock\0")
+        await asyncio.to_thread(source.write_bytes, locking)
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             blocked = parts.offering.blocked.get("volcano-vgpu", "")
