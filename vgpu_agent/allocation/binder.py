@@ -18,6 +18,7 @@ from vgpu_agent import log
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
 from vgpu_agent.allocation.division import Division
 from vgpu_agent.allocation.early_proof import EarlyProof, WrongPodError
+from vgpu_agent.allocation.ended_pods import EndedPods
 from vgpu_agent.allocation.guesses import Guesses
 from vgpu_agent.allocation.holdings import ended_before, is_outdated
 from vgpu_agent.allocation.identification import Identification
@@ -31,7 +32,6 @@ from vgpu_agent.model import Decider
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from vgpu_agent.allocation.proof import Testimony
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Provision
@@ -43,6 +43,15 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bound:
+    """What a container gets: decided and booked, to be put into place."""
+
+    decision: Decision
+    provision: Provision
+    grant: Grant
 
 
 class Binder:
@@ -67,6 +76,7 @@ class Binder:
         self._around = surroundings
         self._identification = Identification(surroundings)
         self._division = Division(ledger=ledger, inventory=inventory, journal=journal, divider=surroundings.divider)
+        self._ended = EndedPods(ledger=ledger, journal=journal, surroundings=surroundings)
         self._clock = clock
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
         self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
@@ -216,43 +226,51 @@ class Binder:
         return all(name in answer.cdi_names or name in answer.annotations.values() for answer in answers)
 
     async def _bind_late(self, start: Start) -> Grant:
-        asked, decision = await self._settle(start)
-        # From here to the booking nothing is waited for, so what was free for the decision still is.
-        provision = start.family.provision(asked, decision.shares)
-        grant = await self._book(start, decision.shares, decision.by)
+        bound = await self._settle(start)
         self.handed_out.discard(start.token)
-        if decision.second_best:
-            self._journal.record("start.second_best", level="warning", pod=start.pod.full_name, reason=decision.second_best)
-        await self._around.carrier.deliver(self._record(start, grant, decision.by, provision), provision)
-        return grant
+        if bound.decision.second_best:
+            self._journal.record("start.second_best", level="warning", pod=start.pod.full_name, reason=bound.decision.second_best)
+        await self._around.carrier.deliver(self._record(start, bound.grant, bound.decision.by, bound.provision), bound.provision)
+        return bound.grant
 
-    async def _settle(self, start: Start) -> tuple[Question, Decision]:
-        """What was asked in the end, and what the container gets, after ended pods made room and GPUs were divided, where it takes that."""
-        asked = self._question(start)
-        try:
+    async def _settle(self, start: Start) -> _Bound:
+        """What the container gets in the end, after ended pods made room and GPUs were divided, where it takes that."""
+        tries = 0
+
+        def attempt() -> _Bound | Decision:
+            nonlocal tries
+            tries += 1
+            asked = self._question(start)
             decision = self._decide(start, asked)
-        except CapacityError:
-            if not await self._ended_are_released(start):
-                raise
-            decision = self._decide(start, asked := self._question(start))
-        if decision.second_best:
-            await self._ended_are_released(start)
-            decision = self._decide(start, asked := self._question(start))
-        if decision.layouts:
-            await self._division.bring_about(decision.layouts, start.pod.full_name, start.until)
-            decision = self._decide(start, asked := self._question(start))
-        if decision.layouts:
+            if decision.layouts:
+                return decision
+            if decision.second_best and tries == 1:
+                raise CapacityError(decision.second_best)  # the holder of what the scheduler named may have ended
+            # From here to the booking nothing is waited for, so what was free for the decision still is.
+            provision = start.family.provision(asked, decision.shares)
+            return _Bound(decision, provision, self._book(start, decision.shares, decision.by))
+
+        settled = await self._ended.with_room(start, attempt)
+        if isinstance(settled, Decision):
+            await self._division.bring_about(settled.layouts, start.pod.full_name, start.until)
+            settled = await self._ended.with_room(start, attempt)
+        if isinstance(settled, Decision):
             raise MigError("a GPU was divided for the container, and then otherwise for another; kubelet will ask again")
-        return asked, decision
+        return settled
 
     async def _prove_early(self, start: Start) -> Grant:
         self.guesses.admitted(start.pod)
-        decision = self._decide(start, self._question(start))
-        if decision.layouts:
-            raise RequestRefusedError("a GPU would have to be divided for the container, which takes binding.mode late")
+
+        def prove() -> tuple[Decision, list[Provision], str]:
+            decision = self._decide(start, self._question(start))
+            if decision.layouts:
+                raise RequestRefusedError("a GPU would have to be divided for the container, which takes binding.mode late")
+            return decision, *self.early.prove(start, decision.shares)
+
+        decision, provisions, exchanged = await self._ended.with_room(start, prove)
         shares, by = decision.shares, decision.by
-        provisions, exchanged = self.early.prove(start, shares)
-        grant = await self._book(start, shares, f"{by}; {exchanged}" if exchanged else by)
+        # The answer that kubelet keeps is proven for these shares, so only their booking is tried again.
+        grant = await self._ended.with_room(start, lambda: self._book(start, shares, f"{by}; {exchanged}" if exchanged else by))
         for provision in provisions:
             await self._around.carrier.prepare(self._record(start, grant, by, provision), provision)
         return grant
@@ -304,49 +322,9 @@ class Binder:
                 "ask for one of them"
             )
 
-    async def _book(self, start: Start, shares: tuple[Share, ...], by: str) -> Grant:
+    def _book(self, start: Start, shares: tuple[Share, ...], by: str) -> Grant:
         evidence, ended = (*start.found.evidence, by), ended_before(self._ledger.grants, start.pod, start.owner)
-        try:
-            return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
-        except CapacityError:
-            if not await self._ended_are_released(start):
-                raise
-            ended = ended_before(self._ledger.grants, start.pod, start.owner)
-            return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
-
-    async def _ended_are_released(self, start: Start) -> bool:
-        """Ended pods leave the book when kubelet's records have been read twice; here is one that needs their place now."""
-        testimony = start.testimony
-        if not testimony.whole:  # it speaks of this pod only
-            testimony = await self._all_pods(start)
-        return self._release_ended(testimony)
-
-    async def _all_pods(self, start: Start) -> Testimony:
-        try:
-            async with asyncio.timeout_at(start.until):
-                return await self._around.witness(start.offered.name, start.ids, whole=True)
-        except TimeoutError:
-            raise NotProvenError(
-                f"no room, and kubelet has not said within {self._around.settings.start_seconds:g} s which pods have ended; "
-                "kubelet will ask again"
-            ) from None
-
-    def _release_ended(self, testimony: Testimony) -> bool:
-        """Release grants of pods that kubelet does not list and the API server has ended or deleted; whether there were any."""
-        if testimony.pod_resources is None or not self._around.book.synced.is_set():
-            return False
-        live = {(entry.owner.namespace, entry.owner.pod) for entry in testimony.pod_resources}
-        released = False
-        for grant in self._ledger.grants:
-            owner = grant.owner
-            if owner is None or not owner.pod_uid or (owner.namespace, owner.pod) in live:
-                continue
-            pod = self._around.book.get(owner.pod_uid)
-            if pod is None or pod.ended:
-                self._ledger.release(grant.number)
-                self._journal.record("ledger.released", grant=grant.number, pod=owner.pod_name, reason="the pod has ended")
-                released = True
-        return released
+        return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
 
     def _question(self, start: Start) -> Question:
         return question(

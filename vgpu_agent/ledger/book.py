@@ -182,6 +182,10 @@ class Ledger:
         grant = self._grants.by_number[next(iter(holders))] if len(holders) == 1 else None
         return grant if grant is not None and set(grant.ids) == wanted else None
 
+    def holders(self, name: str, ids: Iterable[str]) -> tuple[Grant, ...]:
+        """The grants that have any of ``ids``, oldest first."""
+        return tuple(self._grants.by_number[number] for number in sorted(self._grants.holders(name, ids)))
+
     def audit(self) -> list[str]:
         """Every invariant that does not hold, as sentences; empty when the book is sound."""
         problems = accounting.unsound(self._grants.by_number.values(), self._grants.holder, self._devices)

@@ -1,0 +1,153 @@
+"""Room that ended pods still have in the book, for a start that needs it now.
+
+An ended pod leaves the book when two readings of kubelet's records do not show it, up to a minute later. A start that is refused meanwhile
+would get an event and wait until kubelet asks again. So `binder` decides and books through `EndedPods.with_room`, which asks kubelet who is
+alive, takes the others out of the book, and tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, TypeVar
+
+from vgpu_agent.allocation.proof import NotProvenError
+from vgpu_agent.errors import CapacityError, UnhealthyDeviceError
+from vgpu_agent.pods import ContainerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.allocation.proof import Testimony
+    from vgpu_agent.allocation.starting import Start
+    from vgpu_agent.allocation.surroundings import Surroundings
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Grant, Holding
+
+T = TypeVar("T")
+
+_NO_ROOM = (CapacityError, UnhealthyDeviceError)  # the second also where a GPU serves another family, whose last pod may have ended
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Listed:
+    """The pods that kubelet lists.
+
+    Attributes:
+        uids: of those that are known by their ids.
+        names: namespace and name of those whose UID is not known yet.
+    """
+
+    uids: frozenset[str]
+    names: frozenset[tuple[str, str]]
+
+
+class EndedPods:
+    """Releases grants of ended pods; no state of its own."""
+
+    def __init__(self, *, ledger: Ledger, journal: Journal, surroundings: Surroundings) -> None:
+        self._ledger = ledger
+        self._journal = journal
+        self._around = surroundings
+
+    async def with_room(self, start: Start, attempt: Callable[[], T]) -> T:
+        """The result of ``attempt``, which is made again after ended pods have left the book.
+
+        A refusal is raised in the very step of the attempt that it is about, or while the book is still as it was then. So nothing is
+        refused that has room at the time of the answer, whoever has made that room: of several starts that meet a full GPU at once, one
+        finds ended pods to release, and all of them try again.
+
+        Args:
+            start: the container that needs room.
+            attempt: decides and books, without waiting for anything.
+
+        Raises:
+            CapacityError: there is no room.
+            UnhealthyDeviceError: a device must not be given to anybody now.
+            NotProvenError: there was no room, and kubelet has not said in time which pods have ended.
+        """
+        try:
+            return attempt()
+        except _NO_ROOM:
+            pass  # an error that was true before kubelet was asked is not told after it
+        before = {grant.number: grant for grant in self._ledger.grants}
+        testimony = await self._all_pods(start)
+        if testimony is None:
+            try:
+                return attempt()
+            except _NO_ROOM as err:
+                raise NotProvenError(
+                    f"no room, and kubelet has not said within {self._around.settings.start_seconds:g} s which pods have ended; "
+                    f"kubelet will ask again ({err})"
+                ) from err
+        return await self._tried_again(start, attempt, testimony, before)
+
+    async def _tried_again(self, start: Start, attempt: Callable[[], T], testimony: Testimony, before: Mapping[int, Grant]) -> T:
+        """The result of ``attempt`` after each release.
+
+        The API server may show the end of a pod a moment after kubelet has let go of it, so such a pod is waited for.
+        """
+        now = asyncio.get_running_loop().time
+        until = min(start.until, now() + self._around.settings.pod_wait_seconds)
+        listed, pods = self._listed(start, testimony.pod_resources), self._around.book.revision
+        while True:
+            version, ending = pods.version, self._release(listed, before)
+            try:
+                return attempt()
+            except _NO_ROOM:
+                if not ending or now() >= until:
+                    raise
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await pods.newer_than(version)
+
+    async def _all_pods(self, start: Start) -> Testimony | None:
+        """Kubelet's records about every pod, read now; None when it has not answered in time."""
+        try:
+            async with asyncio.timeout_at(start.until):
+                return await self._around.witness(start.offered.name, start.ids, whole=True)
+        except TimeoutError:
+            return None
+
+    def _listed(self, start: Start, entries: tuple[Holding, ...] | None) -> _Listed | None:
+        """The pods behind ``entries``. pod-resources gives names only; whose ids they are, the proof and the book know by UID."""
+        if entries is None:
+            return None
+        uids, known, unknown = set[str](), set[tuple[str, str]](), set[tuple[str, str]]()
+        for entry in entries:
+            if entry.resource == start.offered.name and not set(start.ids).isdisjoint(entry.ids):
+                holders = {start.owner.pod_uid}
+            else:
+                holders = {grant.owner.pod_uid if grant.owner else "" for grant in self._ledger.holders(entry.resource, entry.ids)}
+            uids |= holders
+            if holders:  # none of a resource that is only there to be counted
+                (unknown if "" in holders else known).add((entry.owner.namespace, entry.owner.pod))
+        named = {(entry.owner.namespace, entry.owner.pod) for entry in entries}
+        return _Listed(frozenset(uids - {""}), frozenset(named - known | unknown))
+
+    def _release(self, listed: _Listed | None, before: Mapping[int, Grant]) -> bool:
+        """Release what pods have that kubelet does not list and the API server has ended or deleted.
+
+        Returns:
+            Whether there are pods that kubelet does not list and whose end the API server has not shown.
+        """
+        if listed is None or not self._around.book.synced.is_set():
+            return False
+        ending = False
+        for grant in self._ledger.grants:
+            owner = grant.owner
+            if owner is None or not owner.pod_uid or owner.pod_uid in listed.uids or (owner.namespace, owner.pod) in listed.names:
+                continue
+            if before.get(grant.number) != grant:
+                continue  # booked or proven since kubelet was asked, which says nothing about it
+            pod = self._around.book.get(owner.pod_uid)
+            if pod is None or pod.ended:
+                self._ledger.release(grant.number)
+                self._journal.record("ledger.released", grant=grant.number, pod=owner.pod_name, reason="the pod has ended")
+                continue
+            container = pod.container(owner.container)
+            # pod-resources hides init containers, whose pod may well be alive.
+            ending |= bool(grant.shares) and container is not None and container.kind is not ContainerKind.INIT
+        return ending
