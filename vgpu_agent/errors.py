@@ -71,6 +71,10 @@ class CapacityError(LedgerError):
     """More memory, cores or holders than a device has."""
 
 
+class OvercommitError(CapacityError):
+    """More compute or more holders than a device has, where memory holds: a scheduler may decide so, nobody else."""
+
+
 class RequestRefusedError(AgentError):
     """A container's request is final nonsense (kubelet contract §8: it fails the pod); the message is shown in the pod's status."""
 

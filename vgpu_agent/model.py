@@ -321,6 +321,7 @@ class Grant:
             differ from ``owner``, which is kubelet's word.
         evidence: how the owner was proven and who decided, one sentence each.
         steady_at: the same moment as ``reserved_at`` by the ledger's own clock, which only grows.
+        may_overcommit: a scheduler decided it, so its compute and its place on a device count beyond what the device has.
     """
 
     number: int
@@ -334,6 +335,7 @@ class Grant:
     decided_for: tuple[str, str] | None = None
     evidence: tuple[str, ...] = ()
     steady_at: float = 0.0
+    may_overcommit: bool = False
 
     @property
     def proven(self) -> bool:

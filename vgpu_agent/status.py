@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.refusals import Refusal
     from vgpu_agent.concurrency import TaskReport
     from vgpu_agent.journal import Entry
+    from vgpu_agent.ledger.accounting import Overcommit
     from vgpu_agent.model import DeviceRoom, GpuUsage, Grant
     from vgpu_agent.pods import Pod
 
@@ -130,6 +131,7 @@ class LedgerStatus:
     rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)  # what each device has left, by resource
     decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not say what the holder gets
     sharing: dict[str, str] = dataclasses.field(default_factory=dict)  # how a device is shared (`SharingMode`), by the other resources
+    overcommitted: tuple[Overcommit, ...] = ()  # devices of which schedulers have given out more compute or places than there are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ class BindingStatus:
     ambiguities: int = 0  # starts that were refused because kubelet's records name several holders
     wrong_guesses: int = 0  # early answers that were another pod's, and whose start was refused
     exchanges: int = 0  # early answers that were another pod's with an equal share, and were exchanged
+    overcommitted_starts: int = 0  # containers that were started on a device of which a scheduler had given out too much
     volcano_vgpu: dict[str, Any] = dataclasses.field(default_factory=dict)  # its settings after ConfigMap and node config
     volcano_vgpu_origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of those that one of the two has set: which
     foreign_problems: tuple[str, ...] = ()  # what is wrong with those two

@@ -70,7 +70,7 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
         assert [watch.what for watch in ClusterReport(cluster).status().watches] == ["this node"]
         server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: None}}})
         nobody: Any = None
-        cluster.write(nobody, nobody, Latest(0), lambda _: ())
+        cluster.write(nobody, nobody, nobody, Latest(0), lambda _: ())
         assert (cluster.node_publisher, cluster.pod_publisher, cluster.reschedule) == (None, None, None)
         assert cluster.nodes is not None
         async with asyncio.timeout(PATIENCE_SECONDS):

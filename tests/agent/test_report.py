@@ -25,6 +25,7 @@ from vgpu_agent.agent.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
@@ -102,7 +103,7 @@ class Parts:
             supervisor=supervisor,
             journal=journal,
             lag=LoopLag(),
-            binding=BindingReport(self.allocator, self.families, self.offering, self.refusals, self.grants, self.regions),
+            binding=BindingReport(self.allocator, self.families, self.offering, self.refusals, Overcommits(), self.grants, self.regions),
             cluster=ClusterReport(self.cluster),
             containers=self.containers,
         )

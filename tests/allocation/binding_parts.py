@@ -10,13 +10,14 @@ from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.proof import Testimony
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.errors import CarrierError, ClusterError, RequestRefusedError
-from vgpu_agent.families.family import Decision, NodeView, Question
+from vgpu_agent.families.family import Decision, NodeView, PodFamily, Question
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
@@ -123,7 +124,16 @@ class MemoryCarrier:
 class Place:
     """The node: an allocator, what kubelet's records say, and what the API server would answer."""
 
-    def __init__(self, *, late: bool = True, carrier: MemoryCarrier | None = None, book: PodBook | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        late: bool = True,
+        carrier: MemoryCarrier | None = None,
+        book: PodBook | None = None,
+        family: PodFamily | None = None,
+        resource: str = NUMBER,
+        binding: Binding | None = None,
+    ) -> None:
         self.ledger, self.journal, self.refusals = Ledger(), Journal(), Refusals()
         self.carrier, self.book = carrier or MemoryCarrier(), book or PodBook()
         self.checkpoint: list[Holding] | None = []
@@ -135,9 +145,11 @@ class Place:
         self.fetches = 0
         self.readings = 0
         self.family = NumberFamily()
+        self.resource = resource  # of which kubelet gives out ids
+        self.overcommits = Overcommits()
         self.allocator = Allocator(
             ledger=self.ledger,
-            families=Families(by_pod=(self.family,)),
+            families=Families(by_pod=(family or self.family,)),
             inventory=golden_inventory,
             journal=self.journal,
             surroundings=Surroundings(
@@ -147,7 +159,8 @@ class Place:
                 fetch=self.fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
-                settings=Binding(),
+                settings=binding or Binding(),
+                overcommits=self.overcommits,
             ),
         )
         self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
@@ -176,18 +189,18 @@ class Place:
 
     async def admit(self, pod: Pod, container: str, ids: Sequence[str], *, listed: bool = True) -> Edits:
         """kubelet admits one container: Allocate, then its records."""
-        answer = await self.allocator.allocate(NUMBER, ids)
+        answer = await self.allocator.allocate(self.resource, ids)
         assert self.checkpoint is not None
         assert self.pod_resources is not None
-        self.checkpoint.append(Holding(NUMBER, tuple(ids), Owner(container, pod.kubelet_uid)))
-        self.answers[pod.kubelet_uid, container, NUMBER] = answer
+        self.checkpoint.append(Holding(self.resource, tuple(ids), Owner(container, pod.kubelet_uid)))
+        self.answers[pod.kubelet_uid, container, self.resource] = answer
         if listed:
-            self.pod_resources.append(Holding(NUMBER, tuple(ids), Owner(container, namespace=pod.namespace, pod=pod.name)))
+            self.pod_resources.append(Holding(self.resource, tuple(ids), Owner(container, namespace=pod.namespace, pod=pod.name)))
         return answer
 
     async def start(self, ids: Sequence[str]) -> None:
         """kubelet is about to start the container that has these ids."""
-        await self.allocator.pre_start(NUMBER, ids)
+        await self.allocator.pre_start(self.resource, ids)
 
     def forget(self, pod: Pod) -> None:
         """kubelet has cleaned up after the pod."""

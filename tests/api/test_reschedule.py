@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.fake_api import FakeApi, pod, pod_at, running, unavailable
+from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.reschedule import Reschedule
@@ -15,6 +16,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
+from vgpu_agent.ledger.accounting import Overcommit
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod
 
 NUMBER = "volcano.sh/vgpu-number"
@@ -31,7 +33,7 @@ class World:
     """An API server with the pods a and b, their refusals, and the part under test."""
 
     def __init__(self, *, evict_seconds: float = 0.0) -> None:
-        self.api, self.journal = FakeApi(), Journal()
+        self.api, self.journal, self.overcommits = FakeApi(), Journal(), Overcommits()
         self.set_back_seconds = 0.0
         self.refusals = Refusals(lambda: _now() - self.set_back_seconds)
         self.events = Events(self.api, "vgpu-agent", "n1", Cluster(), self.journal, _now)
@@ -43,6 +45,7 @@ class World:
             Binding(refused_event_seconds=30, refused_evict_seconds=evict_seconds),
             Cluster(),
             self.journal,
+            overcommits=self.overcommits,
         )
         for name in "ab":
             self.api.put(pod_at(name), pod(name))
@@ -86,6 +89,28 @@ async def test_a_start_that_stays_refused_becomes_an_event_after_its_time() -> N
     assert world.told == [TOLD]
     assert world.evictions == []
     assert world.reschedule.counts.refused == 1
+
+
+async def test_a_pod_that_was_started_beyond_the_card_gets_one_event() -> None:
+    """At the next look, whether anything is refused or not; the start itself waits for nothing."""
+    world = World()
+    async with world.run():
+        text = world.overcommits.add(Pod("uid-a", "default", "a"), "main", [Overcommit(NUMBER, "GPU-0", 111, 100, 3, 10)])
+        await asyncio.sleep(11)
+        await asyncio.sleep(600)
+    assert world.told == [("a", "VgpuOvercommitted", text)]
+    assert world.evictions == []
+
+
+async def test_a_pod_whose_memory_was_overbooked_is_given_back() -> None:
+    """Its scheduler counts it as placed, so it would wait here for ever; evicted after its time, its controller makes it anew."""
+    world = World(evict_seconds=120)
+    async with world.run():
+        for _ in range(12):
+            world.refuse(reason="device GPU-0 cannot take GPU-0: 41984 MiB booked of 40960; memory is never overcommitted")
+            await asyncio.sleep(12)
+    assert [reason for _, reason, _ in world.told] == ["VgpuStartRefused", "VgpuEvicted"]
+    assert len(world.evictions) == 1
 
 
 async def test_a_start_that_succeeds_in_time_is_not_talked_about() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.scripted import QUICK, running, until
+from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.events import Events
@@ -87,7 +88,7 @@ async def test_a_refused_pod_is_told_of_and_evicted(server: ApiServer, client: A
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
     events = Events(client, "vgpu-agent", "n1", QUICK, journal)
     binding = Binding(refused_event_seconds=0.05, refused_evict_seconds=0.1)
-    reschedule = Reschedule(client, events, lambda: refusals.current, refusals.revision, binding, QUICK, journal)
+    reschedule = Reschedule(client, events, lambda: refusals.current, refusals.revision, binding, QUICK, journal, overcommits=Overcommits())
     server.objects.create("pods", _pod("a"))
     async with running(watch.run), running(events.run), running(reschedule.run):
         await until(lambda: len(book.pods) == 1)

@@ -33,7 +33,7 @@ def _refusal(about: Pod, container: str = "main", *, ids: int = 1) -> str:
 
 def test_g3_the_scheduler_decides() -> None:
     """``volcano-vgpu:G3``: 3000 MiB and 50 percent of U1, whatever id kubelet chose."""
-    assert family().decide(question(pod(ONE, annotations=decided(G3)))) == Decision((Share(U1, 3000, 50),), BY)
+    assert family().decide(question(pod(ONE, annotations=decided(G3)))) == Decision((Share(U1, 3000, 50),), BY, by_scheduler=True)
 
 
 def test_g6_two_cards_in_the_order_of_the_annotation() -> None:
@@ -85,7 +85,7 @@ def test_a_percentage_is_one_of_the_cards_memory(units: int) -> None:
 def test_what_runs_is_recalled_from_its_pod() -> None:
     """After a restart the annotation says what was given."""
     recalled = family().recall(question(pod(ONE, annotations=decided(G3, bind_phase="success"))))
-    assert recalled == Decision((Share(U1, 3000, 50),), "the annotation volcano.sh/vgpu-ids-new")
+    assert recalled == Decision((Share(U1, 3000, 50),), "the annotation volcano.sh/vgpu-ids-new", by_scheduler=True)
 
 
 def test_what_nobody_wrote_down_is_not_recalled() -> None:

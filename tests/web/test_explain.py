@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.web.conftest import MEMORY, NOW, TOKEN, VGPU, a_pod, wants_vgpus
+from vgpu_agent.ledger.accounting import Overcommit
 from vgpu_agent.model import Grant, GrantState, Health, Owner
 from vgpu_agent.pods import PodContainer
 from vgpu_agent.status import AgentStatus, ClusterStatus, PluginState, PluginStatus, ReadyProblem, WatchStatus
-from vgpu_agent.web import explain, page
+from vgpu_agent.web import explain, page, problems
 
 if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
@@ -67,6 +68,14 @@ def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant
         "start.bound",
         "pods.written",
     ]
+
+
+def test_a_pod_on_an_overcommitted_gpu_is_told_why_it_may_be_slow(volcano_node: AgentStatus) -> None:
+    """Its scheduler gave out more compute than there is; the node's problems and the debug page name the GPU, too."""
+    volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 3, 10),)
+    said = "of GPU-0 more is given out than it has: 111 % of the compute of 100, 3 containers of 10"
+    assert f"Scheduler overcommitted: {said}. Its containers share the compute" in sentences(volcano_node, "served")
+    assert problems.Problem(f"resource {VGPU}", f"scheduler overcommitted: {said}") in problems.known(volcano_node, NOW)
 
 
 def test_a_refused_start_comes_first_with_its_reason(volcano_node: AgentStatus) -> None:

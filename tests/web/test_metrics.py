@@ -10,6 +10,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.patience import quickest_call
+from tests.web.conftest import VGPU
+from vgpu_agent.ledger.accounting import Overcommit
 from vgpu_agent.model import Gpu, GpuUsage, Grant, GrantState, Inventory, Owner, Share
 from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, NvmlStatus, WatchStatus
 from vgpu_agent.web.catalogue import CATALOGUE
@@ -221,8 +223,21 @@ def test_openmetrics_is_served_to_those_who_ask_for_it(node: AgentStatus) -> Non
     assert len(families) == len(CATALOGUE)
 
 
+def test_what_schedulers_overcommitted_is_a_number_for_each_gpu(volcano_node: AgentStatus) -> None:
+    """An alert is written on it; a GPU of which nothing is overcommitted has no series."""
+    assert not [key for key in scrape(volcano_node) if key[0] == "vgpu_agent_scheduler_overcommitted"]
+    volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 9, 10),)
+    volcano_node.binding.overcommitted_starts = 2
+    found = scrape(volcano_node)
+    labels = ("gpu=GPU-0", f"resource={VGPU}")
+    assert found["vgpu_agent_scheduler_overcommitted", labels[0], "kind=cores", labels[1]] == 11
+    assert found["vgpu_agent_scheduler_overcommitted", labels[0], "kind=holders", labels[1]] == 0
+    assert found["vgpu_agent_overcommitted_starts_total",] == 2
+
+
 def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_does(volcano_node: AgentStatus) -> None:
     """A node on which everything happened once shows every documented metric, with exactly the documented labels."""
+    volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 12, 10),)
     expected = set()
     for metric in CATALOGUE:
         suffixes = ("_sum", "_count") if metric.kind is Kind.SUMMARY else ("",)

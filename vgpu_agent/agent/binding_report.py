@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.families_in_force import FamiliesInForce
     from vgpu_agent.agent.offering import Offering
     from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.overcommits import Overcommits
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.runtime.grants import GrantDirectory
     from vgpu_agent.runtime.region_guard import RegionGuard
@@ -27,6 +28,7 @@ class BindingReport:
         families: FamiliesInForce,
         offering: Offering,
         refusals: Refusals,
+        overcommits: Overcommits,
         directory: GrantDirectory,
         regions: RegionGuard,
     ) -> None:
@@ -36,6 +38,7 @@ class BindingReport:
         self._refusals = refusals
         self._directory = directory
         self._regions = regions
+        self._overcommits = overcommits
 
     def status(self) -> BindingStatus:
         """Everything at this moment."""
@@ -47,6 +50,7 @@ class BindingReport:
             ambiguities=binder.ambiguities if binder else 0,
             wrong_guesses=binder.early.wrong_guesses if binder else 0,
             exchanges=binder.early.exchanges if binder else 0,
+            overcommitted_starts=self._overcommits.total,
             volcano_vgpu=dict(self._families.in_force),
             volcano_vgpu_origins=dict(self._families.origins),
             foreign_problems=self._families.problems,

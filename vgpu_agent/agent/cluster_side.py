@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.overcommits import Overcommits
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.settings import Settings
@@ -171,6 +172,7 @@ class ClusterSide:
         self,
         allocator: Allocator,
         refusals: Refusals,
+        overcommits: Overcommits,
         wake: Latest[int],
         tokens: Callable[[str], Sequence[str]],
         *,
@@ -209,6 +211,7 @@ class ClusterSide:
             settings.binding,
             settings.cluster,
             self._journal,
+            overcommits=overcommits,
         )
         self._loop(_NODE_TASK, self.node_publisher.run)
         self._loop("writes to pods", self.pod_publisher.run)

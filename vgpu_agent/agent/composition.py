@@ -41,6 +41,7 @@ from vgpu_agent.agent.witness import KubeletWitness
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.concurrency import Supervisor
@@ -113,7 +114,7 @@ class Agent:
             status=self._kubelet,
         )
         self._cluster = ClusterSide(settings, self._journal, self._supervisor, named)
-        self._refusals = Refusals()
+        self._refusals, self._overcommits = Refusals(), Overcommits()
         self._pod_resources = PodResources(kubelet.pod_resources_socket, timeout_seconds=kubelet.pod_resources_timeout_seconds)
         self._cdi = CdiSide(
             settings,
@@ -161,6 +162,7 @@ class Agent:
                 refusals=self._refusals,
                 settings=settings.binding,
                 divider=self._mig,
+                overcommits=self._overcommits,
             ),
         )
         self._offering = Offering(
@@ -230,7 +232,9 @@ class Agent:
             supervisor=self._supervisor,
             journal=self._journal,
             lag=self._lag,
-            binding=BindingReport(self._allocator, self._families, self._offering, self._refusals, directory, self._regions),
+            binding=BindingReport(
+                self._allocator, self._families, self._offering, self._refusals, self._overcommits, directory, self._regions
+            ),
             cluster=ClusterReport(self._cluster),
             containers=self._usages.usage,
             cdi=self._cdi.status,
@@ -291,7 +295,9 @@ class Agent:
         await self._know_holders()
         await self._grants.restore()
         await self._grants.withdraw_strangers()
-        self._cluster.write(self._allocator, self._refusals, self._ledger.revision, self._tokens, starting=self._starting.any)
+        self._cluster.write(
+            self._allocator, self._refusals, self._overcommits, self._ledger.revision, self._tokens, starting=self._starting.any
+        )
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         self._mps.start()
         await self._offering.sync()

@@ -18,6 +18,7 @@ from vgpu_agent.allocation.binder import Binder
 from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
 from vgpu_agent.allocation.guesses import Given
 from vgpu_agent.allocation.interpretation import Interpretation
+from vgpu_agent.allocation.overcommits import may_overcommit
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -359,7 +360,8 @@ class Allocator:
             self.binder.guesses.made(grant_token(offered.name, ids), Given(candidate.key, (), Provision(_NOTHING)))
             return grant, _NOTHING
         try:
-            grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key)
+            may = may_overcommit(decision, candidate.pod, around.settings)
+            grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key, may_overcommit=may)
         except (CapacityError, UnhealthyDeviceError):
             # A refusal here would be final; at the start it is not, and by then a pod that is ending may have made room.
             grant = self._ledger.reserve(offered.name, ids, (), candidate.key)

@@ -22,10 +22,19 @@ from vgpu_agent.allocation.ended_pods import EndedPods
 from vgpu_agent.allocation.guesses import Guesses
 from vgpu_agent.allocation.holdings import ended_before, is_outdated
 from vgpu_agent.allocation.identification import Identification
+from vgpu_agent.allocation.overcommits import may_overcommit, why_not
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.allocation.starting import Start
-from vgpu_agent.errors import AgentError, CapacityError, CarrierError, LedgerError, MigError, RequestRefusedError
+from vgpu_agent.errors import (
+    AgentError,
+    CapacityError,
+    CarrierError,
+    LedgerError,
+    MigError,
+    OvercommitError,
+    RequestRefusedError,
+)
 from vgpu_agent.families.family import Decision
 from vgpu_agent.model import Decider
 
@@ -192,7 +201,16 @@ class Binder:
                 continue
             by = grant.evidence[-1] if grant.evidence else "decided before"
             record = GrantRecord(
-                token, grant.family, grant.resource, len(grant.ids), owner, grant.shares, by, self._stamp(), provision.collected
+                token,
+                grant.family,
+                grant.resource,
+                len(grant.ids),
+                owner,
+                grant.shares,
+                by,
+                self._stamp(),
+                provision.collected,
+                grant.may_overcommit,
             )
             wanted.append((record, provision))
         self._unmade = unmade
@@ -201,7 +219,7 @@ class Binder:
     def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:
         """Let a container start again from the spec that is there; its pod cannot be asked about, and need not be."""
         evidence = ("kubelet's records name the container that the spec was made for", record.by)
-        grant = self._ledger.decide(offered.name, ids, record.shares, record.owner, evidence=evidence)
+        grant = self._ledger.decide(offered.name, ids, record.shares, record.owner, evidence=evidence, may_overcommit=record.may_overcommit)
         self._journal.record(
             "start.as_before",
             grant=grant.number,
@@ -248,7 +266,7 @@ class Binder:
                 raise CapacityError(decision.second_best)  # the holder of what the scheduler named may have ended
             # From here to the booking nothing is waited for, so what was free for the decision still is.
             provision = start.family.provision(asked, decision.shares)
-            return _Bound(decision, provision, self._book(start, decision.shares, decision.by))
+            return _Bound(decision, provision, self._book(start, decision, decision.by))
 
         settled = await self._ended.with_room(start, attempt)
         if isinstance(settled, Decision):
@@ -268,9 +286,9 @@ class Binder:
             return decision, *self.early.prove(start, decision.shares)
 
         decision, provisions, exchanged = await self._ended.with_room(start, prove)
-        shares, by = decision.shares, decision.by
+        by = decision.by
         # The answer that kubelet keeps is proven for these shares, so only their booking is tried again.
-        grant = await self._ended.with_room(start, lambda: self._book(start, shares, f"{by}; {exchanged}" if exchanged else by))
+        grant = await self._ended.with_room(start, lambda: self._book(start, decision, f"{by}; {exchanged}" if exchanged else by))
         for provision in provisions:
             await self._around.carrier.prepare(self._record(start, grant, by, provision), provision)
         return grant
@@ -279,12 +297,13 @@ class Binder:
         """What the container gets; what it once got, it keeps, unless that was a MIG instance that is gone: nobody runs on those."""
         held = self._ledger.find(start.offered.name, start.ids)
         if held and held.shares and held.decided_for == start.key and not self._is_gone(held.shares):
-            return Decision(held.shares, held.evidence[-1] if held.evidence else "decided before")
+            by = held.evidence[-1] if held.evidence else "decided before"
+            return Decision(held.shares, by, by_scheduler=held.may_overcommit, kept=True)
         records = self._around.carrier.records
         for record in records:
             same = record.token == start.token and (record.owner.pod_uid, record.owner.container) == start.key
             if same and record.shares and not is_outdated(record, records, start.pod) and not self._is_gone(record.shares):
-                return Decision(record.shares, record.by)
+                return Decision(record.shares, record.by, by_scheduler=record.may_overcommit, kept=True)
         self._refuse_before_pods_are_read()
         self._refuse_two_families(start)
         decision = start.family.decide(asked)
@@ -322,9 +341,46 @@ class Binder:
                 "ask for one of them"
             )
 
-    def _book(self, start: Start, shares: tuple[Share, ...], by: str) -> Grant:
-        evidence, ended = (*start.found.evidence, by), ended_before(self._ledger.grants, start.pod, start.owner)
-        return self._ledger.decide(start.offered.name, start.ids, shares, start.owner, evidence=evidence, ended=ended)
+    def _book(self, start: Start, decision: Decision, by: str) -> Grant:
+        may = may_overcommit(decision, start.pod, self._around.settings)
+        try:
+            grant = self._ledger.decide(
+                start.offered.name,
+                start.ids,
+                decision.shares,
+                start.owner,
+                evidence=(*start.found.evidence, by),
+                ended=ended_before(self._ledger.grants, start.pod, start.owner),
+                may_overcommit=may,
+            )
+        except CapacityError as err:
+            if not decision.by_scheduler:
+                raise
+            # The scheduler counts the pod as placed, so nothing but its end makes it go elsewhere.
+            not_served = why_not(start.pod, self._around.settings) if isinstance(err, OvercommitError) else "memory is never overcommitted"
+            raise type(err)(
+                f"{err}; {not_served}; it is tried again, and binding.refusedEvictSeconds gives such a pod back to its scheduler"
+            ) from err
+        if may and not decision.kept:
+            self._note_overcommit(start, grant)
+        return grant
+
+    def _note_overcommit(self, start: Start, grant: Grant) -> None:
+        """Write down, for the pod's owner and for the operator, that ``grant`` lies on a GPU of which too much was given out."""
+        devices = {share.device for share in grant.shares}
+        beyond = [each for each in self._ledger.overcommitted if each.resource == grant.resource and each.device in devices]
+        if beyond:
+            text = self._around.overcommits.add(start.pod, start.owner.container, beyond)
+            self._journal.record(
+                "start.overcommitted",
+                level="warning",
+                grant=grant.number,
+                pod=start.pod.full_name,
+                container=start.owner.container,
+                resource=grant.resource,
+                token=start.token,
+                reason=text,
+            )
 
     def _question(self, start: Start) -> Question:
         return question(
@@ -342,6 +398,7 @@ class Binder:
             by=by,
             decided_at=self._stamp(),
             collected=provision.collected,
+            may_overcommit=grant.may_overcommit,
         )
 
     def _stamp(self) -> float:

@@ -55,6 +55,7 @@ class GrantRecord:
         by: who decided (`families.family.Decision.by`).
         decided_at: unix seconds.
         collected: the grant's own host directory, see `Provision.collected`.
+        may_overcommit: see `Grant.may_overcommit`.
     """
 
     token: str
@@ -66,6 +67,7 @@ class GrantRecord:
     by: str
     decided_at: float
     collected: str = ""
+    may_overcommit: bool = False
 
 
 class Inlined(NamedTuple):

@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, NoReturn
 
 from vgpu_agent.allocation.guesses import Evidence, Verdict, leads_into
+from vgpu_agent.allocation.overcommits import may_overcommit
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import RequestRefusedError
@@ -129,8 +130,9 @@ class EarlyProof:
             raise NotProvenError(f"{start.pod.full_name}: the ids of its container {container} are not known yet; kubelet will ask again")
         for grant in own:
             if not grant.shares:
-                shares = start.family.decide(self._question(start, container, grant.ids)).shares
-                self._ledger.fill(grant.number, shares, key)
+                decision = start.family.decide(self._question(start, container, grant.ids))
+                may = may_overcommit(decision, start.pod, self._around.settings)
+                self._ledger.fill(grant.number, decision.shares, key, may_overcommit=may)
 
     def _refute(self, start: Start) -> NoReturn:
         self.wrong_guesses += 1

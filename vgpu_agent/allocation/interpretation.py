@@ -127,11 +127,12 @@ class Interpretation:
         if record is not None:
             if pod is not None and is_outdated(record, self._of_pod(record.owner.pod_uid), pod):
                 return Meaning(family.name, (), by_pod=True)
-            return Meaning(family.name, record.shares, by_pod=True, decided_for=(record.owner.pod_uid, record.owner.container))
+            key = (record.owner.pod_uid, record.owner.container)
+            return Meaning(family.name, record.shares, by_pod=True, decided_for=key, may_overcommit=record.may_overcommit)
         if offered is None:
             # Renamed, hidden or refused since: what it has, it keeps; a name that never had a grant is only there to be counted.
             held = self._ledger.find(holding.resource, holding.ids)
-            return Meaning(family.name, held.shares, by_pod=True, decided_for=held.decided_for) if held else None
+            return _as_held(held) if held else None
         return self._recalled(family, offered, pod, holding)
 
     def _recalled(self, family: PodFamily, offered: Resource, pod: Pod | None, holding: Holding) -> Meaning:
@@ -144,7 +145,8 @@ class Interpretation:
         decision = family.recall(asked)
         if decision is None:
             return Meaning(family.name, (), by_pod=True)
-        return Meaning(family.name, decision.shares, by_pod=True, decided_for=(pod.kubelet_uid, name))
+        key = (pod.kubelet_uid, name)
+        return Meaning(family.name, decision.shares, by_pod=True, decided_for=key, may_overcommit=decision.by_scheduler)
 
     def _record(self, holding: Holding, pod: Pod | None) -> GrantRecord | None:
         """The record of the container that holds ``holding``.
@@ -203,6 +205,10 @@ class Interpretation:
             return None
         owner = holding.owner
         return self._around.book.get(owner.pod_uid) if owner.pod_uid else self._around.book.named(owner.namespace, owner.pod)
+
+
+def _as_held(held: Grant) -> Meaning:
+    return Meaning(held.family, held.shares, by_pod=True, decided_for=held.decided_for, may_overcommit=held.may_overcommit)
 
 
 def _alike(pod: Pod | None, recorded: Owner, holder: Owner) -> bool:

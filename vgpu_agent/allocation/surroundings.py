@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+from vgpu_agent.allocation.overcommits import Overcommits
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -61,3 +63,4 @@ class Surroundings:
     refusals: Refusals
     settings: Binding
     divider: Divider | None = None
+    overcommits: Overcommits = dataclasses.field(default_factory=Overcommits)

@@ -22,6 +22,7 @@ from vgpu_agent.pods import MIRROR_POD
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from vgpu_agent.allocation.overcommits import Overcommits
     from vgpu_agent.allocation.refusals import Refusal
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.cluster.events import Events
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import Pod
 
-REFUSED, EVICTED = "VgpuStartRefused", "VgpuEvicted"
+REFUSED, EVICTED, OVERCOMMITTED = "VgpuStartRefused", "VgpuEvicted", "VgpuOvercommitted"
 PERMISSION = "create pods/eviction"
 _SHORTEST_WAIT_SECONDS = 0.01
 _HOUR_SECONDS = 3600.0  # after which the API server forgets an event
@@ -71,6 +72,7 @@ class Reschedule:
         settings: Cluster,
         journal: Journal,
         *,
+        overcommits: Overcommits,
         look_seconds: float = 10.0,
     ) -> None:
         """Build it.
@@ -83,8 +85,10 @@ class Reschedule:
             binding: after how many seconds what happens.
             settings: the pauses.
             journal: evictions and troubles are recorded there.
-            look_seconds: how often the loop gives a sign of life.
+            overcommits: starts on GPUs of which a scheduler has given out too much; their pods are told.
+            look_seconds: how often the loop gives a sign of life, and how long such a start may wait to be told.
         """
+        self._overcommits = overcommits
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
         self._binding, self._settings, self._journal = binding, settings, journal
         self._look_seconds = look_seconds
@@ -112,6 +116,8 @@ class Reschedule:
         self._forget_absent({refusal.pod.uid for refusal in refusals})
         self._seen = {key: self._seen.get(key, now) for key in map(_key, refusals)}
         self.counts.refused = len(refusals)
+        for notice in self._overcommits.take():
+            self._events.raise_event(notice.pod, OVERCOMMITTED, notice.text)
         pause = self._look_seconds
         for refusal in refusals:
             pause = min(pause, self._tell(refusal))

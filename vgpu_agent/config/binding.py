@@ -62,7 +62,9 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         OptionalSeconds,
         Meta(
             description="How long a start must have been refused before the pod is evicted, so that it is scheduled anew; a "
-            "wrong early guess, which trying again cannot mend, is evicted at once. 0: never."
+            "wrong early guess, which trying again cannot mend, is evicted at once. 0: never, "
+            "because an eviction ends the pod, and one without a controller does not come back. Until then the pod waits, and its "
+            "scheduler counts it as placed. 120 suits clusters whose GPU pods have controllers."
         ),
     ] = 0.0
     pod_variables: Annotated[
@@ -73,6 +75,15 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             "allow: it starts, as with the replaced plugins. With late binding the agent's value wins, and nobody is refused."
         ),
     ] = "refuse"
+    scheduler_overcommit: Annotated[
+        Literal["serve", "refuse"],
+        Meta(
+            description="What becomes of a container whose scheduler has given out more compute, or more places, of a GPU than it has: "
+            "Volcano's forgets a second container of a pod on the same GPU. serve: it starts, an event tells its pod, and "
+            "`vgpu_agent_scheduler_overcommitted` shows the GPU. refuse: it waits until there is room. Memory is never overcommitted, "
+            "and the agent's own placement never overcommits."
+        ),
+    ] = "serve"
     policy: Annotated[
         Literal["binpack", "spread"],
         Meta(description="Where the agent places a pod that no GPU scheduler has placed: the fullest GPU that fits, or the emptiest."),

@@ -127,12 +127,16 @@ class Decision:
         by: who decided, for the evidence: ``the scheduler, in volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
         layouts: how GPUs must be divided before it can be decided; nobody has anything of them.
         second_best: why it is not what the scheduler has named, when it is not; empty otherwise.
+        by_scheduler: a scheduler decided, as far as the pod says.
+        kept: it is what the container has had before.
     """
 
     shares: tuple[Share, ...]
     by: str
     layouts: tuple[MigLayout, ...] = ()
     second_best: str = ""
+    by_scheduler: bool = False
+    kept: bool = False
 
     @property
     def by_agent(self) -> bool:

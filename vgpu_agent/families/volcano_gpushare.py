@@ -152,7 +152,7 @@ class VolcanoGpushareFamily:
         self._refuse_other_amount(question)
         text = question.pod.annotations.get(GPU_INDEX)
         if text is not None:
-            return Decision(self._shares(question, self._named(question, text)), f"the scheduler, in {GPU_INDEX}")
+            return Decision(self._shares(question, self._named(question, text)), f"the scheduler, in {GPU_INDEX}", by_scheduler=True)
         number = self._options.strategy == NUMBER
         gpus = self._idle_gpus(question) if number else (self._roomy_gpu(question),)
         return Decision(self._shares(question, gpus), f"the agent, the first {'idle GPUs' if number else 'GPU with room'} (no {GPU_INDEX})")
@@ -164,7 +164,7 @@ class VolcanoGpushareFamily:
             return None
         try:
             self._refuse_other_amount(question)
-            return Decision(self._shares(question, self._named(question, text)), f"the pod, in {GPU_INDEX}")
+            return Decision(self._shares(question, self._named(question, text)), f"the pod, in {GPU_INDEX}", by_scheduler=True)
         except RequestRefusedError:
             return None
 

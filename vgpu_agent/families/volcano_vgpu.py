@@ -104,7 +104,7 @@ class VolcanoVgpuFamily:
     def decide(self, question: Question) -> Decision:
         """As a scheduler decided in the pod's annotations; where none did, the agent places the container."""
         shares = decided_shares(question, offer_of(question.inventory, self._options))
-        return self._place(question) if shares is None else Decision(shares, f"the scheduler, in {IDS}")
+        return self._place(question) if shares is None else Decision(shares, f"the scheduler, in {IDS}", by_scheduler=True)
 
     def recall(self, question: Question) -> Decision | None:
         """What the pod's annotations say, as `decide` would read them."""
@@ -112,7 +112,7 @@ class VolcanoVgpuFamily:
             shares = decided_shares(question, offer_of(question.inventory, self._options))
         except RequestRefusedError:
             return None
-        return None if shares is None else Decision(shares, f"the annotation {IDS}")
+        return None if shares is None else Decision(shares, f"the annotation {IDS}", by_scheduler=True)
 
     def _place(self, question: Question) -> Decision:
         pod, container = question.pod, asking_container(question)

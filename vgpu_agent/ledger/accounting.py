@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent.model import Decider, DeviceRoom
 
@@ -32,12 +32,43 @@ class Device:
 
 @dataclasses.dataclass(slots=True)
 class Usage:
-    """What the grants that count for one resource have booked, by device."""
+    """What the grants that count for one resource have booked, by device.
+
+    Attributes:
+        firm_cores_percent: of grants that no scheduler decided, and that therefore never exceed the device.
+        firm_holders: likewise; only counted where the pod decides.
+    """
 
     memory_mib: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     cores_percent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     holders: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     exclusive: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    firm_cores_percent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    firm_holders: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+
+class Excess(NamedTuple):
+    """More of a device than it has; ``decidable`` where a scheduler may decide so: compute and holders."""
+
+    text: str
+    decidable: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Overcommit:
+    """A device of which schedulers have given out more compute, or more places, than it has."""
+
+    resource: str
+    device: str
+    cores_percent: int
+    cores_limit_percent: int
+    holders: int
+    slots: int
+
+    @property
+    def text(self) -> str:
+        """Compute and holders, as the end of a sentence."""
+        return f"{self.cores_percent} % of the compute of {self.cores_limit_percent}, {self.holders} containers of {self.slots}"
 
 
 def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str, str], str | None]) -> Usage:
@@ -62,33 +93,57 @@ def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str,
                 booked.holders.update(device for device in devices if device)
         for share in grant.shares:
             if (sums := of_device.get(share.device)) is None:
-                sums = of_device[share.device] = [0, 0, 0, 0]
+                sums = of_device[share.device] = [0, 0, 0, 0, 0, 0]
             sums[0] += share.memory_mib
             sums[1] += share.cores_percent
             sums[2] += share.exclusive
             sums[3] += 1
-    for device, (memory_mib, cores_percent, exclusive, holders) in of_device.items():
+            firm = not grant.may_overcommit
+            sums[4] += firm * share.cores_percent
+            sums[5] += firm
+    for device, (memory_mib, cores_percent, exclusive, holders, firm_cores_percent, firm_holders) in of_device.items():
         booked.memory_mib[device], booked.cores_percent[device], booked.exclusive[device] = memory_mib, cores_percent, exclusive
+        booked.firm_cores_percent[device] = firm_cores_percent
         if not by_ids:
-            booked.holders[device] = holders
+            booked.holders[device], booked.firm_holders[device] = holders, firm_holders
     return booked
 
 
-def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device]) -> dict[str, str]:
-    """Devices that hold more of ``resource`` than they have, with a sentence each."""
+def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device], *, firm: bool = False) -> dict[str, Excess]:
+    """Devices that hold more of ``resource`` than they have, with a sentence each.
+
+    Args:
+        resource: whose limits count.
+        booked: by its grants.
+        devices: by UUID.
+        firm: look only at the compute and the holders that no scheduler decided.
+    """
+    cores_limit = _cores_limit_percent(resource)
+    firm = firm and resource.decided_by is Decider.POD
+    cores, holders = (booked.firm_cores_percent, booked.firm_holders) if firm else (booked.cores_percent, booked.holders)
     excess = {}
     for uuid in booked.memory_mib.keys() | booked.holders.keys():
         known = devices.get(uuid)
         memory_mib = known.memory_mib * resource.memory_scaling if known else 0.0
         if known and booked.memory_mib[uuid] > memory_mib:
-            excess[uuid] = f"{booked.memory_mib[uuid]} MiB booked of {memory_mib:.0f}"
-        elif booked.cores_percent[uuid] > 100 * resource.cores_scaling:
-            excess[uuid] = f"{booked.cores_percent[uuid]} % of the cores booked of {100 * resource.cores_scaling:.0f}"
-        elif booked.holders[uuid] > resource.holders_of(uuid):
-            excess[uuid] = f"{booked.holders[uuid]} holders of {resource.holders_of(uuid)}"
+            excess[uuid] = Excess(f"{booked.memory_mib[uuid]} MiB booked of {memory_mib:.0f}")
         elif booked.exclusive[uuid] and booked.holders[uuid] > 1:
-            excess[uuid] = "an exclusive holder would not be alone"
+            excess[uuid] = Excess("an exclusive holder would not be alone")
+        elif cores[uuid] > cores_limit:
+            excess[uuid] = Excess(f"{cores[uuid]} % of the cores booked of {cores_limit:.0f}", decidable=True)
+        elif holders[uuid] > resource.holders_of(uuid):
+            excess[uuid] = Excess(f"{holders[uuid]} holders of {resource.holders_of(uuid)}", decidable=True)
     return excess
+
+
+def overcommitted(resource: Resource, booked: Usage) -> list[Overcommit]:
+    """Devices with more compute or more holders than they have, in the order of their UUIDs."""
+    cores_limit = _cores_limit_percent(resource)
+    return [
+        Overcommit(resource.name, uuid, booked.cores_percent[uuid], int(cores_limit), booked.holders[uuid], resource.holders_of(uuid))
+        for uuid in sorted(booked.holders)
+        if booked.cores_percent[uuid] > cores_limit or booked.holders[uuid] > resource.holders_of(uuid)
+    ]
 
 
 def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> DeviceRoom:
@@ -100,7 +155,7 @@ def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> Dev
         trouble=trouble,
         memory_mib=memory_mib,
         memory_free_mib=max(0, memory_mib - booked.memory_mib[uuid]),
-        cores_free_percent=max(0, int(100 * resource.cores_scaling) - booked.cores_percent[uuid]),
+        cores_free_percent=max(0, int(_cores_limit_percent(resource)) - booked.cores_percent[uuid]),
         holders=booked.holders[uuid],
         holders_free=max(0, resource.holders_of(uuid) - booked.holders[uuid]),
         exclusive=booked.exclusive[uuid] > 0,
@@ -136,3 +191,7 @@ def unsound(grants: Iterable[Grant], holders: Mapping[str, Mapping[str, int]], d
         if counted.keys() != index.keys():
             problems.append("the index of holders does not match the grants")
     return problems
+
+
+def _cores_limit_percent(resource: Resource) -> float:
+    return 100 * resource.cores_scaling

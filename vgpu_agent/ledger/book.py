@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
-from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
+from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.cordons import Cordons
@@ -28,6 +28,7 @@ from vgpu_agent.model import Decider, Grant, GrantState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from vgpu_agent.ledger.accounting import Excess, Overcommit, Usage
     from vgpu_agent.ledger.grants import Saved
     from vgpu_agent.ledger.reconciliation import Correction, Meaning
     from vgpu_agent.model import DeviceRoom, Holding, Inventory, KubeletRecords, Owner, Resource, Share
@@ -186,21 +187,41 @@ class Ledger:
         """The grants that have any of ``ids``, oldest first."""
         return tuple(self._grants.by_number[number] for number in sorted(self._grants.holders(name, ids)))
 
+    @property
+    def overcommitted(self) -> tuple[Overcommit, ...]:
+        """The devices of which schedulers have given out more compute or more places than there are."""
+        return tuple(
+            each
+            for resource in self._offers.in_order
+            if resource.decided_by is Decider.POD
+            for each in accounting.overcommitted(self._offers.at_its_widest(resource), self._booked(resource))
+        )
+
     def audit(self) -> list[str]:
         """Every invariant that does not hold, as sentences; empty when the book is sound."""
         problems = accounting.unsound(self._grants.by_number.values(), self._grants.holder, self._devices)
         for resource in self._offers.by_name.values():
-            problems += [f"{device}: {text}" for device, text in self._overbooked(self._offers.at_its_widest(resource)).items()]
+            excess = self._overbooked(self._offers.at_its_widest(resource), firm=True)
+            problems += [f"{device}: {each.text}" for device, each in excess.items()]
         return problems
 
     # -- booking ----------------------------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, ids: Sequence[str], shares: Sequence[Share], decided_for: tuple[str, str] | None = None) -> Grant:
+    def reserve(
+        self,
+        name: str,
+        ids: Sequence[str],
+        shares: Sequence[Share],
+        decided_for: tuple[str, str] | None = None,
+        *,
+        may_overcommit: bool = False,
+    ) -> Grant:
         """Book ``ids`` of resource ``name`` for a container that kubelet has not named yet.
 
         kubelet decides who holds an id, so an id that another grant holds changes hands: its pod has ended and kubelet has not said
         so, or an init container made room for the next one. Asking again for ids that nobody is named for yet gives the same grant (V15).
-        Where the pod decides, ``shares`` are empty (late binding) or those of the pod that Allocate took it for (early).
+        Where the pod decides, ``shares`` are empty (late binding) or those of the pod that Allocate took it for (early). With
+        ``may_overcommit`` a scheduler decided them, and more compute or holders than a device has are booked.
 
         Raises:
             UnknownDeviceError: the resource or an id is not offered; nothing is booked.
@@ -238,9 +259,10 @@ class Ledger:
             reserved_at=self._wall_clock(),
             decided_for=decided_for,
             steady_at=self._clock(),
+            may_overcommit=may_overcommit,
         )
         self._grants.enter(grant)
-        self._check_capacity(resource, booked, before)
+        self._check_capacity(resource, booked, before, firm=may_overcommit)
         self._changed()
         return grant
 
@@ -253,12 +275,16 @@ class Ledger:
         *,
         evidence: tuple[str, ...] = (),
         ended: Iterable[int] = (),
+        may_overcommit: bool = False,
     ) -> Grant:
         """Book ``shares`` for the container that is proven to hold ``ids``; again with the same shares it changes nothing.
 
         kubelet's word is final about the ids, so whoever else had some of them loses those: an init container that has ended, or a
         pod that has. Device and room are checked unless these very shares were decided for the container before, and not only found in
         records. Grants in ``ended`` keep their ids and lose their shares: of containers that must have ended before this one starts.
+
+        With ``may_overcommit`` a scheduler decided, and more compute or holders than a device has are booked; memory never. The same goes
+        for shares that the book has for this container already, by records: what others were given since takes nothing from it.
 
         Raises:
             UnknownDeviceError: the resource, or a share's device, is not offered; nothing is booked.
@@ -279,8 +305,10 @@ class Ledger:
             same.reserved_at if same else self._wall_clock(),
             decided_for,
             evidence,
-            same.steady_at if same else self._clock(),
+            steady_at=same.steady_at if same else self._clock(),
+            may_overcommit=may_overcommit,
         )
+        known = same is not None and same.shares == decided.shares and same.decided_for == decided_for
         if same and same.shares == decided.shares and same.decided_for == decided_for and same.evidence and not set(ended) - {same.number}:
             if dataclasses.replace(same, evidence=evidence) != decided:
                 self._changed()
@@ -299,12 +327,14 @@ class Ledger:
             self._grants.take_from(self._grants.by_number[number], set(ids))
         self._grants.last_number = max(self._grants.last_number, decided.number)
         self._grants.enter(decided)
-        self._check_capacity(resource, wanted, before)
+        self._check_capacity(resource, wanted, before, firm=may_overcommit or known)
         self._changed()
         return decided
 
-    def fill(self, number: int, shares: Sequence[Share], decided_for: tuple[str, str]) -> None:
+    def fill(self, number: int, shares: Sequence[Share], decided_for: tuple[str, str], *, may_overcommit: bool = False) -> None:
         """Book ``shares`` for a reservation that had none, because there was no room for them when its ids were given out.
+
+        ``may_overcommit`` is as for `decide`.
 
         Raises:
             UnhealthyDeviceError: a device must not be given to anybody now; nothing is booked.
@@ -315,8 +345,10 @@ class Ledger:
         wanted = {share.device: share.device for share in shares}
         self._refuse_troubled(resource, wanted)
         before = self._grants.saved()
-        self._grants.by_number[number] = dataclasses.replace(grant, shares=tuple(shares), decided_for=decided_for)
-        self._check_capacity(resource, wanted, before)
+        self._grants.by_number[number] = dataclasses.replace(
+            grant, shares=tuple(shares), decided_for=decided_for, may_overcommit=may_overcommit
+        )
+        self._check_capacity(resource, wanted, before, firm=may_overcommit)
         self._changed()
 
     def redirect(self, number: int, decided_for: tuple[str, str]) -> None:
@@ -390,13 +422,15 @@ class Ledger:
             if trouble:
                 raise UnhealthyDeviceError(f"invalid request: device {wanted[device]} is not available: {trouble}")
 
-    def _check_capacity(self, resource: Resource, wanted: Mapping[str, str], before: Saved) -> None:
-        """Go back to ``before`` and raise when a device of ``wanted`` now holds more than it has."""
-        excess = self._overbooked(resource) if wanted else {}
+    def _check_capacity(self, resource: Resource, wanted: Mapping[str, str], before: Saved, *, firm: bool = False) -> None:
+        """Go back to ``before`` and raise when a device of ``wanted`` now holds more than it has; ``firm`` as for `overbooked`."""
+        excess = self._overbooked(resource, firm=firm) if wanted else {}
         for device, called in wanted.items():
-            if text := excess.get(device):
+            if found := excess.get(device):
                 self._grants.restore(before)
-                raise CapacityError(f"invalid request: device {device} cannot take {called}: {text}")
+                raise (CapacityError if not found.decidable else OvercommitError)(
+                    f"invalid request: device {device} cannot take {called}: {found.text}"
+                )
 
     def _still_open(self, holders: set[int], ids: set[str], *, covering: bool) -> Grant | None:
         """The reservation that stands for these ids although nobody is named for it.
@@ -408,11 +442,13 @@ class Ledger:
             return None
         return grant if set(grant.ids) == ids or (covering and ids < set(grant.ids)) else None
 
-    def _overbooked(self, resource: Resource) -> dict[str, str]:
+    def _overbooked(self, resource: Resource, *, firm: bool) -> dict[str, Excess]:
         if resource.decided_by is Decider.NOBODY:
             return {}
-        booked = accounting.usage(resource, self._grants.by_number.values(), self._offers.device)
-        return accounting.overbooked(resource, booked, self._devices)
+        return accounting.overbooked(resource, self._booked(resource), self._devices, firm=firm)
+
+    def _booked(self, resource: Resource) -> Usage:
+        return accounting.usage(resource, self._grants.by_number.values(), self._offers.device)
 
     def _changed(self) -> None:
         self.revision.publish(self.revision.value + 1)

@@ -27,6 +27,7 @@ class Meaning(NamedTuple):
         by_pod: the pod decides (`Decider.POD`).
         decided_for: see `Grant.decided_for`.
         over: the container has ended; what it had went on to the containers that came after it.
+        may_overcommit: see `Grant.may_overcommit`.
     """
 
     family: str
@@ -34,6 +35,7 @@ class Meaning(NamedTuple):
     by_pod: bool = False
     decided_for: tuple[str, str] | None = None
     over: bool = False
+    may_overcommit: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class Reconciliation:
                 self._wall_clock(),
                 meaning.decided_for,
                 steady_at=self._clock(),
+                may_overcommit=meaning.may_overcommit,
             )
         )
         if meaning.by_pod and grants and open_:
@@ -129,16 +132,17 @@ class Reconciliation:
             return None  # handed on inside its pod, see `_confirm`; only what was decided for its holder is certain
         # A source that was silent this time takes no knowledge away.
         merged = owner if known is None or not same_container else owner.filled_from(known)
-        shares, decided_for = grant.shares, grant.decided_for
+        shares, decided_for, may_overcommit = grant.shares, grant.decided_for, grant.may_overcommit
         if meaning.over and same_container and not grant.evidence:
             # One that was decided here hands its shares on when the next is decided; the pod's status may be of the life before.
             shares, decided_for = (), None
         elif not same_container and meaning.by_pod:
-            shares, decided_for = meaning.shares, meaning.decided_for  # what was decided, was for another pod
+            # What was decided, was for another pod.
+            shares, decided_for, may_overcommit = meaning.shares, meaning.decided_for, meaning.may_overcommit
         elif not any(share.memory_mib for share in shares) and meaning.shares and grant.evidence != HANDED_ON:
             # A GPU that did not answer when its grant was made may be known by now, or a pod that had not been seen.
-            shares, decided_for = meaning.shares, meaning.decided_for
-        named = dataclasses.replace(grant, owner=merged, shares=shares, decided_for=decided_for)
+            shares, decided_for, may_overcommit = meaning.shares, meaning.decided_for, meaning.may_overcommit
+        named = dataclasses.replace(grant, owner=merged, shares=shares, decided_for=decided_for, may_overcommit=may_overcommit)
         named = self._grants.by_number[grant.number] = dataclasses.replace(named, state=self._state(merged, meaning, named))
         if known == merged and named == grant:
             return None

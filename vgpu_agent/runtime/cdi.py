@@ -157,6 +157,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "by": record.by,
         "decided-at": repr(record.decided_at),
         "collected": record.collected,
+        **({"may-overcommit": "true"} if record.may_overcommit else {}),
     }
     return {_PREFIX + name: value for name, value in facts.items()}
 
@@ -180,6 +181,7 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
             by=facts["by"],
             decided_at=float(facts["decided-at"]),
             collected=collected,
+            may_overcommit=facts.get("may-overcommit") == "true",
         )
     except KeyError as err:
         raise CarrierError(f"annotation {_PREFIX}{err.args[0]} is missing") from err

@@ -100,6 +100,21 @@ BINDING: tuple[Metric, ...] = (
         readings.one(lambda moment: moment.status.binding.exchanges),
     ),
     Metric(
+        "vgpu_agent_scheduler_overcommitted",
+        _G,
+        ("resource", "gpu", "kind"),
+        "How much of a GPU schedulers have given out beyond what it has: kind cores in percent of the GPU, kind holders in containers; "
+        "absent where nothing is. See binding.schedulerOvercommit.",
+        readings_binding.overcommitted,
+    ),
+    Metric(
+        "vgpu_agent_overcommitted_starts_total",
+        _C,
+        (),
+        "Containers started on a GPU of which their scheduler had given out more compute or more places than it has.",
+        readings.one(lambda moment: moment.status.binding.overcommitted_starts),
+    ),
+    Metric(
         "vgpu_agent_config_foreign_problems",
         _G,
         (),

@@ -140,6 +140,7 @@ def _ledger(asked: Question) -> dict[str, Any]:
         "holders_allowed": ledger.capacity,
         "ids_free": ledger.free,
         "rooms": ledger.rooms,
+        "scheduler_overcommitted": ledger.overcommitted,
         "grants": views.grants(asked.status, asked.now),
     }
 

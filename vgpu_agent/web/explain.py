@@ -118,6 +118,7 @@ def _container(
         if grant.shares or not refused:
             yield from _held(grant, container)
             yield from _ill(status, grant)
+            yield from _overcommitted(status, grant)
     yield from _counted_alone(status, container)
     if refused:
         return  # kubelet has asked for all of it, or it would not have come to that
@@ -174,6 +175,16 @@ def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
             yield (
                 f"{_called(share)} is Unhealthy: {reason or 'it no longer answers'}. What runs on it will most likely fail, and no new "
                 "container gets it meanwhile."
+            )
+
+
+def _overcommitted(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
+    """Why a container may be slower than it asked to be."""
+    for each in status.ledger.overcommitted:
+        if each.resource == grant.resource and any(share.device == each.device for share in grant.shares):
+            yield (
+                f"Scheduler overcommitted: of {each.device} more is given out than it has: {each.text}. Its containers share the compute; "
+                "each keeps its memory and its own limits."
             )
 
 

@@ -106,6 +106,8 @@ def _config(status: AgentStatus) -> Iterator[Problem]:
 
 
 def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
+    for each in ledger.overcommitted:
+        yield Problem(f"resource {each.resource}", f"scheduler overcommitted: of {each.device} more is given out than it has: {each.text}")
     if ledger.foreign:
         more = f" and {len(ledger.foreign) - _SHOWN_IDS} more" if len(ledger.foreign) > _SHOWN_IDS else ""
         yield Problem("ledger", f"kubelet's records hold ids that this node does not offer: {', '.join(ledger.foreign[:_SHOWN_IDS])}{more}")

@@ -54,6 +54,13 @@ def refused_starts(moment: Moment) -> Iterator[Row]:
     yield ("false",), len(moment.status.binding.refusals) - final
 
 
+def overcommitted(moment: Moment) -> Iterator[Row]:
+    """Two series for each GPU of which too much was given out."""
+    for each in moment.status.ledger.overcommitted:
+        yield (each.resource, each.device, "cores"), max(0, each.cores_percent - each.cores_limit_percent)
+        yield (each.resource, each.device, "holders"), max(0, each.holders - each.slots)
+
+
 def api_requests(moment: Moment) -> Iterator[Row]:
     """Requests as the client has counted them."""
     return iter(moment.status.cluster.requests.items())

@@ -1,0 +1,79 @@
+"""Starts on a GPU of which a scheduler has given out more compute, or more places, than it has.
+
+Volcano's scheduler forgets a second container of a pod on the same GPU, in compute and in slots, never in memory. It counts such a pod as
+placed, so a refusal would last for ever. `binder` asks here whether a decision may go beyond the device, and writes down each start that
+does; `cluster` tells the pods, `web` counts.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, NamedTuple
+
+from vgpu_agent.concurrency import Latest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vgpu_agent.config.binding import Binding
+    from vgpu_agent.families.family import Decision
+    from vgpu_agent.ledger.accounting import Overcommit
+    from vgpu_agent.pods import Pod
+
+PLAIN_SCHEDULER = "default-scheduler"  # Kubernetes' own, which knows no GPUs of a node
+_MOST_UNTOLD = 256
+
+
+class Notice(NamedTuple):
+    """What a pod's owner should be told about one of its containers."""
+
+    pod: Pod
+    container: str
+    text: str
+
+
+class Overcommits:
+    """The starts of this process that went beyond a device.
+
+    State: memory only: how many there were (`total`), and those of which the pods have not been told. `revision` moves on with each.
+    """
+
+    def __init__(self) -> None:
+        self.revision: Latest[int] = Latest(0)
+        self.total = 0
+        self._untold: collections.deque[Notice] = collections.deque(maxlen=_MOST_UNTOLD)
+
+    def add(self, pod: Pod, container: str, devices: Iterable[Overcommit]) -> str:
+        """Write down that ``container`` was started on ``devices``; the text for its owner."""
+        what = " and ".join(f"of GPU {each.device} than it has: {each.text}" for each in devices)
+        text = (
+            f"container {container} was started although its scheduler has given out more {what}. Memory is not overcommitted. "
+            "See binding.schedulerOvercommit"
+        )
+        self._untold.append(Notice(pod, container, text))
+        self.total += 1
+        self.revision.publish(self.total)
+        return text
+
+    def take(self) -> tuple[Notice, ...]:
+        """What has not been told yet; it counts as told from now on."""
+        taken = tuple(self._untold)
+        self._untold.clear()
+        return taken
+
+
+def may_overcommit(decision: Decision, pod: Pod, binding: Binding) -> bool:
+    """Whether ``decision`` may take more compute or more places than a device has."""
+    return decision.by_scheduler and (decision.kept or not why_not(pod, binding))
+
+
+def why_not(pod: Pod, binding: Binding) -> str:
+    """Why a decision in the annotations of ``pod`` may not go beyond a device; empty when it may.
+
+    Everybody who may create pods can write such annotations. A pod of the plain scheduler has them from nobody but its author.
+    """
+    if binding.scheduler_overcommit == "refuse":
+        return "binding.schedulerOvercommit is refuse"
+    if pod.scheduler in {"", PLAIN_SCHEDULER}:
+        return f"the pod's schedulerName is {PLAIN_SCHEDULER}, which decides about no GPU, so its annotations are no scheduler's word"
+    return ""
