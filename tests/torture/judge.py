@@ -63,6 +63,7 @@ class Judge:
         self._story = story
         self._early = early
         self._running: dict[tuple[str, str], Got] = {}
+        self._scheduled: set[tuple[str, str]] = set()  # those of them for whom a scheduler decided
         self.judged: set[tuple[str, str]] = set()
 
     def starts(self, pod: LivePod, container: PlannedContainer, edits: Edits, ids: tuple[str, ...], *, unasked: bool) -> None:
@@ -74,6 +75,8 @@ class Judge:
         except ValueError as err:
             got, problem = Got(("", ""), frozenset()), str(err)
         self._running[pod.uid, container.name] = dataclasses.replace(got, slices=_booked(pod, container, got.slices))
+        if pod.slices and container.kind is not Kind.SIDECAR:
+            self._scheduled.add((pod.uid, container.name))
         problem = problem or self._crowded(got)
         if problem and unasked and self._early:
             # Nobody was asked, so nobody could refuse: kubelet's own gap (kubelet contract §6), which no plugin can close in early mode.
@@ -85,6 +88,7 @@ class Judge:
     def ends(self, pod: LivePod, container: str) -> None:
         """The container runs no more."""
         self._running.pop((pod.uid, container), None)
+        self._scheduled.discard((pod.uid, container))
 
     def _problem(self, pod: LivePod, container: PlannedContainer, got: Got) -> str:
         uid, name = got.owner
@@ -125,10 +129,12 @@ class Judge:
         return True
 
     def _crowded(self, got: Got) -> str:
+        """Too much memory; or too much compute, or too many holders, of the agent's own placement: a scheduler may overcommit those two."""
         for card in (each.uuid for each in got.slices):
             held = {key: each for key, other in self._running.items() for each in other.slices if each.uuid == card}
-            units, cores = sum(each.units for each in held.values()), sum(each.cores for each in held.values())
-            if units > self._units[card] or cores > 100 or len(held) > SPLIT:
+            placed = [each for key, each in held.items() if key not in self._scheduled]
+            units, cores = sum(each.units for each in held.values()), sum(each.cores for each in placed)
+            if units > self._units[card] or cores > 100 or len(placed) > SPLIT:
                 holders = ", ".join(f"{uid} {name}: {each.units}u {each.cores}%" for (uid, name), each in held.items())
                 return f"{card} with {self._units[card]} units is now in the hands of {holders}"
         return ""
