@@ -6,16 +6,35 @@ catches a library's exception. A message names the thing, the value and the reme
 
 from __future__ import annotations
 
+import itertools
+from typing import TYPE_CHECKING
+
+from vgpu_agent.redaction import redacted
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 MOST_QUOTED = 200  # characters of a foreign value in one message
 
 
 def quoted(value: str, most: int = MOST_QUOTED) -> str:
-    """``value`` in quotation marks for a message, on one line; what is longer than ``most`` characters is cut and its length given.
+    """``value`` in quotation marks for a message, on one line and in ASCII; longer ones are cut and their length given.
 
     Every value that a pod, the API server or the kubelet wrote is quoted by this: an annotation may have 256 KiB, and a message goes into
     the log, the journal, an event and a pod's status.
     """
-    return repr(value) if len(value) <= most else f"{value[:most]!r}… ({len(value)} characters)"
+    return ascii(value) if len(value) <= most else f"{value[:most]!a}… ({len(value)} characters)"
+
+
+def shortened(text: str, most: int) -> str:
+    """``text`` with at most ``most`` characters of it, and its length when that is not all."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def listed(values: Collection[str], most: int = 16) -> str:
+    """The first ``most`` of ``values`` for a message, each cut like `quoted`, and how many there are when that is not all."""
+    shown = ", ".join(shortened(value, MOST_QUOTED) for value in itertools.islice(values, most))
+    return shown if len(values) <= most else f"{shown}, … ({len(values)} in all)"
 
 
 class AgentError(Exception):
@@ -120,7 +139,7 @@ class MigError(AgentError):
 
 
 class ClusterError(AgentError):
-    """The API server did not answer, or not with what was asked for.
+    """The API server did not answer, or not with what was asked for; the text never holds credentials.
 
     Attributes:
         status: the HTTP status; 0 when there was no answer.
@@ -129,7 +148,7 @@ class ClusterError(AgentError):
 
     def __init__(self, text: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:
         self.status, self.retry_after_seconds = status, retry_after_seconds
-        super().__init__(text)
+        super().__init__(redacted(text))
 
 
 class CdiError(AgentError):

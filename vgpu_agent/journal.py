@@ -12,11 +12,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent import log
+from vgpu_agent.bounded import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _logger = log.get(__name__)
+
+MOST_ENTRY_BYTES = 16 * 1024
+MOST_BYTES = 4 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,18 +33,28 @@ class Entry:
 
 
 class Journal:
-    """A ring of entries; the oldest goes when ``size`` is reached."""
+    """A ring of entries; the oldest goes when ``size`` is reached.
 
-    def __init__(self, size: int = 1000, clock: Callable[[], float] = time.time) -> None:
-        self._entries: collections.deque[Entry] = collections.deque(maxlen=size)
+    State: memory only, about ``most_bytes`` at most. The facts of an entry are cut when it is recorded (`MOST_ENTRY_BYTES`), because a pod
+    may have written them.
+    """
+
+    def __init__(self, size: int = 1000, clock: Callable[[], float] = time.time, *, most_bytes: int = MOST_BYTES) -> None:
+        self._entries: collections.deque[tuple[Entry, int]] = collections.deque()
+        self._size, self._most_bytes = size, most_bytes
+        self._bytes = 0
         self._clock = clock
 
     def record(self, event: str, /, *, level: str = "info", **facts: Any) -> None:
         """Keep the decision and log it at ``level`` under the same name."""
-        self._entries.append(Entry(self._clock(), event, facts))
-        getattr(_logger, level)(event, **facts)
+        kept, size = bounded(facts, most_bytes=MOST_ENTRY_BYTES)
+        self._entries.append((Entry(self._clock(), event, kept), size))
+        self._bytes += size
+        while len(self._entries) > self._size or self._bytes > self._most_bytes:
+            self._bytes -= self._entries.popleft()[1]
+        getattr(_logger, level)(event, **kept)
 
     @property
     def entries(self) -> list[Entry]:
         """Oldest first."""
-        return list(self._entries)
+        return [entry for entry, _ in self._entries]

@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import msgspec
 import structlog
 
+from vgpu_agent.bounded import bounded
+from vgpu_agent.redaction import redacted
+
 if TYPE_CHECKING:
-    from structlog.typing import EventDict, FilteringBoundLogger
+    from structlog.typing import EventDict, ExcInfo, FilteringBoundLogger
+
+# Of one line, besides its traceback; the journal's entries are smaller already.
+_MOST_LINE_BYTES = 32 * 1024
+_MOST_TRACEBACK_CHARACTERS = 32 * 1024
+_MOST_FRAMES = 40  # of one traceback
+_MOST_CAUSES = 8  # exceptions that led to one
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -50,15 +59,19 @@ def configure(*, log_format: str = "json", level: str = "info", stream: TextIO |
     last: list[Any]
     if log_format == "json":
         renamed = structlog.processors.EventRenamer("msg")
-        last = [structlog.processors.dict_tracebacks, renamed, structlog.processors.JSONRenderer(serializer=_to_json)]
+        last = [structlog.processors.ExceptionRenderer(_traceback), _bound, renamed, structlog.processors.JSONRenderer(serializer=_to_json)]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=(stream or sys.stderr).isatty(), timestamp_key="ts")]
+        console = structlog.dev.ConsoleRenderer(
+            colors=(stream or sys.stderr).isatty(), timestamp_key="ts", exception_formatter=structlog.dev.plain_traceback
+        )
+        # As text, so that the console shows it as it is and no library adds the values of variables to it.
+        last = [structlog.processors.format_exc_info, _bound, console]
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_shared(),
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
     )
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(formatter)
+    handler.setFormatter(_WithoutSecrets(formatter))
     root = logging.getLogger()
     root.handlers = [handler]
     set_level(level)
@@ -80,6 +93,41 @@ def set_level(level: str) -> None:
 def current_level() -> str:
     """The level in force, as in `LEVELS`."""
     return logging.getLevelName(logging.getLogger().level).lower()
+
+
+class _WithoutSecrets(logging.Formatter):
+    """The last look at every line, whoever wrote it."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(self._inner.format(record))
+
+
+# Locals of frames hold request headers and file contents, so they are never shown.
+_frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=_MOST_FRAMES)
+
+
+def _traceback(found: ExcInfo) -> list[dict[str, Any]]:
+    """An exception as JSON, without locals, and with its texts cut."""
+    stacks = _frames(found)[:_MOST_CAUSES]
+    for stack in stacks:
+        for key in ("exc_value", "exc_notes"):
+            if key in stack:
+                stack[key] = bounded({key: stack[key]}, most_bytes=_MOST_LINE_BYTES)[0][key]
+    return stacks
+
+
+def _bound(_: Any, __: str, event: EventDict) -> EventDict:
+    """What a line says, within bounds; its traceback is bounded already."""
+    traceback = {key: event.pop(key) for key in ("exception",) if key in event}
+    kept, _size = bounded(event, most_bytes=_MOST_LINE_BYTES)
+    if isinstance(text := traceback.get("exception"), str) and len(text) > _MOST_TRACEBACK_CHARACTERS:
+        half = _MOST_TRACEBACK_CHARACTERS // 2
+        traceback["exception"] = f"{text[:half]}\n… ({len(text)} characters)\n{text[-half:]}"
+    return {**kept, **traceback}
 
 
 def _shared() -> list[Any]:

@@ -20,7 +20,7 @@ from vgpu_agent.allocation.guesses import Given
 from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.overcommits import may_overcommit
 from vgpu_agent.allocation.questions import question
-from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
+from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError, listed
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, GrantState
 from vgpu_agent.pods import ContainerKind
@@ -174,7 +174,7 @@ class Allocator:
         if offered.decided_by is Decider.IDS:
             wanted = set(ids)
             if not any(wanted <= set(grant.ids) for grant in self._ledger.grants if grant.resource == resource):
-                raise UnknownDeviceError(f"{resource}: {', '.join(ids)} are not booked for any container; kubelet will ask again")
+                raise UnknownDeviceError(f"{resource}: {listed(ids)} are not booked for any container; kubelet will ask again")
             return
         if self.binder is None or self.mode is None:
             raise AgentError(f"{resource}: this node's Node object has not been read yet; kubelet will ask again")

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import MigError
+from vgpu_agent.errors import MigError, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ class Division:
         devices = {gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}
         for grant in self._ledger.grants:
             if not devices.isdisjoint(share.device for share in grant.shares):
-                holder = grant.owner.pod_name if grant.owner else f"a container with {', '.join(grant.ids)}"
+                holder = grant.owner.pod_name if grant.owner else f"a container with {listed(grant.ids)}"
                 raise MigError(f"GPU {gpu.uuid} cannot be divided into {_shown(layout)}: {holder} has a part of it; kubelet will ask again")
 
     def _begin(self, layout: MigLayout, pod: str, divider: Divider) -> _Change:

@@ -11,11 +11,16 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.errors import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vgpu_agent.pods import Pod
+
+# Far more than a node has containers at a time, and longer than any reason without foreign values: 4 MiB in all.
+MOST_REFUSALS = 1000
+LONGEST_REASON = 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class Refusals:
     """The refusals of this node that still hold, one for each container.
 
     State: memory only. kubelet asks again about every quarter of a minute, so after a restart the list fills by itself, with younger times.
-    `revision` moves on with every change. Only the event loop's thread may change it.
+    `revision` moves on with every change. Only the event loop's thread may change it. At most `MOST_REFUSALS` are kept, those refused
+    last, each with a reason of `LONGEST_REASON` characters.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -60,11 +66,13 @@ class Refusals:
     def refuse(self, pod: Pod, container: str, resource: str, reason: str, *, final: bool = False) -> None:
         """Write down that ``container`` was refused now; once final, it stays final."""
         key = (pod.kubelet_uid, container)
-        before = self._refusals.get(key)
+        before, reason = self._refusals.pop(key, None), shortened(reason, LONGEST_REASON)
         if before is None:
             self._refusals[key] = Refusal(pod, container, resource, reason, self._clock(), 1, final)
         else:
             self._refusals[key] = Refusal(pod, container, resource, reason, before.since, before.count + 1, final=final or before.final)
+        if len(self._refusals) > MOST_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
         self._changed()
 
     def clear(self, pod_uid: str, container: str) -> None:

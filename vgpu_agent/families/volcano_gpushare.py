@@ -15,7 +15,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
-from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
+from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
@@ -316,7 +316,7 @@ class VolcanoGpushareFamily:
         numbered = question.inventory.numbered
         if strangers := [str(index) for index in chosen if index not in numbered]:
             known = ", ".join(map(str, numbered)) or "none"
-            raise RequestRefusedError(f"{where}, and node {question.node} has no GPU {', '.join(strangers)}; it has {known}; {_ANEW}")
+            raise RequestRefusedError(f"{where}, and node {question.node} has no GPU {listed(strangers)}; it has {known}; {_ANEW}")
         return tuple(numbered[index] for index in chosen)
 
     def _roomy_gpu(self, question: Question) -> Gpu:
@@ -395,4 +395,4 @@ def _unplaced(question: Question, reason: CapacityError, switch: str) -> Capacit
 
 
 def _shown(text: str) -> str:
-    return ascii(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…")
+    return quoted(text, _SHOWN_CHARACTERS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
@@ -93,5 +93,4 @@ def read_ask(pod: Pod, container: PodContainer, names: Names) -> Ask:
 
 
 def _refused(pod: Pod, container: PodContainer, name: str, value: str, unit: str) -> RequestRefusedError:
-    shown = value if len(value) <= 40 else value[:40] + "…"
-    return RequestRefusedError(f"pod {pod.full_name}, container {container.name}: {name} is {shown!a}; expected {unit}")
+    return RequestRefusedError(f"pod {pod.full_name}, container {container.name}: {name} is {quoted(value, 40)}; expected {unit}")

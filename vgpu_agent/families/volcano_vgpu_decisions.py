@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.volcano_vgpu_asks import read_ask
 from vgpu_agent.families.volcano_vgpu_devices import SEGMENT_END, Assigned, DevicesTextError, Segment, parse_pod_devices
 from vgpu_agent.families.volcano_vgpu_offer import MIG
@@ -31,7 +31,6 @@ TO_ALLOCATE = "volcano.sh/devices-to-allocate"
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
 _COPIED = f"{_REMEDY}, without this annotation in its template"
-_LONGEST_SHOWN = 200
 
 
 def asking_container(question: Question) -> PodContainer:
@@ -102,8 +101,7 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
 
 def refused(pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY) -> RequestRefusedError:
     """The one form of every refusal: pod, key, value, what is wrong, what to do."""
-    shown = value if len(value) <= _LONGEST_SHOWN else value[:_LONGEST_SHOWN] + "…"
-    return RequestRefusedError(f"pod {pod.full_name}: annotation {key}={shown!a}: {problem}; {remedy}")
+    return RequestRefusedError(f"pod {pod.full_name}: annotation {key}={quoted(value)}: {problem}; {remedy}")
 
 
 def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodContainer, ...]]:
@@ -122,7 +120,7 @@ def _require_agreement(pod: Pod, place: int, count: int) -> None:
     pending = pod.annotations.get(TO_ALLOCATE, "").split(SEGMENT_END)
     decided = pod.annotations[IDS].split(SEGMENT_END)
     if len(pending) == count and pending[place] and pending[place] != decided[place]:
-        raise refused(pod, TO_ALLOCATE, pending[place], f"{IDS} says {decided[place]!a} for the same container")
+        raise refused(pod, TO_ALLOCATE, pending[place], f"{IDS} says {quoted(decided[place])} for the same container")
 
 
 def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer) -> None:
@@ -131,10 +129,10 @@ def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer
     for assigned in segment:
         if (is_instance := assigned.device != assigned.gpu) != (offer.mode == MIG):
             what, shares = ("a MIG instance", "whole GPUs by memory") if is_instance else ("a whole GPU", "MIG instances")
-            raise refused(pod, IDS, text, f"{assigned.device!a} is {what}, and this node shares {shares}")
+            raise refused(pod, IDS, text, f"{quoted(assigned.device)} is {what}, and this node shares {shares}")
         if assigned.gpu not in offer.units:
             offered = ", ".join(offer.units) or "none"
-            raise refused(pod, IDS, text, f"node {question.node} offers no GPU {assigned.gpu!a}; it offers {offered}")
+            raise refused(pod, IDS, text, f"node {question.node} offers no GPU {quoted(assigned.gpu)}; it offers {offered}")
         if assigned.memory_units <= 0:
             problem = f"{assigned.memory_units} units of memory would mean no limit at all"
             remedy = (

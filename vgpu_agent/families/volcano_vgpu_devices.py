@@ -11,7 +11,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import AgentError
+from vgpu_agent.errors import AgentError, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,4 +93,4 @@ def _number(text: str, what: str, piece: str) -> int:
 
 
 def _shown(text: str) -> str:
-    return ascii(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
+    return quoted(text, _SHOWN)

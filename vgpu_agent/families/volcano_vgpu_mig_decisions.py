@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CapacityError
+from vgpu_agent.errors import CapacityError, quoted
 from vgpu_agent.families.family import Decision, MigLayout
 from vgpu_agent.families.volcano_vgpu_decisions import IDS, refused
 from vgpu_agent.families.volcano_vgpu_mig_layouts import (
@@ -145,16 +145,16 @@ def share_of(instance: MigInstance) -> Share:
 def _place_of(question: Question, assigned: Assigned, known: Sequence[ModelGeometries], factor: int) -> _Place:
     pod, text, found = question.pod, question.pod.annotations[IDS], read_place(assigned.device)
     if found is None:
-        raise refused(pod, IDS, text, f"{assigned.device!a} is not of the form <UUID>[<group>-<position>]")
+        raise refused(pod, IDS, text, f"{quoted(assigned.device)} is not of the form <UUID>[<group>-<position>]")
     gpu = question.inventory.gpu(assigned.gpu)
     if gpu is None:
-        raise CapacityError(f"GPU {assigned.gpu} was decided for the container and is gone; it is tried again when the GPU answers")
+        raise CapacityError(f"GPU {quoted(assigned.gpu)} was decided for the container and is gone; it is tried again when it answers")
     groups = groups_of(gpu, known)
     group = next((group for group in groups if group.name == found[1]), None)
     if group is None:
         names = ", ".join(group.name for group in groups)
         remedy = "let scheduler and agent read the same ConfigMap volcano-vgpu-device-config; the scheduler reads it once, at its start"
-        raise refused(pod, IDS, text, f"knownMigGeometries has no group {found[1]!a} for {gpu.name}, it has {names}", remedy)
+        raise refused(pod, IDS, text, f"knownMigGeometries has no group {quoted(found[1])} for {gpu.name}, it has {names}", remedy)
     slots = slots_of(gpu.uuid, group)
     if found[2] >= len(slots):
         raise refused(pod, IDS, text, f"group {group.name} has {len(slots)} instances, and position {found[2]} is none of them")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from vgpu_agent.errors import listed
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
@@ -68,11 +69,11 @@ def _somebody_in_the_way(device: str, resource: Resource, known: Surroundings) -
             if by_ids and share.device != device and gpu in (share.device, device):
                 # From before MIG mode was switched: a GPU and its slices are never both given out.
                 whole = "the whole GPU" if share.device == gpu else f"the slice {share.device}"
-                return f"a container still holds {whole} ({', '.join(grant.ids)})"
+                return f"a container still holds {whole} ({listed(grant.ids)})"
             # Ids from before a change of replicas: whole and shared holders never mix on one device.
             mixed = by_ids and share.device == device and (share.exclusive or resource.holders_of(device) == 1)
             if mixed and not known.offers_all_of(grant):
-                return f"a container admitted under earlier settings still holds it ({', '.join(grant.ids)})"
+                return f"a container admitted under earlier settings still holds it ({listed(grant.ids)})"
     return ""
 
 

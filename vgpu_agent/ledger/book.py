@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
-from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError
+from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError, listed
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.cordons import Cordons
@@ -236,7 +236,7 @@ class Ledger:
                 raise UnknownDeviceError(f"invalid request: unknown device: {id_}")
             behind.setdefault(device, id_)
         if len(set(ids)) != len(ids):
-            raise CapacityError(f"invalid request: an id is named twice in {', '.join(ids)}")
+            raise CapacityError(f"invalid request: an id is named twice in {listed(ids)}")
         # Where the pod decides, the ids' own devices mean nothing: which GPU it gets stands in the pod.
         booked = behind if by_ids else {share.device: share.device for share in shares}
         self._refuse_troubled(resource, booked)
@@ -316,7 +316,7 @@ class Ledger:
             return decided
         offered = self._offers.devices(resource)
         if strangers := availability.strangers(shares, offered, self._devices):
-            raise UnknownDeviceError(f"{name}: this node does not offer {', '.join(strangers)}; it offers {', '.join(sorted(offered))}")
+            raise UnknownDeviceError(f"{name}: this node does not offer {listed(strangers)}; it offers {listed(sorted(offered))}")
         wanted = {share.device: share.device for share in shares}
         self._refuse_troubled(resource, wanted)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CapacityError
+from vgpu_agent.errors import CapacityError, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BINPACK = "binpack"
 SPREAD = "spread"
+
+_MOST_QUOTED = 60  # characters of a pod's wish, which is quoted for each GPU
 
 _WHOLE_PERCENT = 100  # who asks for all compute of a device gets it for himself
 
@@ -84,9 +86,9 @@ def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
     are wanted, the unwanted ones are not looked at (volcano-vgpu contract §3.1).
     """
     if wanted is not None:
-        return "" if _is_named(name, wanted) else f"its type {name} is none of {wanted!r}"
+        return "" if _is_named(name, wanted) else f"its type {name} is none of {quoted(wanted, _MOST_QUOTED)}"
     if unwanted is not None and _is_named(name, unwanted):
-        return f"its type {name} is among the unwanted {unwanted!r}"
+        return f"its type {name} is among the unwanted {quoted(unwanted, _MOST_QUOTED)}"
     return ""
 
 

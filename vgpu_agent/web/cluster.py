@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vgpu_agent.errors import shortened
 from vgpu_agent.model import GrantState
 from vgpu_agent.web import views
 from vgpu_agent.web.moments import when
@@ -84,7 +85,7 @@ def _pod(status: AgentStatus, pod: Pod, now: float) -> dict[str, Any]:
         "created": when(pod.created_at, now),
         "bound": pod.bound,
         "annotations": {
-            key: value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}… ({len(value)} characters)"
+            key: shortened(value, _LONGEST_VALUE)
             for key, value in sorted(pod.annotations.items())
             if key.partition("/")[0].endswith(_ANNOTATIONS_OF)
         },

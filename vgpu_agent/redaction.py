@@ -1,0 +1,50 @@
+"""Secrets of this process, kept out of every text that somebody may read.
+
+`cluster` names its credentials here as soon as it has read them. `errors`, `journal` and `log` pass their texts through `redacted`, so a
+token is in no message, log line, traceback, event or page, even where an API server repeats our request in its answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+
+HIDDEN = "(hidden)"
+
+# A token lives an hour, so a few generations are enough for answers that come late.
+_MOST_SECRETS = 16
+# Shorter texts are words, and replacing them would garble messages.
+_SHORTEST_SECRET = 8
+
+# Credentials that nobody has named, by their form: a header, a JSON Web Token, userinfo in a URL, a private key.
+_FORMS = re.compile(
+    r"(?P<scheme>\b(?:Bearer|Basic)\s+)[^\s\"',;]+"
+    r"|\beyJ[\w-]{8,}(?:\.[\w-]*)*"
+    r"|(?P<url>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']+@"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
+    re.ASCII | re.IGNORECASE,
+)
+# One of these stands in every text that `_FORMS` can match; looking for them is much quicker.
+_SIGNS = ("earer", "EARER", "asic", "ASIC", "eyJ", "://", "PRIVATE KEY")
+
+_secrets: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+
+def conceal(secret: str) -> None:
+    """Never show ``secret`` from now on; very short texts are ignored, and of many only the latest are remembered."""
+    for text in {secret, *secret.split()}:
+        if len(text) >= _SHORTEST_SECRET:
+            _secrets[text] = None
+            _secrets.move_to_end(text)
+    while len(_secrets) > _MOST_SECRETS:
+        _secrets.popitem(last=False)
+
+
+def redacted(text: str) -> str:
+    """``text`` without secrets: those that `conceal` was told of, and whatever looks like credentials."""
+    for secret in _secrets:
+        if secret in text:
+            text = text.replace(secret, HIDDEN)
+    if any(sign in text for sign in _SIGNS):
+        text = _FORMS.sub(lambda found: f"{found['scheme'] or found['url'] or ''}{HIDDEN}{'@' if found['url'] else ''}", text)
+    return text
