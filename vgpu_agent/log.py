@@ -110,9 +110,9 @@ class _WithoutSecrets(logging.Formatter):
 _frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=_MOST_FRAMES)
 
 
-def _traceback(found: ExcInfo) -> list[dict[str, Any]]:
+def _traceback(exc_info: ExcInfo) -> list[dict[str, Any]]:
     """An exception as JSON, without locals, and with its texts cut."""
-    stacks = _frames(found)[:_MOST_CAUSES]
+    stacks = _frames(exc_info)[:_MOST_CAUSES]
     for stack in stacks:
         for key in ("exc_value", "exc_notes"):
             if key in stack:
