@@ -2,7 +2,7 @@
 
 `cluster` fills the book from its watch, `allocation` looks up whose container is about to start, families read annotations and limits, and
 the pod publisher compares what is written with what should be. Kept as small as possible: a node has some hundred pods, and this is what
-remains of each.
+remains of each. The watch shows pods until they have ended; the book keeps those that ended while we watched a little longer.
 """
 
 from __future__ import annotations
@@ -13,22 +13,35 @@ import dataclasses
 import enum
 import operator
 import re
+import sys
+import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import UnusableNameError, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+
+_logger = log.get(__name__)
 
 # kubelet keeps a static pod under the hash of its file; the API server's mirror of it has a UID of its own and names the hash here.
 STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
-_MOST_NAMES = 10_000  # that a book remembers; a node has some hundred pods at a time
+# kubelet admits 110 pods by default and hardly ever more than 500; of each some KiB are kept, and 100 KiB of a hostile one.
+MOST_PODS = 2000
+MOST_BYTES = 32 * 1024 * 1024
+_MOST_NAMES = 4000  # that a book remembers, of pods of now and before
 _MOST_OF_A_NAME = 4  # UIDs that are remembered of one name; two are enough to know that there was another
+# How long and how many of those that have ended are remembered: what was served to them is still to be written into their annotations.
+_ENDED_SECONDS = 600.0
+_MOST_ENDED = 256
 
-_ENDED = ("Succeeded", "Failed")
+ENDED = "Ended"
+"""The phase of a pod that ended while we watched: the API server no longer shows which way."""
+_ENDED = ("Succeeded", "Failed", ENDED)
 
 # The API server makes UUIDs (RFC 4122), kubelet makes 32 hexadecimal digits, and the file of a static pod may name any other. An underscore
 # is in none of them, so that ``<UID>_<container>`` can be read back; the length leaves room for that in a file name of 255 characters.
@@ -82,7 +95,7 @@ class PodContainer:
         limits: resource → whole number, for extended resources only (those with a slash in their name); what is no whole number is in
             ``unreadable`` instead.
         unreadable: resource → the text that could not be read as a whole number.
-        environment: names of the variables that the specification sets (not their values).
+        environment: names of the variables that the specification sets and that touch GPUs (not their values).
         started: the pod's status says that it runs now or ran before.
     """
 
@@ -94,12 +107,17 @@ class PodContainer:
     started: bool = False
 
 
+_POD_BYTES = 2048  # a pod without annotations and containers
+_RESOURCE_BYTES = 500
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pod:
     """One pod that is bound to this node.
 
     Attributes:
         uid: as the API server has it; see `kubelet_uid`.
+        annotations: those that families read or write; see `families.pod_annotations`.
         containers: in the order in which kubelet admits them: init containers and sidecars as they stand, then the main ones.
         deleting: it has a deletion timestamp.
         created_at: unix seconds of its creation.
@@ -116,7 +134,6 @@ class Pod:
     node: str = ""
     phase: str = "Pending"
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     containers: tuple[PodContainer, ...] = ()
     deleting: bool = False
     created_at: float = 0.0
@@ -157,6 +174,13 @@ class Pod:
         return self if self.static_uid == uid else dataclasses.replace(self, static_uid=uid)
 
     @property
+    def size_bytes(self) -> int:
+        """About what it takes in memory."""
+        texts = sum(sys.getsizeof(text) for text in self.annotations.values())
+        resources = sum(400 + _RESOURCE_BYTES * (len(one.limits) + len(one.unreadable)) for one in self.containers)
+        return _POD_BYTES + texts + resources
+
+    @property
     def ended(self) -> bool:
         """All containers have ended and none will start again."""
         return self.phase in _ENDED
@@ -173,37 +197,51 @@ class PodBook:
     mirror tell, and those anybody can write. So a mirror is believed when kubelet has written its status, which kubelet does for the mirror
     of a pod that it runs and for no other; a UID that a pod really has is never another's.
 
-    State: replaced by `replace` after each list, changed by `put` and `remove` with each event. `revision` moves on with every change.
-    Only the event loop's thread may change it.
+    State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each event. `revision` moves on with every
+    change. Only the event loop's thread may change it.
+
+    Bounds: `MOST_PODS` and about `MOST_BYTES`. What is beyond is left out and counted: first pods that no scheduler has bound, then the
+    largest. A pod that is left out is asked for when it starts.
+
+    Attributes:
+        left_out: pods that are not in the book because there are too many or they are too large.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.left_out = 0
+        self._clock = clock
         self.revision: Latest[int] = Latest(0)
         self.synced = asyncio.Event()
         self._pods: dict[str, Pod] = {}  # by the API server's UID
+        self._bytes = 0  # that they take
+        self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()  # by kubelet's UID, and since when
         self._in_order: tuple[Pod, ...] | None = None  # `pods`, asked for many times between two changes
         self._static: dict[str, Pod] | None = None  # the mirrors that are believed, by kubelet's UID
         self._static_before: dict[str, Pod] = {}
         self._bound: dict[str, int] = {}
         self._last_bound = 0
         self._uids: collections.OrderedDict[tuple[str, str], set[str]] = collections.OrderedDict()  # by name, the last used at the end
-        self._by_name: dict[tuple[str, str], dict[str, None]] = {}  # the API server's UIDs
+        self._by_name: dict[tuple[str, str], dict[str, None]] = {}  # the API server's UIDs of `_pods`
 
     @property
     def pods(self) -> tuple[Pod, ...]:
-        """All of them, in the order in which they were seen bound."""
+        """All of them, in the order in which they were seen bound; those too that have just ended."""
         if self._in_order is None:
             believed = {pod.uid: pod for pod in self._believed().values()}
-            self._in_order = tuple(sorted((believed.get(pod.uid, pod) for pod in self._pods.values()), key=operator.attrgetter("bound")))
+            ended = (pod for pod, _ in self._ended.values())
+            known = (believed.get(pod.uid, pod) for pod in self._pods.values())
+            self._in_order = tuple(sorted((*known, *ended), key=operator.attrgetter("bound")))
         return self._in_order
 
     def get(self, kubelet_uid: str) -> Pod | None:
         """The pod that kubelet knows under that UID."""
-        return self._pods.get(kubelet_uid) or self._believed().get(kubelet_uid)
+        known = self._pods.get(kubelet_uid) or self._believed().get(kubelet_uid)
+        return known or self._ended.get(kubelet_uid, (None, 0.0))[0]
 
     def named(self, namespace: str, name: str) -> Pod | None:
         """The pod of that name; when one was replaced by another, the one that was bound last."""
         found = [self._pods[uid] for uid in self._by_name.get((namespace, name), ())]
+        found += [pod for pod, _ in self._ended.values() if (pod.namespace, pod.name) == (namespace, name)]
         last = max(found, key=lambda pod: pod.bound, default=None)
         return self._believed().get(last.claimed_uid, last) if last is not None and last.mirror else last
 
@@ -224,29 +262,83 @@ class PodBook:
         listed = {pod.uid: pod for pod in sorted(pods, key=lambda pod: (pod.created_at, pod.namespace, pod.name))}
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
         before = self._pods
-        self._pods, self._by_name = {}, {}
-        for pod in listed.values():
+        self._pods, self._by_name, self._bytes = {}, {}, 0
+        for pod in self._fitting(listed):
             self._keep(self._placed(pod))
+            self._ended.pop(pod.uid, None)
         if self._pods != before or not self.synced.is_set():
             self._changed()
         self.synced.set()
 
     def put(self, pod: Pod) -> None:
         """Take over one pod that was added or changed."""
+        known = self._pods.get(pod.uid)
+        if not self._has_room(pod, known):
+            self._leave_out(1, pod.full_name)
+            return
         placed = self._placed(pod)
-        if self._pods.get(pod.uid) != placed:
+        if known != placed:
             self._drop(pod.uid)
             self._keep(placed)
+            self._ended.pop(pod.uid, None)
             self._changed()
+
+    def end(self, pod: Pod) -> None:
+        """Take note that a pod has ended; it stays in the book for a while."""
+        if pod.uid not in self._pods:
+            return
+        believed = self._believed().get(pod.claimed_uid)
+        static_uid = believed.static_uid if believed is not None and believed.uid == pod.uid else ""
+        now, placed = self._clock(), self._placed(pod).as_static(static_uid)
+        self._drop(pod.uid)
+        self._bound.pop(pod.uid, None)
+        self._ended[placed.kubelet_uid] = (placed if placed.ended else dataclasses.replace(placed, phase=ENDED), now)
+        while len(self._ended) > _MOST_ENDED or now - next(iter(self._ended.values()))[1] > _ENDED_SECONDS:
+            self._ended.popitem(last=False)
+        self._changed()
 
     def remove(self, pod: Pod) -> None:
         """Forget a pod that the API server has deleted."""
         if self._drop(pod.uid):
             self._bound.pop(pod.uid, None)
             self._changed()
+        elif self._ended.pop(pod.uid, None) is not None:
+            self._changed()
+
+    def _has_room(self, pod: Pod, known: Pod | None) -> bool:
+        """Make room for a pod that a scheduler has bound, at the expense of those whose owners chose the node, the largest first."""
+        replaced = known.size_bytes if known else 0
+        while self._bytes - replaced + pod.size_bytes > MOST_BYTES or len(self._pods) + (known is None) > MOST_PODS:
+            others = [other for other in self._pods.values() if not other.scheduled] if pod.scheduled else []
+            displaced = max((other for other in others if other.uid != pod.uid), key=lambda other: other.size_bytes, default=None)
+            if displaced is None:
+                return False
+            self._drop(displaced.uid)
+            self._leave_out(1, displaced.full_name)
+        return True
+
+    def _fitting(self, listed: Mapping[str, Pod]) -> list[Pod]:
+        """As many of them as the book takes, in their order; whoever creates pods for this node displaces none that a scheduler has bound."""
+        left = MOST_BYTES
+        fitting = set[str]()
+        for uid in sorted(listed, key=lambda uid: (not listed[uid].scheduled, listed[uid].size_bytes))[:MOST_PODS]:
+            left -= listed[uid].size_bytes
+            if left < 0:
+                break
+            fitting.add(uid)
+        if beyond := len(listed) - len(fitting):
+            self._leave_out(beyond, next(pod.full_name for uid, pod in listed.items() if uid not in fitting))
+        return [pod for uid, pod in listed.items() if uid in fitting]
+
+    def _leave_out(self, count: int, example: str) -> None:
+        if not self.left_out:
+            remedy = "delete pods with extremely many containers, resources or annotations from this node"
+            _logger.error("pods.left_out", pod=example, most_pods=MOST_PODS, most_bytes=MOST_BYTES, remedy=remedy)
+        self.left_out += count
 
     def _keep(self, pod: Pod) -> None:
         self._pods[pod.uid] = pod
+        self._bytes += pod.size_bytes
         self._by_name.setdefault((pod.namespace, pod.name), {})[pod.uid] = None
 
     def _drop(self, uid: str) -> bool:
@@ -254,6 +346,7 @@ class PodBook:
         pod = self._pods.pop(uid, None)
         if pod is None:
             return False
+        self._bytes -= pod.size_bytes
         of_name = self._by_name[pod.namespace, pod.name]
         del of_name[uid]
         if not of_name:

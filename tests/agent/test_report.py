@@ -285,6 +285,10 @@ class Source:
         """Never answered."""
         raise AssertionError(path)
 
+    def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """Never answered."""
+        raise AssertionError(path)
+
     def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Never answered."""
         raise AssertionError(path)

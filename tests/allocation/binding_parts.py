@@ -231,7 +231,7 @@ def a_pod(
 ) -> Pod:
     """A pod on this node; a container given by name asks for ``number`` ids."""
     listed = tuple(PodContainer(each, limits={NUMBER: number}) if isinstance(each, str) else each for each in containers or ("main",))
-    return Pod(uid or f"uid-{name}", "default", name, NODE, phase, annotations or {}, {}, listed, scheduled=True)
+    return Pod(uid or f"uid-{name}", "default", name, NODE, phase, annotations or {}, listed, scheduled=True)
 
 
 def init(name: str, number: int = 1) -> PodContainer:

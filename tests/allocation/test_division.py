@@ -110,7 +110,7 @@ class MigPlace(Place):
 def pod_of(name: str, text: str, *containers: PodContainer) -> Pod:
     """A pod on this node with that pod devices string."""
     asking = PodContainer("main", limits={NUMBER: 1, MEMORY: 125})
-    return Pod(f"uid-{name}", "default", name, NODE, "Pending", decided(text), {}, (*containers, asking))
+    return Pod(f"uid-{name}", "default", name, NODE, "Pending", decided(text), (*containers, asking))
 
 
 async def test_a_gpu_is_divided_for_the_first_pod_of_a_group() -> None:

@@ -65,6 +65,12 @@ class Script:
             raise answer
         return answer
 
+    async def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """The next list, in two pieces."""
+        body = await self.get(path, params)
+        yield body[: len(body) // 2]
+        yield body[len(body) // 2 :]
+
     async def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """The next watch."""
         self.asked.append((asyncio.get_running_loop().time(), dict(params)))

@@ -16,6 +16,9 @@ from vgpu_agent.pods import PodBook
 from vgpu_agent.sim.api_faults import Fault, FaultKind
 from vgpu_agent.sim.api_server import ApiServer
 
+_NODE = "volcano.sh/vgpu-node"
+_SELECTOR = "spec.nodeName=n1,status.phase!=Succeeded,status.phase!=Failed"
+
 
 def _pod(name: str, node: str = "n1") -> dict[str, Any]:
     return {"metadata": {"name": name}, "spec": {"nodeName": node, "containers": [{"name": "main"}]}}
@@ -60,11 +63,29 @@ async def test_the_book_follows_the_pods_of_this_node_in_the_order_of_their_bind
     async with running(pods.run):
         await until(book.synced.is_set)
         for name in ("second", "first"):
-            server.objects.bind(name, "default", {"metadata": {"annotations": {"a": name}}, "target": {"name": "n1"}})
+            server.objects.bind(name, "default", {"metadata": {"annotations": {_NODE: name}}, "target": {"name": "n1"}})
         await until(lambda: len(book.pods) == 3)
     assert _names(book) == ["there", "second", "first"]
-    assert book.pods[1].annotations == {"a": "second"}
-    assert {request.query["fieldSelector"] for request in server.requests} == {"spec.nodeName=n1"}
+    assert book.pods[1].annotations == {_NODE: "second"}
+    assert {request.query["fieldSelector"] for request in server.requests} == {_SELECTOR}
+
+
+async def test_a_pod_that_ended_leaves_the_watch_and_is_ended_in_the_book_a_while(server: ApiServer, pods: PodWatch, book: PodBook) -> None:
+    """What was served to it is still to be written into its annotations; its event shows it as it was before it ended."""
+    for name in ("short", "long", "deleted"):
+        server.objects.create("pods", _pod(name))
+    server.objects.create("pods", _pod("before"))
+    server.objects.set_status("pods", "before", {"phase": "Succeeded"}, "default")
+    async with running(pods.run):
+        await until(lambda: len(book.pods) == 3)
+        server.objects.set_status("pods", "short", {"phase": "Failed"}, "default")
+        server.objects.delete("pods", "deleted", "default")
+        server.objects.delete("pods", "deleted", "default", grace_seconds=0)
+        await until(lambda: len(book.pods) == 2 and any(pod.ended for pod in book.pods))
+        server.objects.create("pods", _pod("last"))
+        await until(lambda: "last" in _names(book))
+    assert {pod.name: pod.ended for pod in book.pods} == {"short": True, "long": False, "last": False}
+    assert book.get(book.pods[0].uid) is not None
 
 
 async def test_pods_that_went_while_the_api_server_was_away_are_gone_from_the_book(

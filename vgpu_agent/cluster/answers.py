@@ -7,6 +7,8 @@ nothing; each becomes a `ClusterError` whose text names the request, the cause a
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import email.utils
 import os
 import re
 from typing import TYPE_CHECKING
@@ -14,7 +16,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 
-from vgpu_agent.errors import ClusterError
+from vgpu_agent.errors import ClusterError, quoted, shortened
+from vgpu_agent.redaction import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,6 +26,8 @@ _LONGEST_BODY_BYTES = 64 * 1024  # of an error; a Status is far below that
 _LONGEST_MESSAGE = 1000  # characters of a Status; it may hold the whole difference of two pods
 _LONGEST_QUOTE = 200  # characters of a page that is no Status
 _LONGEST_RETRY_SECONDS = 3600.0
+_LONGEST_RETRY_HEADER = 40  # characters; a date has 29
+_LONGEST_CAUSE = 500  # characters of what aiohttp says, which may quote a URL or a header
 _RESOURCE = re.compile(r"/(?:api|apis/[^/]+)/[^/]+(?:/namespaces/[^/]+)?/(?P<resource>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?")
 _REMEDIES = {
     401: "the API server does not accept the agent's token or certificate; look at its service account, or at `kubeconfig`",
@@ -65,7 +70,7 @@ def failures(method: str, path: str, seconds: float, *, server: str = "the API s
     try:
         yield
     except aiohttp.ClientConnectorCertificateError as err:
-        why = f"its certificate is not trusted: {err.certificate_error}"
+        why = f"its certificate is not trusted: {shortened(str(err.certificate_error), _LONGEST_CAUSE)}"
         raise ClusterError(f"{method} {path}: {server}: {why}; compare it with the CA in `kubeconfig` or the service account") from err
     except aiohttp.ClientSSLError as err:
         raise ClusterError(f"{method} {path}: TLS with {server} failed: {_cause(err)}") from err
@@ -91,7 +96,14 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
     Raises:
         ClusterError: anything else, with the HTTP status and the time that the server asked us to wait.
     """
-    kind = response.content_type
+    kind = response.content_type[:100]
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ClusterError(
+            f"{method} {path}: the answer is compressed ({quoted(encoding, 40)}), which was not asked for; it is not read, because a "
+            "small body could unfold into gigabytes; look for a proxy between this node and the API server",
+            status=0 if response.status // 100 == 2 else response.status,
+        )
     if response.status // 100 == 2 and "html" not in kind:
         return
     body = await response.content.read(_LONGEST_BODY_BYTES)
@@ -100,11 +112,12 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
     except (msgspec.MsgspecError, ValueError, RecursionError):
         status = _Status()
     if status.kind == "Status":
-        said = " ".join(": ".join(filter(None, (status.reason, status.message))).split())[:_LONGEST_MESSAGE]
+        # Without our own header, which a server may repeat, before it is cut: half a token could not be recognised.
+        said = redacted(" ".join(": ".join(filter(None, (status.reason, status.message))).split()))[:_LONGEST_MESSAGE]
         remedy = f"; {_REMEDIES[response.status]}" if response.status in _REMEDIES else ""
         text = f"{method} {path}: the API server answered {response.status} {said}{remedy}"
     else:
-        quote = " ".join(re.sub(rb"<[^>]*>", b" ", body).decode(errors="replace").split())[:_LONGEST_QUOTE]
+        quote = redacted(" ".join(re.sub(rb"<[^>]*>", b" ", body).decode(errors="replace").split()))[:_LONGEST_QUOTE]
         text = (
             f"{method} {path}: an answer that is not the API server's: HTTP {response.status}, {kind}, {quote!r}; "
             "look for a proxy or a load balancer between this node and the API server"
@@ -118,12 +131,26 @@ def refuses_credentials(err: ClusterError) -> bool:
 
 
 def _retry_after(header: str, status: _Status) -> float:
-    """Seconds to wait; the other form of the header, a date, is not used by API servers and read as nothing."""
-    seconds = float(header) if header.isascii() and header.isdigit() else 0.0
+    """Seconds to wait, as the header says (a number, or a date) or the Status; an hour at most, whatever they say."""
+    seconds = _seconds(header.strip())
     if status.details is not None and status.details.seconds:
-        seconds = max(seconds, float(status.details.seconds))
+        # Compared as whole numbers: one of 400 digits is no float.
+        seconds = max(seconds, float(max(0, min(status.details.seconds, int(_LONGEST_RETRY_SECONDS)))))
     return min(seconds, _LONGEST_RETRY_SECONDS)
 
 
+def _seconds(header: str) -> float:
+    if header.isascii() and header.isdigit():
+        return float(header) if len(header) <= _LONGEST_RETRY_HEADER else _LONGEST_RETRY_SECONDS
+    if not header or len(header) > _LONGEST_RETRY_HEADER:
+        return 0.0
+    try:
+        at = email.utils.parsedate_to_datetime(header)
+        at = at if at.tzinfo else at.replace(tzinfo=dt.UTC)
+        return max(0.0, (at - dt.datetime.now(dt.UTC)).total_seconds())
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 def _cause(err: BaseException) -> str:
-    return " ".join(str(err).split()) or type(err).__name__
+    return shortened(redacted(" ".join(str(err).split())), _LONGEST_CAUSE) or type(err).__name__

@@ -2,7 +2,7 @@
 
 Built by `agent` when there are `credentials`; the watchers and writers of this room ask through it (`api.Api`), and nothing else in the
 agent knows HTTP's client side. What it adds to aiohttp: a time limit on everything, tokens and CAs that change while we run, a limit on the
-length of a watch's line, no redirects, no proxy from the environment, and a count of what was asked.
+bytes of each answer and of each line of a watch, no compression, no redirects, no proxy from the environment, and a count of requests.
 
 Nothing is tried again here, except once with fresh credentials when the API server does not accept the ones we have: whoever asks knows
 best when to ask again.
@@ -20,6 +20,7 @@ import msgspec
 
 from vgpu_agent.cluster import answers
 from vgpu_agent.cluster.connections import Connections
+from vgpu_agent.cluster.lists import LONGEST_OBJECT_BYTES
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
     from vgpu_agent.cluster.credentials import Access, Credentials
     from vgpu_agent.config.binding import Cluster
 
-# etcd takes objects of 1.5 MiB by default, and JSON makes at most a few times that of them.
-LONGEST_LINE_BYTES = 16 * 1024 * 1024
+LONGEST_LINE_BYTES = LONGEST_OBJECT_BYTES
+# Of one list, which is never in memory as a whole: 500 pods of the largest size, with room.
+LONGEST_LIST_BYTES = 2 * 1024 * 1024 * 1024
+# How many time limits of an ordinary request a list may take that keeps arriving.
+_LIST_TIMES = 8
 
 _WATCH_SECONDS = 1800.0  # how long the API server lets a watch last that does not say how long it wants to
 
@@ -56,7 +60,7 @@ class ApiClient:
         """The object or the list at ``path``, as JSON.
 
         Raises:
-            ClusterError: anything else than success.
+            ClusterError: anything else than success, or more than `LONGEST_OBJECT_BYTES`.
         """
         return await self._ask("GET", path, params=params)
 
@@ -76,6 +80,19 @@ class ApiClient:
             ClusterError: anything else than success.
         """
         return await self._ask("POST", path, body=body, content_type="application/json")
+
+    async def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """The list at ``path``, in pieces as they arrive, for whoever does not want all of it in memory.
+
+        Raises:
+            ClusterError: anything else than success, a pause as long as the time limit of a request, or more than `LONGEST_LIST_BYTES`.
+        """
+        seconds = self._settings.request_timeout_seconds
+        timeout = aiohttp.ClientTimeout(total=_LIST_TIMES * seconds, sock_connect=self._settings.connect_timeout_seconds, sock_read=seconds)
+        async with self._answered("GET", path, timeout, params=params) as response:
+            with answers.failures("GET", path, seconds):
+                async for chunk in _limited(response.content, "GET", path, LONGEST_LIST_BYTES):
+                    yield chunk
 
     async def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """The lines of a watch, until the API server ends it; close the iterator (``contextlib.aclosing``) to end it earlier.
@@ -118,7 +135,10 @@ class ApiClient:
         encoded = None if body is None else msgspec.json.encode(body)
         async with self._answered(method, path, timeout, params=params, data=encoded, content_type=content_type) as response:
             with answers.failures(method, path, seconds):
-                return await response.read()
+                kept = bytearray()
+                async for chunk in _limited(response.content, method, path, LONGEST_OBJECT_BYTES):
+                    kept += chunk
+                return bytes(kept)
 
     @contextlib.asynccontextmanager
     async def _answered(
@@ -174,6 +194,18 @@ class ApiClient:
             return current
 
 
+async def _limited(content: aiohttp.StreamReader, method: str, path: str, most_bytes: int) -> AsyncGenerator[bytes, None]:
+    """The pieces of a body that is not longer than ``most_bytes``."""
+    read = 0
+    async for chunk in content.iter_any():
+        read += len(chunk)
+        if read > most_bytes:
+            text = f"the answer has more than {most_bytes >> 20} MiB; it is given up"
+            raise ClusterError(f"{method} {path}: {text}; look for what stands between this node and the API server")
+        yield chunk
+        await asyncio.sleep(0)  # an answer that never stops must not be all that this loop does
+
+
 async def _split(content: aiohttp.StreamReader, path: str) -> AsyncGenerator[bytes, None]:
     """The lines of a body, without their ends and without empty ones."""
     rest = bytearray()
@@ -181,9 +213,10 @@ async def _split(content: aiohttp.StreamReader, path: str) -> AsyncGenerator[byt
         first, *others = chunk.split(b"\n")
         rest += first
         for part in others:
-            if rest.strip():
-                yield bytes(rest)
-            rest = bytearray(part)
+            line, rest = bytes(rest), bytearray(part)  # nothing is kept twice while the line is looked at
+            if line.strip():
+                yield line
+            del line
         if len(rest) > LONGEST_LINE_BYTES:
             raise ClusterError(f"GET {path}: the watch sent a line of more than {LONGEST_LINE_BYTES >> 20} MiB; it is given up")
     if rest.strip():

@@ -38,8 +38,9 @@ class Connections:
         self._responses: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=context or True),
-            headers={"User-Agent": f"vgpu-agent/{__version__}", "Accept": "application/json"},
+            headers={"User-Agent": f"vgpu-agent/{__version__}", "Accept": "application/json", "Accept-Encoding": "identity"},
             read_bufsize=_READ_BYTES,
+            auto_decompress=False,  # nothing compressed is asked for, and a small body could unfold into a huge one
             trust_env=False,  # a stray HTTPS_PROXY on the node must not come between us and the API server
             cookie_jar=aiohttp.DummyCookieJar(),
         )

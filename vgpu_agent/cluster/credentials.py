@@ -11,11 +11,13 @@ import asyncio
 import dataclasses
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.cluster import kubernetes_parts
-from vgpu_agent.errors import ClusterError
+from vgpu_agent.errors import ClusterError, shortened
+from vgpu_agent.redaction import conceal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,6 +29,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 # kubelet renews a token when a fifth of its life is left, twelve minutes of an hour; a minute is far inside that.
 _REREAD_SECONDS = 60.0
+_LONGEST_REASON = 300  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Access:
     key_file: str = ""
     verify: bool = True
     server_name: str = ""
-    proxy: str = ""
+    proxy: str = dataclasses.field(default="", repr=False)
     tls_fingerprint: str = ""
 
 
@@ -127,9 +130,9 @@ def _from_kubeconfig(path: str) -> Access:
         # In a thread of its own, because the library reads files in its coroutine.
         asyncio.run(parts.load_kube_config(config_file=path, client_configuration=configuration, persist_config=False))
         return _access(configuration)
-    except Exception as err:  # the library asserts, indexes and parses its way through the file: whatever it raises means "not a good file"
-        cause = " ".join(str(err).split()) or type(err).__name__
-        raise ClusterError(f"kubeconfig {path} cannot be used: {cause}; try it with kubectl --kubeconfig {path} get nodes") from err
+    except Exception as err:  # noqa: BLE001 - the library indexes and parses its way through the file: all it raises means "no good file"
+        # Without its cause: its text may quote the file, or what a credential plugin wrote.
+        raise ClusterError(f"kubeconfig {path} cannot be used: {_why(err)}; try it with kubectl --kubeconfig {path} get nodes") from None
 
 
 def _from_service_account(environment: Mapping[str, str], directory: Path) -> Access:
@@ -144,11 +147,29 @@ def _from_service_account(environment: Mapping[str, str], directory: Path) -> Ac
             environ=environment,
         )
         return _access(configuration)
-    except Exception as err:  # as above: its own exceptions, and those of reading files
-        cause = " ".join(str(err).split()) or type(err).__name__
+    except Exception as err:  # noqa: BLE001 - as above: its own exceptions, and those of reading files
         raise ClusterError(
-            f"the service account in {directory} cannot be used: {cause}; the agent's pod needs automountServiceAccountToken: true"
-        ) from err
+            f"the service account in {directory} cannot be used: {_why(err)}; the agent's pod needs automountServiceAccountToken: true"
+        ) from None
+
+
+# What the library says of a file by the names in it and without its values.
+_HARMLESS = re.compile(
+    r"Invalid kube-config file\.|Service |Cert file |Token file |File does not |oidc: No valid |exec: process returned -?\d+"
+)
+
+
+def _why(err: Exception) -> str:
+    """The reason for which credentials cannot be used, without a value that stands in them."""
+    if isinstance(err, OSError):
+        return ": ".join(filter(None, (str(err.filename or ""), err.strerror or type(err).__name__)))
+    mark = getattr(err, "problem_mark", None)
+    if mark is not None:  # of a YAML parser, whose text shows the line
+        return f"line {mark.line + 1}, column {mark.column + 1} is no YAML"
+    text = " ".join(str(err).split())
+    if text.startswith("exec:"):
+        return f"its credential plugin failed ({found[0] if (found := _HARMLESS.match(text)) else 'no usable answer'})"
+    return shortened(text, _LONGEST_REASON) if _HARMLESS.match(text) else f"it is not in the expected form ({type(err).__name__})"
 
 
 def _access(configuration: Any) -> Access:
@@ -157,10 +178,12 @@ def _access(configuration: Any) -> Access:
     digest = hashlib.sha256()
     for path in filter(None, files):
         digest.update(Path(path).read_bytes() + b"\0")
+    # A token file that an editor ended with a newline is a token all the same.
+    authorization = " ".join((configuration.api_key.get("BearerToken") or "").split())
+    conceal(authorization)
     return Access(
         server=configuration.host.rstrip("/"),
-        # A token file that an editor ended with a newline is a token all the same.
-        authorization=" ".join((configuration.api_key.get("BearerToken") or "").split()),
+        authorization=authorization,
         ca_file=files[0],
         certificate_file=files[1],
         key_file=files[2],

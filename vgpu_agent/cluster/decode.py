@@ -1,8 +1,9 @@
 """From the API server's JSON to `Pod`, `Node` and plain text, through structs that name only the fields that are used.
 
 Called by `reflector` and the watches for each object. A node's pods are some hundred objects of which 98 % is of no interest here; msgspec
-skips that without building it. What cannot be read is a `ClusterError` that names the object as far as it can be named, and nothing else
-ever: one unreadable pod must not cost the others.
+skips that without building it. Of a pod only the annotations and variables are kept that families name (`families.pod_annotations`), and of
+those a bounded amount, about 100 KiB a pod at most: a tenant may send 1.5 MiB. What cannot be read is a `ClusterError` that names the
+object as far as it can be named, and nothing else ever: one unreadable pod must not cost the others.
 
 Fields are those of core/v1 (https://kubernetes.io/docs/reference/kubernetes-api/), which may be missing or null wherever Go omits them.
 """
@@ -10,12 +11,16 @@ Fields are those of core/v1 (https://kubernetes.io/docs/reference/kubernetes-api
 from __future__ import annotations
 
 import datetime as dt
+import itertools
+import re
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from vgpu_agent.cluster.quantities import whole_number
-from vgpu_agent.errors import ClusterError, quoted
+from vgpu_agent.errors import ClusterError, quoted, shortened
+from vgpu_agent.families.pod_annotations import ANNOTATIONS, VARIABLES
 from vgpu_agent.nodes import Node
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer, is_container_name, is_object_name, is_uid
 
@@ -26,11 +31,44 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Of one pod. Names are as long as Kubernetes allows; a real pod has a few containers, and each a few extended resources.
+_LONGEST_NAME = 253
+_LONGEST_VERSION = 256
+_LONGEST_RESOURCE = 317  # DNS subdomain, slash, 63 characters
+_LONGEST_AMOUNT = 64
+_MOST_CONTAINERS = 64
+_MOST_RESOURCES = 128  # of all containers together
+_ANNOTATION_BYTES = 32 * 1024  # of all values that are kept
+# Resources that families serve under their usual names.
+_KNOWN = re.compile(r"(volcano\.sh/(vgpu-(number|memory|cores|memory-percentage)|gpu-(memory|number))|nvidia\.com/|aws\.amazon\.com/)")
+_LONGEST_SAID = 1000  # characters of a Status
+_LONGEST_TOKEN = 8 * 1024  # of the next page of a list
+# A Node or a ConfigMap; etcd takes 1.5 MiB.
+_LONGEST_OTHER_BYTES = 4 * 1024 * 1024
+
 _Amounts = dict[str, str | int | float]
 
 
 class _Struct(msgspec.Struct, rename="camel"):
     """Kubernetes writes camelCase."""
+
+
+# Fields are called by their place, because keys are no identifiers; what is not named here is skipped unread.
+_Annotations = msgspec.defstruct(
+    "_Annotations",
+    [(f"a{place}", str | None, msgspec.field(default=None, name=key)) for place, key in enumerate(ANNOTATIONS)],
+    namespace={"__doc__": "The annotations of a pod that are of use to anybody here."},
+)
+
+
+class _PodMetadata(_Struct):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    annotations: _Annotations | None = None  # type: ignore[valid-type]  # made above from the families' keys
+    creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
 
 
 class _Metadata(_Struct):
@@ -40,8 +78,6 @@ class _Metadata(_Struct):
     resource_version: str = ""
     annotations: dict[str, str] | None = None
     labels: dict[str, str] | None = None
-    creation_timestamp: str | None = None
-    deletion_timestamp: str | None = None
     continue_: str | None = msgspec.field(default=None, name="continue")  # of a list
 
 
@@ -68,9 +104,13 @@ class _PodSpec(_Struct):
     init_containers: list[_Container] | None = None
 
 
+class _Present(_Struct):
+    """Something of which only matters that it is there."""
+
+
 class _State(_Struct):
-    running: dict[str, Any] | None = None
-    terminated: dict[str, Any] | None = None
+    running: _Present | None = None
+    terminated: _Present | None = None
 
 
 class _ContainerStatus(_Struct):
@@ -94,7 +134,7 @@ class _PodStatus(_Struct):
 
 
 class _Pod(_Struct):
-    metadata: _Metadata
+    metadata: _PodMetadata
     spec: _PodSpec | None = None
     status: _PodStatus | None = None
 
@@ -188,34 +228,28 @@ def pod(raw: Json) -> Pod:
     if not metadata.name or not metadata.uid:
         raise ClusterError(f"the API server sent a pod without a name or a UID ({metadata.namespace}/{metadata.name}); it is ignored")
     _check_names(metadata, spec)
-    started = _started(status.init_container_statuses) | _started(status.container_statuses)
     # The API server empties the status of a pod that is made, and afterwards kubelet alone writes when it has accepted the pod.
     reported = bool(status.start_time)
-    containers = [
-        _container(one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT, started)
-        for one in spec.init_containers or ()
-    ]
-    containers += [_container(one, ContainerKind.MAIN, started) for one in spec.containers or ()]
+    started = _started(status.init_container_statuses) | _started(status.container_statuses)
     return Pod(
         uid=metadata.uid,
         namespace=metadata.namespace,
         name=metadata.name,
-        node=spec.node_name or "",
-        phase=status.phase or "Pending",
-        annotations=metadata.annotations or {},
-        labels=metadata.labels or {},
-        containers=tuple(containers),
+        node=(spec.node_name or "")[:_LONGEST_NAME],
+        phase=(status.phase or "Pending")[:_LONGEST_NAME],
+        annotations=_kept(metadata.annotations),
+        containers=_containers(spec, started),
         deleting=bool(metadata.deletion_timestamp),
         created_at=_unix_seconds(metadata.creation_timestamp),
-        scheduler=spec.scheduler_name or "",
-        resource_version=metadata.resource_version,
+        scheduler=(spec.scheduler_name or "")[:_LONGEST_NAME],
+        resource_version=metadata.resource_version[:_LONGEST_VERSION],
         reported=reported,
         # A Binding sets this condition; a pod that was made with spec.nodeName has it only from kubelet.
         scheduled=reported or any(one.type == "PodScheduled" and one.status == "True" for one in status.conditions or ()),
     )
 
 
-def _check_names(metadata: _Metadata, spec: _PodSpec) -> None:
+def _check_names(metadata: _PodMetadata, spec: _PodSpec) -> None:
     """Names become parts of paths, on the host and in requests.
 
     Raises:
@@ -235,6 +269,7 @@ def node(raw: Json) -> Node:
     Raises:
         ClusterError: it cannot be read, or has no name.
     """
+    _refuse_large(raw, "a Node")
     read = _decoded(_nodes, raw, "a Node")
     metadata, status = read.metadata, read.status or _NodeStatus()
     info = status.node_info or _NodeInfo()
@@ -260,6 +295,7 @@ def config_map(raw: Json) -> Mapping[str, str]:
     Raises:
         ClusterError: it cannot be read.
     """
+    _refuse_large(raw, "a ConfigMap")
     return _decoded(_config_maps, raw, "a ConfigMap").data or {}
 
 
@@ -270,7 +306,11 @@ def page(raw: Json) -> tuple[Sequence[msgspec.Raw], str, str]:
         ClusterError: it is no list.
     """
     read = _decoded(_lists, raw, "a list")
-    return read.items or (), read.metadata.resource_version, read.metadata.continue_ or ""
+    version, token = read.metadata.resource_version, read.metadata.continue_ or ""
+    if len(version) > _LONGEST_VERSION or len(token) > _LONGEST_TOKEN:
+        text = f"a resourceVersion of {len(version)} and a continue token of {len(token)} characters"
+        raise ClusterError(f"the API server sent a list with {text}; something in between is not Kubernetes")
+    return read.items or (), version, token
 
 
 def event(raw: Json) -> Event:
@@ -288,7 +328,7 @@ def failure(raw: Json) -> ClusterError:
         read = _decoded(_failures, raw, "a Status")
     except ClusterError as err:
         return err
-    said = ": ".join(filter(None, (read.reason, read.message))) or "it did not say why"
+    said = shortened(": ".join(filter(None, (read.reason, read.message))), _LONGEST_SAID) or "it did not say why"
     return ClusterError(f"the API server ended the watch: {read.code} {said}", status=read.code)
 
 
@@ -299,8 +339,9 @@ def version(raw: Json) -> str:
         ClusterError: it has none.
     """
     found = _decoded(_versioned, raw, "an object").metadata.resource_version
-    if not found:
-        raise ClusterError("the API server sent an object without metadata.resourceVersion; something in between is not Kubernetes")
+    if not found or len(found) > _LONGEST_VERSION:
+        text = f"with a metadata.resourceVersion of {len(found)} characters" if found else "without metadata.resourceVersion"
+        raise ClusterError(f"the API server sent an object {text}; something in between is not Kubernetes")
     return found
 
 
@@ -309,7 +350,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], raw: Json, what: str) -> T:
         return decoder.decode(raw)
     # RecursionError: nested deeper than any object of Kubernetes; ValueError: numbers and characters that are none.
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
-        raise ClusterError(f"the API server sent {what}{_name_of(raw)} that cannot be read: {err}") from err
+        raise ClusterError(f"the API server sent {what}{_name_of(raw)} that cannot be read: {shortened(str(err), _LONGEST_SAID)}") from err
 
 
 def _name_of(raw: Json) -> str:
@@ -321,19 +362,61 @@ def _name_of(raw: Json) -> str:
     return f" {metadata.namespace}/{metadata.name}"[:400] if metadata.name else ""
 
 
-def _container(one: _Container, kind: ContainerKind, started: set[str]) -> PodContainer:
+def _refuse_large(raw: Json, what: str) -> None:
+    size = memoryview(raw).nbytes
+    if size > _LONGEST_OTHER_BYTES:
+        raise ClusterError(
+            f"the API server sent {what}{_name_of(raw)} of {size} bytes; it is not read, since {_LONGEST_OTHER_BYTES} are the most"
+        )
+
+
+def _kept(annotations: Any) -> dict[str, str]:
+    """Those that are there, as much of them as a pod may have."""
+    kept: dict[str, str] = {}
+    left = _ANNOTATION_BYTES
+    for place, key in enumerate(ANNOTATIONS if annotations is not None else ()):
+        text: str | None = getattr(annotations, f"a{place}")
+        if text is None:
+            continue
+        if sys.getsizeof(text) > left:
+            text = shortened(text, max(left, 0) // 4)  # a character has four bytes at most
+        left -= sys.getsizeof(text)
+        kept[key] = text
+    return kept
+
+
+def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
+    """All of a pod that anybody would write; of one with very many, those that ask for extended resources."""
+    kinds = [(one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT) for one in spec.init_containers or ()]
+    kinds += [(one, ContainerKind.MAIN) for one in spec.containers or ()]
+    if len(kinds) > _MOST_CONTAINERS:
+        kinds = [(one, kind) for one, kind in kinds if _asked(one)][:_MOST_CONTAINERS]
+    containers, left = [], _MOST_RESOURCES
+    for one, kind in kinds:
+        container = _container(one, kind, started, most_resources=left)
+        left -= len(container.limits) + len(container.unreadable)
+        containers.append(container)
+    return tuple(containers)
+
+
+def _asked(one: _Container) -> dict[str, str]:
+    """What the container asks for: resource → amount."""
     resources = one.resources or _Resources()
+    # The API server sees to it that limits of extended resources equal their requests; one of the two may be all that there is.
+    return _extended(resources.requests) | _extended(resources.limits)
+
+
+def _container(one: _Container, kind: ContainerKind, started: set[str], *, most_resources: int) -> PodContainer:
     limits: dict[str, int] = {}
     unreadable: dict[str, str] = {}
-    # The API server sees to it that limits of extended resources equal their requests; one of the two may be all that there is.
-    for name, text in (_extended(resources.requests) | _extended(resources.limits)).items():
+    for name, text in itertools.islice(_asked(one).items(), most_resources):
         number = whole_number(text)
         if number is None:
-            unreadable[name] = text
+            unreadable[name] = shortened(text, _LONGEST_AMOUNT)
         else:
             limits[name] = number
-    environment = frozenset(variable.name for variable in one.env or ())
-    return PodContainer(one.name, kind, limits, unreadable, environment, started=one.name in started)
+    environment = frozenset(variable.name for variable in one.env or () if VARIABLES.fullmatch(variable.name))
+    return PodContainer(one.name[:_LONGEST_NAME], kind, limits, unreadable, environment, started=one.name in started)
 
 
 def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
@@ -346,7 +429,18 @@ def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
 
 
 def _extended(amounts: _Amounts | None) -> dict[str, str]:
-    return {name: str(amount) for name, amount in (amounts or {}).items() if "/" in name}
+    """Those with a slash in their name, the names of GPU vendors and schedulers first, so that junk cannot displace them."""
+    found = [(name, amount) for name, amount in (amounts or {}).items() if "/" in name and len(name) <= _LONGEST_RESOURCE]
+    if len(found) > _MOST_RESOURCES:
+        found.sort(key=lambda each: not _KNOWN.match(each[0]))
+    return {name: _amount(value) for name, value in found[:_MOST_RESOURCES]}
+
+
+def _amount(value: str | float) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def _unix_seconds(timestamp: str | None) -> float:

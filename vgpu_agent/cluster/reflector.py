@@ -20,9 +20,10 @@ import time
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.lists import ListReader
 from vgpu_agent.cluster.retrying import lasting, slow_seconds
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.errors import ClusterError
+from vgpu_agent.errors import ClusterError, shortened
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
@@ -35,7 +36,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Seen_contra = TypeVar("Seen_contra", contravariant=True)
 
-_PAGE = "500"  # items
+_PAGE = "500"  # items; an API server that answers from its cache sends all
+# What a list may have: a node has some hundred objects of a kind, and each page has at least one.
+_MOST_ITEMS = 2000
+_MOST_PAGES = 1000
+# A watch is followed no faster than this for long; a node with 500 pods has some hundred changes a second at its worst.
+_BURST = 200  # lines
+_BURST_SECONDS = 0.2
+_LONGEST_ERROR = 1000  # characters of an error that is remembered
 _HEALTHY_SECONDS = 30.0  # a stream that lasted this long proves that the API server is well, and pauses begin small again
 _UNREADABLE_REMEMBERED = 200
 _GONE = 410
@@ -47,6 +55,10 @@ class Source(Protocol):
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
         """One answer."""
+        ...
+
+    def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """A list, in pieces."""
         ...
 
     def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
@@ -217,18 +229,34 @@ class Reflector(Generic[T]):
         items: list[T] = []
         params = {"fieldSelector": self.scope.field_selector, "limit": _PAGE}
         # The first list may come from the API server's cache. One after a lost history must not: the cache may be older than what was seen.
-        first = {} if self.status.synced else {"resourceVersion": "0"}
-        raws, version, token = decode.page(await self._source.get(self.scope.path, params | first))
+        more = {} if self.status.synced else {"resourceVersion": "0"}
+        tokens = {""}
         while True:
-            for raw in raws:
-                items += self._readable(raw)
-            beat()
+            version, token = await self._get_page(params | more, items, beat)
             if not token:
                 break
-            raws, version, token = decode.page(await self._source.get(self.scope.path, params | {"continue": token}))
+            if token in tokens or len(tokens) > _MOST_PAGES:
+                what = "the same page again" if token in tokens else f"more than {_MOST_PAGES} pages"
+                raise ClusterError(f"GET {self.scope.path}: the list goes on for ever: {what}; something in between is not Kubernetes")
+            tokens.add(token)
+            more = {"continue": token}
         if not version:
             raise ClusterError(f"GET {self.scope.path}: the list has no metadata.resourceVersion; something in between is not Kubernetes")
         return items, version
+
+    async def _get_page(self, params: Mapping[str, str], items: list[T], beat: Callable[[], None]) -> tuple[str, str]:
+        """Add the items of one page; its version, and the token of the next page."""
+        page, seen = ListReader(self.scope.path), 0
+        async with contextlib.aclosing(self._source.chunks(self.scope.path, params)) as chunks:
+            async for chunk in chunks:
+                for raw in page.feed(chunk):
+                    items += self._readable(raw)
+                    seen += 1
+                    if max(seen, len(items)) > _MOST_ITEMS:
+                        text = f"the list has more than {_MOST_ITEMS} objects; it is given up, since no node has so many"
+                        raise ClusterError(f"GET {self.scope.path}: {text}; something in between is not Kubernetes")
+                beat()
+        return page.end()
 
     async def _watch(self, beat: Callable[[], None]) -> None:
         seconds = self._uniform(self._settings.watch_seconds, 2 * self._settings.watch_seconds)
@@ -241,9 +269,16 @@ class Reflector(Generic[T]):
         }
         self.status.watches += 1
         async with contextlib.aclosing(self._source.lines(self.scope.path, params)) as lines:
+            taken, since = 0, asyncio.get_running_loop().time()
             async for line in lines:
                 beat()
                 self._take(line)
+                taken += 1
+                if taken == _BURST:
+                    now = asyncio.get_running_loop().time()
+                    # Also when there is nothing to wait for: other loops want their turn.
+                    await asyncio.sleep(max(0.0, since + _BURST_SECONDS - now))
+                    taken, since = 0, asyncio.get_running_loop().time()
         self._well()
 
     def _take(self, line: bytes) -> None:
@@ -286,12 +321,13 @@ class Reflector(Generic[T]):
             return [self._decoder(raw)]
         except ClusterError as err:
             self.status.unreadable += 1
-            if str(err) in self._unreadable:
+            text = shortened(str(err), _LONGEST_ERROR)
+            if text in self._unreadable:
                 return []
             if len(self._unreadable) >= _UNREADABLE_REMEMBERED:
                 self._unreadable.clear()
-            self._unreadable.add(str(err))
-            self._journal.record("cluster.unreadable", level="warning", what=self.scope.what, error=str(err))
+            self._unreadable.add(text)
+            self._journal.record("cluster.unreadable", level="warning", what=self.scope.what, error=text)
             return []
 
     def _heard(self) -> None:
@@ -304,7 +340,7 @@ class Reflector(Generic[T]):
         self.status.errors += 1
         if not self.status.failing:
             self.status.failing_since = time.time()
-        self.status.failing, self.status.last_error = True, str(err)
+        self.status.failing, self.status.last_error = True, shortened(str(err), _LONGEST_ERROR)
         self.trouble.publish(err)
         # An outage is one line in the log, not one for each try.
         if err.status not in self._expected and (trouble := f"{err.status}") != self._said:

@@ -25,15 +25,19 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodBook
 
 _NOT_FOUND = 404
+_NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class PodWatch:
-    """Fills a PodBook with the pods that are bound to one node."""
+    """Fills a PodBook with the pods that are bound to one node and have not ended.
+
+    Pods that have ended are kept by the API server for long, sometimes thousands on a node, and nothing here needs them: they hold nothing.
+    """
 
     def __init__(self, source: Source, node_name: str, book: PodBook, *, settings: Cluster, journal: Journal) -> None:
         self._source = source
-        scope = Scope("pods of this node", "/api/v1/pods", f"spec.nodeName={node_name}")
-        self._reflector = Reflector(source, scope, decode.pod, book, settings=settings, journal=journal)
+        scope = Scope("pods of this node", "/api/v1/pods", f"spec.nodeName={node_name},{_NOT_ENDED}")
+        self._reflector = Reflector(source, scope, decode.pod, _Living(book), settings=settings, journal=journal)
 
     @property
     def status(self) -> ReflectorStatus:
@@ -63,6 +67,29 @@ class PodWatch:
             if err.status == _NOT_FOUND:
                 return None
             raise
+
+
+class _Living:
+    """A sink for pods under a selection that they leave when they end."""
+
+    def __init__(self, book: PodBook) -> None:
+        self._book = book
+
+    def replace(self, items: Iterable[Pod]) -> None:
+        self._book.replace(pod for pod in items if not pod.ended)
+
+    def put(self, item: Pod) -> None:
+        if item.ended:  # a server that does not know the selector
+            self._book.end(item)
+        else:
+            self._book.put(item)
+
+    def remove(self, item: Pod) -> None:
+        # The event shows the pod as it was before it left. One that nobody was deleting has ended, and still exists.
+        if item.deleting:
+            self._book.remove(item)
+        else:
+            self._book.end(item)
 
 
 class NodeWatch:

@@ -1,0 +1,74 @@
+"""An API server, or somebody between it and the agent, that answers whatever a test wants, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from tests.api.scripted import QUICK
+from vgpu_agent.cluster.client import ApiClient
+from vgpu_agent.cluster.credentials import Access, Credentials
+from vgpu_agent.config.binding import Cluster
+
+Answer = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def answer(body: bytes, *, status: str = "200 OK", headers: str = "", kind: str = "application/json") -> bytes:
+    """A whole answer."""
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}\r\n"
+    return head.encode() + body
+
+
+async def send_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """One piece of an answer that began with `CHUNKED`."""
+    writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+    await writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def served(answers: Answer) -> AsyncIterator[str]:
+    """Serve; each connection is closed after its first answer. The URL."""
+    writers: set[asyncio.StreamWriter] = set()
+    tasks: set[asyncio.Task[None] | None] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.add(writer)
+        tasks.add(asyncio.current_task())
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            request = await reader.readuntil(b"\r\n\r\n")
+            await answers(writer, request)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def asked(answers: Answer, *, settings: Cluster = QUICK, token: str = "") -> AsyncIterator[ApiClient]:
+    """A client of such a server."""
+    async with served(answers) as url:
+        client = ApiClient(Credentials(lambda: Access(url, authorization=token and f"Bearer {token}"), "test"), settings)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+def always(body: bytes) -> Answer:
+    """The same bytes for every request."""
+
+    async def write(writer: asyncio.StreamWriter, _: bytes) -> None:
+        writer.write(body)
+
+    return write

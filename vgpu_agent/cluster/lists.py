@@ -1,0 +1,151 @@
+"""A list of the API server, read object by object while it arrives.
+
+The API server ignores ``limit`` where it answers from its cache, so one answer may hold all pods of a node with a megabyte and a half each.
+Here never more than one object and one piece of the body are in memory. Used by `reflector`, which decodes each object and drops it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cluster import decode
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# etcd takes objects of 1.5 MiB by default, and JSON makes at most a few times that of them.
+LONGEST_OBJECT_BYTES = 16 * 1024 * 1024
+# Of all but the items: kind, version, token of the next page.
+_LONGEST_ENVELOPE_BYTES = 64 * 1024
+
+_DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
+
+_TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_FLAT = rb'(?:[^"{}]++|' + _TEXT + rb")*+"
+_SHALLOW = rb'(?:[^"{}]++|' + _TEXT + rb"|\{" + _FLAT + rb"\})*+"
+# Up to the next brace that counts: texts, and within an item objects without much in them, are passed over in one step.
+_OUTSIDE = re.compile(_FLAT, re.DOTALL)
+_INSIDE = re.compile(rb'(?:[^"{}]++|' + _TEXT + rb"|\{" + _SHALLOW + rb"\})*+", re.DOTALL)
+_IN_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_OPENING, _CLOSING, _QUOTE = b'{}"'
+_ITEMS = re.compile(rb'"items"\s*:\s*\[\s*\Z')
+
+
+class ListReader:
+    """One page: `feed` it the body, take the items, and `end` it.
+
+    State: what has arrived of the object that is not complete, `LONGEST_OBJECT_BYTES` at most, and what stands around the items.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._rest = bytearray()
+        self._from = 0  # how far `_rest` is read
+        self._in_text = False
+        self._depth = 0
+        self._in_items = False
+        self._item = False  # the object that is being read is an item
+        self._envelope = bytearray()
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """The items that are complete with ``chunk``.
+
+        Raises:
+            ClusterError: it is no list, or an object in it is too long.
+        """
+        self._rest += chunk
+        while (brace := self._next_brace()) is not None:
+            if brace == _OPENING:
+                self._opened()
+            elif (item := self._closed()) is not None:
+                yield item
+        if self._depth < 2 and len(self._rest) > _LONGEST_ENVELOPE_BYTES:
+            self._refuse_envelope()
+        if len(self._rest) > LONGEST_OBJECT_BYTES:
+            raise ClusterError(f"GET {self._path}: the list has an object of more than {LONGEST_OBJECT_BYTES >> 20} MiB; it is given up")
+
+    def end(self) -> tuple[str, str]:
+        """Resource version, and the token of the next page, empty on the last.
+
+        Raises:
+            ClusterError: it was no list, or it broke off.
+        """
+        self._outside(len(self._rest))
+        if self._depth > 0:
+            raise ClusterError(f"GET {self._path}: the list broke off in the middle; it is asked for again")
+        _, version, token = decode.page(bytes(self._envelope))
+        return version, token
+
+    def _next_brace(self) -> int | None:
+        """Go on behind the next brace that counts, and say which it is; None at the end of what has arrived. Nothing is read twice."""
+        while True:
+            if self._in_text:
+                self._from = _required(_IN_TEXT.match(self._rest, self._from)).end()
+                if self._from >= len(self._rest) or self._rest[self._from] != _QUOTE:
+                    return None
+                self._in_text = False
+                self._from += 1
+            self._from = _required((_INSIDE if self._depth > 1 else _OUTSIDE).match(self._rest, self._from)).end()
+            if self._from >= len(self._rest):
+                return None
+            found = self._rest[self._from]
+            self._from += 1
+            if found != _QUOTE:
+                return found
+            self._in_text = True  # one that is not complete
+
+    def _opened(self) -> None:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise ClusterError(
+                f"GET {self._path}: the list has an object with more than {_DEEPEST} levels; something in between is not Kubernetes"
+            )
+        if self._depth == 2:
+            at = self._from - 1
+            self._outside(at)
+            self._item = self._in_items
+            del self._rest[:at]
+            self._from = 1
+
+    def _closed(self) -> bytes | None:
+        self._depth -= 1
+        if self._depth < 0:
+            raise ClusterError(f"GET {self._path}: the API server sent a list that cannot be read: a bracket too many")
+        if self._depth != 1:
+            return None
+        text = bytes(memoryview(self._rest)[: self._from])
+        del self._rest[: self._from]
+        self._from = 0
+        if self._item:
+            return text
+        self._keep(text)
+        return None
+
+    def _outside(self, end: int) -> None:
+        """Take over what stands before ``end`` and is in no object of its own."""
+        text = bytes(memoryview(self._rest)[:end])
+        if self._in_items and b"]" in text:
+            self._in_items = False
+            text = text[text.index(b"]") :]
+        if self._in_items:
+            return  # commas
+        self._keep(text)
+        self._in_items = _ITEMS.search(self._envelope) is not None
+
+    def _keep(self, text: bytes) -> None:
+        self._envelope += text
+        if len(self._envelope) > _LONGEST_ENVELOPE_BYTES:
+            self._refuse_envelope()
+
+    def _refuse_envelope(self) -> None:
+        most = f"{_LONGEST_ENVELOPE_BYTES >> 10} KiB"
+        raise ClusterError(f"GET {self._path}: the list has more than {most} beside its items; it is given up")
+
+
+def _required(found: re.Match[bytes] | None) -> re.Match[bytes]:
+    """A match of a pattern that matches everywhere, if only nothing."""
+    if found is None:
+        raise AssertionError("the pattern matches the empty text")
+    return found
