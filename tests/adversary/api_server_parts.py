@@ -33,12 +33,13 @@ async def send_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 async def served(answers: Answer) -> AsyncIterator[str]:
     """Serve; each connection is closed after its first answer. The URL."""
     writers: set[asyncio.StreamWriter] = set()
-    tasks: set[asyncio.Task[None] | None] = set()
+    tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.add(writer)
-        tasks.add(asyncio.current_task())
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        if (task := asyncio.current_task()) is not None:
+            tasks.add(task)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             request = await reader.readuntil(b"\r\n\r\n")
             await answers(writer, request)
             await writer.drain()
@@ -51,7 +52,9 @@ async def served(answers: Answer) -> AsyncIterator[str]:
         server.close()
         for writer in writers:
             writer.transport.abort()
-        await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
