@@ -28,7 +28,14 @@ _MOST_CAUSES = 8  # exceptions that led to one
 LEVELS = ("debug", "info", "warning", "error")
 
 # Libraries that report a normal kubelet disconnect as news (python-stack: grpclib logs each cancelled request at INFO).
-_QUIET_LIBRARIES = {"grpclib": logging.WARNING, "asyncio": logging.WARNING, "aiohttp": logging.WARNING, "hpack": logging.WARNING}
+# kubernetes_asyncio logs what a credential plugin wrote, which may be a token; `cluster` says that it failed.
+_QUIET_LIBRARIES = {
+    "grpclib": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "aiohttp": logging.WARNING,
+    "hpack": logging.WARNING,
+    "kubernetes_asyncio": logging.CRITICAL,
+}
 
 
 def get(name: str) -> FilteringBoundLogger:
