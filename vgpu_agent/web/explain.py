@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent.pods import ENDED
 from vgpu_agent.web import allocations, binding, cluster, slices
 from vgpu_agent.web.moments import When, when
 
@@ -83,7 +84,8 @@ def _about(status: AgentStatus, now: float, pod: Pod, grants: tuple[AllocationVi
     for container in asking:
         yield from _container(status, now, pod, container, grants, refusals)
     if pod.ended:
-        yield f"The pod has ended ({pod.phase}); nothing of it starts again."
+        how = f" ({pod.phase})" if pod.phase != ENDED else ""
+        yield f"The pod has ended{how}; nothing of it starts again."
     elif pod.deleting:
         yield "The pod is being deleted."
     for grant in grants:
