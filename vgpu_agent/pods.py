@@ -318,7 +318,7 @@ class PodBook:
         return True
 
     def _fitting(self, listed: Mapping[str, Pod]) -> list[Pod]:
-        """As many of them as the book takes, in their order; whoever creates pods for this node displaces none that a scheduler has bound."""
+        """As many of them as the book takes, in their order. Pods whose owners chose the node displace none that a scheduler has bound."""
         left = MOST_BYTES
         fitting = set[str]()
         for uid in sorted(listed, key=lambda uid: (not listed[uid].scheduled, listed[uid].size_bytes))[:MOST_PODS]:
