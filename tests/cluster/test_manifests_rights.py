@@ -184,8 +184,12 @@ def another_node(deployed: Deployed) -> Iterator[str]:
 
 
 _OURS = {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "x", "vgpu-agent.internal/note": "y"}}}
+_OURS_ON_PODS = {"metadata": {"annotations": {"volcano.sh/bind-phase": "success", "volcano.sh/gpu-assigned": "true"}}}
 _OUR_LABEL = {"metadata": {"labels": {"vgpu-agent.internal/volcano-vgpu-isolation": "none"}}}
 _OUR_CAPACITY = {"status": {"capacity": {"volcano.sh/gpu-number": "2"}, "allocatable": {"volcano.sh/gpu-number": "2"}}}
+
+# Keys by which schedulers judge queues, overcommitment and locks.
+_SCHEDULERS = ("gpu", "hamivgpu", "volcano.sh/queue-name", "volcano.sh/preemptable", "volcano.sh/oversubscription")
 
 # What is patched with what, and whether the policy lets it through.
 _PATCHES: list[tuple[str, str, dict[str, Any], bool]] = [
@@ -201,18 +205,41 @@ _PATCHES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("node", "", {"spec": {"taints": [{"key": "a", "effect": "NoSchedule"}]}}, False),
     ("node", "/status", {"metadata": {"annotations": {"example.com/other": "x"}}}, False),
     ("node", "/status", {"status": {"addresses": [{"type": "InternalIP", "address": "10.9.9.9"}]}}, False),
+    ("node", "", {"metadata": {"labels": {"vgpu-agent.internal/volcano-vgpu-isolation": None}}}, True),
+    ("node", "", {"metadata": {"annotations": {"hamivgpu": None}}}, True),
+    # A thief of the token: keys of schedulers that the agent only removes, or never touches; as annotations and as labels.
+    *(("node", "", {"metadata": {"labels": {key: "x"}}}, False) for key in _SCHEDULERS),
+    *(("node", "", {"metadata": {"annotations": {key: "x"}}}, False) for key in _SCHEDULERS),
+    ("node", "", {"metadata": {"labels": {"volcano.sh/node-vgpu-register": "x"}}}, False),
+    ("node", "", {"metadata": {"labels": {"vgpu-agent.internal/other": "x"}}}, False),
+    ("node", "", {"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "b"}]}}, False),
+    ("node", "/status", {"metadata": {"labels": {"gpu": "x"}}}, False),
+    ("node", "/status", {"status": {"capacity": {"nvidia.com/gpu": "64"}}}, False),
+    ("node", "/status", {"status": {"allocatable": {"cpu": "1000"}}}, False),
+    ("node", "/status", {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}, False),
+    ("node", "/status", {"status": {"images": []}}, False),
+    ("node", "/status", {"status": {"volumesAttached": [{"name": "a", "devicePath": "/dev/a"}]}}, False),
+    ("node", "/status", {"status": {"daemonEndpoints": {"kubeletEndpoint": {"Port": 1}}}}, False),
     ("other node", "", _OURS, False),
     ("other node", "", _OUR_LABEL, False),
     ("other node", "/status", _OUR_CAPACITY, False),
-    ("pod", "", _OURS, True),
-    ("pod", "", _OUR_LABEL, True),
+    ("pod", "", _OURS_ON_PODS, True),
+    ("pod", "", {"metadata": {"annotations": {"volcano.sh/bind-phase": None}}}, True),
+    ("pod", "", _OURS, False),
+    ("pod", "", _OUR_LABEL, False),
+    *(("pod", "", {"metadata": {kind: {key: "x"}}}, False) for key in _SCHEDULERS for kind in ("labels", "annotations")),
+    ("pod", "", {"metadata": {"annotations": {"kubernetes.io/config.mirror": "x"}}}, False),
+    ("pod", "", {"metadata": {"annotations": {"kubernetes.io/config.hash": "x", "kubernetes.io/config.source": "file"}}}, False),
+    ("pod", "", {"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "a", "uid": "b"}]}}, False),
+    ("pod", "", {"spec": {"containers": [{"name": "main", "image": "example.com/other"}]}}, False),
+    ("pod", "", {"spec": {"tolerations": [{"operator": "Exists"}]}}, False),
     ("pod", "", {"metadata": {"labels": {"app": "x"}}}, False),
     ("pod", "", {"metadata": {"annotations": {"example.com/other": "x"}}}, False),
     ("pod", "", {"metadata": {"finalizers": ["example.com/stay"]}}, False),
     ("pod", "", {"spec": {"activeDeadlineSeconds": 1}}, False),
-    ("other node's pod", "", _OURS, False),
+    ("other node's pod", "", _OURS_ON_PODS, False),
     ("other node's pod", "", _OUR_LABEL, False),
-    ("unscheduled pod", "", _OURS, False),
+    ("unscheduled pod", "", _OURS_ON_PODS, False),
 ]
 
 
@@ -233,7 +260,8 @@ def test_the_policy_confines_each_agent_to_its_own_node_and_its_own_keys(deploye
     wrong = []
     for what, subresource, body, allowed in _PATCHES:
         answer = _status(agent, "PATCH", paths[what] + subresource, body)
-        if answer != (200 if allowed else 403):
+        # Some changes of a pod are invalid before any policy is asked.
+        if answer not in ({200} if allowed else {403, 422}):
             wrong.append((what + subresource, body, answer))
     undo = dict.fromkeys(_OURS["metadata"]["annotations"])
     rig.api.patch(paths["node"], {"metadata": {"annotations": undo, "labels": {"vgpu-agent.internal/volcano-vgpu-isolation": None}}})
@@ -253,23 +281,51 @@ def test_a_refusal_by_the_policy_names_the_node_and_the_key(deployed: Deployed, 
     """So that whoever reads the agent's log knows which rule it was."""
     with pytest.raises(ApiError, match=f"vgpu-agent on node {deployed.rig.node_name()} changes that node"):
         agent.patch(f"/api/v1/nodes/{another_node}", _OURS)
-    with pytest.raises(ApiError, match=r"such as example\.com/other"):
+    with pytest.raises(ApiError, match=r"refused: example\.com/other"):
         agent.patch(f"/api/v1/nodes/{deployed.rig.node_name()}", {"metadata": {"annotations": {"example.com/other": "x"}}})
+
+
+def _event(node: str, **changes: Any) -> dict[str, Any]:
+    """An event as the agent on ``node`` writes it, about that node."""
+    return {
+        "metadata": {"generateName": "vgpu-agent."},
+        "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": node},
+        "reason": "Test",
+        "message": "a test",
+        "type": "Normal",
+        "source": {"component": "vgpu-agent", "host": node},
+        "reportingComponent": "vgpu-agent",
+        "reportingInstance": node,
+        **changes,
+    }
 
 
 def test_events_can_be_written_and_counted(deployed: Deployed, agent: Api) -> None:
     """Create, then patch the count."""
-    involved = {"apiVersion": "v1", "kind": "Node", "name": deployed.rig.node_name()}
-    event = {
-        "metadata": {"generateName": "vgpu-agent."},
-        "involvedObject": involved,
-        "reason": "Test",
-        "message": "a test",
-        "type": "Normal",
-    }
-    made = agent.post("/api/v1/namespaces/default/events", event)
+    made = agent.post("/api/v1/namespaces/default/events", _event(deployed.rig.node_name()))
     path = f"/api/v1/namespaces/default/events/{made['metadata']['name']}"
     assert agent.patch(path, {"count": 2})["count"] == 2
+
+
+def test_a_stolen_token_cannot_forge_or_change_the_events_of_others(deployed: Deployed, agent: Api) -> None:
+    """Events are what administrators and their tools act upon: each is signed with its writer's node, and others' stay as they are."""
+    rig, path = deployed.rig, "/api/v1/namespaces/default/events"
+    node = rig.node_name()
+    forged = [
+        _event(node, source={"component": "kubelet", "host": node}),
+        _event(node, source={"component": "vgpu-agent", "host": _OTHER_NODE}),
+        _event(node, reportingComponent="kubelet"),
+        _event(node, involvedObject={"apiVersion": "v1", "kind": "Node", "name": _OTHER_NODE}),
+        _event(node, involvedObject={"apiVersion": "v1", "kind": "Secret", "name": "a", "namespace": "default"}),
+    ]
+    # The API server takes a moment to enforce a new policy.
+    rig.wait_for(lambda: _status(agent, "POST", path, forged[0]) == 403, 20, what="the policy of events")
+    assert [_status(agent, "POST", path, event) for event in forged] == [403] * len(forged)
+    kubelets = rig.api.post(path, _event(node, source={"component": "kubelet", "host": node}, reportingComponent="kubelet"))
+    theirs = f"{path}/{kubelets['metadata']['name']}"
+    signature = {"source": {"component": "vgpu-agent", "host": node}, "reportingComponent": "vgpu-agent", "reportingInstance": node}
+    assert _status(agent, "PATCH", theirs, {"message": "all is well"}) == 403
+    assert _status(agent, "PATCH", theirs, {"message": "all is well", **signature}) == 403
 
 
 def test_the_eviction_component_grants_evictions_and_nothing_else(deployed: Deployed, agent: Api) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
 from vgpu_agent.cluster import config_map
+from vgpu_agent.families import volcano_gpushare, volcano_vgpu, volcano_vgpu_node
+from vgpu_agent.families import volcano_vgpu_decisions as decisions
+from vgpu_agent.families import volcano_vgpu_state as state
 
 READ_ONE = {("configmaps", "get"), ("configmaps", "list"), ("configmaps", "watch")}
 
@@ -59,13 +63,34 @@ def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: A
             assert binding["subjects"] == [account]
 
 
-def test_the_policy_speaks_of_the_account_that_the_pod_uses(objects: dict[str, Any]) -> None:
-    """Another name would match nobody, and confine nothing; and it covers every resource whose patch is granted, but for events."""
-    policy, binding = documents_of("components/own-node-only/policy.yaml")
+def test_the_policies_speak_of_the_account_that_the_pod_uses(objects: dict[str, Any]) -> None:
+    """Another name would match nobody, and confine nothing; and together they cover every resource whose patch is granted."""
+    documents = documents_of("components/own-node-only/policy.yaml")
     account = objects["ServiceAccount"]["metadata"]
-    assert f'"system:serviceaccount:{account["namespace"]}:{account["name"]}"' in policy["spec"]["matchConditions"][0]["expression"]
-    assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
-    (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
-    patched = {resource for resource, verb in rights_of(objects["ClusterRole"]) if verb == "patch"}
-    assert set(rule["resources"]) == patched - {"events"}
-    assert policy["spec"]["failurePolicy"] == "Fail"
+    covered: set[str] = set()
+    for policy, binding in zip(documents[::2], documents[1::2], strict=True):
+        assert f'"system:serviceaccount:{account["namespace"]}:{account["name"]}"' in policy["spec"]["matchConditions"][0]["expression"]
+        assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+        (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+        covered |= set(rule["resources"])
+        assert policy["spec"]["failurePolicy"] == "Fail"
+    assert covered == {resource for resource, verb in rights_of(objects["ClusterRole"]) if verb == "patch"}
+
+
+def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
+    """Labels and annotations have lists of their own, and of the schedulers' locks only the removal is exempt."""
+    policy = documents_of("components/own-node-only/policy.yaml")[0]
+    variables = {variable["name"]: variable["expression"] for variable in policy["spec"]["variables"]}
+
+    def listed(name: str) -> list[str]:
+        return re.findall(r'"([^"]+/[^"]+|hamivgpu|gpu)"', variables[name])
+
+    on_node = [volcano_vgpu_node.REGISTER, volcano_vgpu_node.HANDSHAKE, volcano_gpushare.UNHEALTHY_IDS]
+    on_pods = [state.PHASE, state.TIME, decisions.NODE, decisions.IDS, decisions.TO_ALLOCATE]
+    on_pods += [volcano_gpushare.GPU_INDEX, volcano_gpushare.PREDICATE_TIME, volcano_gpushare.GPU_ASSIGNED]
+    assert listed("ownAnnotations") == on_node + on_pods
+    assert listed("removedAnnotations") == [volcano_vgpu_node.LOCK, volcano_gpushare.NODE_LOCK]
+    assert listed("ownLabels") == [volcano_vgpu.UNIT_LABEL, volcano_vgpu.ISOLATION_LABEL]
+    assert listed("ownCapacity") == [volcano_gpushare.NUMBER_RESOURCE, volcano_gpushare.MEMORY_RESOURCE]
+    assert "removedAnnotations" not in variables["foreignLabels"]
+    assert not re.search(r"startsWith", variables["foreignLabels"])
