@@ -82,3 +82,73 @@ def test_a_logger_that_is_put_together_for_good_follows_the_level(lines: io.Stri
         log.set_level(level)
         logger.info("said", at=level)
     assert [json.loads(line)["at"] for line in lines.getvalue().splitlines()] == ["info", "info"]
+
+
+class _Time:
+    """Seconds that a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _limited(time: _Time) -> io.StringIO:
+    """The log of this process from now on, whose repeated lines are limited by this clock."""
+    stream = io.StringIO()
+    log.configure(stream=stream)
+    (handler,) = logging.getLogger().handlers
+    (ours,) = handler.filters
+    handler.removeFilter(ours)
+    handler.addFilter(log.RepeatedLines(time))
+    return stream
+
+
+@pytest.mark.usefixtures("lines")
+def test_a_librarys_repeated_line_is_limited_and_the_rest_counted() -> None:
+    """asyncio's line for each connection that could not be accepted has filled disks; how many there were is told once."""
+    time = _Time()
+    stream = _limited(time)
+    for number in range(500):
+        cause = OSError(24, "Too many open files")
+        logging.getLogger("asyncio").error("socket.accept() out of system resource\nsocket: <fd=%s>", number, exc_info=cause)
+    assert stream.getvalue().count("out of system resource") == 20
+    time.now += 61
+    log.get("vgpu_agent.web").info("web.listening")
+    suppressed = [json.loads(line) for line in stream.getvalue().splitlines() if "log.suppressed" in line]
+    assert [(line["lines"], line["of_logger"], line["similar_to"]) for line in suppressed] == [
+        (480, "asyncio", "socket.accept() out of system resource")
+    ]
+    logging.getLogger("asyncio").error("socket.accept() out of system resource")
+    assert stream.getvalue().count('"msg":"socket.accept() out of system resource') == 21
+
+
+@pytest.mark.usefixtures("lines")
+def test_a_storm_of_one_kind_hides_no_other_kind() -> None:
+    """Other events, other levels, other exceptions behind the same words, and the lines of 110 pods that start at once."""
+    stream = _limited(_Time())
+    asyncios, ours = logging.getLogger("asyncio"), log.get("vgpu_agent.web.server")
+    for _ in range(100):
+        ours.info("web.bad_request", error="junk")
+        asyncios.error("it failed: %s", 1)
+    ours.warning("web.bad_request", error="another level")
+    asyncios.error("it failed: %s", 1, exc_info=ValueError("another cause"))
+    asyncios.error("something else failed")
+    for number in range(110):
+        ours.info("start.bound", pod=f"ml/{number}")
+    lines = [json.loads(line)["msg"] for line in stream.getvalue().splitlines()]
+    assert (lines.count("web.bad_request"), lines.count("it failed: 1"), lines.count("start.bound")) == (21, 21, 110)
+    assert "something else failed" in lines
+
+
+@pytest.mark.usefixtures("lines")
+def test_endless_kinds_of_lines_take_bounded_memory() -> None:
+    """A library that puts foreign text into its template makes each line a kind of its own; what was left out is told all the same."""
+    stream = _limited(_Time())
+    for _ in range(30):
+        logging.getLogger("library").warning("the same")
+    for number in range(2000):
+        logging.getLogger("library").warning(f"another {number}")  # noqa: G004 - as such a library does
+    (told,) = [json.loads(line) for line in stream.getvalue().splitlines() if "log.suppressed" in line]
+    assert (told["lines"], told["similar_to"]) == (10, "the same")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import msgspec
@@ -17,6 +18,8 @@ from vgpu_agent.bounded import bounded
 from vgpu_agent.redaction import redacted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from structlog.typing import EventDict, ExcInfo, FilteringBoundLogger
 
 # Of one line, besides its traceback; the journal's entries are smaller already.
@@ -36,6 +39,17 @@ _QUIET_LIBRARIES = {
     "hpack": logging.WARNING,
     "kubernetes_asyncio": logging.CRITICAL,
 }
+
+_WINDOW_SECONDS = 60.0
+# 110 pods start, stop or are adopted at once, with several lines each that are worth having.
+_MOST_OF_AN_EVENT = 600
+_MOST_OF_A_LIBRARY = 20
+# Events that whoever reaches a socket can cause as often as they like.
+_AT_WILL = frozenset({"web.bad_request", "web.connection_evicted", "web.failed", "web.not_accepted", "grpc.connection_closed"})
+_MOST_AT_WILL = 20
+_MOST_KINDS = 512
+_LONGEST_TEMPLATE = 200
+_SUPPRESSED = "log.suppressed"
 
 
 def get(name: str) -> FilteringBoundLogger:
@@ -79,6 +93,7 @@ def configure(*, log_format: str = "json", level: str = "info", stream: TextIO |
     )
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_WithoutSecrets(formatter))
+    handler.addFilter(RepeatedLines())
     root = logging.getLogger()
     root.handlers = [handler]
     set_level(level)
@@ -135,6 +150,67 @@ def _bound(_: Any, __: str, event: EventDict) -> EventDict:
         half = _MOST_TRACEBACK_CHARACTERS // 2
         traceback["exception"] = f"{text[:half]}\n… ({len(text)} characters)\n{text[-half:]}"
     return {**kept, **traceback}
+
+
+class RepeatedLines(logging.Filter):
+    """Lets the first lines of a kind pass in each window of time, and then one line that tells how many were left out.
+
+    The kind of our own line is its event, of a library's its template and the exception. So a storm of one kind never hides another kind.
+
+    State: what passed and what did not in the current window of each kind; forgotten kinds begin anew.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._windows: dict[tuple[str, ...], _Window] = {}
+        self._ends_at = float("inf")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether ``record`` is written."""
+        now = self._clock()
+        if now >= self._ends_at:
+            self._tell_ended(now)
+        kind, most = _kind(record)
+        window = self._windows.get(kind)
+        if window is None:
+            if len(self._windows) >= _MOST_KINDS:
+                self._tell_ended(float("inf"))
+            window = self._windows[kind] = _Window(now + _WINDOW_SECONDS)
+            self._ends_at = min(self._ends_at, window.ends_at)
+        if kind[1] == _SUPPRESSED or window.passed < most:
+            window.passed += 1
+            return True
+        window.suppressed += 1
+        return False
+
+    def _tell_ended(self, now: float) -> None:
+        ended = {kind: window for kind, window in self._windows.items() if window.ends_at <= now}
+        for kind in ended:
+            del self._windows[kind]
+        self._ends_at = min((window.ends_at for window in self._windows.values()), default=float("inf"))
+        for (logger, similar, *_), window in ended.items():
+            if window.suppressed:
+                get(__name__).warning(_SUPPRESSED, lines=window.suppressed, of_logger=logger, similar_to=similar, seconds=_WINDOW_SECONDS)
+
+
+class _Window:
+    __slots__ = ("ends_at", "passed", "suppressed")
+
+    def __init__(self, ends_at: float) -> None:
+        self.ends_at, self.passed, self.suppressed = ends_at, 0, 0
+
+
+def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
+    """What makes lines similar, and how many of them pass in a window."""
+    if isinstance(record.msg, dict):
+        event = str(record.msg.get("event", ""))
+        return (record.name, event, record.levelname), _MOST_AT_WILL if event in _AT_WILL else _MOST_OF_AN_EVENT
+    # asyncio puts sockets with their numbers into further lines of one message.
+    template = str(record.msg).partition("\n")[0][:_LONGEST_TEMPLATE]
+    error = record.exc_info[1] if record.exc_info else None
+    about = "" if error is None else f"{type(error).__name__} {getattr(error, 'errno', '')}"
+    return (record.name, template, record.levelname, about), _MOST_OF_A_LIBRARY
 
 
 def _shared() -> list[Any]:
