@@ -36,14 +36,19 @@ class Exposition(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The answer to a scrape and its content type.
+    def chosen(self, accept: str = "") -> tuple[str, Callable[[], bytes]]:
+        """The content type of the answer to a scrape, and what makes the answer.
 
         Args:
             accept: the scraper's Accept header; it chooses between the text format and OpenMetrics.
         """
         encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+        return content_type, lambda: encode(self._registry)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The answer to a scrape and its content type; see `chosen`."""
+        content_type, encoded = self.chosen(accept)
+        return encoded(), content_type
 
     def collect(self) -> Iterator[Family]:
         """Called by the registry; every metric of the catalogue that has something to say."""

@@ -14,7 +14,8 @@ import logging
 import math
 import socket
 import time
-from typing import TYPE_CHECKING, Self
+import weakref
+from typing import TYPE_CHECKING, Self, cast
 
 from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError
@@ -22,6 +23,8 @@ from aiohttp.http import HttpProcessingError
 from vgpu_agent import log
 from vgpu_agent.web import debug, page, probes, views
 from vgpu_agent.web.address import Address, bind, parse
+from vgpu_agent.web.connections import Connections, bounded
+from vgpu_agent.web.kept import KeptAnswers
 from vgpu_agent.web.metrics import Exposition
 
 if TYPE_CHECKING:
@@ -37,6 +40,12 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 _PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
 _LONGEST_ECHO = 120  # characters of a wrong path that an error repeats
+_MOST_CONNECTIONS, _MOST_DEBUG_CONNECTIONS = 256, 32
+# Requests over one connection: some at once, then so many a second. A scraper that keeps its connection sends one in seconds.
+_REQUESTS_AT_ONCE, _REQUESTS_A_SECOND = 20, 10.0
+_MOST_REQUESTS = 1000  # of one connection, which is closed then
+_LONGEST_LINE_BYTES = 8190  # of a request line or a header; paths and queries of ours are short
+_MOST_HEADERS = 64
 
 
 class WebServer:
@@ -70,7 +79,9 @@ class WebServer:
         self._shutdown_seconds = shutdown_seconds
         self._clock = clock
         self._exposition = Exposition(source, clock=clock)
-        self._runners: list[web.AppRunner] = []
+        self._kept = KeptAnswers()
+        self._paces: weakref.WeakKeyDictionary[asyncio.Transport, _Pace] = weakref.WeakKeyDictionary()
+        self._listening: list[tuple[web.AppRunner, Connections]] = []
         self._public_address = self._debug_address = Address("", 0)
 
     @property
@@ -98,8 +109,12 @@ class WebServer:
         """
         try:
             # Debug first: the public 404 page names the debug port.
-            self._debug_address = await self._serve(self._debug_application(), self._debug_listen, flag="--debug-listen")
-            self._public_address = await self._serve(self._public_application(), self._listen, flag="--listen")
+            self._debug_address = await self._serve(
+                self._debug_application(), self._debug_listen, flag="--debug-listen", most_connections=_MOST_DEBUG_CONNECTIONS
+            )
+            self._public_address = await self._serve(
+                self._public_application(), self._listen, flag="--listen", most_connections=_MOST_CONNECTIONS
+            )
         except BaseException:
             await self.stop()
             raise
@@ -107,10 +122,12 @@ class WebServer:
 
     async def stop(self) -> None:
         """Stop listening, finish answers under way (at most ``shutdown_seconds``), close every connection; twice is fine."""
-        while self._runners:
-            await self._runners.pop().cleanup()
+        while self._listening:
+            runner, connections = self._listening.pop()
+            connections.stop()
+            await runner.cleanup()
 
-    async def _serve(self, application: web.Application, listen: str, *, flag: str) -> Address:
+    async def _serve(self, application: web.Application, listen: str, *, flag: str, most_connections: int) -> Address:
         runner = web.AppRunner(
             application,
             access_log=None,
@@ -118,15 +135,24 @@ class WebServer:
             keepalive_timeout=self._request_timeout_seconds,
             lingering_time=self._request_timeout_seconds,
             shutdown_timeout=self._shutdown_seconds,
+            max_line_size=_LONGEST_LINE_BYTES,
+            max_field_size=_LONGEST_LINE_BYTES,
+            max_headers=_MOST_HEADERS,
         )
         wanted = parse(listen)
         sock = await bind(wanted, flag=flag)
         # Of every connection: a client that reads nothing of its answer would keep it for ever, also after it was closed here (tcp(7)).
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(self._request_timeout_seconds * 1000))
-        self._runners.append(runner)
-        await runner.setup()
-        await web.SockSite(runner, sock).start()
-        return Address(wanted.host, sock.getsockname()[1])
+        address = Address(wanted.host, sock.getsockname()[1])
+        try:
+            await runner.setup()
+        except BaseException:
+            sock.close()
+            raise
+        connections = Connections(sock, cast("web.Server", runner.server), most=bounded(most_connections))
+        self._listening.append((runner, connections))
+        connections.start()
+        return address
 
     def _application(self) -> web.Application:
         application = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
@@ -154,18 +180,20 @@ class WebServer:
         return self._source.status(), self._clock()
 
     async def _page(self, request: web.Request) -> web.Response:
-        overview = views.overview(*self._snapshot())
-        if "text/html" in request.headers.get(hdrs.ACCEPT, ""):
-            return web.Response(text=page.as_html(overview), content_type="text/html")
-        return web.Response(text=page.as_text(overview))
+        as_html = "text/html" in request.headers.get(hdrs.ACCEPT, "")
+        render = page.as_html if as_html else page.as_text
+        text = self._kept.answer(("/", as_html), lambda: render(views.overview(*self._snapshot())))
+        return web.Response(text=text, content_type="text/html" if as_html else "text/plain")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        body, content_type = self._exposition.render(",".join(request.headers.getall(hdrs.ACCEPT, [])))
+        content_type, render = self._exposition.chosen(",".join(request.headers.getall(hdrs.ACCEPT, [])))
+        body = self._kept.answer(("/metrics", content_type), render)
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
 
     def _probe(self, probe: Probe) -> Handler:
         async def answer(request: web.Request) -> web.Response:
-            verdict = probe(*self._snapshot(), verbose="verbose" in request.query)
+            verbose = "verbose" in request.query
+            verdict = self._kept.answer((probe, verbose), lambda: probe(*self._snapshot(), verbose=verbose))
             return web.Response(status=200 if verdict.ok else 503, text=verdict.text)
 
         return answer
@@ -184,9 +212,10 @@ class WebServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Whatever goes wrong with one request ends here, as one JSON line."""
         try:
+            await self._keep_pace(request)
             self._refuse_unwanted_body(request)
             async with asyncio.timeout(self._request_timeout_seconds):
-                return await handler(request)
+                return self._last_or_not(request, await handler(request))
         except debug.BadQuestionError as err:
             return _error(400, str(err))
         except web.HTTPException as err:
@@ -196,6 +225,20 @@ class WebServer:
         except Exception as err:  # a bug in one answer must not show its traceback to strangers nor end the connection without a word
             _logger.error("web.failed", method=request.method, path=request.path, exc_info=err)
             return _error(500, "this answer failed inside the agent; its log has the reason (web.failed)")
+
+    async def _keep_pace(self, request: web.Request) -> None:
+        """Let a connection that asks in a loop wait, so that it costs little."""
+        if (transport := request.transport) is None:
+            return
+        pace = self._paces.setdefault(transport, _Pace())
+        if pause := pace.pause(asyncio.get_running_loop().time()):
+            await asyncio.sleep(pause)
+
+    def _last_or_not(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+        transport = request.transport
+        if transport is not None and self._paces[transport].requests >= _MOST_REQUESTS:
+            response.force_close()
+        return response
 
     def _refuse_unwanted_body(self, request: web.Request) -> None:
         """Only PUT reads a body, and aiohttp watches its size only while it is read."""
@@ -222,6 +265,23 @@ class WebServer:
                 return _json(404, {"error": f"there is no {path} here{elsewhere}", "paths": known})
             case _:
                 return _error(err.status, err.reason)
+
+
+class _Pace:
+    """How often one connection has asked, and how long its next request waits."""
+
+    __slots__ = ("_counted_at", "_spare", "requests")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._spare, self._counted_at = float(_REQUESTS_AT_ONCE), float("-inf")
+
+    def pause(self, now: float) -> float:
+        """Seconds to wait before the request that has come ``now`` is answered; 0 mostly."""
+        self.requests += 1
+        self._spare = min(float(_REQUESTS_AT_ONCE), self._spare + (now - self._counted_at) * _REQUESTS_A_SECOND) - 1
+        self._counted_at = now
+        return max(0.0, -self._spare / _REQUESTS_A_SECOND)
 
 
 async def _harden(_: web.Request, response: web.StreamResponse) -> None:

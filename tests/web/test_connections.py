@@ -1,0 +1,102 @@
+"""Whose connection makes room, and how a listener does without descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.patience import eventually
+from vgpu_agent.web.connections import Connections, bounded
+
+_MOST = 8
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[tuple[str, int]]:
+    """A server that takes `_MOST` connections."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    application = web.Application()
+    application.router.add_get("/", _answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    assert runner.server is not None
+    connections = Connections(listener, runner.server, most=_MOST)
+    connections.start()
+    yield listener.getsockname()
+    connections.stop()
+    await runner.cleanup()
+
+
+async def _answer(_: web.Request) -> web.Response:
+    return web.Response(text="here")
+
+
+async def _open(address: tuple[str, int], client: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*address, local_addr=(client, 0))
+
+
+async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    return await reader.readline()
+
+
+async def test_the_oldest_of_whoever_has_most_makes_room(address: tuple[str, int]) -> None:
+    """One connection each of two other clients stays, and still serves, while a greedy one opens many."""
+    others = [await _open(address, f"127.0.0.{number}") for number in (2, 3)]
+    assert [await _asked(*other) for other in others] == [b"HTTP/1.1 200 OK\r\n"] * 2
+    greedy = [await _open(address) for _ in range(3 * _MOST)]
+    assert await _asked(*greedy[-1]) == b"HTTP/1.1 200 OK\r\n"
+    await eventually(lambda: sum(reader.at_eof() or reader.exception() is not None for reader, _ in greedy) == 2 * _MOST + 2)
+    for reader, writer in others:
+        await reader.readuntil(b"here")
+        assert await _asked(reader, writer) == b"HTTP/1.1 200 OK\r\n"
+    for _, writer in (*others, *greedy):
+        writer.close()
+
+
+async def test_a_listener_without_descriptors_pauses_and_goes_on() -> None:
+    """Where the process has none left for a moment, nothing is lost but that moment, and the loop is not kept busy by failing."""
+    accepting, accepted = 0, socket.socketpair()
+
+    class Listener:
+        def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+            nonlocal accepting
+            accepting += 1
+            if accepting <= 2:
+                raise OSError(errno.EMFILE, "Too many open files")
+            if accepting == 3:
+                return accepted[0], ("127.0.0.1", 1)
+            raise BlockingIOError
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listening, name)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()):
+        runner = web.AppRunner(web.Application())
+        await runner.setup()
+        assert runner.server is not None
+        server = runner.server
+        connections = Connections(Listener(), server, most=_MOST)  # type: ignore[arg-type]
+        connections.start()
+        await eventually(lambda: server.connections)
+        connections.stop()
+        await runner.cleanup()
+    accepted[1].close()
+
+
+def test_few_descriptors_are_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HTTP clients may take leaves the rest of the agent what it needs."""
+    limits = {"soft": 1 << 20}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits["soft"], -1))
+    assert bounded(256) == 256
+    limits["soft"] = 256
+    assert bounded(256) == 32
+    limits["soft"] = resource.RLIM_INFINITY
+    assert bounded(256) == 256

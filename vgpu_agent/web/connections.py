@@ -1,0 +1,139 @@
+"""Connections of one HTTP listener: how many there are, how quickly they come, and which one makes room for the next.
+
+Everybody who reaches the port can open connections and leave them open. So the newest always gets in, since it may be the kubelet's probe,
+and where there are too many, the oldest of the address that has the most is closed. A limit per address that refuses would shut out the
+kubelet, too: what comes through a NodePort comes from the node's own address.
+
+aiohttp itself ends a connection on which no complete request arrives in time, and knows no bound for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import resource
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+
+if TYPE_CHECKING:
+    import socket
+
+    from aiohttp import web
+
+_logger = log.get(__name__)
+
+_ACCEPTED_AT_ONCE = 16  # then everybody else on the event loop has a turn
+# A connection costs about 0.3 ms. The queue in the kernel is as long as what is accepted in two seconds, so a probe gets through in time.
+_ACCEPTED_A_SECOND = 400.0
+BACKLOG = 800
+_WITHOUT_DESCRIPTORS_SECONDS = 0.2
+# Of the descriptors of the process one listener may have this part.
+_PART_OF_DESCRIPTORS = 8
+
+
+@dataclasses.dataclass(slots=True)
+class _Connection:
+    transport: asyncio.Transport
+    host: str
+
+
+def bounded(most: int) -> int:
+    """``most`` connections, or fewer where this process may open few files."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(4, min(most, descriptors // _PART_OF_DESCRIPTORS)) if descriptors != resource.RLIM_INFINITY else most
+
+
+class Connections:
+    """Accepts the connections of ``listener`` for ``server``, at most ``most`` at a time.
+
+    State: the connections, oldest first, until aiohttp's server has forgotten them; how many may be accepted now.
+    """
+
+    def __init__(self, listener: socket.socket, server: web.Server, *, most: int) -> None:
+        self._listener = listener
+        self._server = server
+        self._most = most
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[object, _Connection] = {}
+        self._starting: set[asyncio.Task[None]] = set()
+        self._allowed, self._counted_at = float(most), self._loop.time()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._accepting = False
+
+    def start(self) -> None:
+        """Listen and accept."""
+        self._listener.setblocking(False)
+        self._listener.listen(BACKLOG)
+        self._accepting = True
+        self._loop.add_reader(self._listener, self._accept)
+
+    def stop(self) -> None:
+        """Accept nothing more and close the listener; connections stay, they are the server's to close."""
+        if self._accepting:
+            self._accepting = False
+            self._loop.remove_reader(self._listener)
+            if self._resuming is not None:
+                self._resuming.cancel()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        now = self._loop.time()
+        self._allowed = min(float(self._most), self._allowed + (now - self._counted_at) * _ACCEPTED_A_SECOND)
+        self._counted_at = now
+        # What has only begun cannot make room yet, so a burst must not push out everybody else.
+        for _ in range(min(_ACCEPTED_AT_ONCE, self._most // 4 - len(self._starting))):
+            if self._allowed < 1:
+                self._pause(_ACCEPTED_AT_ONCE / _ACCEPTED_A_SECOND)
+                return
+            try:
+                accepted, address = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as err:
+                # Too many open files, most likely. Without a pause the loop would do nothing but fail.
+                _logger.error("web.not_accepted", error=err.strerror or str(err), retry_in_seconds=_WITHOUT_DESCRIPTORS_SECONDS)
+                self._pause(_WITHOUT_DESCRIPTORS_SECONDS)
+                return
+            self._allowed -= 1
+            self._make_room()
+            accepted.setblocking(False)
+            starting = self._loop.create_task(self._connect(accepted, str(address[0])))
+            self._starting.add(starting)
+            starting.add_done_callback(self._starting.discard)
+
+    async def _connect(self, accepted: socket.socket, host: str) -> None:
+        try:
+            transport, protocol = await self._loop.connect_accepted_socket(self._server, accepted)
+        except OSError:
+            accepted.close()  # gone before it began
+            return
+        self._open[protocol] = _Connection(transport, host)
+
+    def _make_room(self) -> None:
+        if len(self._open) + len(self._starting) < self._most:
+            return
+        known = set(self._server.connections)
+        self._open = {protocol: one for protocol, one in self._open.items() if protocol in known and not _ended(one)}
+        if not self._open or len(self._open) + len(self._starting) < self._most:
+            return
+        (host, held), *_ = collections.Counter(one.host for one in self._open.values()).most_common(1)
+        protocol, oldest = next((protocol, one) for protocol, one in self._open.items() if one.host == host)
+        _logger.warning("web.connection_evicted", client=host, connections_of_client=held, most=self._most)
+        del self._open[protocol]
+        oldest.transport.abort()  # close() would wait for a client that reads nothing
+
+    def _pause(self, seconds: float) -> None:
+        self._loop.remove_reader(self._listener)
+        self._resuming = self._loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = None
+        if self._accepting:
+            self._loop.add_reader(self._listener, self._accept)
+
+
+def _ended(connection: _Connection) -> bool:
+    """Whether nothing of it is left; one that is closing still has its descriptor while its last bytes are not taken."""
+    return connection.transport.is_closing() and not connection.transport.get_write_buffer_size()
