@@ -231,7 +231,7 @@ async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path, monkeypatch:
             closing.wait(PATIENCE_SECONDS)
             super().close()
 
-    monkeypatch.setattr(Path, "open", lambda path, *_, **__: SlowToClose(str(path)))
+    monkeypatch.setattr(checkpoint, "open", lambda path, *_, **__: SlowToClose(str(path)), raising=False)
 
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -271,7 +271,7 @@ def test_only_so_many_files_wait_to_be_closed(tmp_path: Path, monkeypatch: pytes
             open_now.append(self)
 
     path.write_bytes(b"{}")
-    monkeypatch.setattr(Path, "open", lambda path, *_, **__: SlowToClose(str(path)))
+    monkeypatch.setattr(checkpoint, "open", lambda path, *_, **__: SlowToClose(str(path)), raising=False)
     try:
         for _ in range(20):
             with memory.content(path, whole=False):

@@ -12,7 +12,9 @@ import base64
 import binascii
 import concurrent.futures
 import contextlib
+import errno
 import os
+import stat
 import threading
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,7 @@ from vgpu_agent.kubelet.names import is_entry
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 
@@ -95,6 +97,30 @@ _DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
 _PART_BYTES = 256 * 1024
 _MOST_TO_CLOSE = 8
 
+# Real ones have below 15 MB, most of it the list of all devices. What is decoded takes several times its size for a moment, and the agent
+# has 256 MiB: entries and ids of a few characters, or none, would take the most.
+_MOST_BYTES = 24 * 1024 * 1024
+_MOST_ENTRIES = 20_000
+_MOST_IDS = 500_000
+_MOST_ID_BYTES_UNCOUNTED = 1024 * 1024
+_ENTRY = b'"PodUID"'
+
+
+class _UnfitError(Exception):
+    """The file is not read; the message goes on from its name."""
+
+
+def _open(path: str, flags: int) -> int:
+    """Without waiting for the other end of a FIFO, and without following a link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _check_file(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _UnfitError("is no regular file")
+    if status.st_uid not in (0, os.geteuid()):
+        raise _UnfitError(f"belongs to user {status.st_uid} and not to root")
+
 
 class _Memory:
     """Reads files into the same memory each time: the file has megabytes, and fresh memory for them takes ten times as long as reading.
@@ -118,9 +144,10 @@ class _Memory:
 
         Raises:
             OSError: it cannot be read.
+            _UnfitError: it is no regular file, somebody else's, or too large.
         """
         with self._lock:
-            file = path.open("rb", buffering=0)
+            file = open(path, "rb", buffering=0, opener=_open)  # noqa: PTH123, SIM115 - pathlib has no opener; `_close` ends it
             try:
                 filled = self._fill(file, whole=whole)
             finally:
@@ -142,7 +169,9 @@ class _Memory:
 
     def _fill(self, file: io.FileIO, *, whole: bool) -> int:
         """Read ``file`` into the memory; how much of it counts."""
-        size, filled = os.fstat(file.fileno()).st_size, 0
+        status = os.fstat(file.fileno())
+        _check_file(status)
+        size, filled = min(status.st_size, _MOST_BYTES), 0
         if size >= len(self._memory):
             self._memory = bytearray(size + size // 4)
         most = len(self._memory) if whole else self._entries_bytes + _PART_BYTES
@@ -150,11 +179,19 @@ class _Memory:
             if not whole and (end := self._end_of_entries(filled, filled + count)) >= 0:
                 self._memory[end : end + len(_CLOSING)] = _CLOSING
                 self._entries_bytes = end
+                self._check_entries(end)
                 return end + len(_CLOSING)
             filled += count
+            if filled > _MOST_BYTES:
+                raise _UnfitError(f"has more than {_MOST_BYTES} bytes that would have to be read")
             if filled == len(self._memory):
                 self._memory = self._memory + bytearray(filled)
+        self._check_entries(filled)
         return filled
+
+    def _check_entries(self, filled: int) -> None:
+        if (count := self._memory.count(_ENTRY, 0, filled)) > _MOST_ENTRIES:
+            raise _UnfitError(f"has {count} entries; at most {_MOST_ENTRIES} are read")
 
     def _end_of_entries(self, begin: int, end: int) -> int:
         """Where the list of all devices begins, if that is in the part between ``begin`` and ``end``; else -1.
@@ -207,17 +244,31 @@ def parse_checkpoint(content: bytes | memoryview, *, name: str, wanted: Callable
     """
     try:
         lines = _decoder.decode(content).data.pod_device_entries or ()
+        _check_ids(lines, wanted)
         return tuple(
             CheckpointEntry(line.pod_uid, line.container_name, line.resource_name, _ids_decoder.decode(line.device_ids), line.alloc_resp)
             for line in lines
             if wanted(line.resource_name) and is_entry(line.pod_uid, line.container_name)
         )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-        what = "is empty" if not bytes(content).strip() else f"cannot be understood: {err}"
-        raise CheckpointError(
-            f"kubelet's checkpoint {name} {what}; kubelet writes it anew at the next change, until then pods are known by name only. If"
-            " kubelet restarts before that, it forgets who holds which device"
-        ) from err
+        raise _unusable(name, "is empty" if not bytes(content[:4096]).strip() else f"cannot be understood: {err}") from err
+    except _UnfitError as err:
+        raise _unusable(name, str(err)) from err
+
+
+def _check_ids(lines: Iterable[_Line], wanted: Callable[[str], bool]) -> None:
+    raw = [line.device_ids for line in lines if wanted(line.resource_name)]
+    if sum(len(memoryview(ids)) for ids in raw) > _MOST_ID_BYTES_UNCOUNTED:
+        count = sum(bytes(ids).count(b",") + 1 for ids in raw)
+        if count > _MOST_IDS:
+            raise _UnfitError(f"has {count} ids; at most {_MOST_IDS} are read")
+
+
+def _unusable(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"kubelet's checkpoint {name} {what}; kubelet writes it anew at the next change, until then pods are known by name only. If"
+        " kubelet restarts before that, it forgets who holds which device"
+    )
 
 
 def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, ...]:
@@ -229,5 +280,10 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, .
             return parse_checkpoint(content, name=str(path), wanted=wanted)
     except FileNotFoundError:
         return ()
+    except _UnfitError as err:
+        _memory.let_go()  # megabytes that no later reading needs
+        raise _unusable(str(path), str(err)) from err
     except OSError as err:
+        if err.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+            raise _unusable(str(path), "is no regular file") from err
         raise CheckpointError(f"kubelet's checkpoint {path} cannot be read: {err.strerror or err}; the agent has to run as root") from err
