@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpclib
@@ -20,7 +19,16 @@ from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import ProtocolError, StreamTerminatedError
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server, Stream
-from h2.events import AlternativeServiceAvailable, UnknownFrameReceived
+from h2.events import (
+    AlternativeServiceAvailable,
+    DataReceived,
+    PingAckReceived,
+    PingReceived,
+    PriorityUpdated,
+    RemoteSettingsChanged,
+    StreamReset,
+    UnknownFrameReceived,
+)
 from hyperframe.frame import Frame
 
 from vgpu_agent import log
@@ -51,6 +59,17 @@ StreamMethod: TypeAlias = "Callable[[bytes, Send], Awaitable[None]]"
 
 Send: TypeAlias = "Callable[[bytes], Awaitable[None]]"
 _ByteStream: TypeAlias = "Stream[bytes, bytes]"
+
+# Data of the unfinished requests of one connection. The largest Allocate has below 4 MiB, the largest answer of pod-resources below 15.
+_MOST_REQUEST_BYTES, _MOST_ANSWER_BYTES = 16 * 1024 * 1024, 32 * 1024 * 1024
+_FRAME_COSTS_BYTES = 512  # of memory, besides what is in it
+# Frames that cost us work and the peer nothing. A kubelet pings once for some ten KiB of a list, and breaks off a call now and then.
+_MOST_IDLE_FRAMES, _IDLE_FRAMES_SECONDS = 10_000, 10.0
+_MOST_RESETS = 200  # in the same time
+_FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all it is given, before anybody can look at them
+# kubelet has one connection to each of our sockets, and one stream of lists over it.
+_MOST_CONNECTIONS, _MOST_STREAMS = 8, 4
+_REQUEST_SECONDS = 10.0  # from the headers to the last byte
 
 # An error text travels in an HTTP/2 header, percent-encoded; kubelet copies it into the pod's status.
 _LONGEST_TEXT = 1024
@@ -89,7 +108,7 @@ class GrpcServer:
     """
 
     def __init__(self, *, unary: Mapping[str, UnaryMethod], streams: Mapping[str, StreamMethod]) -> None:
-        self._running = 0
+        self._running = self._streaming = 0
         self._idle = asyncio.Event()
         self._idle.set()
         handlers = {path: Handler(self._unary(path, method), Cardinality.UNARY_UNARY, bytes, bytes) for path, method in unary.items()}
@@ -129,7 +148,14 @@ class GrpcServer:
         async def serve(stream: _ByteStream) -> None:
             # The raw stream, no async generator: a generator whose client went away during a send is never closed.
             async with self._counted(path):
-                await method(await _request(stream), stream.send_message)
+                request = await _request(stream)
+                if self._streaming >= _MOST_STREAMS:  # each holds a list of megabytes while its client does not read
+                    raise grpclib.GRPCError(Status.RESOURCE_EXHAUSTED, f"vgpu-agent serves {_MOST_STREAMS} streams at a time")
+                self._streaming += 1
+                try:
+                    await method(request, stream.send_message)
+                finally:
+                    self._streaming -= 1
 
         return serve
 
@@ -265,11 +291,16 @@ class _Methods(dict[str, Handler]):
 
 
 class _Connection(H2Protocol):
-    """A connection that repairs three habits of grpclib's.
+    """A connection that repairs some habits of grpclib's, and that ends a peer who asks too much.
 
     As HTTP/2 demands, it ignores frames of a kind that it does not know, where grpclib would drop the connection. And when it is lost, a
     method that waits for room in the write buffer is let go, where grpclib would leave it waiting for ever. What is written together is
     sent together (see `gathering`).
+
+    grpclib's windows bound nothing, because it takes whatever comes at once. So the data of unfinished messages is counted, and so are
+    frames that cost only us something: pings, settings, priorities, empty data, and streams that are reset at once.
+
+    State: besides grpclib's, what has been counted.
     """
 
     transport: asyncio.Transport
@@ -277,12 +308,72 @@ class _Connection(H2Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         super().connection_made(GatheringTransport(self.transport))
+        processors: dict[Any, Any] = self.processor.processors
         for event in (UnknownFrameReceived, AlternativeServiceAvailable):
-            self.processor.processors[event] = lambda _: None
+            processors[event] = lambda _: None
+        for event, count in self._counters().items():
+            processors[event] = _both(count, processors[event])
+        self._most_bytes = _MOST_ANSWER_BYTES if self.h2_config.client_side else _MOST_REQUEST_BYTES
+        self._costs: dict[int, int] = {}
+        self._idle_frames = self._resets = 0
+        self._counted_from = asyncio.get_running_loop().time()
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), _FED_AT_ONCE_BYTES):
+            if self.connection.is_closing():
+                return
+            try:
+                super().data_received(data[start : start + _FED_AT_ONCE_BYTES])
+            except Exception as err:  # noqa: BLE001 - h2 and hpack fail on some nonsense with whatever it leads to
+                self._end(f"what it sent cannot be understood ({type(err).__name__})")
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self.resume_writing()
+
+    def _counters(self) -> dict[type[Any], Callable[[Any], None]]:
+        counters: dict[type[Any], Callable[[Any], None]] = {DataReceived: self._count_data, StreamReset: self._count_reset}
+        counters |= dict.fromkeys((PingReceived, PingAckReceived, RemoteSettingsChanged, PriorityUpdated), self._count_idle)
+        counters[UnknownFrameReceived] = self._count_idle
+        return counters
+
+    def _count_data(self, event: DataReceived) -> None:
+        if not event.data and not event.stream_ended:
+            self._count_idle(event)
+        streams = self.processor.streams
+        if len(self._costs) > len(streams):
+            self._costs = {stream: cost for stream, cost in self._costs.items() if stream in streams}
+        self._costs[event.stream_id] = self._costs.get(event.stream_id, 0) + len(event.data) + _FRAME_COSTS_BYTES
+        if sum(self._costs.values()) > self._most_bytes:
+            self._end(f"it sent more than {self._most_bytes // 1024 // 1024} MiB in messages that are not complete")
+
+    def _count_reset(self, event: StreamReset) -> None:
+        self._resets += 1
+        self._count_idle(event)
+        if self._resets > _MOST_RESETS:
+            self._end(f"it opened and reset more than {_MOST_RESETS} streams within {_IDLE_FRAMES_SECONDS:g} s")
+
+    def _count_idle(self, _: object) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._counted_from > _IDLE_FRAMES_SECONDS:
+            self._counted_from, self._idle_frames, self._resets = now, 0, min(self._resets, 1)
+        self._idle_frames += 1
+        if self._idle_frames > _MOST_IDLE_FRAMES:
+            self._end(f"it sent more than {_MOST_IDLE_FRAMES} frames that say nothing within {_IDLE_FRAMES_SECONDS:g} s")
+
+    def _end(self, reason: str) -> None:
+        if not self.connection.is_closing():
+            _logger.warning("grpc.connection_closed", reason=reason)
+            self.processor.close(reason)
+            self.transport.abort()
+
+
+def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:
+    def process(event: Any) -> None:
+        first(event)
+        second(event)
+
+    return process
 
 
 class _Channel(Channel):
@@ -299,13 +390,26 @@ class _ClosableServer(Server):
     def __init__(self, methods: dict[str, Handler]) -> None:
         super().__init__([_Servable(methods)], codec=_Bytes())
         self._mapping = _Methods(methods)
-        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._connections: list[_Connection] = []  # oldest first
 
     def _protocol_factory(self) -> H2Protocol:
         plain = super()._protocol_factory()
         connection = _Connection(plain.handler, plain.config, plain.h2_config)
-        self._connections.add(connection)
+        self._make_room()
+        self._connections.append(connection)
         return connection
+
+    def _make_room(self) -> None:
+        """Close the oldest connection over which nothing is asked; kubelet's has its stream of lists."""
+        self._connections[:] = [one for one in self._connections if not hasattr(one, "connection") or not one.connection.is_closing()]
+        if len(self._connections) < _MOST_CONNECTIONS:
+            return
+        made = self._made()
+        oldest = next((one for one in made if not one.processor.streams), made[-1] if made else None)
+        if oldest is not None:
+            _logger.warning("grpc.connection_closed", reason=f"there are more than {_MOST_CONNECTIONS} connections to one socket")
+            oldest.processor.close("too many connections")
+            oldest.transport.abort()
 
     @property
     def started(self) -> bool:
@@ -352,7 +456,15 @@ async def _within(seconds: float, wait: Coroutine[Any, Any, object]) -> bool:
 
 
 async def _request(stream: _ByteStream) -> bytes:
-    request = await stream.recv_message()
+    try:
+        async with asyncio.timeout(_REQUEST_SECONDS):
+            request = await stream.recv_message()
+    except TimeoutError as err:
+        raise RequestRefusedError(f"the request was not complete within {_REQUEST_SECONDS:g} s") from err
+    except NotImplementedError as err:
+        raise grpclib.GRPCError(Status.UNIMPLEMENTED, "vgpu-agent reads no compressed messages") from err
+    except AssertionError as err:  # grpclib asserts where a message breaks off
+        raise RequestRefusedError("the request message breaks off") from err
     if request is None:
         raise RequestRefusedError("the call carries no request message")
     return request
