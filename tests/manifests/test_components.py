@@ -120,3 +120,16 @@ def test_named_configurations_are_mounted_whole_where_the_agent_looks() -> None:
     assert set(volume["configMap"]) == {"name"}
     guide = (ROOT / "docs" / "coming-from-nvidia-device-plugin.md").read_text()
     assert volume["configMap"]["name"] in guide
+
+
+def test_only_the_monitoring_reaches_the_metrics_port(objects: dict[str, Any], pod: Any, container: Any) -> None:
+    """The policy selects the DaemonSet's pods and opens their one port by its name; a pod on the host's network would be beyond it."""
+    (policy,) = documents_of("components/network-policy/networkpolicy.yaml")
+    template = objects["DaemonSet"]["spec"]["template"]
+    assert policy["metadata"]["namespace"] == objects["DaemonSet"]["metadata"]["namespace"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": container["ports"][0]["name"]}]
+    assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    assert not pod.get("hostNetwork")
