@@ -160,13 +160,13 @@ KEYS = [
     ("gpu:\n  driver_root: /x", "config.yaml:3: gpu.driver_root: unknown key, did you mean driverRoot?"),
     ("gpu:\n  driver-root: /x", "config.yaml:3: gpu.driver-root: unknown key, did you mean driverRoot?"),
     ("plugin:\n  deviceIDStrategy: uuid", "config.yaml:3: plugin.deviceIDStrategy: unknown key, did you mean deviceIdStrategy?"),
-    ("web:\n  colour: red", "config.yaml:3: web.colour: unknown key, expected maxBodyBytes, requestTimeoutSeconds"),
-    ("web:\n  1: red", "config.yaml:3: web.1: unknown key, expected maxBodyBytes, requestTimeoutSeconds"),
-    ('web:\n  "a b": 1', 'config.yaml:3: web."a b": unknown key, expected maxBodyBytes, requestTimeoutSeconds'),
-    ("web:\n  <<: {}", "config.yaml:3: web.<<: unknown key, expected maxBodyBytes, requestTimeoutSeconds"),
+    ("web:\n  colour: red", "config.yaml:3: web.colour: unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames"),
+    ("web:\n  1: red", "config.yaml:3: web.1: unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames"),
+    ('web:\n  "a b": 1', 'config.yaml:3: web."a b": unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames'),
+    ("web:\n  <<: {}", "config.yaml:3: web.<<: unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames"),
     (
         "web:\n  ? " + "maxBodyBytes" * 100 + "\n  : 1",
-        f'config.yaml:3: web."{"maxBodyBytes" * 5}…": unknown key, expected maxBodyBytes, requestTimeoutSeconds',
+        f'config.yaml:3: web."{"maxBodyBytes" * 5}…": unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames',
     ),
     (
         "sharing:\n  renameByDefault: true",

@@ -246,6 +246,7 @@ class Agent:
             debug_listen=settings.debug_listen,
             max_body_bytes=settings.web.max_body_bytes,
             request_timeout_seconds=settings.web.request_timeout_seconds,
+            pod_names_everywhere=settings.web.pod_names == "all",
             shutdown_seconds=settings.shutdown_seconds,
         )
 

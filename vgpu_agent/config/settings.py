@@ -205,6 +205,15 @@ class Web(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
     request_timeout_seconds: Annotated[Seconds, Meta(description="How long one request may take before it is answered with an error.")] = (
         10.0
     )
+    pod_names: Annotated[
+        Literal["all", "debug"],
+        Meta(
+            description="Who is told the names of pods. all: whoever may reach `listen`, as with the device plugins that the agent "
+            "replaces. debug: only the address `debugListen`, which then serves the page on `/` and every metric on `/metrics`, too; on "
+            "`listen` the metrics with a label for a pod are left out, and so are the page and the reasons that probes give. For nodes "
+            "shared by tenants who may reach the port and must not know of each other."
+        ),
+    ] = "all"
 
 
 class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -147,7 +147,7 @@ class _Memory:
             _UnfitError: it is no regular file, somebody else's, or too large.
         """
         with self._lock:
-            file = open(path, "rb", buffering=0, opener=_open)  # noqa: PTH123, SIM115 - pathlib has no opener; `_close` ends it
+            file = open(path, "rb", buffering=0, opener=_open)  # noqa: SIM115 - pathlib has no opener; `_close` ends it
             try:
                 filled = self._fill(file, whole=whole)
             finally:

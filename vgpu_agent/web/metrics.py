@@ -27,11 +27,16 @@ if TYPE_CHECKING:
     from vgpu_agent.web.source import Source
 
 
-class Exposition(Collector):
-    """The scrape: one registry of our own with one collector in it, itself."""
+# In our metrics and in those of volcano-vgpu-device-plugin's monitor.
+_POD_LABELS = frozenset({"namespace", "pod", "container", "podnamespace", "podname", "ctrname"})
 
-    def __init__(self, source: Source, *, clock: Callable[[], float] = time.time) -> None:
+
+class Exposition(Collector):
+    """The scrape: one registry of our own with one collector in it, itself; without ``pod_names``, without metrics of single pods."""
+
+    def __init__(self, source: Source, *, pod_names: bool = True, clock: Callable[[], float] = time.time) -> None:
         self._source = source
+        self._metrics = tuple(metric for metric in CATALOGUE if pod_names or not _POD_LABELS.intersection(metric.labels))
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -53,7 +58,7 @@ class Exposition(Collector):
     def collect(self) -> Iterator[Family]:
         """Called by the registry; every metric of the catalogue that has something to say."""
         moment = Moment(self._source.status(), process_facts(), self._clock())
-        for metric in CATALOGUE:
+        for metric in self._metrics:
             yield _family(metric, moment)
 
 

@@ -24,6 +24,11 @@ class Verdict(NamedTuple):
     ok: bool
     text: str
 
+    @property
+    def without_reasons(self) -> str:
+        """The text with the parts that it speaks of and nothing about them: a reason may name a pod."""
+        return "".join(f"{line.partition(': ')[0]}\n" for line in self.text.splitlines())
+
 
 class Check(NamedTuple):
     """One line of ``?verbose``: informational, the verdict is `agent`'s."""

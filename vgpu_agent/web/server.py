@@ -58,6 +58,7 @@ class WebServer:
         max_body_bytes: largest request body that is read.
         request_timeout_seconds: how long a request may take to arrive, and how long a silent connection is kept.
         shutdown_seconds: how long `stop` waits for answers under way.
+        pod_names_everywhere: whether the public address tells names of pods; otherwise only the debug address does.
         clock: unix seconds; a test passes its own.
     """
 
@@ -70,6 +71,7 @@ class WebServer:
         max_body_bytes: int,
         request_timeout_seconds: float,
         shutdown_seconds: float,
+        pod_names_everywhere: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._source = source
@@ -78,7 +80,9 @@ class WebServer:
         self._request_timeout_seconds = request_timeout_seconds
         self._shutdown_seconds = shutdown_seconds
         self._clock = clock
+        self._pod_names_everywhere = pod_names_everywhere
         self._exposition = Exposition(source, clock=clock)
+        self._public_exposition = Exposition(source, pod_names=pod_names_everywhere, clock=clock)
         self._kept = KeptAnswers()
         self._paces: weakref.WeakKeyDictionary[asyncio.Transport, _Pace] = weakref.WeakKeyDictionary()
         self._listening: list[tuple[web.AppRunner, Connections]] = []
@@ -161,8 +165,8 @@ class WebServer:
 
     def _public_application(self) -> web.Application:
         application = self._application()
-        application.router.add_get("/", self._page)
-        application.router.add_get("/metrics", self._metrics)
+        application.router.add_get("/", self._page if self._pod_names_everywhere else self._elsewhere)
+        application.router.add_get("/metrics", self._metrics(self._public_exposition))
         application.router.add_get("/healthz", self._probe(probes.live))
         application.router.add_get("/livez", self._probe(probes.live))
         application.router.add_get("/readyz", self._probe(probes.ready))
@@ -174,6 +178,9 @@ class WebServer:
             application.router.add_get(entry.path, self._debug(entry))
         application.router.add_get("/debug", self._debug(debug.PATHS[0]))
         application.router.add_put("/debug/loglevel", self._put_log_level)
+        if not self._pod_names_everywhere:
+            application.router.add_get("/", self._page)
+            application.router.add_get("/metrics", self._metrics(self._exposition))
         return application
 
     def _snapshot(self) -> tuple[AgentStatus, float]:
@@ -185,16 +192,23 @@ class WebServer:
         text = self._kept.answer(("/", as_html), lambda: render(views.overview(*self._snapshot())))
         return web.Response(text=text, content_type="text/html" if as_html else "text/plain")
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        content_type, render = self._exposition.chosen(",".join(request.headers.getall(hdrs.ACCEPT, [])))
-        body = self._kept.answer(("/metrics", content_type), render)
-        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
+    async def _elsewhere(self, _: web.Request) -> web.Response:
+        return _error(403, f"this page names pods, so it is served at {self.debug_address} only (web.podNames: debug)")
+
+    def _metrics(self, exposition: Exposition) -> Handler:
+        async def answer(request: web.Request) -> web.Response:
+            content_type, render = exposition.chosen(",".join(request.headers.getall(hdrs.ACCEPT, [])))
+            body = self._kept.answer((exposition, content_type), render)
+            return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
+
+        return answer
 
     def _probe(self, probe: Probe) -> Handler:
         async def answer(request: web.Request) -> web.Response:
             verbose = "verbose" in request.query
             verdict = self._kept.answer((probe, verbose), lambda: probe(*self._snapshot(), verbose=verbose))
-            return web.Response(status=200 if verdict.ok else 503, text=verdict.text)
+            text = verdict.text if self._pod_names_everywhere else verdict.without_reasons
+            return web.Response(status=200 if verdict.ok else 503, text=text)
 
         return answer
 
