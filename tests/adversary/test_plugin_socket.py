@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
 import hpack
 import pytest
 import structlog.testing
@@ -202,3 +203,13 @@ async def test_a_request_that_never_ends_is_answered_in_time(kubelet: Served, mo
     await eventually(lambda: server._running == 1)
     writer.close()
     del reader
+
+
+async def test_a_polite_client_cannot_send_a_message_of_64_mib_either(kubelet: Served) -> None:
+    """One that keeps to the windows of HTTP/2, which are opened again for whatever has come."""
+    path = f"unix:{kubelet.path}"
+    async with grpc.aio.insecure_channel(
+        path, options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+    ) as mad:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await mad.unary_unary(ECHO)(bytes(64 * _MIB), timeout=PATIENCE_SECONDS)
