@@ -207,9 +207,8 @@ async def test_a_request_that_never_ends_is_answered_in_time(kubelet: Served, mo
 
 async def test_a_polite_client_cannot_send_a_message_of_64_mib_either(kubelet: Served) -> None:
     """One that keeps to the windows of HTTP/2, which are opened again for whatever has come."""
-    path = f"unix:{kubelet.path}"
-    async with grpc.aio.insecure_channel(
-        path, options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
-    ) as mad:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await mad.unary_unary(ECHO)(bytes(64 * _MIB), timeout=PATIENCE_SECONDS)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    mad: Any = grpc.aio.insecure_channel(f"unix:{kubelet.path}", options=options)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await mad.unary_unary(ECHO)(bytes(64 * _MIB), timeout=PATIENCE_SECONDS)
+    await mad.close(None)
