@@ -22,6 +22,7 @@ class Node:
         capacity: resource → quantity as text, extended resources only.
         allocatable: the same for what pods may ask for.
         conditions: type → (status, reason, message).
+        seen_at: annotation → unix seconds at which the watch first showed its present value; missing where no watch was asked.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Node:
     allocatable: Mapping[str, str] = dataclasses.field(default_factory=dict)
     conditions: Mapping[str, tuple[str, str, str]] = dataclasses.field(default_factory=dict)
     resource_version: str = ""
+    seen_at: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.api.fake_api import NODE, running, unavailable
-from tests.api.node_world import GPUS, READY, REGISTER, World, ignore
+from tests.api.node_world import GPUS, HANDSHAKE, READY, REGISTER, World, ignore
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.nodes import Node, NodeWishes
 
@@ -39,6 +39,24 @@ async def test_a_second_writer_is_met_with_growing_pauses_and_one_warning() -> N
         await asyncio.sleep(600)
     assert len(world.patches) < 40
     assert [facts["key"] for facts in world.events("node.contested")] == [f"annotations/{REGISTER}"]
+    waits = [(facts["key"], facts["reason"]) for facts in world.events("node.write_waits")]
+    assert waits == [
+        (f"annotations/{REGISTER}", "it was written and stands no longer: somebody has changed it back, or the watch is late"),
+    ]
+
+
+async def test_a_scheduler_that_asks_again_and_again_is_no_second_writer() -> None:
+    """An old scheduler writes Requesting into the handshake for reasons of its own; answering is no contest."""
+    world = World(NodeWishes(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 0.2}))
+
+    async def scheduler() -> None:
+        while True:
+            await asyncio.sleep(1)
+            world.api.change(NODE, {"metadata": {"annotations": {HANDSHAKE: "Requesting"}}})
+
+    async with running(world.publisher.run(ignore), scheduler()):
+        await asyncio.sleep(600)
+    assert world.events("node.contested") == []
 
 
 async def test_an_outage_of_an_hour_costs_few_requests_and_loses_nothing() -> None:

@@ -156,6 +156,31 @@ async def test_a_node_that_is_deleted_and_created_again_is_noticed(server: ApiSe
         await until(lambda: node.node.value and node.node.value.uid == "second")
 
 
+async def test_each_annotation_has_the_time_at_which_its_value_was_first_seen(
+    server: ApiServer, client: ApiClient, journal: Journal
+) -> None:
+    """A lock that is taken anew within a second has the text of the one before, and is another lock."""
+    now = 100.0
+    watch = NodeWatch(client, "n1", settings=QUICK, journal=journal, clock=lambda: now)
+
+    def annotate(**annotations: str | None) -> None:
+        server.objects.patch("nodes", "n1", {"metadata": {"annotations": annotations}})
+
+    def seen() -> dict[str, float]:
+        return dict(watch.node.value.seen_at) if watch.node.value else {}
+
+    server.objects.create("nodes", {"metadata": {"name": "n1", "annotations": {"lock": "10:00:00"}}})
+    async with running(watch.run):
+        await until(lambda: seen() == {"lock": 100.0})
+        now = 101.0
+        annotate(other="x")
+        await until(lambda: seen() == {"lock": 100.0, "other": 101.0})
+        now = 102.0
+        annotate(lock=None)
+        annotate(lock="10:00:00", other="y")
+        await until(lambda: seen() == {"lock": 102.0, "other": 102.0})
+
+
 async def test_a_node_that_does_not_exist_yet_is_waited_for(server: ApiServer, node: NodeWatch) -> None:
     """It is known that there is none, and it is seen when it comes."""
     async with running(node.run):

@@ -21,6 +21,7 @@ from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.overcommits import may_overcommit
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError, listed
+from vgpu_agent.families.node_lock import NodeLocks
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, GrantState
 from vgpu_agent.pods import ContainerKind
@@ -75,6 +76,7 @@ class Allocator:
         )
         self.mode: BindingMode | None = None
         self.allocated_at: dict[str, float] = {}
+        self._locks = NodeLocks()
         self.binder = (
             Binder(ledger=ledger, inventory=inventory, journal=journal, surroundings=surroundings, clock=clock) if surroundings else None
         )
@@ -250,7 +252,7 @@ class Allocator:
 
     def node_wishes(self, node: Node, now: float) -> NodeWishes:
         """What should stand on our Node, for all families together."""
-        return wishes.node_wishes(self._families, self._ledger, node, self._inventory(), self.allocated_at, now)
+        return wishes.node_wishes(self._families, self._ledger, node, self._inventory(), self.allocated_at, now, self._locks)
 
     def farewell(self, now: float) -> NodeWishes:
         """What should stand on our Node when the agent leaves it for good."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from vgpu_agent.allocation.node_families import Families
+    from vgpu_agent.families.node_lock import NodeLocks
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
     from vgpu_agent.nodes import Node
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
 
 
 def node_wishes(
-    families: Families, ledger: Ledger, node: Node, inventory: Inventory, allocated_at: Mapping[str, float], now: float
+    families: Families,
+    ledger: Ledger,
+    node: Node,
+    inventory: Inventory,
+    allocated_at: Mapping[str, float],
+    now: float,
+    locks: NodeLocks,
 ) -> NodeWishes:
     """What should stand on our Node; of a family that nobody is served by now, that nothing is free."""
     wishes = NodeWishes()
@@ -33,7 +40,7 @@ def node_wishes(
     for name, family in {family.name: family for family in (*families.unserved, *families.by_pod)}.items():
         offers = [offer.name for offer in ledger.resources if offer.family == name and name not in unserved]
         rooms = {offer: ledger.rooms(offer) for offer in offers}
-        wishes = wishes.joined(family.node_wishes(NodeView(node, inventory, rooms, allocated_at, now)))
+        wishes = wishes.joined(family.node_wishes(NodeView(node, inventory, rooms, allocated_at, now, locks)))
     return wishes
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # Conflicts in a row after which trying at once gives way to pauses.
 _CONFLICTS = 3
 _SHORTEST_WAIT_SECONDS = 0.01
+_WORTH_A_LINE_SECONDS = 1.0
+_SAID_AGAIN_SECONDS = 600.0
 _GATHERING_SECONDS = 0.1
 """Each call of kubelet changes what may be said, and saying it takes as long as answering the call; so changes are looked at together."""
 
@@ -99,7 +101,10 @@ class NodePublisher:
         self._backoffs = {kind: Backoff(settings) for kind in ("guarded", "metadata", "quantities", "conditions")}
         self._refused: dict[str, tuple[Any, float]] = {}  # wish → value that the API server does not accept, until when it is left alone
         self._uid = ""
-        self._outdated = ("", 0.0)  # the version of the Node that a conflict has proven old, and until when to wait for a newer one
+        # The version of the Node after which somebody has written, and until when to wait for a newer one.
+        self._outdated = ("", 0.0)
+        self._removed: frozenset[str] = frozenset()  # what we ourselves removed from that version
+        self._held_back: dict[str, tuple[str, float]] = {}  # wish → why its write waits, and when that was recorded (loop time)
         self._conflicts = 0
         self._pending_since: float | None = None
         self._all_written = False
@@ -141,6 +146,7 @@ class NodePublisher:
             self._uid = node.uid
             self._written.forget()
             self._refused.clear()
+            self._removed = frozenset()
         wished = self._wished(node)
         if wished is None:
             return self._look_seconds
@@ -151,9 +157,11 @@ class NodePublisher:
                 due.append(wish)
             elif seconds is not None:
                 pause, later = min(pause, seconds), True
+            self._say_why_it_waits(wish, seconds)
         left = await self._write(node, due)
         self._all_written = not left and not later
-        if not self._refused and all(wish.section not in {Section.ANNOTATIONS, Section.LABELS} for wish in left):
+        # A removal that met a conflict says nothing about what this node offers.
+        if not self._refused and all(wish.guarded or wish.section not in {Section.ANNOTATIONS, Section.LABELS} for wish in left):
             self.first.set()
         self._counted(len(left))
         waits = [backoff.seconds_left for backoff in self._backoffs.values() if backoff.seconds_left] if left else []
@@ -171,12 +179,35 @@ class NodePublisher:
         return wished
 
     def _seconds_until_due(self, wish: Wish) -> float | None:
+        if wish.guarded:
+            # What stands there once the removal is shown is a new lock, whatever its text: the next one of a burst, not ours come back.
+            return None if wish.shown is None or wish.name in self._removed_from(self._node.value) else 0.0
         seconds = self._written.seconds_until_due(wish.name, wish.shown, wish.wished, apart_seconds=wish.apart_seconds)
         value, until = self._refused.get(wish.name, (None, 0.0))
         if seconds is None or value != wish.wished:
             self._refused.pop(wish.name, None)
             return seconds
         return max(seconds, until - asyncio.get_running_loop().time())
+
+    def _removed_from(self, node: Node | None) -> frozenset[str]:
+        """What the watch still shows although we have removed it, for as long as the watch may be late."""
+        version, until = self._outdated
+        late = node is not None and node.resource_version == version and asyncio.get_running_loop().time() < until
+        return self._removed if late else frozenset()
+
+    def _say_why_it_waits(self, wish: Wish, seconds: float | None) -> None:
+        """Record why a write is held back for longer than a moment; the same reason now and then only."""
+        why = self._refused_why(wish) or self._written.why_later(wish.name, wish.shown, wish.wished) if seconds else ""
+        if not why or (seconds or 0.0) < _WORTH_A_LINE_SECONDS:
+            return
+        now = asyncio.get_running_loop().time()
+        said, at = self._held_back.get(wish.name, ("", 0.0))
+        if said != why or now - at >= _SAID_AGAIN_SECONDS:
+            self._held_back[wish.name] = (why, now)
+            self._journal.record("node.write_waits", key=wish.name, reason=why, seconds=round(seconds or 0.0, 1))
+
+    def _refused_why(self, wish: Wish) -> str:
+        return "the API server refuses this value" if wish.name in self._refused else ""
 
     async def _write(self, node: Node, due: Sequence[Wish]) -> list[Wish]:
         """Send what is due; those that could not be written."""
@@ -226,11 +257,14 @@ class NodePublisher:
         err = await self._send(node_path(self._name), metadata_patch(wishes, resource_version=node.resource_version))
         if err is None:
             self._conflicts = 0
+            self._outdated = (node.resource_version, loop.time() + self._settings.request_timeout_seconds)
+            self._removed = frozenset(wish.name for wish in wishes)
             self._done("guarded", wishes)
             return True
         if err.status == 409 and self._conflicts < _CONFLICTS:
             # Somebody wrote in between; what is wished may be something else on the newer Node, which the watch is about to show.
             self._conflicts += 1
+            self._removed = frozenset()
             self._outdated = (node.resource_version, loop.time() + self._settings.request_timeout_seconds)
         else:
             self._failed("guarded", "patch nodes", err)
@@ -277,13 +311,15 @@ class NodePublisher:
         self._complaints.over(kind)
         for wish in wishes:
             self._complaints.over(wish.name)
-            if self._written.note(wish.name, wish.shown, wish.wished):
+            # A guarded or an unhurried annotation is a conversation: the other side writes it for reasons of its own.
+            contested = not wish.guarded and self._written.note(wish.name, wish.shown, wish.wished)
+            if contested and not wish.apart_seconds:
                 text = f"somebody keeps changing {wish.name} of Node {self._name}; find out who else writes it (a second device plugin?)"
                 self._complaints.say(f"contest of {wish.name}", "node.contested", text, level="warning", key=wish.name, error=text)
 
     def _failed(self, kind: str, permission: str, err: ClusterError) -> None:
         self._backoffs[kind].failed(err)
-        self._complaints.failed(kind, err, permission, node=self._name)
+        self._complaints.failed(kind, err, permission, node=self._name, again_in_seconds=round(self._backoffs[kind].seconds_left, 1))
 
     def _counted(self, pending: int) -> None:
         now = asyncio.get_running_loop().time()

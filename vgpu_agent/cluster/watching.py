@@ -6,6 +6,8 @@ compare with the Node that `NodeWatch` shows. API server away: both keep what th
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster import decode
@@ -101,10 +103,13 @@ class NodeWatch:
         synced: the API server has answered once, be it that there is no such Node.
     """
 
-    def __init__(self, source: Source, node_name: str, *, settings: Cluster, journal: Journal) -> None:
+    def __init__(
+        self, source: Source, node_name: str, *, settings: Cluster, journal: Journal, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Watch the Node ``node_name``; ``clock`` says unix seconds."""
         self.node: Latest[Node | None] = Latest(None)
         scope = Scope.single("this node", "/api/v1/nodes", node_name)
-        self._reflector = Reflector(source, scope, decode.node, _Only(self.node), settings=settings, journal=journal)
+        self._reflector = Reflector(source, scope, decode.node, _Only(self.node, clock), settings=settings, journal=journal)
         self.synced: asyncio.Event = self._reflector.synced
 
     @property
@@ -123,10 +128,11 @@ class NodeWatch:
 
 
 class _Only:
-    """A sink for the one Node there is."""
+    """A sink for the one Node there is. It sees each version that the watch shows, which readers of ``latest`` may skip."""
 
-    def __init__(self, latest: Latest[Node | None]) -> None:
+    def __init__(self, latest: Latest[Node | None], clock: Callable[[], float]) -> None:
         self._latest = latest
+        self._clock = clock
 
     def replace(self, items: Iterable[Node]) -> None:
         self._publish(next(iter(items), None))
@@ -140,4 +146,11 @@ class _Only:
 
     def _publish(self, node: Node | None) -> None:
         if self._latest.value != node:
-            self._latest.publish(node)
+            self._latest.publish(None if node is None else self._dated(node))
+
+    def _dated(self, node: Node) -> Node:
+        """Add since when each annotation has had its value, without interruption."""
+        before, now = self._latest.value, self._clock()
+        known, dates = ({}, {}) if before is None or before.uid != node.uid else (before.annotations, before.seen_at)
+        seen_at = {key: dates.get(key, now) if known.get(key) == value else now for key, value in node.annotations.items()}
+        return dataclasses.replace(node, seen_at=seen_at)

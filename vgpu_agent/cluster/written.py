@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Undone this often within its growing pauses, a value is contested and not just repaired.
 _CONTESTED = 3
+_WATCH_IS_LATE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,6 +60,17 @@ class Written:
             unseen = not write.shown and shown == write.before
             wait = max(wait, write.pause_seconds, self._settings.request_timeout_seconds if unseen else 0.0)
         return max(0.0, write.at + wait - asyncio.get_running_loop().time())
+
+    def why_later(self, key: str, shown: object, wished: object) -> str:
+        """Why `seconds_until_due` says later, for the log; empty when it does not."""
+        write = self._writes.get(key)
+        if write is None or shown == wished:
+            return ""
+        if write.value != wished:
+            return "it was written a moment ago, and writes of it are kept apart"
+        if asyncio.get_running_loop().time() - write.at < _WATCH_IS_LATE_SECONDS:
+            return ""  # usually the watch shows the write in a moment
+        return "it was written and stands no longer: somebody has changed it back, or the watch is late"
 
     def note(self, key: str, before: object, value: object) -> bool:
         """Take note that ``value`` was just written where the watch showed ``before``; whether somebody keeps changing it back."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+from vgpu_agent.families.node_lock import NodeLocks
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -153,6 +155,7 @@ class NodeView:
         rooms: resource → what each device has left for it, by inventory order.
         allocated_at: resource → unix seconds of the last Allocate; missing when there was none.
         now: unix seconds.
+        locks: what is remembered of the schedulers' locks of this node.
     """
 
     node: Node
@@ -160,6 +163,7 @@ class NodeView:
     rooms: Mapping[str, tuple[DeviceRoom, ...]]
     allocated_at: Mapping[str, float]
     now: float
+    locks: NodeLocks = dataclasses.field(default_factory=NodeLocks)
 
 
 class PodFamily(Family, Protocol):

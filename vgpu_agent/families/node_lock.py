@@ -1,40 +1,80 @@
 """The node lock of Volcano's schedulers: when this agent gives it back.
 
 With ``deviceshare.NodeLockEnable`` a scheduler writes the time into an annotation of the Node before it binds a pod, and binds no other pod
-to that node until the annotation is gone or five minutes old (volcano-vgpu contract §2.4, volcano-gpushare contract §2). Called by both
-Volcano families from `node_wishes`.
+to that node until the annotation is gone or five minutes old (volcano-vgpu contract §2.4, volcano-gpushare contract §2). So a burst of pods
+takes one lock after the other, and several of them within a second have the same text. They are told apart by the moments at which the
+watch showed them.
+
+Both Volcano families ask for it in `node_wishes`; `allocation` keeps the one `NodeLocks`.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import re
+from typing import TYPE_CHECKING
 
 from vgpu_agent.nodes import NodeWishes
 
-# The scheduler's clock is not ours: a lock that seems to come after the Allocate by less than this was taken before it.
+if TYPE_CHECKING:
+    from vgpu_agent.nodes import Node
+
+# The scheduler writes whole seconds, and its clock is not ours: a lock that seems to come after the Allocate by less was taken before it.
 CLOCK_TOLERANCE_SECONDS = 1.0
+
+# The pod of a lock that has stood for so long was refused by the kubelet, was deleted, or never bound.
+LONGEST_HELD_SECONDS = 10.0
 
 _RFC_3339 = re.compile(r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", re.ASCII)
 
 
-def unlocked(text: str | None, key: str, allocated_at: float | None) -> NodeWishes:
-    """The wish that the lock be gone, once the Allocate that it was taken for has been answered; else none.
+class NodeLocks:
+    """Decide when a lock has done its duty.
 
-    A lock that was taken after our last Allocate belongs to a pod that is still on its way. The removal is guarded, so that one taken
-    between our look and our write stays. A text that is no time is not the scheduler's, and left alone: the keys are bare words.
-
-    Args:
-        text: what stands on the Node; None for nothing.
-        key: the annotation.
-        allocated_at: unix seconds of the last Allocate; None when there was none.
+    State: since when the last lock under each key has been standing or gone, in memory. A restarted agent takes its first reading of the
+    kubelet's records for an Allocate, so it gives back at once what stands then.
     """
-    if text is None or allocated_at is None:
+
+    def __init__(self) -> None:
+        self._standing: dict[str, float] = {}  # key → when the watch first showed it, unix seconds
+        self._free_since: dict[str, float] = {}  # key → when the lock before it was gone
+
+    def wishes(self, node: Node, key: str, *, allocated_at: float | None, now: float) -> NodeWishes:
+        """Wish the lock to be gone once the Allocate for which it was taken has been answered, whatever becomes of the pod then.
+
+        A lock that was taken after our last Allocate belongs to a pod that is still on its way. It stands until that pod's Allocate, or for
+        `LONGEST_HELD_SECONDS`. The removal is guarded, so that a lock taken between our look and our write stays. A text that is no time is
+        not the scheduler's, and left alone: the keys are bare words.
+
+        Args:
+            node: our Node as the watch shows it.
+            key: the annotation.
+            allocated_at: unix seconds of the last Allocate; None when there was none.
+            now: unix seconds.
+        """
+        text = node.annotations.get(key)
+        if text is None:
+            if self._standing.pop(key, None) is not None:
+                self._free_since[key] = now
+            return NodeWishes()
+        taken_at = taken(text)
+        if taken_at is None:
+            return NodeWishes()
+        seen_at = node.seen_at.get(key, self._standing.get(key, now))
+        if self._standing.get(key, seen_at) != seen_at:
+            self._free_since[key] = seen_at  # one lock followed the other between two looks
+        self._standing[key] = seen_at
+        served = allocated_at is not None and (seen_at <= allocated_at or self._shown_late(key, taken_at, allocated_at))
+        if served or now - seen_at >= LONGEST_HELD_SECONDS:
+            return NodeWishes(annotations={key: None}, guarded=frozenset({key}))
         return NodeWishes()
-    taken_at = taken(text)
-    if taken_at is None or taken_at > allocated_at:
-        return NodeWishes()
-    return NodeWishes(annotations={key: None}, guarded=frozenset({key}))
+
+    def _shown_late(self, key: str, taken_at: float, allocated_at: float) -> bool:
+        """Whether the lock was taken for the Allocate at ``allocated_at`` although the watch showed it only afterwards.
+
+        Another lock that stood during that Allocate was taken for it instead.
+        """
+        return taken_at <= allocated_at + CLOCK_TOLERANCE_SECONDS and self._free_since.get(key, 0.0) <= allocated_at
 
 
 def taken(text: str) -> float | None:

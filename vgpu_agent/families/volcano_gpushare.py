@@ -19,7 +19,6 @@ from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError, l
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
-from vgpu_agent.families.node_lock import CLOCK_TOLERANCE_SECONDS, unlocked
 from vgpu_agent.families.volcano_gpushare_numbers import first_units, parse_indices, units
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Resource, Share
@@ -216,9 +215,7 @@ class VolcanoGpushareFamily:
     def node_wishes(self, view: NodeView) -> NodeWishes:
         """The counts that the scheduler multiplies and divides by, the cards it must not use, and its lock given back."""
         rooms = view.rooms.get(self._resource_name)
-        allocated_at = view.allocated_at.get(self._resource_name)
-        tolerated = None if allocated_at is None else allocated_at + CLOCK_TOLERANCE_SECONDS
-        lock = unlocked(view.node.annotations.get(NODE_LOCK), NODE_LOCK, tolerated)
+        lock = view.locks.wishes(view.node, NODE_LOCK, allocated_at=view.allocated_at.get(self._resource_name), now=view.now)
         if rooms is None:
             # Nothing is offered (any more), so the count of an earlier moment must not make the scheduler believe in cards.
             stale = self._options.strategy == SHARE and NUMBER_RESOURCE in view.node.capacity

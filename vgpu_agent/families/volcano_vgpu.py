@@ -25,7 +25,6 @@ from vgpu_agent.families.volcano_vgpu_node import (
     REGISTER,
     card_type,
     handshake_wishes,
-    lock_wishes,
     register_text,
 )
 from vgpu_agent.families.volcano_vgpu_node import farewell as leave
@@ -194,7 +193,7 @@ class VolcanoVgpuFamily:
         wishes = NodeWishes(annotations={REGISTER: text}, labels={UNIT_LABEL: str(offer.factor), ISOLATION_LABEL: self._backend.name})
         standing = view.node.annotations
         handshake = handshake_wishes(standing.get(HANDSHAKE), now=view.now, pause_seconds=options.handshake_seconds)
-        lock = lock_wishes(standing.get(LOCK), allocated_at=view.allocated_at.get(options.names.number))
+        lock = view.locks.wishes(view.node, LOCK, allocated_at=view.allocated_at.get(options.names.number), now=view.now)
         return wishes.joined(handshake).joined(lock)
 
 

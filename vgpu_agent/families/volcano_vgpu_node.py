@@ -1,6 +1,6 @@
-"""What Volcano's schedulers read on our Node, and what they leave there: the register annotation, the handshake, the lock.
+"""What Volcano's schedulers read on our Node: the register annotation, the handshake, and the name of their lock (see `node_lock`).
 
-All three are said as what should stand there; `cluster` writes the difference. Schedulers of every version are served at once: new ones
+All are expressed as desired state; `cluster` writes the difference. Schedulers of every version are served at once: new ones
 read the register annotation only, old ones also want their handshake answered (volcano-vgpu contract §2). Called by `volcano_vgpu`.
 """
 
@@ -10,7 +10,6 @@ import datetime as dt
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.node_lock import unlocked
 from vgpu_agent.nodes import NodeWishes
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ HANDSHAKE = "volcano.sh/node-vgpu-handshake"
 LOCK = "hamivgpu"
 TYPE_PREFIX = "NVIDIA-"
 
-# A scheduler writes its lock in whole seconds, and its clock is not ours.
-_TOLERANCE_SECONDS = 1.0
 _SEPARATORS = re.compile(r"[,:\s]+")
 
 
@@ -53,15 +50,6 @@ def handshake_wishes(standing: str | None, *, now: float, pause_seconds: float) 
     if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
         return NodeWishes()
     return NodeWishes(annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds})
-
-
-def lock_wishes(standing: str | None, *, allocated_at: float | None) -> NodeWishes:
-    """Take the scheduler's lock away once the kubelet has admitted the pod for which it was taken (contract §2.4, volcano-vgpu:D19).
-
-    With Allocate the pod is in kubelet's hands, so the next one may be scheduled, whatever becomes of this one; a lock that was taken since
-    stays.
-    """
-    return unlocked(standing, LOCK, None if allocated_at is None else allocated_at + _TOLERANCE_SECONDS)
 
 
 def farewell(*, now: float) -> NodeWishes:

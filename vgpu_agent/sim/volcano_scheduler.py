@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
+# Contract volcano-vgpu §2.4.
+_LOCK_TRIES = 5
+_LOCK_RETRY_SECONDS = 0.1
+
 
 @dataclasses.dataclass(frozen=True)
 class VolcanoSettings:
@@ -97,6 +101,7 @@ class VolcanoScheduler:
         self._client = ApiClient(access, timeout_seconds=self.settings.request_timeout_seconds)
         self._changed = asyncio.Event()
         self._bound: dict[str, Object] = {}
+        self._locked: set[str] = set()  # nodes, in this round
         self._nodes, self._pods = (
             Collection(
                 self._client,
@@ -146,6 +151,7 @@ class VolcanoScheduler:
             ClusterError: a write had no clear outcome.
         """
         now = self._clock()
+        self._locked.clear()
         pods = self._seen_pods()
         waiting = [pod for pod in pods if self._is_waiting(pod)]
         usable = await self._usable_nodes(now)
@@ -249,16 +255,30 @@ class VolcanoScheduler:
     async def _lock_all(self, choices: Iterable[_Choice]) -> str:
         """Take the locks of all nodes that the choices need; the reason when one is not to be had, else empty."""
         for name, key in sorted({(choice.node, choice.lock_key) for choice in choices if choice.lock_key}):
-            (node,) = (node for node in self._nodes.items.values() if node["metadata"]["name"] == name)
+            if refused := await self._lock(name, key):
+                return refused
+        return ""
+
+    async def _lock(self, name: str, key: str) -> str:
+        """Take the lock of one node as the real one does, which reads the Node before it writes; the reason when it is not to be had.
+
+        A round of the real one locks for all its pods before any of them is bound, so it never takes the same lock twice.
+        """
+        if name in self._locked:
+            return f"node {name} has been locked within 5 minutes"
+        for _ in range(_LOCK_TRIES):
+            node = await self._client.request("GET", f"/api/v1/nodes/{name}")
             now = self._clock()
             taken = resources.annotations_of(node).get(key)
             age = words.lock_age(taken, now) if taken is not None else words.LOCK_SECONDS
             if age is None or age < words.LOCK_SECONDS:
                 return f"node {name} has been locked within 5 minutes"
             version = node["metadata"]["resourceVersion"]
-            if not await self._annotate(f"/api/v1/nodes/{name}", node, {key: words.lock_stamp(now)}, self._nodes, version=version):
-                return f"node {name} could not be locked"
-        return ""
+            if await self._annotate(f"/api/v1/nodes/{name}", node, {key: words.lock_stamp(now)}, self._nodes, version=version):
+                self._locked.add(name)
+                return ""
+            await asyncio.sleep(_LOCK_RETRY_SECONDS)
+        return f"node {name} could not be locked"
 
     async def _bind(self, choice: _Choice) -> None:
         pod, metadata = choice.pod, choice.pod["metadata"]

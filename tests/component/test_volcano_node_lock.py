@@ -1,0 +1,89 @@
+"""Bursts under the node lock of Volcano's scheduler, which binds one pod to the node, and the next one when the lock is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.component.volcano import VGPU, VolcanoStage, asks, volcano_stage
+from tests.replacing import replace_text
+from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
+
+LOCK = "hamivgpu"
+PODS = 20
+
+# The real scheduler makes a round each second, and binds one pod in each at best; twice as often is enough to see who is waited for.
+ROUND_SECONDS = 0.5
+
+
+class _Hurried(VolcanoStage):
+    """A stage whose agent has the default pauses between writes: quick ones would hide that it waits."""
+
+    def configure(self, more: str = VGPU, *, factor: int = 512) -> None:
+        super().configure(more, factor=factor)
+        text = self.config.read_text()
+        quick = "backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, "
+        assert quick in text
+        replace_text(self.config, text.replace(quick, ""))
+
+
+@pytest.fixture
+async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
+    """A node whose scheduler works at the real one's rhythm."""
+    async with volcano_stage(folder, of=_Hurried) as stage:
+        yield stage
+
+
+async def _storm(stage: VolcanoStage, name: str, *, node_lock: bool) -> float:
+    """Create the pods at once; seconds until the last one runs, after which all are gone."""
+    await stage.cluster.start_volcano(VolcanoSettings(node_lock=node_lock, period_seconds=ROUND_SECONDS))
+    names = [f"{name}-{number}" for number in range(PODS)]
+    began = time.monotonic()
+    for each in names:
+        stage.cluster.create_pod(each, asks(1, 1))
+    await stage.cluster.running(*names, timeout_seconds=120)
+    seconds = time.monotonic() - began
+    stage.check()
+    await stage.cluster.stop_volcano()
+    for each in names:
+        stage.cluster.delete_pod(each)
+    await stage.cluster.until(lambda: not any(stage.cluster.exists(each) for each in names), "the pods to be gone")
+    return seconds
+
+
+@contextlib.asynccontextmanager
+async def _locks_removed_at_once(stage: VolcanoStage) -> AsyncIterator[None]:
+    """A plugin that does nothing but remove each lock in the moment in which it is taken: nobody can be quicker for the scheduler."""
+
+    async def remove() -> None:
+        async for _ in stage.cluster.objects.revision.changes():
+            if LOCK in stage.cluster.node_object()["metadata"].get("annotations", {}):
+                stage.cluster.objects.patch("nodes", stage.cluster.node, {"metadata": {"annotations": {LOCK: None}}})
+
+    task = asyncio.create_task(remove())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_burst_under_the_node_lock_keeps_the_schedulers_pace(stage: VolcanoStage) -> None:
+    """Twenty pods at once: the last one runs no later than if each lock were gone in the moment in which it was taken, and a fifth.
+
+    Two locks within one second have the same text. An agent that takes the second for the first one come back lets the scheduler wait.
+    """
+    await stage.start_agent(factor=512)
+    without = await _storm(stage, "free", node_lock=False)
+    async with _locks_removed_at_once(stage):
+        pace = await _storm(stage, "pace", node_lock=True)
+    ours = await _storm(stage, "ours", node_lock=True)
+    assert without < pace
+    assert ours <= 1.2 * pace, f"{without:.1f} s without lock, {pace:.1f} s at the scheduler's pace, {ours:.1f} s with us"
+    events = [line["msg"] for line in await asyncio.to_thread(stage.agent.log_lines)]
+    assert "node.contested" not in events
