@@ -5,6 +5,7 @@ Called by `server` when the resource is already being served, because kubelet ca
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RegistrationRefusedError
@@ -15,9 +16,16 @@ if TYPE_CHECKING:
 
 _METHOD = "/v1beta1.Registration/Register"
 
+_SHORTEST_LOOK_SECONDS = 0.01
+_LOOK_SHARE = 0.2
+
 # kubelet has no status codes for its refusals; these words are its own since the API exists
 # (pkg/kubelet/cm/devicemanager: errUnsupportedVersion, errInvalidResourceName).
 _FINAL_WORDS = ("is not supported by kubelet", "the resourcename")
+
+
+class NotListeningError(grpc.CallError):
+    """kubelet's socket exists and nobody listens on it: kubelet has made it this very moment, or has died and left it behind."""
 
 
 async def register(
@@ -27,18 +35,46 @@ async def register(
 
     Raises:
         RegistrationRefusedError: kubelet does not want this API version or this resource name, and will not change its mind (V6).
+        NotListeningError: nobody listens on kubelet's socket; kubelet has not heard of the endpoint.
         CallError: anything else; trying again later may help.
     """
     request = codec.encode_register(endpoint=endpoint, resource=resource, pre_start_required=pre_start_required, prefers=prefers)
     try:
         await grpc.call(kubelet_socket, _METHOD, request, timeout_seconds=timeout_seconds)
     except grpc.CallError as err:
+        if isinstance(err.__cause__, ConnectionRefusedError):
+            raise NotListeningError(str(err), status=err.status) from err
         if err.status == "UNIMPLEMENTED" or any(words in err.text.lower() for words in _FINAL_WORDS):
             raise RegistrationRefusedError(
                 f"kubelet refuses to register {resource}: {err.text or err}; it will not change its mind, so this resource stays away until"
                 " another kubelet starts, or the agent with another configuration"
             ) from err
         raise
+
+
+class ListenBackoff:
+    """Pauses in seconds between two looks whether a kubelet listens on a socket that exists.
+
+    Between making its socket and listening on it a kubelet needs microseconds, or a second on a node that is busy booting. A dead one
+    leaves a socket on which nothing will ever listen. So each pause is a part of the time that has been waited already: whenever kubelet
+    begins to listen, it is seen within that part, and a dead one costs few looks.
+
+    State: since when it is waited, on the event loop's clock.
+    """
+
+    def __init__(self, maximum: float) -> None:
+        self._maximum = maximum
+        self._since: float | None = None
+
+    def pause(self) -> float:
+        """The pause after one more look."""
+        now = asyncio.get_running_loop().time()
+        self._since = now if self._since is None else self._since
+        return min(max(_SHORTEST_LOOK_SECONDS, (now - self._since) * _LOOK_SHARE), self._maximum)
+
+    def reset(self) -> None:
+        """Begin again with the shortest pause: there is another socket."""
+        self._since = None
 
 
 class Backoff:

@@ -15,7 +15,7 @@ from vgpu_agent.errors import KubeletError, ListenError, RegistrationRefusedErro
 from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.grpc import GrpcServer
 from vgpu_agent.kubelet.plugin import PluginService
-from vgpu_agent.kubelet.registration import Backoff, register
+from vgpu_agent.kubelet.registration import Backoff, ListenBackoff, NotListeningError, register
 from vgpu_agent.kubelet.waiting import first_of, unless
 from vgpu_agent.status import PluginState, PluginStatus
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Resource
 
 _logger = log.get(__name__)
+
+# A kubelet that has just made its socket listens before this.
+_WORTH_A_LINE_SECONDS = 0.1
+_SAID_AGAIN_SECONDS = 600.0
 
 
 class DevicePlugin:
@@ -52,6 +56,8 @@ class DevicePlugin:
         self._ended = asyncio.Event()
         self._ended.set()
         self._registered: _Instance | None = None
+        self._listening = ListenBackoff(settings.retry_max_seconds)
+        self._said: tuple[str, SocketIdentity | None, float] = ("", None, 0.0)  # the last reason recorded, of which kubelet, and when
 
     @property
     def told(self) -> Told | None:
@@ -70,11 +76,16 @@ class DevicePlugin:
         """
         self._ended.clear()
         backoff = Backoff(self._settings.retry_min_seconds, self._settings.retry_max_seconds)
+        last_kubelet: SocketIdentity | None = None
         try:
             while not self._stopping.is_set():
                 kubelet = await self._kubelet_socket()
                 if kubelet is None:
                     break
+                if kubelet != last_kubelet:  # its predecessor's failures say nothing about it
+                    last_kubelet = kubelet
+                    backoff.reset()
+                    self._listening.reset()
                 try:
                     await self._attempt(kubelet, backoff)
                 except RegistrationRefusedError as err:
@@ -101,29 +112,58 @@ class DevicePlugin:
 
     async def _attempt(self, kubelet: SocketIdentity, backoff: Backoff) -> None:
         """One round; afterwards the next may follow at once, or after a pause when kubelet did not play along."""
-        began = time.monotonic()
+        began = asyncio.get_running_loop().time()
         try:
             reason = await self._round(kubelet)
         except RegistrationRefusedError:
             raise
         except (KubeletError, ListenError) as err:
-            self.status.registration_failures += isinstance(err, KubeletError)
+            self.status.registration_failures += isinstance(err, KubeletError) and not isinstance(err, NotListeningError)
             reason = str(err)
             healthy = False
         else:
-            healthy = time.monotonic() - began > self._settings.stream_open_timeout_seconds
+            healthy = asyncio.get_running_loop().time() - began > self._settings.stream_open_timeout_seconds
         if self._stopping.is_set():
             return
         self.status.state = PluginState.WAITING
-        if reason != self.status.last_error:  # a kubelet that is away for an hour is one line, not a hundred
-            self._journal.record("plugin.registering_again", level="warning", resource=self.resource.name, reason=reason)
-        self.status.last_error = reason
+        self._say(reason, kubelet)
         if healthy:
             backoff.reset()
         if self._directory.state.value.kubelet_socket != kubelet:
-            backoff.reset()  # another kubelet: its predecessor's failures say nothing about it
             return
         await self._while_kubelet_is(kubelet, backoff.pause())
+
+    def _say(self, reason: str, kubelet: SocketIdentity) -> None:
+        """Record why there is no registration: once for each kubelet, when the reason changes, and now and then while it lasts."""
+        self.status.last_error = reason
+        now = asyncio.get_running_loop().time()
+        said, of, at = self._said
+        if (reason, kubelet) != (said, of) or now - at >= _SAID_AGAIN_SECONDS:
+            self._said = (reason, kubelet, now)
+            self._journal.record("plugin.registering_again", level="warning", resource=self.resource.name, reason=reason)
+
+    async def _register(self, instance: _Instance, kubelet: SocketIdentity) -> None:
+        """Register as soon as kubelet listens; until then kubelet has not heard of the socket, so that the same one will do.
+
+        Raises:
+            KubeletError: the registration failed, or there is another kubelet now.
+        """
+        while True:
+            try:
+                await instance.register(self._settings.register_timeout_seconds)
+            except NotListeningError as err:
+                self.status.registration_failures += 1
+                self.status.state = PluginState.WAITING
+                pause = self._listening.pause()
+                if pause >= _WORTH_A_LINE_SECONDS:
+                    self._say(str(err), kubelet)
+                self.status.last_error = str(err)
+                await self._while_kubelet_is(kubelet, pause)
+                if self._directory.state.value.kubelet_socket != kubelet:
+                    raise
+            else:
+                self._listening.reset()
+                return
 
     async def _round(self, kubelet: SocketIdentity) -> str:
         """Serve, register and stay until something ends it; why it ended.
@@ -136,11 +176,12 @@ class DevicePlugin:
         try:
             await instance.start()
             self.status.state, self.status.endpoint = PluginState.SERVING, instance.name
-            if not await unless(self._stopping, instance.register(self._settings.register_timeout_seconds)):
+            if not await unless(self._stopping, self._register(instance, kubelet)):
                 return "the agent stops"
             self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
             self.status.registrations += 1
             self.status.last_error = self.status.complaint
+            self._said = ("", None, 0.0)
             ids = len(self._backend.listing(self.resource.name))
             self._journal.record("plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=ids)
             self._registered = instance
@@ -191,12 +232,13 @@ class DevicePlugin:
 
     async def _while_kubelet_is(self, kubelet: SocketIdentity, seconds: float) -> None:
         """Pause, but not longer than this very kubelet is there."""
-        until = time.monotonic() + seconds
-        while not self._stopping.is_set() and (left := until - time.monotonic()) > 0:
+        until = asyncio.get_running_loop().time() + seconds
+        while not self._stopping.is_set() and (left := until - asyncio.get_running_loop().time()) > 0:
             version = self._directory.state.version
             if self._directory.state.value.kubelet_socket != kubelet:
                 return
-            await first_of(self._directory.state.newer_than(version), self._stopping.wait(), timeout_seconds=left)
+            if not await first_of(self._directory.state.newer_than(version), self._stopping.wait(), timeout_seconds=left):
+                return
 
 
 class _Instance:
@@ -264,12 +306,12 @@ class _Instance:
 
     async def until_lost(self, kubelet: SocketIdentity, stopping: asyncio.Event) -> str:
         """Wait until kubelet can no longer be served by this instance (V2, V3, V4), or until ``stopping``; the reason."""
-        deadline = time.monotonic() + self._settings.stream_open_timeout_seconds
+        deadline = asyncio.get_running_loop().time() + self._settings.stream_open_timeout_seconds
         while not stopping.is_set():
             activity, state = self._service.activity.version, self._directory.state.version
             if reason := self._lost(kubelet):
                 return reason
-            left = None if self._service.streams_opened else deadline - time.monotonic()
+            left = None if self._service.streams_opened else deadline - asyncio.get_running_loop().time()
             if left is not None and left <= 0:
                 return f"kubelet registered us but opened no stream within {self._settings.stream_open_timeout_seconds:g} s"
             await first_of(
@@ -282,8 +324,8 @@ class _Instance:
 
     async def until_first_list(self) -> None:
         """Wait until kubelet has got a list, at most as long as draining may take."""
-        deadline = time.monotonic() + self._settings.drain_seconds
-        while not self._service.lists_sent and (left := deadline - time.monotonic()) > 0:
+        deadline = asyncio.get_running_loop().time() + self._settings.drain_seconds
+        while not self._service.lists_sent and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await first_of(self._service.activity.newer_than(self._service.activity.version), timeout_seconds=left)
 
     async def close(self) -> None:
