@@ -310,6 +310,7 @@ class ClusterStatus:
     remembered: dict[str, Any] = dataclasses.field(default_factory=dict)  # what stands in while the API server has not answered
     pods: tuple[Pod, ...] = ()
     pods_synced: bool = False
+    failed_while_away: int = 0  # pods that the kubelet failed before this start because no agent was there
 
 
 @dataclasses.dataclass

@@ -41,6 +41,7 @@ class ClusterReport:
             remembered=self._remembered(),
             pods=cluster.book.pods,
             pods_synced=cluster.book.synced.is_set(),
+            failed_while_away=cluster.failed_pods.found if cluster.failed_pods else 0,
         )
 
     def _watches(self) -> Iterator[WatchStatus]:

@@ -18,6 +18,7 @@ from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.cluster.events import Events
+from vgpu_agent.cluster.failed_pods import FailedPods
 from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
@@ -29,7 +30,7 @@ from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodBook
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.allocation.allocator import Allocator
@@ -74,6 +75,7 @@ class ClusterSide:
         self.pod_publisher: PodPublisher | None = None
         self.reschedule: Reschedule | None = None
         self.events: Events | None = None
+        self.failed_pods: FailedPods | None = None
         self.client: ApiClient | None = None
         self._leaving_at = 0.0  # unix seconds; 0 while it stays
         self._tasks: list[str] = []
@@ -177,8 +179,12 @@ class ClusterSide:
         tokens: Callable[[str], Sequence[str]],
         *,
         starting: Callable[[], bool] = lambda: False,
+        resources: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
-        """Start to keep Node and pods as the families wish them; ``tokens`` and ``starting`` as for `PodPublisher`."""
+        """Start to keep Node and pods as the families wish them; ``tokens`` and ``starting`` as for `PodPublisher`.
+
+        ``resources`` are the names of what this agent offers.
+        """
         if self.client is None or self.nodes is None or not self.needed:
             return
         settings = self._settings
@@ -217,6 +223,10 @@ class ClusterSide:
         self._loop("writes to pods", self.pod_publisher.run)
         self._loop("events", self.events.run)
         self._loop("refused starts", self.reschedule.run)
+        self.failed_pods = FailedPods(
+            self.client, settings.node_name_or_hostname, lambda: self.node, resources, self.events, settings.cluster, self._journal
+        )
+        self._loop("pods failed while away", self.failed_pods.run)
 
     async def written_once(self, seconds: float) -> None:
         """Wait, but not longer than ``seconds``, until the Node says what this node offers (volcano-vgpu contract §9, row 11)."""

@@ -297,7 +297,13 @@ class Agent:
         await self._grants.restore()
         await self._grants.withdraw_strangers()
         self._cluster.write(
-            self._allocator, self._refusals, self._overcommits, self._ledger.revision, self._tokens, starting=self._starting.any
+            self._allocator,
+            self._refusals,
+            self._overcommits,
+            self._ledger.revision,
+            self._tokens,
+            starting=self._starting.any,
+            resources=self._resources,
         )
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         self._mps.start()
@@ -340,6 +346,9 @@ class Agent:
             resources={resource.name: len(resource.ids) for resource in self._ledger.resources},
             grants=len(self._ledger.grants),
         )
+
+    def _resources(self) -> frozenset[str]:
+        return frozenset(resource.name for resource in self._ledger.resources)
 
     async def _stop(self) -> None:
         seconds = self._loaded.settings.shutdown_seconds

@@ -86,6 +86,13 @@ BINDING: tuple[Metric, ...] = (
         readings.one(lambda moment: moment.status.binding.ambiguities),
     ),
     Metric(
+        "vgpu_agent_pods_failed_while_away",
+        _G,
+        (),
+        "Pods that the kubelet failed within the ten minutes before this start because no agent was registered.",
+        readings.one(lambda moment: moment.status.cluster.failed_while_away),
+    ),
+    Metric(
         "vgpu_agent_wrong_guesses_total",
         _C,
         (),

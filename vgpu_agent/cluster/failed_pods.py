@@ -1,0 +1,180 @@
+"""Pods that the kubelet failed while no agent was registered.
+
+While a device plugin is away, the kubelet fails each pod that asks for its resource and is admitted at that moment. Such a pod never
+recovers, and the watch of pods does not show it. So each start asks once for those of the last minutes, in the background, and names them:
+the log of a restart says which pods it has cost.
+
+Built and run by `agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.retrying import Backoff, lasting
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.cluster.events import Events
+    from vgpu_agent.config.binding import Cluster
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.nodes import Node
+
+REASON = "VgpuPodsFailedWhileAway"
+
+# The kubelet forgets a plugin that is away for five minutes, and the scheduler sends it no pods from the first second on.
+_BEFORE_START_SECONDS = 600.0
+# Pods that are admitted between our start and our registration fail as well.
+_SETTLING_SECONDS = 5.0
+_TRIES = 8
+_MOST_PODS = 500
+_MOST_NAMES = 20
+_LONGEST_NAME = 128
+
+_ADMISSION_ERROR = "UnexpectedAdmissionError"
+_AWAY = ("no healthy devices present", "cannot allocate unregistered device")
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    name: str = ""
+    namespace: str = ""
+    creation_timestamp: str | None = None
+
+
+class _Resources(msgspec.Struct):
+    limits: dict[str, str | int | float] | None = None
+
+
+class _Container(msgspec.Struct):
+    resources: _Resources | None = None
+
+
+class _Spec(msgspec.Struct, rename="camel"):
+    containers: list[_Container] | None = None
+    init_containers: list[_Container] | None = None
+
+
+class _Status(msgspec.Struct, rename="camel"):
+    reason: str | None = None
+    message: str | None = None
+    start_time: str | None = None
+
+
+class _Pod(msgspec.Struct):
+    metadata: _Metadata
+    spec: _Spec
+    status: _Status
+
+
+_pods = msgspec.json.Decoder(_Pod)
+
+
+class FailedPods:
+    """Look once for pods that failed because the agent was away.
+
+    State: the number found, for metrics. A restart looks again, at the ten minutes before it.
+
+    Attributes:
+        found: how many pods failed for that reason before this start.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        node_name: str,
+        node: Callable[[], Node | None],
+        resources: Callable[[], Collection[str]],
+        events: Events,
+        settings: Cluster,
+        journal: Journal,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Build it.
+
+        Args:
+            api: the API server.
+            node_name: our Node's name.
+            node: our Node, under which the event will be shown.
+            resources: the names of what this agent offers.
+            events: where the event goes.
+            settings: the pauses.
+            journal: the pods are named there.
+            clock: unix seconds.
+        """
+        self._api, self._node_name, self._node, self._resources = api, node_name, node, resources
+        self._events, self._settings, self._journal = events, settings, journal
+        self._since = clock() - _BEFORE_START_SECONDS
+        self.found = 0
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Ask until there is an answer, a few times at most; then this is over."""
+        await asyncio.sleep(_SETTLING_SECONDS)
+        backoff = Backoff(self._settings)
+        for _ in range(_TRIES):
+            beat()
+            try:
+                names, more = await self._names()
+            except ClusterError as err:
+                backoff.failed(err)
+                self._journal.record("pods.failed_while_away_unknown", error=str(err), again_in_seconds=round(backoff.seconds_left, 1))
+                if lasting(err):
+                    return
+                await asyncio.sleep(min(backoff.seconds_left, self._settings.backoff_max_seconds))
+            else:
+                self._say(names, more=more)
+                return
+
+    async def _names(self) -> tuple[list[str], bool]:
+        """The pods, by namespace and name, and whether there may be more.
+
+        Raises:
+            ClusterError: no answer, or one that cannot be read.
+        """
+        selector = f"spec.nodeName={self._node_name},status.phase=Failed"
+        answer = await self._api.get("/api/v1/pods", {"fieldSelector": selector, "limit": str(_MOST_PODS)})
+        items, _, rest = decode.page(answer)
+        ours = frozenset(self._resources())
+        names = []
+        for item in items:
+            try:
+                pod = _pods.decode(item)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                continue  # an object that cannot be read is none of ours
+            if self._failed_meanwhile(pod, ours):
+                names.append(f"{pod.metadata.namespace}/{pod.metadata.name}"[:_LONGEST_NAME])
+        return sorted(names), bool(rest)
+
+    def _failed_meanwhile(self, pod: _Pod, ours: frozenset[str]) -> bool:
+        if pod.status.reason != _ADMISSION_ERROR or not any(text in (pod.status.message or "") for text in _AWAY):
+            return False
+        containers = (*(pod.spec.containers or ()), *(pod.spec.init_containers or ()))
+        asks = any(not ours.isdisjoint(one.resources.limits or ()) for one in containers if one.resources is not None)
+        return asks and _unix_seconds(pod.status.start_time or pod.metadata.creation_timestamp) >= self._since
+
+    def _say(self, names: list[str], *, more: bool) -> None:
+        self.found = len(names)
+        if not names:
+            return
+        named, others = names[:_MOST_NAMES], len(names) - _MOST_NAMES
+        text = f"{'at least ' if more else ''}{len(names)} pods failed at admission while no vgpu-agent was registered on this node: " + (
+            ", ".join(named) + (f" and {others} more" if others > 0 else "")
+        )
+        self._journal.record("pods.failed_while_away", level="warning", pods=named, number=len(names), error=text)
+        if (node := self._node()) is not None:
+            self._events.raise_event(node, REASON, text)
+
+
+def _unix_seconds(timestamp: str | None) -> float:
+    try:
+        return dt.datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
+    except (ValueError, OverflowError, OSError):
+        return 0.0
