@@ -87,3 +87,24 @@ async def test_a_burst_under_the_node_lock_keeps_the_schedulers_pace(stage: Volc
     assert ours <= 1.2 * pace, f"{without:.1f} s without lock, {pace:.1f} s at the scheduler's pace, {ours:.1f} s with us"
     events = [line["msg"] for line in await asyncio.to_thread(stage.agent.log_lines)]
     assert "node.contested" not in events
+
+
+async def test_an_agent_that_is_killed_in_a_locked_burst_frees_the_lock_when_it_is_back(stage: VolcanoStage) -> None:
+    """The lock of the moment stays behind, for a pod that the kubelet has failed meanwhile; the others run all the same."""
+    await stage.start_agent(factor=512)
+    await stage.cluster.start_volcano(VolcanoSettings(node_lock=True, period_seconds=0.1))
+    names = [f"burst-{number}" for number in range(10)]
+    for name in names:
+        stage.cluster.create_pod(name, asks(1, 1))
+
+    def phases() -> list[str]:
+        return [stage.cluster.phase(name) for name in names]
+
+    await stage.cluster.until(lambda: phases().count("Running") >= 3, "the first to run")
+    await stage.agent.kill()
+    await stage.cluster.until(lambda: LOCK in stage.cluster.node_object()["metadata"]["annotations"], "a lock to be left behind")
+    await stage.restart_agent()
+    await stage.cluster.until(lambda: {"Running", "Failed"}.issuperset(phases()), "the others to run", timeout_seconds=60)
+    assert phases().count("Failed") <= 2
+    await stage.cluster.until(lambda: LOCK not in stage.cluster.node_object()["metadata"]["annotations"], "the last lock to be given back")
+    stage.check()

@@ -70,6 +70,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
+_SETTLES_AFTER_SECONDS = 2.0
+
 
 async def run(loaded: Loaded) -> None:
     """Run the agent until SIGTERM or SIGINT.
@@ -88,7 +90,8 @@ async def run(loaded: Loaded) -> None:
     agent = Agent(loaded, named, await discover(loaded.settings.gpu, simulated=bool(loaded.settings.simulate)))
     # To a process with a terminal it says that the terminal is closed.
     loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again)
-    await agent.run(stop, started=settle)
+    # Not at once: it holds the loop for some ten milliseconds, while the plugin servers are about to register.
+    await agent.run(stop, started=functools.partial(loop.call_later, _SETTLES_AFTER_SECONDS, settle))
 
 
 class Agent:
@@ -250,7 +253,7 @@ class Agent:
             shutdown_seconds=settings.shutdown_seconds,
         )
 
-    async def run(self, stop: asyncio.Event, *, started: Callable[[], None] = lambda: None) -> None:
+    async def run(self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None) -> None:
         """Start, call ``started``, run until ``stop`` is set, and stop in order.
 
         Raises:
