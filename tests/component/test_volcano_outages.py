@@ -278,6 +278,7 @@ async def test_an_idle_node_makes_no_requests(stage: VolcanoStage) -> None:
     await stage.serve("p", asks(1, 10))
     await stage.settled("p")
     await stage.cluster.stop_volcano()
+    await stage.looked_for_failed_pods()
     await stage.quiet()
     stage.cluster.api.requests.clear()
     await asyncio.sleep(4)

@@ -131,6 +131,16 @@ class VolcanoStage:
         wanted = {f"default/{name}" for name in names}
         await self.agent.until("/debug/pods", lambda answer: wanted <= {pod["pod"] for pod in answer["book"]})
 
+    async def looked_for_failed_pods(self) -> None:
+        """Wait until the agent has asked, once after its start, for pods that failed before it."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            tasks = {task["name"]: task["state"] for task in (await self.agent.get("/debug/tasks"))["tasks"]}
+            if tasks.get("pods failed while away") == "ended":
+                return
+            assert time.monotonic() < deadline, tasks
+            await asyncio.sleep(0.1)
+
     async def quiet(self, seconds: float = 1.0) -> None:
         """Wait until nobody has asked the API server anything for so long; what was begun is done then."""
         deadline, before = time.monotonic() + PATIENCE_SECONDS, -1
