@@ -72,15 +72,69 @@ async def test_paths_are_those_of_the_node(tool: Tool) -> None:
 
 
 async def test_options_are_handed_on(tool: Tool) -> None:
-    """Hook program, feature flags and hooks that are left out, with the one that upstream always leaves out."""
-    options = dataclasses.replace(
-        tool.options, hook_path="/opt/hook", feature_flags=("disable-nvsandboxutils",), disable_hooks=("update-ldcache",)
-    )
-    await _gpus(options)
+    """Hook program and feature flags."""
+    await _gpus(dataclasses.replace(tool.options, hook_path="/opt/hook", feature_flags=("disable-nvsandboxutils",)))
     (call,) = await tool.calls()
     assert "--nvidia-cdi-hook-path=/opt/hook" in call
     assert "--feature-flag=disable-nvsandboxutils" in call
-    assert call[-2:] == ["--disable-hook=enable-cuda-compat", "--disable-hook=update-ldcache"]
+
+
+# In the order of nvidia-ctk 1.20; of 1.17.4 before hooks could be chosen.
+ALL_HOOKS = ["create-symlinks", "enable-cuda-compat", "update-ldcache", "disable-device-node-modification", "update-application-profile"]
+OLD_HOOKS = ["create-symlinks", "update-ldcache", "chmod"]
+
+
+def _hooks(spec: Spec) -> list[str]:
+    """The names of the hooks of every device, which stand behind the program and, of nvidia-ctk, its subcommand."""
+    return [next(word for word in hook.args[1:] if word != "hook") for hook in spec.container_edits.hooks]
+
+
+@pytest.mark.parametrize("program", ["nvidia-cdi-hook", "nvidia-ctk"])
+@pytest.mark.parametrize(
+    ("version", "disabled", "hooks"),
+    [
+        ("", (), ALL_HOOKS),
+        ("", ("chmod",), ALL_HOOKS),
+        ("", ("enable-cuda-compat",), [name for name in ALL_HOOKS if name != "enable-cuda-compat"]),
+        ("", ("update-ldcache", "create-symlinks"), [ALL_HOOKS[1], *ALL_HOOKS[3:]]),
+        ("", ("all",), []),
+        ("1.17.5", (), ["create-symlinks", "enable-cuda-compat", "update-ldcache", "chmod"]),
+        ("1.17.4", (), OLD_HOOKS),
+        ("1.17.4", ("enable-cuda-compat",), OLD_HOOKS),
+        ("1.17.4", ("chmod",), OLD_HOOKS[:2]),
+        ("1.17.4", ("all",), []),
+    ],
+)
+async def test_only_the_named_hooks_are_left_out(
+    version: str, disabled: tuple[str, ...], hooks: list[str], program: str, tool: Tool
+) -> None:
+    """As in NVIDIA's plugin from 0.18 on (nvidia contract §8): images whose CUDA is newer than the driver need `enable-cuda-compat`.
+
+    A tool before 1.17.5 knows no option for it, and refuses one that it does not know.
+    """
+    path = tool.node.directory / program
+    await asyncio.to_thread(path.touch, mode=0o755)
+    await tool.misbehave(version=version)
+    spec = await _gpus(dataclasses.replace(tool.options, hook_path=str(path), disable_hooks=disabled))
+    assert _hooks(spec) == hooks
+    jsonschema.validate(json.loads(encode(spec)), SCHEMA)
+
+
+async def test_hooks_of_single_devices_are_left_out_as_well(tool: Tool) -> None:
+    """Specs of the tool before 1.17.5 have them there too: the hook `chmod` is about the capabilities of one MIG instance."""
+    hooks = [{"hookName": "createContainer", "path": "/x/nvidia-ctk", "args": ["nvidia-ctk", "hook", name]} for name in ("chmod", "other")]
+    edits = {"env": ["A=b"], "hooks": [*hooks, {"hookName": "createContainer", "path": "/chmod"}]}
+    await tool.misbehave(print_text=_spec(devices=[{"name": "0", "containerEdits": edits}]))
+    spec = await _gpus(dataclasses.replace(tool.options, disable_hooks=("chmod",)))
+    assert [hook.path for hook in spec.devices[0].container_edits.hooks] == ["/x/nvidia-ctk", "/chmod"]
+
+
+async def test_hooks_are_chosen_by_the_settings_alone(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool's own variable, left in the agent's environment, would take a hook out that no setting names."""
+    monkeypatch.setenv("NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS", "enable-cuda-compat")
+    path = tool.node.directory / "nvidia-cdi-hook"
+    await asyncio.to_thread(path.touch, mode=0o755)
+    assert _hooks(await _gpus(dataclasses.replace(tool.options, hook_path=str(path)))) == ALL_HOOKS
 
 
 async def test_a_mode_that_the_node_does_not_have_gives_no_spec(tool: Tool) -> None:

@@ -25,8 +25,11 @@ from vgpu_agent.errors import CdiError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# The plugin that is replaced leaves it out as well (nvidia contract §8): it changes which libcuda a container gets.
-_LEFT_OUT_BY_DEFAULT = "enable-cuda-compat"
+    from vgpu_agent.cdi.document import ContainerEdits, Hook
+
+# The tool leaves out the hooks that this names; those of a spec are chosen by our settings alone.
+_DISABLED_HOOKS_VARIABLE = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
+_EVERY_HOOK = "all"
 # What keeps an NVIDIA runtime of the old kind from adding devices of its own.
 _VOID = "NVIDIA_VISIBLE_DEVICES=void"
 _NOTHING_TO_INJECT = "empty device edits"  # how the tool says that a node has no GDS, GDRCopy or Mellanox devices
@@ -45,7 +48,7 @@ class CtkOptions:
         roots: where the driver is.
         hook_path: path on the node of the program that runtimes run as a hook.
         feature_flags: handed on.
-        disable_hooks: hooks that are left out.
+        disable_hooks: names of hooks that are left out, or ``all``. Every other hook that the tool describes stays (nvidia contract §8).
     """
 
     command: tuple[str, ...] = ("/usr/bin/nvidia-ctk",)
@@ -119,8 +122,6 @@ def _arguments(options: CtkOptions, *, vendor: str, name: str, mode: str, id_str
         f"--nvidia-cdi-hook-path={options.hook_path}",
     ]
     arguments += [f"--feature-flag={flag}" for flag in options.feature_flags]
-    if options.disable_hooks:  # named by nobody, the default goes through the environment, which older tools pass over
-        arguments += [f"--disable-hook={hook}" for hook in dict.fromkeys([_LEFT_OUT_BY_DEFAULT, *options.disable_hooks])]
     return arguments
 
 
@@ -128,7 +129,7 @@ def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
     """The spec with paths of the node, checked."""
     if spec.kind != kind:
         raise CdiError(f"what {shown} cdi generate printed is of kind {spec.kind!r}, not {kind}; check cdi.nvidiaCtk")
-    spec = on_the_node(spec, options.roots)
+    spec = _without_hooks(on_the_node(spec, options.roots), options.disable_hooks)
     edits = spec.container_edits
     if _VOID not in edits.env:
         others = tuple(line for line in edits.env if not line.startswith("NVIDIA_VISIBLE_DEVICES="))
@@ -139,9 +140,31 @@ def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
     return spec
 
 
+def _without_hooks(spec: Spec, names: Sequence[str]) -> Spec:
+    """The spec without the hooks of these names.
+
+    The tool is not asked to leave them out: before 1.17.5 it refuses the option `--disable-hook`.
+    """
+
+    def without(edits: ContainerEdits) -> ContainerEdits:
+        kept = () if _EVERY_HOOK in names else tuple(hook for hook in edits.hooks if _hook_name(hook) not in names)
+        return msgspec.structs.replace(edits, hooks=kept)
+
+    devices = tuple(msgspec.structs.replace(device, container_edits=without(device.container_edits)) for device in spec.devices)
+    return msgspec.structs.replace(spec, container_edits=without(spec.container_edits), devices=devices)
+
+
+def _hook_name(hook: Hook) -> str:
+    """The first argument of ``nvidia-cdi-hook``, and of ``nvidia-ctk hook``; empty for a hook without arguments."""
+    _program, *arguments = hook.args or ("",)
+    if arguments[:1] == ["hook"]:
+        del arguments[0]
+    return arguments[0] if arguments else ""
+
+
 async def _run(command: Sequence[str], options: CtkOptions, shown: str, stuck: Stuck) -> tuple[int, bytes, str]:
     stuck.require_none(shown)
-    environment = {**os.environ, "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS": _LEFT_OUT_BY_DEFAULT}
+    environment = {name: value for name, value in os.environ.items() if name != _DISABLED_HOOKS_VARIABLE}
     try:
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -114,7 +114,9 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         tuple[Annotated[str, Meta(pattern=_HOOK)], ...],
         Meta(
             extra={"expected": "a list of hook names such as enable-cuda-compat"},
-            description='Hooks that are left out of the spec; "all" leaves out every one.',
+            description="Hooks that are left out of the spec: `create-symlinks`, `enable-cuda-compat`, `update-ldcache`, "
+            "`disable-device-node-modification`, `update-application-profile`, `chmod`; `all` leaves out every one. Without "
+            "`enable-cuda-compat`, images whose CUDA is newer than the driver cannot use the compatibility libraries that they bring.",
         ),
     ] = ()
     generate_timeout_seconds: Annotated[Seconds, Meta(description="How long the program that makes the spec may take.")] = 30.0

@@ -37,6 +37,18 @@ _OPTIONS: Final = frozenset(
 # What the real tool looks for, mode by mode.
 _MODE_NODES: Final = {"gdrcopy": ("gdrdrv",), "gds": ("nvidia-fs*",), "mofed": ("infiniband/*",)}
 _LIBRARY_FOLDER: Final = "/usr/lib/x86_64-linux-gnu"
+_DISABLED_HOOKS: Final = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
+_VERSION: Final = (1, 20, 0)
+_HOOKS_CAN_BE_DISABLED: Final = (1, 17, 5)
+# Since which version it describes each hook, and until which; in the order of the real one's specs.
+_HOOKS: Final = {
+    "create-symlinks": ((1, 0, 0), _VERSION),
+    "enable-cuda-compat": ((1, 17, 5), _VERSION),
+    "update-ldcache": ((1, 0, 0), _VERSION),
+    "disable-device-node-modification": ((1, 17, 8), _VERSION),
+    "update-application-profile": ((1, 20, 0), _VERSION),
+    "chmod": ((1, 0, 0), (1, 17, 8)),
+}
 
 
 class StandInCtk:
@@ -49,10 +61,17 @@ class StandInCtk:
         self._faults, self._calls = node_directory / _FAULTS, node_directory / _CALLS
 
     def misbehave(
-        self, *, hang_seconds: float = 0.0, print_text: str | None = None, fail: str = "", without: Iterable[str] = (), edits: Any = None
+        self,
+        *,
+        hang_seconds: float = 0.0,
+        print_text: str | None = None,
+        fail: str = "",
+        without: Iterable[str] = (),
+        edits: Any = None,
+        version: str = "",
     ) -> None:
-        """From now on be slow, print this instead of a spec, fail with this error, leave out these devices, or add to the edits."""
-        faults = {"hang": hang_seconds, "print": print_text, "fail": fail, "without": list(without), "edits": edits}
+        """Be slow, print this instead of a spec, fail with this error, leave out these devices, add to the edits, or be of this version."""
+        faults = {"hang": hang_seconds, "print": print_text, "fail": fail, "without": list(without), "edits": edits, "version": version}
         unfinished = self._faults.with_suffix(".new")
         unfinished.write_text(json.dumps(faults))
         unfinished.replace(self._faults)
@@ -84,22 +103,32 @@ def _output(arguments: Sequence[str]) -> str:
     if list(arguments[:2]) != ["cdi", "generate"]:
         raise SimulationError(f"No help topic for '{' '.join(arguments)}'")
     options: dict[str, str] = {}
+    disabled: list[str] = []
     for argument in arguments[2:]:
         name, _, value = argument.removeprefix("--").partition("=")
         if name not in _OPTIONS:
             raise SimulationError(f"flag provided but not defined: -{name}")
         options[name] = value
+        disabled += value.split(",") if name == "disable-hook" else []
     directory = Path(options["driver-root"])
     with (directory / _CALLS).open("a") as calls:
         calls.write(json.dumps(list(arguments)) + "\n")
     faults: dict[str, Any] = json.loads((directory / _FAULTS).read_text()) if (directory / _FAULTS).exists() else {}
+    version = tuple(map(int, (faults.get("version") or "1.20.0").split(".")))
+    if version < _HOOKS_CAN_BE_DISABLED and disabled:
+        raise SimulationError("flag provided but not defined: -disable-hook")
+    if version >= _HOOKS_CAN_BE_DISABLED and not disabled:  # an option beats the variable
+        disabled = [name for name in os.environ.get(_DISABLED_HOOKS, "").split(",") if name]
+    hooks = [
+        name for name, (since, until) in _HOOKS.items() if since <= version <= until and name not in disabled and "all" not in disabled
+    ]
     time.sleep(faults.get("hang") or 0)
     if faults.get("fail"):
         raise SimulationError(f"failed to generate CDI spec: {faults['fail']}")
     if faults.get("print") is not None:
         return str(faults["print"])
     try:
-        spec = _spec(options, faults)
+        spec = _spec(options, faults, hooks)
     except SimulationError as err:
         raise SimulationError(f"failed to generate CDI spec: failed to create device CDI specs: {err}") from err
     if not spec["devices"]:
@@ -107,7 +136,7 @@ def _output(arguments: Sequence[str]) -> str:
     return json.dumps(spec)
 
 
-def _spec(options: Mapping[str, str], faults: Mapping[str, Any]) -> dict[str, Any]:
+def _spec(options: Mapping[str, str], faults: Mapping[str, Any], hooks: Sequence[str]) -> dict[str, Any]:
     dev = Path(options["dev-root"]) / "dev"
     kind = f"{options['vendor']}/{options['class']}"
     edits: dict[str, Any] = {}
@@ -120,7 +149,7 @@ def _spec(options: Mapping[str, str], faults: Mapping[str, Any]) -> dict[str, An
         devices = [(name, nodes) for name, nodes in _devices(node, options["device-name-strategy"], dev) if name not in left_out]
         everything = {each["path"]: each for _, nodes in devices for each in nodes}
         devices.append(("all", list(everything.values())))
-        edits = _common_edits(options, dev, node.state.driver_version.decode()) | (faults.get("edits") or {})
+        edits = _common_edits(options, dev, node.state.driver_version.decode(), hooks) | (faults.get("edits") or {})
     named = [{"name": name, "containerEdits": {"deviceNodes": nodes}} for name, nodes in devices]
     return {"cdiVersion": "0.5.0", "kind": kind, "devices": named} | ({"containerEdits": edits} if edits else {})
 
@@ -144,7 +173,7 @@ def _devices(node: SimulatedNode, strategy: str, dev: Path) -> Iterator[tuple[st
             yield mig.uuid.decode() if strategy == "uuid" else f"{index}:{number}", nodes
 
 
-def _common_edits(options: Mapping[str, str], dev: Path, driver_version: str) -> dict[str, Any]:
+def _common_edits(options: Mapping[str, str], dev: Path, driver_version: str, hooks: Sequence[str]) -> dict[str, Any]:
     edits: dict[str, Any] = {
         "env": ["NVIDIA_VISIBLE_DEVICES=void"],
         "deviceNodes": [_node(dev / name, dev) for name in _CONTROL if (dev / name).exists()],
@@ -152,11 +181,23 @@ def _common_edits(options: Mapping[str, str], dev: Path, driver_version: str) ->
     # Under the name that has the driver's version, as the real tool does, and under the one that its hooks would make of it.
     targets, how = (f"{LIBRARY.removesuffix('.1')}.{driver_version}", LIBRARY), ["ro", "nosuid", "nodev", "rbind", "rprivate"]
     edits["mounts"] = [{"hostPath": str(build()), "containerPath": f"{_LIBRARY_FOLDER}/{name}", "options": how} for name in targets]
-    hook = options.get("nvidia-cdi-hook-path", "")
-    if os.access(hook, os.X_OK):  # a hook that is not there would keep every container from starting
-        arguments = [os.path.basename(hook), "update-ldcache", "--folder", _LIBRARY_FOLDER]
-        edits["hooks"] = [{"hookName": "createContainer", "path": hook, "args": arguments}]
+    program = options.get("nvidia-cdi-hook-path", "")
+    if os.access(program, os.X_OK):  # a hook that is not there would keep every container from starting
+        edits["hooks"] = [_hook(program, name, driver_version) for name in hooks]
     return edits
+
+
+def _hook(program: str, name: str, driver_version: str) -> dict[str, Any]:
+    base = os.path.basename(program)
+    arguments = {
+        "create-symlinks": ["--link", f"{LIBRARY}::{_LIBRARY_FOLDER}/{LIBRARY.removesuffix('.1')}"],
+        "enable-cuda-compat": [f"--host-driver-version={driver_version}"],
+        "update-ldcache": ["--folder", _LIBRARY_FOLDER],
+        "chmod": ["--mode", "755", "--path", "/dev/nvidia-caps"],
+    }
+    command = [base, "hook"] if base == "nvidia-ctk" else [base]
+    edits = {"hookName": "createContainer", "path": program, "args": [*command, name, *arguments.get(name, [])]}
+    return {**edits, "env": ["NVIDIA_CTK_DEBUG=false"]}
 
 
 def _node(path: Path, dev: Path) -> dict[str, Any]:
