@@ -324,3 +324,35 @@ async def test_two_pods_in_a_burst_and_a_lost_admission(stage: Stage) -> None:
         await stage.admit("ninth")
     ledger = await agent.until("/debug/ledger", lambda answer: all(grant["state"] == "identified" for grant in answer["grants"]))
     assert len(ledger["grants"]) == 8
+
+
+CONTROL_NODES = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"]
+
+
+@pytest.mark.parametrize("roots", [{"NVIDIA_DRIVER_ROOT": "/run/nvidia/driver"}, {"NVIDIA_DEV_ROOT": "/run/nvidia/driver"}])
+async def test_device_nodes_are_passed_from_a_mounted_driver_root(stage: Stage, roots: dict[str, str]) -> None:
+    """nvidia contract §9 and A17: NVIDIA's chart mounts the driver's root, which has that path on the node only, at /driver-root."""
+    mounted = stage.folder / "driver-root"
+    await asyncio.to_thread((mounted / "dev").mkdir, parents=True)
+    for name in CONTROL_NODES:
+        await asyncio.to_thread((mounted / "dev" / name).touch)
+    await stage.ready_agent(QUICK + "plugin: {passDeviceSpecs: true}\n", **roots, DRIVER_ROOT_CTR_PATH=str(mounted))
+    pod = await stage.admit("train")
+    passed = [(node.container_path, node.host_path) for node in pod.answers["main"].devices]
+    assert passed == [(f"/dev/{name}", f"/run/nvidia/driver/dev/{name}") for name in [*CONTROL_NODES, "nvidia0"]]
+
+
+async def test_gpus_without_the_nodes_that_they_need_are_withheld(stage: Stage) -> None:
+    """The module nvidia-uvm is loaded late: until then each CUDA program of a pod would fail, and nobody would see why."""
+    uvm = stage.node.directory / "dev" / "nvidia-uvm"
+    await asyncio.to_thread(uvm.rename, stage.folder / "uvm")
+    agent = stage.agent(QUICK + "plugin: {passDeviceSpecs: true}\n")
+    await agent.start()
+    await until_not_ready(agent, f"{GPU}: plugin.passDeviceSpecs", f"there is no /dev/nvidia-uvm below {stage.node.directory}")
+    assert not stage.kubelet.called("Register")
+
+    await asyncio.to_thread((stage.folder / "uvm").rename, uvm)
+    await agent.until_ready()
+    await stage.allocatable(2)
+    pod = await stage.admit("train")
+    assert "/dev/nvidia-uvm" in [node.container_path for node in pod.answers["main"].devices]

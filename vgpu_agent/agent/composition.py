@@ -317,6 +317,8 @@ class Agent:
             self._supervisor.start("mig", self._mig.run)
         self._supervisor.start("cdi devices", functools.partial(self._cdi.watch, self._watch.inventory))
         self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
+        nodes = functools.partial(self._families.watch_nodes, self._look_again, pause_seconds=settings.gpu.poll_seconds)
+        self._supervisor.start("device nodes", nodes)
         self._supervisor.start("vanished devices", self._vanished.run)
         self._supervisor.start("remembered slices", self._vanished.remember)
         kubelet = settings.kubelet

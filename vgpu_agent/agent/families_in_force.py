@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.agent import long_status
 from vgpu_agent.agent.cdi_side import NO_CDI
+from vgpu_agent.agent.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.agent.offered_families import build, look
 from vgpu_agent.agent.offering import check_offer
 from vgpu_agent.allocation.mode import choose
@@ -21,7 +22,7 @@ from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.hami_library import HamiLibrary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from vgpu_agent.agent.cdi_side import CdiSide
     from vgpu_agent.agent.cluster_side import ClusterSide
@@ -72,6 +73,7 @@ class FamiliesInForce:
         self.origins: Mapping[str, str] = {}
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
+        self._nodes = NONE_FOUND  # those that the families in force were built with
         self._refused: frozenset[str] = frozenset()  # resources that could not be offered the last time
         self._outdated = ""  # why the library in use is not the one that was delivered last
 
@@ -101,6 +103,13 @@ class FamiliesInForce:
             built, missing = await self._build(self._settings)
             self._take_over(built, missing)
             self.refresh()
+
+    async def watch_nodes(self, changed: Callable[[], Awaitable[None]], *, pause_seconds: float) -> None:
+        """Poll until cancelled: call ``changed`` when other control nodes are there than the families in force know of."""
+        while True:
+            await asyncio.sleep(pause_seconds)
+            if self._settings.plugin.pass_device_specs and await asyncio.to_thread(find_control_nodes, self._settings) != self._nodes:
+                await changed()
 
     def refresh(self) -> None:
         """The same families, other GPUs; what is wrong with an offer is said in the readiness."""
@@ -133,8 +142,9 @@ class FamiliesInForce:
             self._allocator.revision.publish(self._allocator.revision.value + 1)  # on the Node stands more than the ledger knows
         self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
         hami = self._hami
+        self._nodes = built.nodes
         self._choose_mode()
-        self._offering.blocked = self._blocked(missing if hami and not self._library.path else "")
+        self._offering.blocked = self._blocked(missing if hami and not self._library.path else "", built)
         self._outdated = f"{missing}; until then {self._library.path} is used, installed before" if hami and missing else ""
 
     def _offer(self) -> None:
@@ -208,12 +218,13 @@ class FamiliesInForce:
         # Once chosen, a mode stays while the Node is not to be read.
         self._allocator.mode = mode or self._allocator.mode
 
-    def _blocked(self, missing: str) -> dict[str, str]:
+    def _blocked(self, missing: str, built: Built) -> dict[str, str]:
         """Families that must not be served now, and why."""
         waits = self._cluster.waits_for
         if not waits and self._allocator.mode is None:
             waits = "this node's Node object has not been read yet, so it is not known how grants reach containers"
-        blocked = {}
+        # The GPU of a Tegra processor has no such nodes.
+        blocked = {} if any(gpu.integrated for gpu in self._inventory().gpus) else dict.fromkeys(built.without_nodes, built.nodes.trouble)
         for family in self._families.by_pod:
             if waits:
                 blocked[family.name] = waits

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +14,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.agent.cdi_side import NO_CDI
+from vgpu_agent.agent.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
 from vgpu_agent.families.aws import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import GENERATED_KIND, MODES, TOOLKIT_KIND, ListOptions
-from vgpu_agent.families.nvidia import CONTROL_NODES, WSL_NODE, NvidiaFamily
+from vgpu_agent.families.nvidia import NvidiaFamily
 from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vgpu_agent.agent.cdi_side import CdiFound
+    from vgpu_agent.agent.control_nodes import ControlNodes
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.config.volcano import VolcanoVgpu
     from vgpu_agent.config.volcano_files import Overlay
@@ -48,7 +49,7 @@ class Found:
     """What was found on the node and in the cluster.
 
     Attributes:
-        control_nodes: those of NVIDIA's control device nodes that exist.
+        nodes: NVIDIA's control device nodes.
         cdi: IMEX channels, and what has a CDI spec.
         late: grants of families whose pods decide are bound late.
         device_configs: texts of Volcano's ConfigMap, see `volcano_files.told`.
@@ -57,11 +58,10 @@ class Found:
         library_path: the installed libvgpu.so; empty when there is none.
         library_locks: whether that library makes a lock file, see `isolation.hami_core.uses_lock`.
         given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
-        wsl: the node has no device node for each GPU, but `WSL_NODE` for all.
         divides: the program that divides GPUs is there.
     """
 
-    control_nodes: tuple[str, ...] = ()
+    nodes: ControlNodes = NONE_FOUND
     cdi: CdiFound = NO_CDI
     late: bool = False
     device_configs: tuple[str, ...] = ()
@@ -69,7 +69,6 @@ class Found:
     node_trouble: str = ""
     library_path: str = ""
     given: frozenset[str] = frozenset()
-    wsl: bool = False
     divides: bool = True
     library_locks: bool = False
 
@@ -82,6 +81,8 @@ class Built:
         in_force: attribute of the volcano-vgpu settings → its value.
         origins: of those that a file has set, attribute → the file.
         node_configs: as in `Found`.
+        nodes: as in `Found`.
+        without_nodes: families whose containers would lack a device node that they need, see `ControlNodes.trouble`.
     """
 
     families: Families
@@ -89,6 +90,8 @@ class Built:
     in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     node_configs: tuple[str, ...] = ()
+    nodes: ControlNodes = NONE_FOUND
+    without_nodes: frozenset[str] = frozenset()
 
 
 async def look(
@@ -114,19 +117,15 @@ async def look(
         cdi: see `Found`.
         late: see `Found`.
     """
-    root = str(settings.gpu.device_node_root).rstrip("/")
-    nodes = await asyncio.to_thread(lambda: tuple(path for path in (*CONTROL_NODES, WSL_NODE) if os.path.exists(root + path)))
+    nodes = await asyncio.to_thread(find_control_nodes, settings)
     node_configs: tuple[str, ...] = ()
     trouble = ""
     if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
         text, trouble = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
         node_configs = node_before if trouble else told(node_before, text, _node_reader(settings))
     given = frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment ")))
-    control_nodes = tuple(path for path in nodes if path != WSL_NODE)
     divides = await asyncio.to_thread(shutil.which, settings.volcano_vgpu.mig_parted) is not None
-    return Found(
-        control_nodes, cdi, late, device_configs, node_configs, trouble, library_path, given, WSL_NODE in nodes, divides, library_locks
-    )
+    return Found(nodes, cdi, late, device_configs, node_configs, trouble, library_path, given, divides, library_locks)
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -136,7 +135,7 @@ def build(settings: Settings, found: Found) -> Built:
     off: list[IdFamily] = []  # what they have given away before they were switched off is still held
     built = Built(Families())
     lists = list_options(settings, found)
-    nvidia = NvidiaFamily(NvidiaOptions.from_settings(settings, lists=lists, wsl=found.wsl))
+    nvidia = NvidiaFamily(NvidiaOptions.from_settings(settings, lists=lists, wsl=found.nodes.wsl))
     aws = AwsFamily(AwsOptions.from_settings(settings, lists=lists))
     (by_ids if settings.families.nvidia else off).append(nvidia)
     (by_ids if settings.families.aws else off).append(aws)
@@ -148,7 +147,13 @@ def build(settings: Settings, found: Found) -> Built:
         off.append(VolcanoStaticMigFamily(StaticMigOptions(MIXED, settings.volcano_vgpu.mig_resource_prefix)))
     if settings.families.volcano_gpushare:
         by_pod.append(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings, lists=_of_pods(settings, found))))
-    return dataclasses.replace(built, families=Families(tuple(by_ids), tuple(by_pod), idle=tuple(off)))
+    without_nodes: frozenset[str] = frozenset()
+    if found.nodes.trouble:
+        named = [family.name for family in by_ids] if lists.names_nodes else []
+        named += [family.name for family in by_pod] if _of_pods(settings, found).names_nodes else []
+        without_nodes = frozenset(named)
+    families = Families(tuple(by_ids), tuple(by_pod), idle=tuple(off))
+    return dataclasses.replace(built, families=families, nodes=found.nodes, without_nodes=without_nodes)
 
 
 def list_options(settings: Settings, found: Found) -> ListOptions:
@@ -163,7 +168,7 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
         cdi_id_strategy="uuid" if settings.cdi.source == "toolkit" else "",
         pass_device_specs=plugin.pass_device_specs,
         device_root=settings.gpu.dev_root or settings.gpu.driver_root,
-        control_nodes=found.control_nodes,
+        control_nodes=found.nodes.paths,
         imex_channels=found.cdi.channels.ids,
         imex_root=found.cdi.channels.root,
         enabled=tuple(mode for mode in MODES if switches[mode]),

@@ -80,6 +80,11 @@ class ListOptions:
     enabled: tuple[str, ...] = ()
     cdi_modes: tuple[str, ...] = ()
 
+    @property
+    def names_nodes(self) -> bool:
+        """Whether answers name device nodes; CDI specs have their own."""
+        return self.pass_device_specs and not all(name in CDI_STRATEGIES for name in self.strategies)
+
 
 def visible_device(uuid: str, inventory: Inventory) -> VisibleDevice | None:
     """The GPU or MIG instance of that UUID; None when the driver does not show it."""
@@ -107,7 +112,7 @@ def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, number: 
     for name, strategy in STRATEGIES.items():
         if name in options.strategies:
             edits = edits.joined(strategy(devices, options, number))
-    if options.pass_device_specs and not all(name in CDI_STRATEGIES for name in options.strategies):
+    if options.names_nodes:
         edits = edits.joined(Edits(device_nodes=_device_nodes(devices, options)))
     return edits
 
