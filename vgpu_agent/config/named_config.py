@@ -3,7 +3,7 @@
 Part of the schema in `settings`; read by `agent`, which follows the node's label. Meaning: nvidia contract §13.
 """
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
 
 from typing import Annotated, Literal
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -74,6 +73,8 @@ def _model(key: str, table: dict[str, Any]) -> Model:
 @cache
 def models() -> dict[str, Model]:
     """Every model by its key, in the order of the file."""
+    import tomllib  # noqa: PLC0415 - a simulated agent reads no models, and should start as quickly as a real one
+
     text = Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
     return {key: _model(key, table) for key, table in tomllib.loads(text).items()}
 
