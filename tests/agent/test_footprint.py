@@ -110,10 +110,16 @@ print(gc.get_freeze_count() > 5000, len(gc.get_objects()) < 5000, gone() is None
 
 
 def test_the_systems_certificates_are_loaded_only_for_who_asks_for_them(tmp_path: Path) -> None:
-    """aiohttp's own TLS contexts stay empty, 2 MiB less; one that is made later has them, and the shell's own choice of a file is kept."""
+    """aiohttp's own TLS contexts stay empty, 2 MiB less; one that is made later has them, and the shell's own choice of a file is kept.
+
+    Also where two threads import at once: the second must not take the first one's environment for the shell's.
+    """
     program = """
-import os, ssl, tempfile
-import vgpu_agent.agent
+import os, ssl, threading
+from vgpu_agent.agent.footprint import load_http
+parts = [threading.Thread(target=load_http, args=(f"vgpu_agent.{name}",)) for name in ("web.server", "cluster.client")]
+[part.start() for part in parts]
+[part.join() for part in parts]
 from aiohttp import connector
 made = connector._SSL_CONTEXT_VERIFIED, connector._SSL_CONTEXT_UNVERIFIED, ssl.create_default_context()
 print([context.cert_store_stats()["x509"] for context in made], os.environ["SSL_CERT_FILE"], "SSL_CERT_DIR" in os.environ)

@@ -4,9 +4,6 @@
 against kubelet's records), `reload` (a changed configuration), `report` (one status for web) and `lag` (is the loop itself in time).
 """
 
-from vgpu_agent.agent.footprint import without_system_certificates
-
-with without_system_certificates():
-    from vgpu_agent.agent.composition import run
+from vgpu_agent.agent.composition import run
 
 __all__ = ["run"]

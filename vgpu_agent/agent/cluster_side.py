@@ -12,9 +12,9 @@ import functools
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent.agent.footprint import load_http
 from vgpu_agent.agent.remembered import Memory, Remembered
 from vgpu_agent.allocation.wishes import PROGRESS
-from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.cluster.events import Events
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.allocation.overcommits import Overcommits
     from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.cluster.client import ApiClient
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.journal import Journal
@@ -155,6 +156,9 @@ class ClusterSide:
             self._device_configs = () if newest is None else (*self.remembered.device_configs_before, newest)
             self.node_configs = self.remembered.node_configs
         self.origin = found.origin
+        await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
+        from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415 - aiohttp, which most nodes need for metrics only
+
         self.client = client = ApiClient(found, cluster)
         self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
         watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [("watch of this node", self.nodes)]

@@ -1,8 +1,8 @@
 """Builds the agent, starts it in an order in which nobody is lied to, and stops it in one in which nobody is cut off.
 
-Start: the web server first, so that probes and ``/debug`` answer from the first moment; the GPUs; what this node offers, checked against
-kubelet's limits; kubelet's records into the ledger; only then the plugin servers, which register. Stop: the plugin servers drain, then the
-loops end, then the driver is closed, then the web server goes.
+Start: the GPUs; what this node offers, checked against kubelet's limits; kubelet's records into the ledger; only then the plugin servers,
+which register; and the web server as soon as they have, or after a second, so that a start that waits is shown. Stop: the plugin servers
+drain, then the loops end, then the driver is closed, then the web server goes.
 
 Called by the command line (`run`); tests build `Agent` with settings of their own.
 """
@@ -27,6 +27,7 @@ from vgpu_agent.agent.families_in_force import FamiliesInForce
 from vgpu_agent.agent.footprint import keep_small, settle
 from vgpu_agent.agent.grant_keeping import GrantKeeping
 from vgpu_agent.agent.lag import LoopLag
+from vgpu_agent.agent.late_web import LateWeb
 from vgpu_agent.agent.limits_watch import LimitsWatch
 from vgpu_agent.agent.mig_side import MigSide
 from vgpu_agent.agent.mps_side import MpsSide
@@ -59,7 +60,6 @@ from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerU
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.region_guard import RegionGuard
 from vgpu_agent.status import KubeletStatus
-from vgpu_agent.web.server import WebServer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -243,15 +243,7 @@ class Agent:
             cdi=self._cdi.status,
             mps=lambda: self._mps.statuses,
         )
-        self.web = WebServer(
-            self._report,
-            listen=settings.listen,
-            debug_listen=settings.debug_listen,
-            max_body_bytes=settings.web.max_body_bytes,
-            request_timeout_seconds=settings.web.request_timeout_seconds,
-            pod_names_everywhere=settings.web.pod_names == "all",
-            shutdown_seconds=settings.shutdown_seconds,
-        )
+        self.web = LateWeb(self._report, settings)
 
     async def run(self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None) -> None:
         """Start, call ``started``, run until ``stop`` is set, and stop in order.
@@ -271,7 +263,7 @@ class Agent:
             _logger.warning("config.warning", problem=warning)
         async with self.web, self._supervisor:
             try:
-                if await unless(stop, self._start()):
+                if await unless(stop, self._start_all()):
                     started()
                     await stop.wait()
             finally:
@@ -283,6 +275,16 @@ class Agent:
         _logger.info("agent.registering_again", resources=[plugin.resource.name for plugin in self._offering.plugins])
         for plugin in self._offering.plugins:
             plugin.register_again("somebody sent SIGHUP")
+
+    async def _start_all(self) -> None:
+        """Start, and the web server beside it; what keeps either from starting ends the other as well."""
+        starts = [asyncio.ensure_future(start) for start in (self._start(), self.web.start(lambda: self._offering.registered_once))]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
 
     async def _start(self) -> None:
         settings = self._loaded.settings

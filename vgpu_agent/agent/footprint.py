@@ -8,7 +8,8 @@ Blocks above a size are mapped and unmapped then, so asyncio must not ask for su
 before it knows how much that is: 18 µs for a hundred bytes, instead of 3 with a block from the heap.
 
 aiohttp makes two TLS contexts with all of the system's certificates when it is imported, 2 MiB that nobody here uses: a connection to the
-API server has a context of its own (`cluster.connections`). The package's ``__init__`` imports all under `without_system_certificates`.
+API server has a context of its own (`cluster.connections`). So `load_http` imports it under `without_system_certificates`, before the first
+module that needs it: the parts that speak HTTP are a third of all imports, and a registration with the kubelet waits for none of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
+import sys
+import threading
 from asyncio import selector_events
 from typing import TYPE_CHECKING
 
@@ -35,6 +39,7 @@ _SEARCH_AFTER = 2000, 20, 10
 
 # OpenSSL looks there for certificates that nobody named (X509_get_default_cert_file_env).
 _NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
+_LOADING = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -50,6 +55,15 @@ def without_system_certificates() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def load_http(module: str) -> None:
+    """Import ``module``, which needs aiohttp; takes some hundred milliseconds, so not for the event loop's thread."""
+    with _LOADING:  # two threads would put each other's environment back
+        if "aiohttp" not in sys.modules:
+            with without_system_certificates():
+                importlib.import_module("aiohttp")
+    importlib.import_module(module)
 
 
 def keep_small() -> None:

@@ -13,9 +13,9 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent.agent.footprint import load_http
 from vgpu_agent.agent.remembered import Memory
 from vgpu_agent.cluster import decode
-from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.config import load
@@ -187,6 +187,9 @@ class NamedConfiguration:
         found = await asyncio.to_thread(credentials, self._settings)
         if found is None:
             raise ClusterError("there are no credentials for the API server (run with a service account, or set kubeconfig)")
+        await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
+        from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415 - aiohttp, which most nodes need for metrics only
+
         client = ApiClient(found, self._settings.cluster)
         try:
             return decode.node(await client.get(f"/api/v1/nodes/{node}")).labels.get(self._shelf.label, "")

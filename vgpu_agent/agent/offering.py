@@ -85,6 +85,11 @@ class Offering:
         return tuple(self._plugins[name].status for name in sorted(self._plugins))
 
     @property
+    def registered_once(self) -> bool:
+        """Whether every plugin server, of which there is at least one, has registered."""
+        return bool(self._plugins) and all(plugin.status.registrations for plugin in self._plugins.values())
+
+    @property
     def plugins(self) -> tuple[DevicePlugin, ...]:
         """The plugin servers themselves, whose lists `listed` compares."""
         return tuple(self._plugins.values())

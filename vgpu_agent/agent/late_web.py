@@ -1,0 +1,78 @@
+"""The web server, which starts when the first registrations are over.
+
+aiohttp and prometheus_client are a third of all that the agent imports, and the kubelet offers no GPU before the agent has registered, so
+registrations come first. A start that waits for a driver or the API server is shown all the same: the server waits for `_LONGEST_SECONDS`
+at most. Until then connections are refused, which the startup probe tolerates.
+
+Used by `composition`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Self
+
+from vgpu_agent.agent.footprint import load_http
+from vgpu_agent.web.address import bind, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.web.server import WebServer
+    from vgpu_agent.web.source import Source
+
+_LONGEST_SECONDS = 1.0
+_LOOK_SECONDS = 0.01
+
+
+class LateWeb:
+    """Holds the place of the server until `start`; use it as an async context.
+
+    State: the server, None before `start`.
+    """
+
+    def __init__(self, source: Source, settings: Settings) -> None:
+        self._source = source
+        self._settings = settings
+        self._server: WebServer | None = None
+
+    async def __aenter__(self) -> Self:
+        """Make sure, before anything is registered, that both addresses can be listened on.
+
+        Raises:
+            ListenError: one cannot.
+        """
+        for listen, flag in ((self._settings.debug_listen, "--debug-listen"), (self._settings.listen, "--listen")):
+            (await bind(parse(listen), flag=flag)).close()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._server is not None:
+            await self._server.stop()
+
+    async def start(self, registered: Callable[[], bool]) -> None:
+        """Serve once ``registered`` is true, or has been waited for long enough.
+
+        Raises:
+            ListenError: somebody has taken an address in the meantime.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_SECONDS):
+                while not registered():  # noqa: ASYNC110 - plugin servers come and go meanwhile, so there is no one event
+                    await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.to_thread(load_http, "vgpu_agent.web.server")
+        from vgpu_agent.web.server import WebServer  # noqa: PLC0415 - see above
+
+        settings = self._settings
+        self._server = WebServer(
+            self._source,
+            listen=settings.listen,
+            debug_listen=settings.debug_listen,
+            max_body_bytes=settings.web.max_body_bytes,
+            request_timeout_seconds=settings.web.request_timeout_seconds,
+            pod_names_everywhere=settings.web.pod_names == "all",
+            shutdown_seconds=settings.shutdown_seconds,
+        )
+        await self._server.start()
