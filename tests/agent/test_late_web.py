@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -17,11 +16,10 @@ from vgpu_agent.errors import ListenError
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port() -> int:
     """One that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        number = free.getsockname()[1]
-    yield number
+        return int(free.getsockname()[1])
 
 
 def on(port: int) -> LateWeb:

@@ -55,7 +55,7 @@ async def start_to_registered(node: Node) -> list[Figure]:
         times.append(node.kubelet.called("Register")[-1].at - began)
         await node.agent.terminate()
     how = "process start (python -m vgpu_agent run) to Register received by the kubelet stand-in, median of 5"
-    return [Figure("start to all resources registered", statistics.median(times), 0.8, "s", how)]
+    return [Figure("start to all resources registered", statistics.median(times), 0.35, "s", how)]
 
 
 async def socket_to_register(node: Node) -> list[Figure]:
