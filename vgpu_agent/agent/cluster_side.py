@@ -139,6 +139,11 @@ class ClusterSide:
             return "this node's Node object has not been read yet, because the API server does not answer or does not know it"
         return ""
 
+    async def load_client(self) -> None:
+        """Import what `connect` needs, where it will be needed; `connect` does without this, only later."""
+        if self.needed or self._settings.named_config.directory:
+            await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
+
     async def connect(self, waited_seconds: float = 0.0) -> None:
         """Find credentials, start the watches and wait a while for their first answers; ``waited_seconds`` of that are over already."""
         if not self.needed and not self._settings.named_config.directory:

@@ -292,7 +292,7 @@ class Agent:
             await self._simulate(Path(settings.simulate))
         self._loop("event loop", self._lag.run)
         self._loop("kubelet directory", self._directory.run)
-        await self._watch.start()
+        await asyncio.gather(self._watch.start(), self._cluster.load_client())  # while the driver is waited for
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
         await self._vanished.recall()
