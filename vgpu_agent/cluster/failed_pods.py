@@ -164,10 +164,10 @@ class FailedPods:
         self.found = len(names)
         if not names:
             return
-        named, others = names[:_MOST_NAMES], len(names) - _MOST_NAMES
-        text = f"{'at least ' if more else ''}{len(names)} pods failed at admission while no vgpu-agent was registered on this node: " + (
-            ", ".join(named) + (f" and {others} more" if others > 0 else "")
-        )
+        named = names[:_MOST_NAMES]
+        number, which = f"{'at least ' if more else ''}{len(names)}", "among them " if len(names) > len(named) else ""
+        # The names come last: the journal and events cut long texts.
+        text = f"{number} pods failed at admission while no vgpu-agent was registered on this node: {which}{', '.join(named)}"
         self._journal.record("pods.failed_while_away", level="warning", pods=named, number=len(names), error=text)
         if (node := self._node()) is not None:
             self._events.raise_event(node, REASON, text)
