@@ -160,8 +160,7 @@ class VolcanoNode:
 
     def timings(self, method: str, resource: str, *, since: float) -> list[Timing]:
         """Calls to the plugin that began after `time.monotonic` was ``since``."""
-        endpoint = self.cluster.kubelet._endpoints[resource]
-        return [timing for timing in endpoint.timings if timing.method == method and timing.began >= since]
+        return self.cluster.kubelet.timings(method, resource, since=since)
 
     def requests_between(self, began: float, seconds: float) -> list[str]:
         """Requests to the API server in that time (`time.monotonic`), the beginning of watches apart."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint
+from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint, Timing
 from vgpu_agent.sim.kubelet_faults import AdmissionError, Call, ContainerStartError, Faults
 from vgpu_agent.sim.kubelet_pod_resources import PodResources
 from vgpu_agent.sim.kubelet_records import Records, ResourceDevices
@@ -146,6 +146,10 @@ class SimulatedKubelet:
         return [call for call in self.calls if call.what == what and resource in {"", call.resource}]
 
     # Pods
+
+    def timings(self, method: str, resource: str, *, since: float) -> list[Timing]:
+        """Calls to the plugin of now that began after `time.monotonic` was ``since`` and were answered, oldest first."""
+        return [timing for timing in self._endpoints[resource].timings if timing.method == method and timing.began >= since]
 
     async def admit(self, name: str, containers: Sequence[Container], *, namespace: str = "default", uid: str = "") -> Pod:
         """Admit a pod to the node: devices for each container, init containers first.
