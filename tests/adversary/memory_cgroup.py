@@ -30,7 +30,7 @@ class MemoryCgroup:
 
     @property
     def kills(self) -> int:
-        """How many processes in it the kernel has killed for want of memory."""
+        """Processes in it that the kernel has killed for want of memory."""
         name = "memory.oom_control" if self._version == 1 else "memory.events"
         facts = dict(line.split() for line in (self._directory / name).read_text().splitlines())
         return int(facts["oom_kill"])

@@ -32,7 +32,7 @@ _CONNECT_AT_ONCE = 100
 
 @dataclasses.dataclass(frozen=True)
 class Endured:
-    """How the agent came through.
+    """Measurements of an agent in a storm.
 
     Attributes:
         starts: seconds of each PreStartContainer of a well-behaved pod.

@@ -318,7 +318,7 @@ def test_no_number_or_name_of_a_pod_breaks_the_reader(spoiled: dict[str, Any]) -
 
 @pytest.mark.parametrize("which", ["continue", "resourceVersion"])
 async def test_no_token_of_a_megabyte_is_sent_back(which: str) -> None:
-    """What is repeated in the next request's URL is bounded."""
+    """The next request repeats the token in its URL, so the token is bounded."""
     body = json.dumps({"metadata": {"resourceVersion": "7", which: "x" * MIB}, "items": []}).encode()
     watch, _ = await _trouble_of_list(always(answer(body)))
     assert watch.status.last_error

@@ -32,7 +32,7 @@ GPUS = [DeviceRoom(f"GPU-{number:08}-aaaa-bbbb-cccc-000000000000", "", 80_000, 8
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """What the log wrote."""
+    """The text that the log wrote."""
     stream = io.StringIO()
     log.configure(stream=stream, level="debug")
     yield stream
@@ -158,7 +158,7 @@ def test_no_quantity_stops_the_reader(text: str) -> None:
 
 
 def test_refusals_of_a_pod_that_is_asked_again_keep_their_time() -> None:
-    """What is bounded by age must not lose the first time when kubelet asks again."""
+    """The store is bounded by age, and must not lose the first time when kubelet asks again."""
     now = iter([1.0, 2.0, 3.0])
     refusals = Refusals(clock=lambda: next(now))
     for _ in range(2):

@@ -90,7 +90,7 @@ async def test_a_tenant_cannot_kill_the_agent_with_110_pods_of_the_largest_size(
 
 @pytest.mark.parametrize("kind", range(5))
 def test_a_tenant_cannot_make_one_pod_take_more_than_its_share(kind: int) -> None:
-    """Of 1.5 MiB about a hundred KiB stay, and all that families need of an honest pod is there."""
+    """About a hundred KiB of 1.5 MiB stay, and all that families need of an honest pod is there."""
     pod = decode.pod(_large("p", kind))
     assert pod.size_bytes < 128 * 1024
     assert pod.containers[0].limits["volcano.sh/vgpu-number"] == 1
@@ -98,7 +98,7 @@ def test_a_tenant_cannot_make_one_pod_take_more_than_its_share(kind: int) -> Non
 
 
 def test_a_tenant_cannot_hide_a_variable_behind_many_others() -> None:
-    """Whether a container switches its limit off must not depend on how many variables it has."""
+    """A container must not hide behind thousands of variables that it switches its limit off."""
     thing = json_pod("p")
     thing["spec"]["containers"] = [
         {"name": "main", "env": [{"name": f"CUDA_X{number}", "value": ""} for number in range(20_000)] + [{"name": "CUDA_DISABLE_CONTROL"}]}

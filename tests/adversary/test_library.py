@@ -36,7 +36,7 @@ long open_region(int file) {{ return getenv("CUDA_DEVICE_MEMORY_SHARED_CACHE") ?
 
 
 def refusal(content: bytes, folder: Path) -> str:
-    """Why a library of this content is not installed."""
+    """The reason for which a library of this content is not installed."""
     source = folder / "libvgpu.so"
     source.write_bytes(content)
     library = HamiLibrary(str(folder / "host"), str(source), Journal())

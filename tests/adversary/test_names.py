@@ -99,7 +99,7 @@ def test_no_forged_entry_of_pod_resources_is_believed(namespace: str, pod: str, 
 
 @pytest.mark.parametrize(("uid", "container"), NAMES)
 def test_no_forged_record_beside_a_spec_is_read_back(uid: str, container: str) -> None:
-    """What the record names is looked up, written about and in the end removed."""
+    """The names in a record are looked up, written about and in the end removed."""
     record = GrantRecord("t" * 32, "f", "r", 1, Owner(container, uid, "n", "p"), (Share(U0, 1000),), "by", 1.0)
     with pytest.raises(CarrierError, match="names that Kubernetes allows"):
         cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token)

@@ -171,7 +171,7 @@ async def test_nobody_else_can_open_streams_of_lists_without_end(kubelet: Served
 
 
 async def test_silent_connections_cannot_take_the_place_of_the_kubelets(kubelet: Served) -> None:
-    """Of a hundred connections that ask nothing a few stay; the kubelet's is older than they and stays."""
+    """A few of a hundred connections that ask nothing stay, and so does the older one of the kubelet."""
     server: Any = kubelet.server
     opened = [await asyncio.open_unix_connection(str(kubelet.path)) for _ in range(100)]
     reading = [asyncio.ensure_future(_drained(reader)) for reader, _ in opened]

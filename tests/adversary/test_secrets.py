@@ -58,7 +58,7 @@ def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
 
 @pytest.fixture
 def service_account(tmp_path: Path) -> Path:
-    """As kubelet mounts it, with the canary for a token."""
+    """Write a service account as kubelet mounts it, with the canary for a token."""
     folder = tmp_path / "serviceaccount"
     folder.mkdir()
     (folder / "token").write_text(CANARY)
@@ -121,7 +121,7 @@ ANSWERS: dict[str, Answer] = {
 
 @dataclasses.dataclass
 class Agent:
-    """What talks with the API server, and all that comes out of it."""
+    """The parts that talk with the API server, and all that comes out of them."""
 
     api: ApiClient
     journal: Journal = dataclasses.field(default_factory=Journal)

@@ -28,7 +28,7 @@ def on(port: int) -> LateWeb:
 
 
 async def answers(port: int) -> bool:
-    """Whether somebody listens there."""
+    """True when somebody listens there."""
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
     except ConnectionRefusedError:

@@ -1,4 +1,4 @@
-"""What a start imports before the first registration: a node has no GPUs meanwhile."""
+"""Imports of a start before the first registration: a node has no GPUs meanwhile."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ async def test_the_agents_own_placement_never_overcommits() -> None:
 
 
 async def test_what_was_overcommitted_is_free_again_exactly_when_its_holders_have_gone() -> None:
-    """What is left is never negative and never too much: 120 percent less 60 leave 40."""
+    """The rest is never negative and never too much: 120 percent less 60 leave 40."""
     place = VolcanoPlace()
     first, second = scheduled("first", (U0, 4, 60)), scheduled("second", (U0, 4, 60))
     await place.started(first)
@@ -165,7 +165,7 @@ async def test_the_pod_is_told_once_what_it_shares() -> None:
 
 
 async def test_each_container_keeps_its_own_limit() -> None:
-    """What is booked of the card changes nothing for the library: each container is told what it asked for."""
+    """The library is told what each container asked for, whatever else is booked of the card."""
     place = VolcanoPlace()
     for name in ("first", "second"):
         await place.started(scheduled(name, (U0, 4, 60)))

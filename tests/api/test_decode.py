@@ -123,7 +123,7 @@ def test_a_container_has_started_when_it_runs_or_ran() -> None:
 
 
 def test_a_mirror_pod_claims_the_hash_of_its_file() -> None:
-    """Whether that is true is not for the pod to say, so it is known by the API server's UID until somebody believes it."""
+    """A pod cannot prove that itself, so it is known by the API server's UID until something else does."""
     pod = decode.pod(_pod(annotations={MIRROR_POD: "h1", STATIC_POD_HASH: "h1"}))
     assert (pod.uid, pod.kubelet_uid, pod.claimed_uid) == ("u1", "u1", "h1")
     assert decode.pod(_pod(annotations={STATIC_POD_HASH: "h1"})).claimed_uid == ""

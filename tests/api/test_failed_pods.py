@@ -63,7 +63,7 @@ class Start:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What the journal says of them."""
+        """The journal's lines about them."""
         return [entry.facts for entry in self.journal.entries if entry.event == "pods.failed_while_away"]
 
 

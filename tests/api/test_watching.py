@@ -71,7 +71,7 @@ async def test_the_book_follows_the_pods_of_this_node_in_the_order_of_their_bind
 
 
 async def test_a_pod_that_ended_leaves_the_watch_and_is_ended_in_the_book_a_while(server: ApiServer, pods: PodWatch, book: PodBook) -> None:
-    """What was served to it is still to be written into its annotations; its event shows it as it was before it ended."""
+    """Its annotations are still to be written; its event shows it as it was before it ended."""
     for name in ("short", "long", "deleted"):
         server.objects.create("pods", _pod(name))
     server.objects.create("pods", _pod("before"))

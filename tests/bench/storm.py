@@ -1,4 +1,4 @@
-"""What the agent endures within the memory that the DaemonSet gives it: all that tenants and neighbours can throw at it, at once.
+"""A storm against the agent within the memory of its DaemonSet: all that tenants and neighbours can throw at it, at once.
 
 A part of the benchmark, called by `__main__`; tests/adversary/storm.py says what is thrown.
 """
