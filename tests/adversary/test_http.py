@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import statistics
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.component
 
 _LIMIT = 256  # descriptors of an agent under attack: with a few hundred connections there are enough of them
 _SLOW = 600
+_PROBE_SECONDS = 5.0  # timeoutSeconds of the probes in manifests/daemonset.yaml
 
 
 async def _agent(stage: Stage, config: str = QUICK + SHARED) -> AgentProcess:
@@ -58,13 +60,30 @@ async def _connections(address: str, number: int, sent: bytes = b"") -> AsyncIte
 
 
 async def _probed(agent: AgentProcess) -> None:
-    """The kubelet's probe is answered within its time limit, over a connection of its own, again and again."""
+    """The kubelet's probe is answered over a connection of its own, again and again, and mostly within its time limit.
+
+    It takes three failures in a row for a restart, so one that waited longer on a busy machine is none.
+    """
+    times = []
     for _ in range(5):
+        began = time.monotonic()
         assert await agent.get_text("/livez") == (200, "alive\n")  # or (0, reason) where nobody answers in time
+        times.append(time.monotonic() - began)
+    assert statistics.median(times) < _PROBE_SECONDS
 
 
 def _log_bytes(agent: AgentProcess) -> int:
     return Path(agent.log_path).stat().st_size
+
+
+async def test_connections_cannot_use_up_a_soft_limit_that_the_container_may_raise(stage: Stage) -> None:
+    """Container runtimes leave the soft limit at 1,024 for programs that use select(2); a neighbour's connections would use that up."""
+    agent = stage.agent(QUICK + SHARED)
+    agent._through = ("prlimit", "--nofile=128:4096")
+    await agent.start()
+    limits = await asyncio.to_thread(Path(f"/proc/{agent.pid}/limits").read_text)
+    (line,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
+    assert line.split()[3:5] == ["4096", "4096"]
 
 
 async def test_slow_connections_cannot_keep_the_kubelets_probes_out(stage: Stage) -> None:
