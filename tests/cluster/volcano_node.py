@@ -1,15 +1,13 @@
 """A real Kubernetes node whose Volcano resources the agent offers, and what its containers find.
 
 For the tests test_volcano*.py. The agent runs on the host, in the rig's network; what it makes for containers lies in its own folder, which
-has the same path on the node. The library is the head of one: busybox is static, so nobody ever loads it.
+has the same path on the node. The library only passes for one: busybox is static, so nobody ever loads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import platform
 import re
-import struct
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -19,10 +17,10 @@ from tests.cluster.rig import Rig
 from tests.cluster.rig.api import ApiError
 from tests.cluster.rig.manifests import container
 from tests.cluster.volcano import VGPU, annotations_of
+from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
 
 U0, U1 = "GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"
 MODEL, MEMORY_MIB = "A10", 23028
-_MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine in ELF(5)
 
 _VGPU = """\
 families: {nvidia: false, volcanoVgpu: true}
@@ -74,9 +72,7 @@ def volcano_agent(rig: Rig, config: str = VGPU_CONFIG, *, cdi: bool = True) -> N
     agent = NodeAgent(rig, config + binding, gpus=2, model=MODEL, uuids=[U0, U1], in_cluster=True)
     hook = agent.folder / "hook"
     hook.mkdir()
-    machine = _MACHINES[platform.machine()]
-    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, machine, 1, 0, 64, 64, 0, 64, 56, 0, 64, 0, 0)
-    (hook / "libvgpu.so").write_bytes(head)
+    deliver_stand_in_library(hook)
     return agent
 
 
