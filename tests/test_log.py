@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -152,3 +153,24 @@ def test_endless_kinds_of_lines_take_bounded_memory() -> None:
         logging.getLogger("library").warning(f"another {number}")  # noqa: G004 - as such a library does
     (told,) = [json.loads(line) for line in stream.getvalue().splitlines() if "log.suppressed" in line]
     assert (told["lines"], told["similar_to"]) == (10, "the same")
+
+
+@pytest.mark.usefixtures("lines")
+def test_threads_that_log_at_once_get_no_error_of_the_limiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML's thread and those that read files log as well, and one of them would die of a line."""
+    monkeypatch.setattr(log, "_WINDOW_SECONDS", 0.0005)
+    limiter, errors = log.RepeatedLines(), list[BaseException]()
+
+    def hammer(name: str) -> None:
+        try:
+            for number in range(5000):
+                limiter.filter(logging.LogRecord(name, logging.INFO, "", 0, f"line {number % 700}", None, None))
+        except (RuntimeError, KeyError) as err:
+            errors.append(err)
+
+    threads = [threading.Thread(target=hammer, args=(f"thread {number}",)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []

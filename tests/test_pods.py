@@ -83,3 +83,42 @@ def test_every_change_is_seen_by_who_has_looked_before() -> None:
     assert not book.pods
     book.replace([pod("b")])
     assert [each.name for each in book.pods] == ["b"]
+
+
+def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share would be given to somebody else while it runs."""
+    monkeypatch.setattr(pods, "MOST_PODS", 1)
+    book = PodBook()
+    book.replace([Pod("a", "default", "a", scheduled=True), Pod("b", "default", "b", scheduled=True)])
+    (kept,) = book.pods
+    beyond = {"a": "b", "b": "a"}[kept.uid]
+    assert book.get(beyond) is None
+    assert book.may_have(beyond)
+    book.remove(Pod(beyond, "default", beyond))
+    assert not book.may_have(beyond)
+
+
+def test_a_pod_that_is_displaced_in_vain_is_gone_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers wait for the revision, and compare what `pods` and `get` say."""
+    book = PodBook()
+    book.replace([Pod("a", "default", "a", scheduled=False)])
+    before = book.revision.version
+    monkeypatch.setattr(pods, "MOST_BYTES", 1)
+    book.put(Pod("large", "default", "large", scheduled=True))
+    assert (book.get("a"), book.pods) == (None, ())
+    assert book.revision.version > before
+
+
+def test_an_ended_pod_is_forgotten_in_time_and_when_it_is_deleted() -> None:
+    """It is remembered for its last annotations only."""
+    now = 0.0
+    book = PodBook(clock=lambda: now)
+    ended = [Pod(name, "default", name, scheduled=True) for name in ("a", "b", "c")]
+    book.replace(ended)
+    for pod in ended:
+        book.end(pod)
+    book.remove(ended[0])
+    assert [pod.name for pod in book.pods] == ["b", "c"]
+    now = 601.0
+    book.put(Pod("d", "default", "d", scheduled=True))
+    assert [pod.name for pod in book.pods] == ["d"]

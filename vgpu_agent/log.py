@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -165,9 +166,14 @@ class RepeatedLines(logging.Filter):
         self._clock = clock
         self._windows: dict[tuple[str, ...], _Window] = {}
         self._ends_at = float("inf")
+        self._counting = threading.RLock()  # any thread may log, and to tell what was left out is to log
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether ``record`` is written."""
+        with self._counting:
+            return self._passes(record)
+
+    def _passes(self, record: logging.LogRecord) -> bool:
         now = self._clock()
         if now >= self._ends_at:
             self._tell_ended(now)

@@ -22,7 +22,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import UnusableNameError, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 _logger = log.get(__name__)
 
@@ -201,7 +201,7 @@ class PodBook:
     change. Only the event loop's thread may change it.
 
     Bounds: `MOST_PODS` and about `MOST_BYTES`. What is beyond is left out and counted: first pods that no scheduler has bound, then the
-    largest. A pod that is left out is asked for when it starts.
+    largest. A pod that is left out is asked for when it starts, and is not taken for one that has ended.
 
     Attributes:
         left_out: pods that are not in the book because there are too many or they are too large.
@@ -214,6 +214,7 @@ class PodBook:
         self.synced = asyncio.Event()
         self._pods: dict[str, Pod] = {}  # by the API server's UID
         self._bytes = 0  # that they take
+        self._beyond: dict[str, None] = {}  # the UIDs of those that were left out, the latest at the end
         self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()  # by kubelet's UID, and since when
         self._in_order: tuple[Pod, ...] | None = None  # `pods`, asked for many times between two changes
         self._static: dict[str, Pod] | None = None  # the mirrors that are believed, by kubelet's UID
@@ -245,6 +246,10 @@ class PodBook:
         last = max(found, key=lambda pod: pod.bound, default=None)
         return self._believed().get(last.claimed_uid, last) if last is not None and last.mirror else last
 
+    def may_have(self, kubelet_uid: str) -> bool:
+        """Whether the pod that kubelet knows under that UID may be there although `get` does not find it: it was left out."""
+        return kubelet_uid in self._beyond
+
     def static(self, kubelet_uid: str, namespace: str, name: str) -> Pod | None:
         """The mirror of the static pod that kubelet knows under that UID, when kubelet itself has named namespace and name of that pod."""
         pod = self.named(namespace, name)
@@ -263,29 +268,35 @@ class PodBook:
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
         before = self._pods
         self._pods, self._by_name, self._bytes = {}, {}, 0
-        for pod in self._fitting(listed):
+        self._beyond = {uid: None for uid in self._beyond if uid not in listed}
+        for pod in self.fitting(listed.values()):
             self._keep(self._placed(pod))
-            self._ended.pop(pod.uid, None)
+            self._forget_ended(pod.uid)
         if self._pods != before or not self.synced.is_set():
             self._changed()
         self.synced.set()
 
     def put(self, pod: Pod) -> None:
         """Take over one pod that was added or changed."""
-        known = self._pods.get(pod.uid)
+        known, pods = self._pods.get(pod.uid), len(self._pods)
         if not self._has_room(pod, known):
-            self._leave_out(1, pod.full_name)
+            self._leave_out([pod])
+            if len(self._pods) != pods:
+                self._changed()
             return
+        self._beyond.pop(pod.uid, None)
         placed = self._placed(pod)
         if known != placed:
             self._drop(pod.uid)
             self._keep(placed)
-            self._ended.pop(pod.uid, None)
+            self._forget_ended(pod.uid)
             self._changed()
 
     def end(self, pod: Pod) -> None:
         """Take note that a pod has ended; it stays in the book for a while."""
+        self._beyond.pop(pod.uid, None)
         if pod.uid not in self._pods:
+            self._bound.pop(pod.uid, None)
             return
         believed = self._believed().get(pod.claimed_uid)
         static_uid = believed.static_uid if believed is not None and believed.uid == pod.uid else ""
@@ -293,16 +304,14 @@ class PodBook:
         self._drop(pod.uid)
         self._bound.pop(pod.uid, None)
         self._ended[placed.kubelet_uid] = (placed if placed.ended else dataclasses.replace(placed, phase=ENDED), now)
-        while len(self._ended) > _MOST_ENDED or now - next(iter(self._ended.values()))[1] > _ENDED_SECONDS:
-            self._ended.popitem(last=False)
         self._changed()
 
     def remove(self, pod: Pod) -> None:
         """Forget a pod that the API server has deleted."""
-        if self._drop(pod.uid):
-            self._bound.pop(pod.uid, None)
-            self._changed()
-        elif self._ended.pop(pod.uid, None) is not None:
+        self._bound.pop(pod.uid, None)
+        self._beyond.pop(pod.uid, None)
+        dropped, forgotten = self._drop(pod.uid), self._forget_ended(pod.uid)
+        if dropped or forgotten:
             self._changed()
 
     def _has_room(self, pod: Pod, known: Pod | None) -> bool:
@@ -314,27 +323,41 @@ class PodBook:
             if displaced is None:
                 return False
             self._drop(displaced.uid)
-            self._leave_out(1, displaced.full_name)
+            self._bound.pop(displaced.uid, None)
+            self._leave_out([displaced])
         return True
 
-    def _fitting(self, listed: Mapping[str, Pod]) -> list[Pod]:
+    def fitting(self, pods: Collection[Pod]) -> list[Pod]:
         """As many of them as the book takes, in their order. Pods whose owners chose the node displace none that a scheduler has bound."""
         left = MOST_BYTES
         fitting = set[str]()
-        for uid in sorted(listed, key=lambda uid: (not listed[uid].scheduled, listed[uid].size_bytes))[:MOST_PODS]:
-            left -= listed[uid].size_bytes
+        for pod in sorted(pods, key=lambda pod: (not pod.scheduled, pod.size_bytes))[:MOST_PODS]:
+            left -= pod.size_bytes
             if left < 0:
                 break
-            fitting.add(uid)
-        if beyond := len(listed) - len(fitting):
-            self._leave_out(beyond, next(pod.full_name for uid, pod in listed.items() if uid not in fitting))
-        return [pod for uid, pod in listed.items() if uid in fitting]
+            fitting.add(pod.uid)
+        self._leave_out([pod for pod in pods if pod.uid not in fitting])
+        return [pod for pod in pods if pod.uid in fitting]
 
-    def _leave_out(self, count: int, example: str) -> None:
+    def _leave_out(self, pods: Sequence[Pod]) -> None:
+        if not pods:
+            return
         if not self.left_out:
             remedy = "delete pods with extremely many containers, resources or annotations from this node"
-            _logger.error("pods.left_out", pod=example, most_pods=MOST_PODS, most_bytes=MOST_BYTES, remedy=remedy)
-        self.left_out += count
+            _logger.error("pods.left_out", pod=pods[0].full_name, most_pods=MOST_PODS, most_bytes=MOST_BYTES, remedy=remedy)
+        self.left_out += len(pods)
+        for pod in pods:
+            self._beyond.pop(pod.uid, None)
+            self._beyond[pod.uid] = None
+            if len(self._beyond) > _MOST_NAMES:
+                del self._beyond[next(iter(self._beyond))]
+
+    def _forget_ended(self, uid: str) -> bool:
+        """Whether the pod, by the API server's UID, was among those that have ended."""
+        gone = [key for key, (pod, _) in self._ended.items() if pod.uid == uid]
+        for key in gone:
+            del self._ended[key]
+        return bool(gone)
 
     def _keep(self, pod: Pod) -> None:
         self._pods[pod.uid] = pod
@@ -384,5 +407,8 @@ class PodBook:
         return self._static
 
     def _changed(self) -> None:
+        now = self._clock()
+        while self._ended and (len(self._ended) > _MOST_ENDED or now - next(iter(self._ended.values()))[1] > _ENDED_SECONDS):
+            self._ended.popitem(last=False)
         self._in_order = self._static = None
         self.revision.publish(self.revision.value + 1)

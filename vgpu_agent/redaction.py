@@ -6,8 +6,8 @@ token is in no message, log line, traceback, event or page, even where an API se
 
 from __future__ import annotations
 
-import collections
 import re
+import threading
 
 HIDDEN = "(hidden)"
 
@@ -27,17 +27,17 @@ _FORMS = re.compile(
 # One of these stands in every text that `_FORMS` can match; looking for them is much quicker.
 _SIGNS = ("earer", "EARER", "asic", "ASIC", "eyJ", "://", "PRIVATE KEY")
 
-_secrets: collections.OrderedDict[str, None] = collections.OrderedDict()
+# Replaced as a whole, so that any thread can look through it while another adds one; the latest come last.
+_secrets: tuple[str, ...] = ()
+_adding = threading.Lock()
 
 
 def conceal(secret: str) -> None:
     """Never show ``secret`` from now on; very short texts are ignored, and of many only the latest are remembered."""
-    for text in {secret, *secret.split()}:
-        if len(text) >= _SHORTEST_SECRET:
-            _secrets[text] = None
-            _secrets.move_to_end(text)
-    while len(_secrets) > _MOST_SECRETS:
-        _secrets.popitem(last=False)
+    global _secrets  # noqa: PLW0603 - of the process, as its credentials are
+    texts = {text for text in (secret, *secret.split()) if len(text) >= _SHORTEST_SECRET}
+    with _adding:
+        _secrets = (*(known for known in _secrets if known not in texts), *texts)[-_MOST_SECRETS:]
 
 
 def redacted(text: str) -> str:

@@ -157,8 +157,9 @@ async def test_no_list_goes_on_for_ever_with_the_same_page() -> None:
     assert "the same page again" in watch.status.last_error
 
 
-async def test_no_list_goes_on_for_ever_with_new_pages() -> None:
+async def test_no_list_goes_on_for_ever_with_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page brings a pod and another token."""
+    monkeypatch.setattr("vgpu_agent.cluster.reflector._MOST_PAGES", 100)
     numbers = itertools.count()
 
     async def more(writer: asyncio.StreamWriter, _: bytes) -> None:
@@ -166,7 +167,7 @@ async def test_no_list_goes_on_for_ever_with_new_pages() -> None:
         writer.write(_page(f"t{number}", *(json_pod(f"p{number}-{each}") for each in range(50))))
 
     watch, peak = await _trouble_of_list(more)
-    assert "the list has more than 2000 objects" in watch.status.last_error
+    assert "more than 100 pages" in watch.status.last_error
     assert peak < 32 * MIB
 
 
@@ -195,8 +196,9 @@ async def test_no_list_goes_on_for_ever_with_empty_pages(monkeypatch: pytest.Mon
     ],
     ids=["items", "one item", "version", "spaces", "depth", "brackets", "commas"],
 )
-async def test_no_endless_list_fills_the_memory(begin: bytes, again: bytes, said: str) -> None:
+async def test_no_endless_list_fills_the_memory(begin: bytes, again: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The API server ignores ``limit`` when it answers from its cache, so a page may be as long as it likes; it is read piece by piece."""
+    monkeypatch.setattr("vgpu_agent.cluster.reflector._MOST_ITEMS", 2000)
 
     async def write(writer: asyncio.StreamWriter, _: bytes) -> None:
         writer.write(CHUNKED)

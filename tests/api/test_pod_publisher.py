@@ -15,7 +15,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
-from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod
 
 PHASE, TIME, TODO = "volcano.sh/bind-phase", "volcano.sh/vgpu-time", "volcano.sh/devices-to-allocate"
 DONE: dict[str, str | None] = {PHASE: "success", TODO: None}
@@ -104,6 +104,17 @@ async def test_a_write_is_not_repeated_while_the_watch_lags() -> None:
         await asyncio.sleep(1)
         world.wake.publish(2)
         await asyncio.sleep(60)
+    assert len(world.api.requests) == 1
+
+
+async def test_a_pod_that_has_ended_is_written_once() -> None:
+    """The watch leaves out pods that have ended, so it never shows the write, which was repeated for as long as the pod lay there."""
+    world = World("a", delay_seconds=10_000)
+    async with running(world.publisher.run(_ignore)):
+        ended = Pod("uid-a", "default", "a", "n1", annotations={PHASE: "allocating", TODO: "U0,NVIDIA,1,0:;"})
+        world.watched.book.put(ended)
+        world.watched.book.end(ended)
+        await asyncio.sleep(3600)
     assert len(world.api.requests) == 1
 
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Events come in bursts, and each try is a whole booking.
+_PAUSE_SECONDS = 0.1
+
 _NO_ROOM = (CapacityError, UnhealthyDeviceError)  # the second also where a GPU serves another family, whose last pod may have ended
 
 
@@ -102,6 +105,7 @@ class EndedPods:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await pods.newer_than(version)
+                    await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _all_pods(self, start: Start) -> Testimony | None:
         """Kubelet's records about every pod, read now; None when it has not answered in time."""
@@ -143,6 +147,8 @@ class EndedPods:
             if before.get(grant.number) != grant:
                 continue  # booked or proven since kubelet was asked, which says nothing about it
             pod = self._around.book.get(owner.pod_uid)
+            if pod is None and self._around.book.may_have(owner.pod_uid):
+                continue
             if pod is None or pod.ended:
                 self._ledger.release(grant.number)
                 self._journal.record("ledger.released", grant=grant.number, pod=owner.pod_name, reason="the pod has ended")

@@ -111,6 +111,8 @@ class Interpretation:
         if self._around is None or grant.owner is None or not grant.shares:
             return False
         pod = self._around.book.get(grant.owner.pod_uid)
+        if pod is None and self._around.book.may_have(grant.owner.pod_uid):
+            return True
         container = pod.container(grant.owner.container) if pod else None
         if pod is None or container is None or pod.ended:
             return False

@@ -50,7 +50,7 @@ class _Writing:
     backoff: Backoff
     pending_since: float | None = None
     busy: bool = False  # a request is under way; there is never a second one, so writes of one pod are in order
-    gone: bool = False  # the API server has no such pod any more; the watch will say so soon
+    gone: bool = False  # nothing more is to be written: the API server has no such pod any more, or it has ended and has it all
     unwanted: Mapping[str, str | None] | None = None  # what the API server refused for good
 
 
@@ -215,6 +215,8 @@ class PodPublisher:
             writing.pending_since, writing.unwanted = None, None
             self._complaints.over("annotations")
             self._note(pod, changes, writing)
+            # The watch leaves out pods that have ended, so it will never show this write, which would be repeated for ever.
+            writing.gone = writing.gone or pod.ended
             # Whatever differed went into one request, so now the pod says all that it should.
             self._journal.record("pods.written", **self._about(pod), annotations=sorted(changes), seconds=round(waited, 3))
         finally:

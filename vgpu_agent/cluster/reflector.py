@@ -37,8 +37,9 @@ T = TypeVar("T")
 Seen_contra = TypeVar("Seen_contra", contravariant=True)
 
 _PAGE = "500"  # items; an API server that answers from its cache sends all
-# What a list may have: a node has some hundred objects of a kind, and each page has at least one.
-_MOST_ITEMS = 2000
+# A node has some hundred objects of a kind, each page has at least one, and whoever keeps them has bounds of its own (`trim`).
+_MOST_ITEMS = 50_000
+_TRIMMED_EACH = 100  # items
 _MOST_PAGES = 1000
 # A watch is followed no faster than this for long; a node with 500 pods has some hundred changes a second at its worst.
 _BURST = 200  # lines
@@ -156,8 +157,22 @@ class Reflector(Generic[T]):
         journal: Journal,
         uniform: Callable[[float, float], float] = random.uniform,
         expected: Collection[int] = (),
+        trim: Callable[[list[T]], list[T]] | None = None,
     ) -> None:
-        """Build it; HTTP statuses in ``expected`` are no news for the log, because the caller says what they mean."""
+        """Build it.
+
+        Args:
+            source: what is listed and watched.
+            scope: which objects.
+            decoder: makes an object of the API server's JSON.
+            sink: takes what was read.
+            settings: times.
+            journal: is told of failures.
+            uniform: draws a time between two.
+            expected: HTTP statuses that are no news for the log, because the caller says what they mean.
+            trim: those of the objects read so far that the sink would keep. A list is not held whole before it is cut.
+        """
+        self._trim = trim
         self.status = ReflectorStatus()
         self.synced = asyncio.Event()
         self.trouble: Latest[ClusterError | None] = Latest(None)
@@ -252,7 +267,9 @@ class Reflector(Generic[T]):
                 for raw in page.feed(chunk):
                     items += self._readable(raw)
                     seen += 1
-                    if max(seen, len(items)) > _MOST_ITEMS:
+                    if self._trim is not None and items and len(items) % _TRIMMED_EACH == 0:
+                        items[:] = self._trim(items)
+                    if seen > _MOST_ITEMS:
                         text = f"the list has more than {_MOST_ITEMS} objects; it is given up, since no node has so many"
                         raise ClusterError(f"GET {self.scope.path}: {text}; something in between is not Kubernetes")
                 beat()

@@ -39,7 +39,7 @@ class PodWatch:
     def __init__(self, source: Source, node_name: str, book: PodBook, *, settings: Cluster, journal: Journal) -> None:
         self._source = source
         scope = Scope("pods of this node", "/api/v1/pods", f"spec.nodeName={node_name},{_NOT_ENDED}")
-        self._reflector = Reflector(source, scope, decode.pod, _Living(book), settings=settings, journal=journal)
+        self._reflector = Reflector(source, scope, decode.pod, _Living(book), settings=settings, journal=journal, trim=book.fitting)
 
     @property
     def status(self) -> ReflectorStatus:

@@ -65,7 +65,8 @@ class NodeLocks:
             self._free_since[key] = seen_at  # one lock followed the other between two looks
         self._standing[key] = seen_at
         served = allocated_at is not None and (seen_at <= allocated_at or self._shown_late(key, taken_at, allocated_at))
-        if served or now - seen_at >= LONGEST_HELD_SECONDS:
+        # Negative when the clock was set back meanwhile; nobody knows then how long it has stood.
+        if served or not 0 <= now - seen_at < LONGEST_HELD_SECONDS:
             return NodeWishes(annotations={key: None}, guarded=frozenset({key}))
         return NodeWishes()
 
