@@ -169,8 +169,10 @@ async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None
     after = GrantDirectory(str(node.cdi), node.journal, kept_directory=str(node.folder / "kept"), earlier=earlier)
     await after.load()
     assert not await after.stands(record.token)
+    assert after.outdated
     await after.deliver(node.record(), node.provision())
     assert await after.stands(record.token)
+    assert not after.outdated
 
 
 async def test_an_early_answer_from_before_cannot_be_turned_into_a_way_out(node: Node) -> None:
@@ -353,14 +355,16 @@ def test_nothing_of_ours_lies_where_everybody_may_make_it_first() -> None:
 
 async def test_a_tenant_cannot_hold_the_lock_that_others_wait_for(node: Node) -> None:
     """Libraries before 2.8.1 wait for one lock file; each container has a file system of its own for it, small, and gone with it."""
-    node.backend = HamiCore(str(node.host), str(node.library), library_locks=uses_lock(b"\x7fELF...\0/tmp/vgpulock/lock\0..."))
+    node.backend = HamiCore(
+        str(node.host), str(node.library), library_locks=uses_lock(b"/tmp/vgpulock/lock\0unified_lock locked"), late=True
+    )
     await node.mounts_at_start()
     (spec,) = node.cdi.glob("*.json")
     mounts = json.loads(spec.read_text())["devices"][0]["containerEdits"]["mounts"]
     (lock,) = [mount for mount in mounts if mount["containerPath"] == "/tmp/vgpulock"]
     assert (lock["type"], lock["hostPath"]) == ("tmpfs", "tmpfs")
     assert {"size=64k", "nr_inodes=16", "mode=1777", "nosuid", "nodev", "noexec"} <= set(lock["options"])
-    assert not uses_lock(b"\x7fELF of 2.8.1 or newer")
+    assert not uses_lock(b"/tmp/vgpulock/lock\0 of 2.8.1 or newer, where nothing calls the functions that are left")
 
 
 @pytest.mark.parametrize("what", ["mode", "owner", "link in a writable directory"])

@@ -233,7 +233,9 @@ async def test_a_library_with_a_lock_file_is_served_where_each_container_can_hav
         server.objects.set_status("nodes", NODE, {"nodeInfo": {"kubeletVersion": "v1.36.0", "containerRuntimeVersion": runtime}})
         settings = await volcano_settings(tmp_path, server, volcano_vgpu=VolcanoVgpu(node_config_file=""), hami_core=hami)
         source = await asyncio.to_thread(deliver_stand_in_library, tmp_path / "hami")
-        locking = shared_object(FUNCTIONS, code=region_code(REGION_BYTES), strings=REGION_VARIABLE + b"\0/tmp/vgpulock/lock\0")
+        locking = shared_object(
+            FUNCTIONS, code=region_code(REGION_BYTES), strings=REGION_VARIABLE + b"\0/tmp/vgpulock/lock\0unified_lock locked, waiting\0"
+        )
         await asyncio.to_thread(source.write_bytes, locking)
         async with wired(settings) as parts:
             await parts.families.apply(settings)

@@ -34,6 +34,8 @@ class DiskCarrier(MemoryCarrier):
     def records(self) -> Sequence[GrantRecord]:
         return self.directory.records
 
+    outdated = False
+
     async def stands(self, token: str) -> bool:
         return await self.directory.stands(token)
 

@@ -107,6 +107,8 @@ class MemoryCarrier:
     def records(self) -> Sequence[GrantRecord]:
         return [record for record, _ in self.specs.values()]
 
+    outdated = False
+
     async def stands(self, token: str) -> bool:
         return token in self.specs
 

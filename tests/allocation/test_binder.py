@@ -132,3 +132,5 @@ async def test_only_a_cdi_name_lets_a_container_start_unasked(mode: BindingMode 
     assert place.allocator.may_start_unasked(NUMBER) is number
     assert place.allocator.may_start_unasked(MEMORY)
     assert place.allocator.may_start_unasked("example.com/not-offered-any-more")
+    place.carrier.outdated = True  # a container of the version before could choose what such a spec mounts
+    assert not place.allocator.may_start_unasked(NUMBER)

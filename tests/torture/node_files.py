@@ -49,6 +49,8 @@ class NodeFiles:
         """The grants whose specs are there now, and those that were answered in Allocate."""
         return (*(record for record, _ in self._specs.values()), *self._prepared.values())
 
+    outdated = False
+
     async def stands(self, token: str) -> bool:
         """Whether the spec is there; a reboot has taken them all."""
         return cdi_name(token) in self._specs

@@ -185,10 +185,13 @@ class Allocator:
     def may_start_unasked(self, resource: str) -> bool:
         """Whether a container may start while nobody is asked: what it would start with must be its own, or nothing.
 
-        That holds for ids that name their device and for a CDI name, but not for an early answer that has not been proven.
+        That holds for ids that name their device and for a CDI name, but not for an early answer that has not been proven, nor while there
+        are specs of an agent whose containers could change what is mounted.
         """
         offered = next((offer for offer in self._ledger.resources if offer.name == resource), None)
-        return offered is None or offered.decided_by is not Decider.POD or (self.mode is not None and self.mode.late)
+        if offered is None or offered.decided_by is not Decider.POD:
+            return True
+        return self.mode is not None and self.mode.late and self._around is not None and not self._around.carrier.outdated
 
     def confirm(
         self,

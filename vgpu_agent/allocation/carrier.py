@@ -90,6 +90,11 @@ class Carrier(Protocol):
         """The grants whose specs are there now."""
         ...
 
+    @property
+    def outdated(self) -> bool:
+        """Whether there is a spec of an earlier agent, from which no container may start before it was written anew."""
+        ...
+
     async def stands(self, token: str) -> bool:
         """Whether the spec of that name is where the runtime looks for it."""
         ...

@@ -163,12 +163,16 @@ def _told_of(provision: Provision, answers: Collection[Edits]) -> bool:
 
 
 def _is_of(answer: Edits, provision: Provision) -> bool:
-    """True for the answer of ``provision``, and for the one that an earlier agent, with other mounts, gave for the same share."""
+    """True for the answer of ``provision``, and for the one that an agent with other mounts or variables gave for the same share.
+
+    The container's own directory tells whose answer it is. An upgrade, another library or another way of binding changes the rest.
+    """
     wanted = provision.edits
-    if answer == wanted or not leads_into(provision.before, answer):
+    if answer == wanted or not (leads_into(provision.collected, answer) or leads_into(provision.before, answer)):
         return answer == wanted
     told = answer.environment.items() <= wanted.environment.items()
-    return told and dataclasses.replace(answer, environment=wanted.environment, mounts=wanted.mounts) == wanted
+    same = dataclasses.replace(answer, environment=wanted.environment, mounts=wanted.mounts, memory_mounts=wanted.memory_mounts)
+    return told and same == wanted
 
 
 def leads_into(directory: str, answer: Edits) -> bool:

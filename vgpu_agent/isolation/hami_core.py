@@ -39,6 +39,8 @@ LOCK_DIRECTORY = "/tmp/vgpulock"  # noqa: S108 - likewise
 
 # What the library opens there, when it is one that uses it.
 _LOCK = f"{LOCK_DIRECTORY}/lock".encode()
+# What it logs while it waits for that file. Libraries from 2.8.1 on still name the file, in functions that nothing calls any more.
+_LOCK_AWAITED = b"unified_lock locked"
 _LOCK_KIB, _LOCK_FILES = 64, 16
 
 # A pod sets this variable, to whatever value, to run without the library. The library itself does not know it.
@@ -55,7 +57,7 @@ DECISIVE = frozenset({REGION_VARIABLE, _HOOKS_VARIABLE, _POLICY_VARIABLE})
 
 def uses_lock(library: bytes) -> bool:
     """True for a libvgpu.so that makes a lock file in `LOCK_DIRECTORY`, as those before 2.8.1 do (hami-core contract §1.4)."""
-    return _LOCK in library
+    return _LOCK in library and _LOCK_AWAITED in library
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,7 +112,7 @@ class HamiCore:
             # A mount point cannot be deleted, so whoever tidies up /tmp does not delete the limit.
             Mount(f"{CACHE_DIRECTORY}/{cache}", region_path),
         ]
-        locks = (MemoryMount(LOCK_DIRECTORY, _LOCK_KIB, _LOCK_FILES),) if self.library_locks else ()
+        locks = (MemoryMount(LOCK_DIRECTORY, _LOCK_KIB, _LOCK_FILES),) if self.library_locks and self.late else ()
         parts = region(limits, limit_cores=target.limit_cores)
         return Provision(
             Edits(environment=self._environment(target, limits, cache), mounts=tuple(mounts), memory_mounts=locks),

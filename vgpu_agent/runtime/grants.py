@@ -110,6 +110,11 @@ class GrantDirectory:
         return self._all()
 
     @property
+    def outdated(self) -> bool:
+        """Whether there is a spec of an earlier agent, from which no container may start before it was written anew."""
+        return any(self._is_outdated(record) for record in self._records.values())
+
+    @property
     def left_over(self) -> Mapping[str, str]:
         """Directories of ended containers that cannot be removed, and why."""
         return self._stuck
@@ -145,9 +150,7 @@ class GrantDirectory:
         What an earlier agent wrote mounts files from a directory that the container could change; it has to be written anew first.
         """
         record = self._records.get(token)
-        if record is not None and self._earlier and record.collected.startswith(f"{self._earlier}/"):
-            return False
-        return not await self.missing([token])
+        return not (record is not None and self._is_outdated(record)) and not await self.missing([token])
 
     async def missing(self, tokens: Iterable[str]) -> tuple[str, ...]:
         """Those of ``tokens`` that have no spec file now, whatever was delivered before: somebody deleted it, or the node was rebooted."""
@@ -292,6 +295,9 @@ class GrantDirectory:
             if before.get(what) != facts["error"]:
                 self._journal.record(event.partition(" ")[0], level=level, **facts)
         self._said[event] = {what: facts["error"] for what, facts in failed.items()}
+
+    def _is_outdated(self, record: GrantRecord) -> bool:
+        return bool(self._earlier) and record.collected.startswith(f"{self._earlier}/")
 
     def _path(self, token: str, directory: str = "") -> str:
         return os.path.join(directory or self._directory, f"vgpu-agent-{token}.json")

@@ -114,6 +114,7 @@ class HamiLibrary:
         preload = os.path.join(self._host_directory, "ld.so.preload")
         # Without a newline, as the replaced plugin writes it.
         _write_if_different(preload, hami_core.LIBRARY.encode())
+        host_files.require_only_root([preload])  # else each start would be refused, on a node that offers shares
         signature = self._signature()
         if self._installed is not None and self._installed[0] == signature and os.path.isfile(self._installed[1]):
             return self._installed[1], ""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-_MODIFIED = 0x2  # IN_MODIFY of linux/inotify.h: written, cut or allocated
+_MODIFIED = 0x2 | 0x4  # IN_MODIFY, IN_ATTRIB of linux/inotify.h: written, cut or allocated; attributes take space too
 _EVENT = struct.Struct("iIII")  # struct inotify_event: watch, mask, cookie, length of the name that follows
 _READ_AT_ONCE = 64 * 1024
 
@@ -40,6 +40,7 @@ _PAUSE_SECONDS = 0.001  # between two looks at files that are being written, how
 _MOST_FILES = 4096
 _DEADLINE_SECONDS = 30.0
 _ROOM_SECONDS = 0.5
+_REST_SECONDS = 10.0  # after a region could not be cut to its size
 _BLOCK_BYTES = 512  # of st_blocks (stat(2))
 _SLACK_BYTES = 128 << 10  # what a file system adds to a file for itself
 
@@ -69,9 +70,11 @@ class RegionGuard:
         self._watches: dict[int, str] = {}  # of inotify → path
         self._changing = threading.Lock()
         self._inotify = -1
+        self._unwatched = False  # whether the kernel has refused to watch one, which is told once
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looked = threading.Event()
         self._told: set[str] = set()
+        self._rests_until: dict[str, float] = {}  # path → until when it is left as it is (monotonic seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -100,6 +103,7 @@ class RegionGuard:
             with self._changing:
                 self._let_go(path)
             self._told.discard(path)
+            self._rests_until.pop(path, None)
         for path in found:
             self.take(path)
         self.cut_all()
@@ -124,6 +128,10 @@ class RegionGuard:
                 watch = _libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{descriptor}".encode(), _MODIFIED)
                 if watch >= 0:
                     self._watches[watch] = path
+                elif not self._unwatched:
+                    self._unwatched = True
+                    reason = os.strerror(ctypes.get_errno())
+                    _logger.warning("regions.not_watched", path=path, error=reason, remedy="raise fs.inotify.max_user_watches")
 
     def make_room(self) -> None:
         """Let all that has grown be cut now, because the disk is full; waits a moment for it. Any thread but the event loop's may call."""
@@ -198,6 +206,8 @@ class RegionGuard:
             return [self._watches[watch] for watch in watches if watch in self._watches]
 
     def _cut(self, path: str) -> None:
+        if time.monotonic() < self._rests_until.get(path, 0.0):
+            return
         try:
             with self._changing:
                 known = self._regions.get(path)
@@ -209,9 +219,15 @@ class RegionGuard:
                     return
                 os.ftruncate(descriptor, self._size)
                 if _has_grown(descriptor, self._size):
-                    # Space behind the end, of which the size says nothing. The byte before the end belongs to nobody.
+                    # Space behind the end, or in attributes, of which the size says nothing. The byte before the end belongs to nobody.
+                    for name in os.listxattr(descriptor):
+                        if name.startswith("user."):
+                            os.removexattr(descriptor, name)
                     os.ftruncate(descriptor, self._size - 1)
                     os.ftruncate(descriptor, self._size)
+                if _has_grown(descriptor, self._size):
+                    # Nothing helps, and each attempt is a change that the kernel would tell of at once.
+                    self._rests_until[path] = time.monotonic() + _REST_SECONDS
             finally:
                 os.close(descriptor)
         except OSError as err:
