@@ -10,12 +10,14 @@ from pathlib import Path
 from tests.adversary.memory_cgroup import memory_cgroup
 from tests.adversary.storm import CONNECTIONS, LIMIT_MIB, PODS, endure, storm_stage
 from tests.bench.figures import Figure, percentile
+from vgpu_agent import log
 
 FILES, STARTS = 1_000_000, 100
 
 
 async def measure(folder: Path) -> list[Figure]:
     """Throw everything, and start pods one after the other meanwhile."""
+    log.configure(level="error")  # the stand-in scheduler tells of each pod
     with memory_cgroup(LIMIT_MIB) as cgroup:
         async with storm_stage(folder, cgroup) as stage:
             endured = await endure(stage, files=FILES, starts=STARTS)
