@@ -1,4 +1,4 @@
-"""What a GPU scheduler has overbooked, through the agent's real process: served, told, shown, and kept over a kill."""
+"""Overbooking by a GPU scheduler, through the agent's real process: served, told, shown, and kept over a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How soon a plugin is registered after a kubelet came back: a kubelet makes its socket first and listens on it a little later.
+"""Registration in time after a kubelet came back: a kubelet makes its socket first and listens on it a little later.
 
 Pods that are bound to the node meanwhile fail for good, so what a dead kubelet has taught about pauses must not count for the next one.
 """
@@ -166,7 +166,7 @@ async def test_a_socket_that_a_dead_kubelet_left_is_not_hammered(directory: Path
 @pytest.mark.looptime
 @pytest.mark.usefixtures("at_once")
 async def test_the_same_reason_of_another_kubelet_is_recorded_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads the log of a second kubelet restart must not have to look for the first one's."""
+    """A reader of the log of a second kubelet restart must not have to look for the first one's."""
     lying, kubelet, journal = Directory(directory), Answers(_refused), Journal()
     monkeypatch.setattr(server, "register", kubelet.register)
     plugin = _plugin(lying, journal)

@@ -63,7 +63,7 @@ def test_a_record_is_read_back_as_it_was_written(grant: MakeGrant) -> None:
 
 
 def test_a_record_says_that_a_scheduler_decided(grant: MakeGrant) -> None:
-    """What was overcommitted is kept after a restart; a record from before there was such a fact says nothing and is within its device."""
+    """Overcommitted shares are kept after a restart; a record from before there was such a fact says nothing and is within its device."""
     record, _ = grant(may_overcommit=True)
     assert cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token) == record
     assert b"may-overcommit" not in cdi.spec_text(grant()[0], Edits({"A": "b"}))

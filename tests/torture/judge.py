@@ -22,7 +22,7 @@ REGION = "/tmp/cudevshr.cache"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Got:
-    """What a container sees: its slices, and whose grant (pod's UID, container) its own region names."""
+    """The view of a container: its slices, and whose grant (pod's UID, container) its own region names."""
 
     owner: tuple[str, str]
     slices: frozenset[Slice]

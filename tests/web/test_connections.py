@@ -1,4 +1,4 @@
-"""Whose connection makes room, and how a listener does without descriptors."""
+"""The connection that makes room for a new one, and a listener without descriptors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_a_listener_without_descriptors_pauses_and_goes_on() -> None:
 
 
 def test_few_descriptors_are_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What HTTP clients may take leaves the rest of the agent what it needs."""
+    """HTTP clients leave the rest of the agent the descriptors that it needs."""
     limits = {"soft": 1 << 20}
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limits["soft"], -1))
     assert bounded(256) == 256
