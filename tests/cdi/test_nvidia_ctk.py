@@ -108,7 +108,7 @@ def _hooks(spec: Spec) -> list[str]:
 async def test_only_the_named_hooks_are_left_out(
     version: str, disabled: tuple[str, ...], hooks: list[str], program: str, tool: Tool
 ) -> None:
-    """NVIDIA's plugin does the same from 0.18 on (nvidia contract §8): images whose CUDA is newer than the driver need `enable-cuda-compat`.
+    """NVIDIA does the same from 0.18 on (nvidia contract §8): images whose CUDA is newer than the driver need `enable-cuda-compat`.
 
     A tool before 1.17.5 knows no option for it, and refuses one that it does not know.
     """
