@@ -22,13 +22,16 @@ _LONGEST_ENVELOPE_BYTES = 64 * 1024
 
 _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
 
-_TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_FLAT = rb'(?:[^"{}]++|' + _TEXT + rb")*+"
-_SHALLOW = rb'(?:[^"{}]++|' + _TEXT + rb"|\{" + _FLAT + rb"\})*+"
+# Each character fits one alternative only, so nothing is ever tried in two ways. Possessive quantifiers would say the same, but Python
+# before 3.11.5 matches too little with them (CPython issue 106052), and Debian 12 has 3.11.2.
+_IN_TEXT = rb'[^"\\]*(?:\\.[^"\\]*)*'
+_TEXT = rb'"' + _IN_TEXT + rb'"'
+_FLAT = rb'[^"{}]*(?:' + _TEXT + rb'[^"{}]*)*'
+_SHALLOW = rb'[^"{}]*(?:(?:' + _TEXT + rb"|\{" + _FLAT + rb'\})[^"{}]*)*'
 # Up to the next brace that counts: texts, and within an item objects without much in them, are passed over in one step.
 _OUTSIDE = re.compile(_FLAT, re.DOTALL)
-_INSIDE = re.compile(rb'(?:[^"{}]++|' + _TEXT + rb"|\{" + _SHALLOW + rb"\})*+", re.DOTALL)
-_IN_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_INSIDE = re.compile(rb'[^"{}]*(?:(?:' + _TEXT + rb"|\{" + _SHALLOW + rb'\})[^"{}]*)*', re.DOTALL)
+_REST_OF_TEXT = re.compile(_IN_TEXT, re.DOTALL)
 _OPENING, _CLOSING, _QUOTE = b'{}"'
 _ITEMS = re.compile(rb'"items"\s*:\s*\[\s*\Z')
 
@@ -82,7 +85,7 @@ class ListReader:
         """Go on behind the next brace that counts, and say which it is; None at the end of what has arrived. Nothing is read twice."""
         while True:
             if self._in_text:
-                self._from = _required(_IN_TEXT.match(self._rest, self._from)).end()
+                self._from = _required(_REST_OF_TEXT.match(self._rest, self._from)).end()
                 if self._from >= len(self._rest) or self._rest[self._from] != _QUOTE:
                     return None
                 self._in_text = False

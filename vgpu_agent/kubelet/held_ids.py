@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Ids of one resource differ in length by their digits; more kinds of entries than this are walked one by one.
 _MOST_KINDS = 64
 _MOST_STRANGERS = 1000
+# Entries that are matched at once. Without a bound each of tens of thousands would be kept to come back to. A possessive quantifier would
+# keep none, but Python before 3.11.5 matches too little with it (CPython issue 106052), and Debian 12 has 3.11.2.
+_MOST_AT_ONCE = b"{1,1000}"
 
 
 class SeenNumbers:
@@ -40,12 +43,11 @@ class SeenNumbers:
         self._places = [seen for seen, _ in kinds]
         pattern = b"|".join(kind for _, kind in kinds) or rb"(?!)"
         self._one = re.compile(pattern)
-        self._run = re.compile(b"(?:" + pattern + b")*+")
+        self._run = re.compile(b"(?:" + pattern + b")" + _MOST_AT_ONCE)
 
     def note_run(self, message: bytes, position: int) -> int:
         """Note the entries with one id of ours each that stand at ``position`` one after the other; the position after them."""
-        run = self._run.match(message, position)
-        end = run.end() if run is not None else position
+        end = _end_of_run(self._run, message, position)
         for entry in self._one.finditer(message, position, end):
             kind = entry.lastindex or 1
             seen, number = self._places[kind - 1], int(entry[kind])
@@ -185,16 +187,15 @@ class _Entries:
     def _passed(self, message: bytes, position: int, found: list[tuple[str, Sequence[str]]]) -> int:
         for read in self._readers:
             position = read(message, position)
-        if self._single is not None and self._single_run is not None and (run := self._single_run.match(message, position)):
+        if self._single is not None and (end := _end_of_run(self._single_run, message, position)) > position:
             resources = list(self._singles.values())
             ids: dict[str, list[str]] = {}
-            for entry in self._single.finditer(message, position, run.end()):
+            for entry in self._single.finditer(message, position, end):
                 kind = entry.lastindex or 1
                 ids.setdefault(resources[kind - 1], []).append(wire.text(entry[kind]))
             found.extend(ids.items())
-            position = run.end()
-        passed = self._run.match(message, position) if self._run is not None else None
-        return position if passed is None else passed.end()
+            position = end
+        return _end_of_run(self._run, message, position)
 
     def _wanted(self, entry: bytes) -> str:
         """The name in ``entry``; empty when it is not wanted."""
@@ -213,7 +214,7 @@ class _Entries:
         head = element[: len(element) - len(entry) + following]
         self._kinds.add((head, len(element) - len(head)))
         kinds = b"|".join(re.escape(head) + b".{%d}" % rest for head, rest in sorted(self._kinds))
-        self._run = re.compile(b"(?:" + kinds + b")*+", re.DOTALL)
+        self._run = re.compile(b"(?:" + kinds + b")" + _MOST_AT_ONCE, re.DOTALL)
 
     def _learn_single(self, element: bytes, resource: str, ids: Sequence[str]) -> None:
         """Read the next ones at once that have one id of the same length, and nothing else."""
@@ -227,7 +228,14 @@ class _Entries:
         self._singles[re.escape(head) + b"(.{%d})" % len(id_)] = resource
         pattern = b"|".join(self._singles)
         self._single = re.compile(pattern, re.DOTALL)
-        self._single_run = re.compile(b"(?:" + pattern + b")*+", re.DOTALL)
+        self._single_run = re.compile(b"(?:" + pattern + b")" + _MOST_AT_ONCE, re.DOTALL)
+
+
+def _end_of_run(run: re.Pattern[bytes] | None, message: bytes, position: int) -> int:
+    """The position after all entries of the kinds of ``run`` that stand at ``position`` one after the other."""
+    while run is not None and (found := run.match(message, position)):
+        position = found.end()
+    return position
 
 
 def _kinds_of_numbers(resource: str, block: IdBlock) -> Iterator[bytes]:
