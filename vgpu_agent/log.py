@@ -144,7 +144,9 @@ def _traceback(exc_info: ExcInfo) -> list[dict[str, Any]]:
 
 
 def _bound(_: Any, __: str, event: EventDict) -> EventDict:
-    """What a line says, within bounds; its traceback is bounded already."""
+    """What a line says, within bounds; its traceback is bounded already, and so is all that the journal says."""
+    if event.get("logger") == "journal":
+        return event
     traceback = {key: event.pop(key) for key in ("exception",) if key in event}
     kept, _size = bounded(event, most_bytes=_MOST_LINE_BYTES)
     if isinstance(text := traceback.get("exception"), str) and len(text) > _MOST_TRACEBACK_CHARACTERS:

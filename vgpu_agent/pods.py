@@ -108,6 +108,7 @@ class PodContainer:
 
 
 _POD_BYTES = 2048  # a pod without annotations and containers
+_CONTAINER_BYTES = 400
 _RESOURCE_BYTES = 500
 
 
@@ -176,9 +177,9 @@ class Pod:
     @property
     def size_bytes(self) -> int:
         """About what it takes in memory."""
-        texts = sum(sys.getsizeof(text) for text in self.annotations.values())
-        resources = sum(400 + _RESOURCE_BYTES * (len(one.limits) + len(one.unreadable)) for one in self.containers)
-        return _POD_BYTES + texts + resources
+        texts = sum(map(sys.getsizeof, self.annotations.values()))
+        resources = sum([len(one.limits) + len(one.unreadable) for one in self.containers])
+        return _POD_BYTES + texts + _CONTAINER_BYTES * len(self.containers) + _RESOURCE_BYTES * resources
 
     @property
     def ended(self) -> bool:
@@ -213,7 +214,8 @@ class PodBook:
         self.revision: Latest[int] = Latest(0)
         self.synced = asyncio.Event()
         self._pods: dict[str, Pod] = {}  # by the API server's UID
-        self._bytes = 0  # that they take
+        self._sizes: dict[str, int] = {}  # of `_pods`, in bytes
+        self._bytes = 0  # the sum of those
         self._beyond: dict[str, None] = {}  # the UIDs of those that were left out, the latest at the end
         self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()  # by kubelet's UID, and since when
         self._in_order: tuple[Pod, ...] | None = None  # `pods`, asked for many times between two changes
@@ -267,7 +269,7 @@ class PodBook:
         listed = {pod.uid: pod for pod in sorted(pods, key=lambda pod: (pod.created_at, pod.namespace, pod.name))}
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
         before = self._pods
-        self._pods, self._by_name, self._bytes = {}, {}, 0
+        self._pods, self._by_name, self._sizes, self._bytes = {}, {}, {}, 0
         self._beyond = {uid: None for uid in self._beyond if uid not in listed}
         for pod in self.fitting(listed.values()):
             self._keep(self._placed(pod))
@@ -316,10 +318,10 @@ class PodBook:
 
     def _has_room(self, pod: Pod, known: Pod | None) -> bool:
         """Make room for a pod that a scheduler has bound, at the expense of those whose owners chose the node, the largest first."""
-        replaced = known.size_bytes if known else 0
-        while self._bytes - replaced + pod.size_bytes > MOST_BYTES or len(self._pods) + (known is None) > MOST_PODS:
+        needed = pod.size_bytes - self._sizes.get(pod.uid, 0)
+        while self._bytes + needed > MOST_BYTES or len(self._pods) + (known is None) > MOST_PODS:
             others = [other for other in self._pods.values() if not other.scheduled] if pod.scheduled else []
-            displaced = max((other for other in others if other.uid != pod.uid), key=lambda other: other.size_bytes, default=None)
+            displaced = max((other for other in others if other.uid != pod.uid), key=lambda other: self._sizes[other.uid], default=None)
             if displaced is None:
                 return False
             self._drop(displaced.uid)
@@ -361,7 +363,8 @@ class PodBook:
 
     def _keep(self, pod: Pod) -> None:
         self._pods[pod.uid] = pod
-        self._bytes += pod.size_bytes
+        size = self._sizes[pod.uid] = pod.size_bytes
+        self._bytes += size
         self._by_name.setdefault((pod.namespace, pod.name), {})[pod.uid] = None
 
     def _drop(self, uid: str) -> bool:
@@ -369,7 +372,7 @@ class PodBook:
         pod = self._pods.pop(uid, None)
         if pod is None:
             return False
-        self._bytes -= pod.size_bytes
+        self._bytes -= self._sizes.pop(uid)
         of_name = self._by_name[pod.namespace, pod.name]
         del of_name[uid]
         if not of_name:
@@ -394,7 +397,7 @@ class PodBook:
         if self._static is None:
             found: dict[str, Pod] = {}
             for pod in self._pods.values():
-                claimed = pod.claimed_uid if pod.reported else ""
+                claimed = pod.claimed_uid if pod.reported and MIRROR_POD in pod.annotations else ""
                 if claimed and claimed not in self._pods:
                     # A mirror that was made anew has the same hash and another UID of the API server's; both may be there for a moment.
                     known = found.get(claimed)

@@ -8,6 +8,7 @@ refusal, whose text the user sees in the pod's status.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import math
@@ -39,14 +40,14 @@ from vgpu_agent.families.family import Decision
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Grant, Inventory, Resource, Share
+    from vgpu_agent.model import DeviceRoom, Grant, Inventory, Resource, Share
 
 
 _logger = log.get(__name__)
@@ -266,7 +267,7 @@ class Binder:
                 raise CapacityError(decision.second_best)  # the holder of what the scheduler named may have ended
             # From here to the booking nothing is waited for, so what was free for the decision still is.
             provision = start.family.provision(asked, decision.shares)
-            return _Bound(decision, provision, self._book(start, decision, decision.by))
+            return _Bound(decision, provision, self._book(start, decision, decision.by, asked.rooms))
 
         settled = await self._ended.with_room(start, attempt)
         if isinstance(settled, Decision):
@@ -341,7 +342,8 @@ class Binder:
                 "ask for one of them"
             )
 
-    def _book(self, start: Start, decision: Decision, by: str) -> Grant:
+    def _book(self, start: Start, decision: Decision, by: str, rooms: Iterable[DeviceRoom] | None = None) -> Grant:
+        """Book the decision; ``rooms`` are what the devices had left just before, where that is known."""
         may = may_overcommit(decision, start.pod, self._around.settings)
         try:
             grant = self._ledger.decide(
@@ -361,7 +363,7 @@ class Binder:
             raise type(err)(
                 f"{err}; {not_served}; it is tried again, and binding.refusedEvictSeconds gives such a pod back to its scheduler"
             ) from err
-        if may and not decision.kept:
+        if may and not decision.kept and (rooms is None or _may_exceed(decision.shares, rooms)):
             self._note_overcommit(start, grant)
         return grant
 
@@ -406,7 +408,8 @@ class Binder:
 
         The records outlive reboots, so no other clock will do, and this one may be set back.
         """
-        return max([self._clock(), *(math.nextafter(record.decided_at, math.inf) for record in self._around.carrier.records)])
+        latest = max((record.decided_at for record in self._around.carrier.records), default=0.0)
+        return max(self._clock(), math.nextafter(latest, math.inf))
 
     def _refuse(self, start: Start, err: Exception) -> None:
         reason = str(err)
@@ -426,3 +429,15 @@ class Binder:
         if self._told.get(token) != reason:
             self._told[token] = reason
             self._journal.record(event, level="warning", token=token, reason=reason, **facts)
+
+
+def _may_exceed(shares: Sequence[Share], rooms: Iterable[DeviceRoom]) -> bool:
+    """Whether a device of ``shares`` may have had less compute or fewer places left than they take."""
+    free = {room.device: room for room in rooms}
+    places = collections.Counter(share.device for share in shares)
+    return any(
+        (room := free.get(share.device)) is None
+        or room.cores_free_percent < share.cores_percent
+        or room.holders_free < places[share.device]
+        for share in shares
+    )
