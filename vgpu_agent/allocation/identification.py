@@ -74,8 +74,13 @@ class Identification:
             try:
                 if named := holder(found, book, fetched):
                     return Identified(*named, found, testimony)
-                if fetched is None and not await _newer(book, version, until - loop.time()):
-                    if (record := self._before(found, token)) and await self._around.carrier.stands(token):
+                if fetched is None:
+                    record = self._before(found, token)
+                    # While the first list is read, which takes seconds with the largest pods, nothing says when this one will appear.
+                    reading = record is None and not book.synced.is_set()
+                    if not reading and await _newer(book, version, until - loop.time()):
+                        continue
+                    if record and await self._around.carrier.stands(token):
                         return record
                     fetched = await self._ask_for(found)
             except NotProvenError as err:
