@@ -104,7 +104,9 @@ class VolcanoNode:
             "volcano.sh/vgpu-ids-new": claim,
             "volcano.sh/devices-to-allocate": claim,
         }
-        self.cluster.create_pod(name, {NUMBER: 1, MEMORY: memory, CORES: 1}, annotations=annotations, node=NODE)
+        created = self.cluster.create_pod(name, {NUMBER: 1, MEMORY: memory, CORES: 1}, annotations=annotations)
+        # By a Binding: of a pod that was made with a node's name the agent expects less.
+        self.cluster.objects.bind(name, created["metadata"]["namespace"], {"target": {"name": NODE}})
         return name
 
     async def serve(self, count: int) -> list[str]:
