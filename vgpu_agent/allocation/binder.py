@@ -433,11 +433,10 @@ class Binder:
 
 def _may_exceed(shares: Sequence[Share], rooms: Iterable[DeviceRoom]) -> bool:
     """Whether a device of ``shares`` may have had less compute or fewer places left than they take."""
-    free = {room.device: room for room in rooms}
-    places = collections.Counter(share.device for share in shares)
-    return any(
-        (room := free.get(share.device)) is None
-        or room.cores_free_percent < share.cores_percent
-        or room.holders_free < places[share.device]
-        for share in shares
-    )
+    free, places = {room.device: room for room in rooms}, collections.Counter(share.device for share in shares)
+
+    def is_enough(share: Share) -> bool:
+        room = free.get(share.device)
+        return room is not None and room.cores_free_percent >= share.cores_percent and room.holders_free >= places[share.device]
+
+    return not all(map(is_enough, shares))
