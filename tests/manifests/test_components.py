@@ -11,6 +11,7 @@ import yaml
 
 from tests.manifests.documents import COMPONENTS, DEFAULTS, MANIFESTS, NAME, ROOT, documents_of
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY
+from vgpu_agent.cli import main as command_line
 from vgpu_agent.config import load
 from vgpu_agent.families.aws import PIPE_DIRECTORY
 from vgpu_agent.isolation.mps import SHARED_MEMORY, MpsOptions
@@ -133,3 +134,20 @@ def test_only_the_monitoring_reaches_the_metrics_port(objects: dict[str, Any], p
     assert rule["ports"] == [{"protocol": "TCP", "port": container["ports"][0]["name"]}]
     assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     assert not pod.get("hostNetwork")
+
+
+def test_slots_for_regions_are_mounted_before_the_agent_and_reach_the_node() -> None:
+    """Only the init container is privileged. What it mounts is seen by node and agent: else a region would lie where nobody finds it."""
+    patched = documents_of("components/region-slots/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (slots,), (agent,) = patched["initContainers"], patched["containers"]
+    assert slots["securityContext"]["privileged"] is True
+    assert "securityContext" not in agent
+    base = documents_of("components/hami-core/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (folder,) = base["containers"][0]["volumeMounts"]
+    shared = {mount["name"]: mount for mount in slots["volumeMounts"]}
+    assert shared[folder["name"]] == {**folder, "mountPropagation": "Bidirectional"}
+    assert agent["volumeMounts"] == [{**folder, "mountPropagation": "HostToContainer"}]
+    assert folder["mountPath"] == DEFAULTS.hami_core.host_directory
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([*slots["args"], "--help"])
+    assert ended.value.code == 0

@@ -59,6 +59,7 @@ from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.region_guard import RegionGuard
+from vgpu_agent.runtime.region_slots import RegionSlots
 from vgpu_agent.status import KubeletStatus
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class Agent:
             make_room=self._regions.make_room,
             made=self._regions.take,
             earlier=grants_in[1],
+            slots=RegionSlots(grants_in[0]),
             swept=(settings.hami_core.host_directory, *grants_in, settings.state_directory),
         )
         self._mig = MigSide.from_settings(settings, self._watch)

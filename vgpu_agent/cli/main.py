@@ -24,6 +24,7 @@ _COMMANDS = {
     "run": ("vgpu_agent.cli.run", "run the agent on this node"),
     "status": ("vgpu_agent.cli.status", "show what the running agent offers and who holds what"),
     "config": ("vgpu_agent.cli.config", "check, show, write or convert a configuration"),
+    "mount-regions": ("vgpu_agent.cli.mount_regions", "mount the slots in which containers' regions cannot grow"),
     "sim": ("vgpu_agent.cli.sim", "create simulated GPUs and make things happen to them"),
     "demo": ("vgpu_agent.cli.demo", "play the main job on a simulated node"),
     "version": ("vgpu_agent.cli.version", "print the version"),

@@ -18,6 +18,7 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.hami_usage import RegionUse, Unreadable, read_region
 from vgpu_agent.runtime.host_processes import HostProcesses
 from vgpu_agent.runtime.own_thread import OwnThread
+from vgpu_agent.runtime.region_slots import behind
 from vgpu_agent.status import ContainerUsage
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class ContainerUsages:
         found: dict[str, RegionUse | Unreadable] = {}
         for directory in self._directories:
             for name in names:
-                if "/" not in name and name not in found and (outcome := _region(f"{directory}/{name}", is_alive)) is not None:
+                if "/" not in name and name not in found and (outcome := _region(behind(f"{directory}/{name}"), is_alive)) is not None:
                     found[name] = outcome
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import functools
 import itertools
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.carrier import GrantRecord, Inlined
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
+    from vgpu_agent.runtime.region_slots import RegionSlots
 
 T = TypeVar("T")
 
@@ -68,6 +70,7 @@ class GrantDirectory:
         make_room: Callable[[], None] = lambda: None,
         made: Callable[[str], None] = lambda _: None,
         earlier: str = "",
+        slots: RegionSlots | None = None,
     ) -> None:
         """Use these directories.
 
@@ -80,6 +83,7 @@ class GrantDirectory:
             make_room: called, in a thread, when the disk is full, before it is tried once more.
             earlier: where earlier agents have made directories that containers could change.
             made: told, in a thread, of each file that containers are about to have.
+            slots: where the directories of containers are made, as far as there are any.
             inline: finds what stands behind CDI names, which a spec cannot refer to; raises CarrierError where nothing does.
         """
         self._directory = cdi_directory
@@ -99,6 +103,7 @@ class GrantDirectory:
         self._make_room = make_room
         self._made = made
         self._earlier = earlier
+        self._slots = slots
         self._own_thread = OwnThread("grant files")
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
         self._again_at: dict[str, float] = {}  # path → when it is tried again, by the monotonic clock
@@ -320,6 +325,8 @@ class GrantDirectory:
         records, kept = self._load_from(self._directory, notes), self._load_from(self._kept, notes)
         for directory in self._swept:
             _remove_unfinished(directory)
+        if self._slots is not None:
+            self._slots.remove_orphans()
         with self._changing:
             self._records, self._prepared = records, kept
         return notes
@@ -368,6 +375,9 @@ class GrantDirectory:
             return True
 
     def _make(self, provision: Provision) -> None:
+        # What the kubelet's old answer mounts is made of links to the files, which stay on one file system.
+        if self._slots is not None and provision.collected and not provision.remade and self._slots.take(provision.collected):
+            provision = _in_slot(provision)
         try:
             host_files.make(provision, self._mounts)
         except CarrierError as err:
@@ -452,6 +462,18 @@ class GrantDirectory:
         return None if self._mounts.mounted_below(path) is Use.MOUNTED else host_files.move_aside(path)
 
 
+def _in_slot(provision: Provision) -> Provision:
+    """The same for a container whose own directory stands in a slot already.
+
+    Nothing is taken in advance there: pages count for whoever writes them first, and nobody else can use up the slot.
+    """
+    return dataclasses.replace(
+        provision,
+        directories=tuple(directory for directory in provision.directories if directory.path != provision.collected),
+        files=tuple(dataclasses.replace(file, allocated=False) for file in provision.files),
+    )
+
+
 def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
@@ -473,7 +495,7 @@ def _directories(parent: str) -> list[str]:
     """Names of directories in ``parent``, `_MOST_LISTED` at most; the next round sees the others."""
     try:
         with os.scandir(parent) as entries:
-            found = (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            found = (entry.name for entry in entries if entry.is_symlink() or entry.is_dir())
             return sorted(itertools.islice(found, _MOST_LISTED))
     except FileNotFoundError:
         return []

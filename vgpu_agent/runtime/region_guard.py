@@ -164,7 +164,7 @@ class RegionGuard:
         try:
             with os.scandir(self._directory) as owners:
                 for owner in itertools.islice(owners, _MOST_FILES):
-                    if not owner.name.startswith(".") and owner.is_dir(follow_symlinks=False):
+                    if not owner.name.startswith(".") and owner.is_dir():  # or a link into a slot, which only the agent makes
                         with os.scandir(owner.path) as files:
                             found += [file.path for file in itertools.islice(files, 2) if file.is_file(follow_symlinks=False)]
         except OSError:  # a grant is being collected, or there has been none yet

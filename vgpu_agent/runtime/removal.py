@@ -15,7 +15,7 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.runtime import host_files
+from vgpu_agent.runtime import host_files, region_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ class _TimeUpError(Exception):
 
 
 def remove_tree(path: str, *, seconds: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> bool:
-    """Remove a directory and all in it, following no link; fine when it is gone already.
+    """Remove a directory and all in it, following no link; fine when it is gone already. Of a link into a slot, what is behind it first.
 
     Args:
         path: of the directory.
@@ -45,11 +45,18 @@ def remove_tree(path: str, *, seconds: float = float("inf"), clock: Callable[[],
     Raises:
         CarrierError: all that can be removed is, and something is left.
     """
-    tree = _Tree(path, clock() + seconds, clock)
+    until = clock() + seconds
     try:
-        return tree.remove()
+        if not os.path.islink(path):
+            return _Tree(path, until, clock).remove()
+        if (inside := region_slots.behind(path)) != path and not _Tree(inside, until, clock).remove():
+            return False
+        os.unlink(path)
     except _TimeUpError:
         return False
+    except OSError as err:
+        raise host_files.trouble("remove", path, err) from err
+    return True
 
 
 class _Tree:
