@@ -19,7 +19,7 @@ from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
 from vgpu_agent.allocation.guesses import Given
 from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.overcommits import may_overcommit
-from vgpu_agent.allocation.questions import question
+from vgpu_agent.allocation.questions import neighbours_of, question
 from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError, listed
 from vgpu_agent.families.node_lock import NodeLocks
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -121,7 +121,8 @@ class Allocator:
             usable = {entry.id.id for entry in self._ledger.listing(resource) if entry.healthy}
             healthy = [id_ for id_ in available if id_ in usable]
             simple = list(dict.fromkeys([*must_include, *healthy, *available]))[:size]
-            return self._id_family(offered).prefer(offered, healthy, must_include, size, self._inventory())
+            around = neighbours_of(self._ledger, offered.family, self._ledger.grants)
+            return self._id_family(offered).prefer(offered, healthy, must_include, size, self._inventory(), around)
         except (CapacityError, UnknownDeviceError) as err:
             self._journal.record("preferred.simple", level="warning", resource=resource, size=size, reason=str(err))
             return simple

@@ -1,4 +1,7 @@
-"""How a family is asked about one container; the same for a start, an early Allocate and a recollection."""
+"""How a family is asked about one container, and what it is told of the other families on the node.
+
+The same for a start, an early Allocate and a recollection.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from typing import TYPE_CHECKING
 from vgpu_agent.allocation.holdings import ended_before
 from vgpu_agent.families.family import Question
 from vgpu_agent.model import Owner
+from vgpu_agent.placement.mixing import ALONE, Neighbours, neighbours
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Inventory, Resource
+    from vgpu_agent.model import Grant, Inventory, Resource
     from vgpu_agent.pods import Pod
 
 
@@ -36,4 +40,13 @@ def question(
     rooms = ledger.rooms(name, besides=besides)
     gone = {*besides, *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ())}
     taken = {share.device: grant for grant in holding if grant.number not in gone for share in grant.shares}
-    return Question(offered, pod, container, tuple(ids), node, inventory, rooms, siblings, taken)
+    around = neighbours_of(ledger, offered.family, taken.values())
+    return Question(offered, pod, container, tuple(ids), node, inventory, rooms, siblings, taken, around)
+
+
+def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neighbours:
+    """What ``family`` is to know of the others before it chooses: their GPUs, and those of ``grants``."""
+    if not (shared := ledger.shared_gpus(family)):
+        return ALONE
+    held = ((ledger.gpu_of(share.device), grant.family) for grant in grants for share in grant.shares)
+    return neighbours(family, shared, held)

@@ -46,9 +46,12 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         Literal["uuid", "index"], Meta(description="How NVIDIA_VISIBLE_DEVICES names a GPU. An index can change with a reboot.")
     ] = "uuid"
     shared_devices_allocation_policy: Annotated[
-        Literal["distributed", "packed"],
-        Meta(description="Replicas of several GPUs: distributed takes the least used GPU first, packed the most used."),
-    ] = "distributed"
+        Literal["auto", "distributed", "packed"],
+        Meta(
+            description="Replicas of several GPUs: distributed takes the least used GPU first, packed the most used. auto: distributed, "
+            "but on a node with several families first among the GPUs that serve this family already, so that the others keep theirs."
+        ),
+    ] = "auto"
     mig_strategy: Annotated[
         Literal["none", "single", "mixed"],
         Meta(

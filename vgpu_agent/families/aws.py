@@ -28,6 +28,7 @@ from vgpu_agent.isolation.mps import (
     thread_share,
 )
 from vgpu_agent.model import Resource, Share, SharingMode
+from vgpu_agent.placement.mixing import ALONE
 from vgpu_agent.placement.policies import ONE_GPU, Wish, choose
 from vgpu_agent.placement.sharing import PACKED
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.model import Gpu, Inventory
+    from vgpu_agent.placement.mixing import Neighbours
 
 FAMILY = "aws"
 RESOURCE = "k8s.amazonaws.com/vgpu"
@@ -116,12 +118,21 @@ class AwsFamily:
             return tuple(Share(uuid) for uuid in counts)
         return tuple(self._part(uuid, count, inventory) for uuid, count in counts.items())
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
-        """All on one GPU, the fullest that has room (aws:D7); where none has, on as few as may be."""
+    def prefer(
+        self,
+        resource: Resource,
+        available: Sequence[str],
+        required: Sequence[str],
+        size: int,
+        inventory: Inventory,
+        neighbours: Neighbours = ALONE,
+    ) -> list[str]:
+        """All on one GPU, the fullest that has room (aws:D7) among those of the lowest rank; where none has, on as few as may be."""
         rank = {entry.id: place for place, entry in enumerate(resource.ids)}
         device_of = {entry.id: entry.device for entry in resource.ids}
         usable = sorted((id_ for id_ in available if id_ in rank), key=rank.__getitem__)
-        wish = Wish(usable, required, size, device_of, collections.Counter(device_of.values()), inventory.links)
+        totals = collections.Counter(device_of.values())
+        wish = Wish(usable, required, size, device_of, totals, inventory.links, neighbours.ranks({gpu: gpu for gpu in totals}))
         try:
             return choose(ONE_GPU, wish)
         except CapacityError:

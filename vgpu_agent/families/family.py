@@ -13,6 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent.families.node_lock import NodeLocks
+from vgpu_agent.placement.mixing import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Edits, Provision
     from vgpu_agent.model import DeviceRoom, Grant, Inventory, Resource, Share
     from vgpu_agent.nodes import Node, NodeWishes
+    from vgpu_agent.placement.mixing import Neighbours
     from vgpu_agent.pods import Pod
 
 
@@ -80,8 +82,24 @@ class IdFamily(Family, Protocol):
         """What the container gets for these ids."""
         ...
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
+    def prefer(
+        self,
+        resource: Resource,
+        available: Sequence[str],
+        required: Sequence[str],
+        size: int,
+        inventory: Inventory,
+        neighbours: Neighbours = ALONE,
+    ) -> list[str]:
         """The ids that suit best; only called for resources that say ``prefers``.
+
+        Args:
+            resource: as it is offered.
+            available: ids that may be chosen.
+            required: ids that must be in the answer.
+            size: how many ids the container wants.
+            inventory: the node's GPUs.
+            neighbours: which GPUs other families may use or have; GPUs that already serve this family come first.
 
         Raises:
             CapacityError: there are not enough; the caller answers with a simple pick.
@@ -99,6 +117,7 @@ class Question:
         rooms: what the devices have left, by inventory order; a grant that this container already has is not counted.
         siblings: container → shares that were decided for it, for the other containers of this pod: some vocabularies place whole pods.
         taken: device → a grant of who has a part of it, of whatever family, besides this container and those that have ended before it.
+        neighbours: which GPUs other families may use or have, for the agent's own placement.
     """
 
     resource: Resource
@@ -110,6 +129,7 @@ class Question:
     rooms: tuple[DeviceRoom, ...]
     siblings: Mapping[str, tuple[Share, ...]] = dataclasses.field(default_factory=dict)
     taken: Mapping[str, Grant] = dataclasses.field(default_factory=dict)
+    neighbours: Neighbours = ALONE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

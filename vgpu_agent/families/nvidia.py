@@ -17,6 +17,7 @@ from vgpu_agent.families.nvidia_offers import FAMILY, Offers, offers
 from vgpu_agent.families.nvidia_options import DOMAIN
 from vgpu_agent.isolation.mps import memory_share_mib, mps_edits, thread_share
 from vgpu_agent.model import Share, SharingMode
+from vgpu_agent.placement.mixing import ALONE
 from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, SPREAD, Wish, choose
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.nvidia_options import NvidiaOptions
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.model import Inventory, Resource
+    from vgpu_agent.placement.mixing import Neighbours
 
 # In the order in which NVIDIA's plugin lists them (nvidia contract §7, pass-device-specs); each only where the node has it.
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
@@ -94,17 +96,30 @@ class NvidiaFamily:
             self._whole(uuid, inventory) if whole else self._part(uuid, counts[uuid], offered, inventory) for uuid, whole in behind.items()
         )
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
-        """By the policy that fits the resource: see `_policy`."""
+    def prefer(
+        self,
+        resource: Resource,
+        available: Sequence[str],
+        required: Sequence[str],
+        size: int,
+        inventory: Inventory,
+        neighbours: Neighbours = ALONE,
+    ) -> list[str]:
+        """By the policy that fits the resource (see `_policy`), among the GPUs of the lowest ranks.
+
+        A policy for replicas that the operator has set counts before the ranks.
+        """
         known = {entry.id: (rank, entry.device) for rank, entry in enumerate(resource.ids)}
         usable = sorted((id_ for id_ in available if id_ in known), key=lambda id_: known[id_][0])
         device_of = {id_: device for id_, (_, device) in known.items()}
+        gpu_of = {instance.uuid: gpu.uuid for gpu in inventory.gpus for instance in gpu.mig_instances}
         if all(map(_is_slice, device_of.values())) and len(set(device_of.values())) == len(device_of):
             # Whole slices: packed and distributed mean their GPUs, of which one without a holder can serve another family.
-            gpu_of = {instance.uuid: gpu.uuid for gpu in inventory.gpus for instance in gpu.mig_instances}
             device_of = {id_: gpu_of.get(device, device) for id_, device in device_of.items()}
-        totals = collections.Counter(device_of.values())
-        return choose(self._policy(resource), Wish(usable, required, size, device_of, totals, inventory.links))
+        totals, policy = collections.Counter(device_of.values()), self._policy(resource)
+        as_set = self._options.policy_is_set and policy == self._options.policy
+        ranks = {} if as_set else neighbours.ranks({device: gpu_of.get(device, device) for device in totals})
+        return choose(policy, Wish(usable, required, size, device_of, totals, inventory.links, ranks))
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """What names the devices to the container, by the list strategies; by MPS also what makes it a client of its daemon."""

@@ -15,6 +15,7 @@ from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia_ids import IKTOS_SEPARATOR, NVIDIA_SEPARATOR
 from vgpu_agent.isolation.mps import MpsOptions
 from vgpu_agent.model import SharingMode
+from vgpu_agent.placement.sharing import DISTRIBUTED
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
@@ -69,6 +70,7 @@ class NvidiaOptions:
         suffix_always: also the only replica of a device has a number.
         fail_requests_greater_than_one: a container may take one replica only; more would not mean more of the GPU.
         policy: ``distributed`` or ``packed``.
+        policy_is_set: the operator has chosen it, so that it counts before what other families on the node need.
         unit_mib: memory that an automatic replica stands for.
         wsl: the node is a Windows subsystem, whose containers get all GPUs or none.
         lists: how containers are told of their devices.
@@ -83,7 +85,8 @@ class NvidiaOptions:
     separator: str = NVIDIA_SEPARATOR
     suffix_always: bool = False
     fail_requests_greater_than_one: bool = False
-    policy: str = "distributed"
+    policy: str = DISTRIBUTED
+    policy_is_set: bool = False
     unit_mib: int = 1024
     wsl: bool = False
     lists: ListOptions = dataclasses.field(default_factory=ListOptions)
@@ -115,7 +118,8 @@ class NvidiaOptions:
                 for entry in block.resources
             ),
             fail_requests_greater_than_one=block.fail_requests_greater_than_one,
-            policy=plugin.shared_devices_allocation_policy,
+            policy=DISTRIBUTED if plugin.shared_devices_allocation_policy == "auto" else plugin.shared_devices_allocation_policy,
+            policy_is_set=plugin.shared_devices_allocation_policy != "auto",
             wsl=wsl,
             lists=lists,
             mps=MpsOptions(

@@ -374,9 +374,9 @@ def _memory_ids(numbered: Mapping[int, Gpu], factor: int) -> NumberedIds:
 
 
 def _ordered(question: Question, gpus: Mapping[str, Gpu]) -> list[DeviceRoom]:
-    """The rooms of the cards that are known, in the order of the numbers."""
+    """The rooms of the cards that are known, by rank and then in the order of the numbers."""
     rooms = {room.device: room for room in question.rooms}
-    return [rooms[uuid] for uuid in gpus if uuid in rooms]
+    return sorted((rooms[uuid] for uuid in gpus if uuid in rooms), key=lambda room: question.neighbours.rank(room.device))
 
 
 def _free_mib(room: DeviceRoom, size_mib: int) -> int:

@@ -123,7 +123,7 @@ class VolcanoVgpuFamily:
 
         count, rooms = len(question.ids), [room for room in question.rooms if room.device in offer.units]
         want = Want(count, memory_mib, ask.cores_percent, f"{count} × {question.resource.name} ({ask.text(offer.names)})")
-        chosen = choose_rooms(rooms, want, policy=self._options.policy, refused=self._unwanted(question))
+        chosen = choose_rooms(rooms, want, policy=self._options.policy, refused=self._unwanted(question), neighbours=question.neighbours)
         shares = tuple(Share(room.device, memory_mib(room), ask.cores_percent) for room in chosen)
         return Decision(shares, f"the agent, {self._options.policy}")
 

@@ -27,6 +27,7 @@ from vgpu_agent.families.volcano_vgpu_mig_layouts import (
     slots_of,
 )
 from vgpu_agent.model import Share
+from vgpu_agent.placement.mixing import OTHERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,7 +99,8 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
     """Instances that nobody has, of as many GPUs as the container has ids: where the agent decides.
 
     The rules of fit are the scheduler's (volcano-vgpu contract §4.3): the smallest instance that is large enough, and on a GPU of which
-    somebody has a part no other group. GPUs that have such an instance already come before those that would have to be divided anew.
+    somebody has a part no other group. GPUs that have such an instance already come before those that would have to be divided anew,
+    and within each the lowest rank comes first. A GPU that another family has or waits for comes last.
 
     Args:
         question: of the container.
@@ -112,7 +114,8 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
     ready: dict[str, MigInstance] = {}
     divisible: dict[str, MigLayout] = {}
     lacks: dict[str, str] = {}
-    for room in question.rooms:
+    rank = question.neighbours.rank
+    for room in sorted(question.rooms, key=lambda room: rank(room.device)):
         gpu = question.inventory.gpu(room.device)
         if gpu is None or room.device not in wanted_mib:
             continue
@@ -131,7 +134,7 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
             f"{count} × {question.resource.name} cannot be placed on this node: {len(ready) + len(divisible)} GPUs have a MIG instance for "
             f"it; {'; '.join(f'{uuid}: {text}' for uuid, text in lacks.items()) or 'it has no other GPU to share'}"
         )
-    chosen = [*ready, *divisible][:count]
+    chosen = sorted([*ready, *divisible], key=lambda uuid: rank(uuid) == OTHERS)[:count]
     if layouts := tuple(divisible[uuid] for uuid in chosen if uuid in divisible):
         return Decision((), "the agent, MIG", layouts=layouts)
     return Decision(tuple(share_of(ready[uuid]) for uuid in chosen), "the agent, MIG")

@@ -17,12 +17,14 @@ from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_o
 from vgpu_agent.families.family import Shortfall
 from vgpu_agent.families.volcano_vgpu_offer import visible_gpus
 from vgpu_agent.model import Resource, Share
+from vgpu_agent.placement.mixing import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.model import Gpu, Inventory, MigInstance
+    from vgpu_agent.placement.mixing import Neighbours
 
 FAMILY = "volcano-vgpu-mig"
 SINGLE, MIXED = "single", "mixed"
@@ -98,13 +100,26 @@ class VolcanoStaticMigFamily:
         devices = [device for uuid in dict.fromkeys(ids) if (device := visible_device(uuid, inventory))]
         return edits_of(devices, self._options.lists, number=answer_number(resource.name, ids))
 
-    def prefer(self, resource: Resource, available: Sequence[str], required: Sequence[str], size: int, inventory: Inventory) -> list[str]:
-        """On GPUs of which something is held already, so that others stay free for whoever needs all of one; in node order else."""
+    def prefer(
+        self,
+        resource: Resource,
+        available: Sequence[str],
+        required: Sequence[str],
+        size: int,
+        inventory: Inventory,
+        neighbours: Neighbours = ALONE,
+    ) -> list[str]:
+        """On GPUs of the lowest rank, and there on those of which something is held already; in node order else."""
         place = {entry.id: number for number, entry in enumerate(resource.ids)}
         gpu_of = {instance.uuid: gpu.uuid for gpu, instance in self._offered(inventory)}
         free = [gpu_of.get(id_, "") for id_ in available]
         in_use = {gpu for gpu in gpu_of.values() if free.count(gpu) < list(gpu_of.values()).count(gpu)}
-        left = sorted((id_ for id_ in available if id_ not in required), key=lambda id_: (gpu_of.get(id_) not in in_use, place.get(id_, 0)))
+
+        def order(id_: str) -> tuple[int, bool, int]:
+            gpu = gpu_of.get(id_, "")
+            return neighbours.rank(gpu), gpu not in in_use, place.get(id_, 0)
+
+        left = sorted((id_ for id_ in available if id_ not in required), key=order)
         if len(chosen := [*required, *left][:size]) < size:
             raise CapacityError(f"{size} of {resource.name} are asked for, and {len(chosen)} can be had")
         return chosen

@@ -56,6 +56,7 @@ class Ledger:
         self._offers = Offers()
         self._grants = Grants(self._offers)
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
+        self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = None  # offers, devices → GPUs
         self._passes = 0
         self.rebuilt = False  # whether kubelet has told of all that was held when this process started
 
@@ -159,6 +160,22 @@ class Ledger:
         if isinstance(resource.ids, NumberedIds):
             return NumberedList(tuple((block, not trouble[block.device]) for block in resource.ids.blocks), tuple(gone))
         return [*(ListedDevice(entry, not trouble[entry.device]) for entry in resource.ids), *gone]
+
+    def shared_gpus(self, family: str) -> frozenset[str]:
+        """GPUs that families other than ``family`` are offered as well; empty where it is the only one."""
+        if self._offered_gpus is None or self._offered_gpus[0] != self._offers.version or self._offered_gpus[1] is not self._devices:
+            gpus: dict[str, set[str]] = {}
+            for resource in self._offers.in_order:
+                known = (device for uuid in self._offers.devices(resource) if (device := self._devices.get(uuid)))
+                gpus.setdefault(resource.family, set()).update(
+                    device.gpu for device in known if not (resource.undivided and device.divided)
+                )
+            self._offered_gpus = self._offers.version, self._devices, {name: frozenset(found) for name, found in gpus.items()}
+        return frozenset().union(*(gpus for name, gpus in self._offered_gpus[2].items() if name != family))
+
+    def gpu_of(self, device: str) -> str:
+        """The GPU of a MIG instance; any other device is its own."""
+        return known.gpu if (known := self._devices.get(device)) else device
 
     def rooms(self, name: str, *, besides: Iterable[int] = ()) -> tuple[DeviceRoom, ...]:
         """What each device of resource ``name`` has left, in the order of its ids.

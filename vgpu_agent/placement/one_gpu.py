@@ -10,12 +10,20 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CapacityError
+from vgpu_agent.placement.mixing import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def choose_on_one(*, device_of: Callable[[str], str], available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
+def choose_on_one(
+    *,
+    device_of: Callable[[str], str],
+    available: Sequence[str],
+    required: Sequence[str],
+    size: int,
+    rank: Callable[[str], int] = lambda _: OWN,
+) -> list[str]:
     """Choose ``size`` of the ``available`` ids, all of one device, the ``required`` ones first.
 
     Args:
@@ -23,6 +31,7 @@ def choose_on_one(*, device_of: Callable[[str], str], available: Sequence[str], 
         available: ids that may be chosen, in the order in which they are used on equal terms.
         required: ids that must be in the answer.
         size: how many ids the container wants.
+        rank: of a device, as in `mixing`; of those with enough ids, the fullest of the lowest rank is taken.
 
     Raises:
         CapacityError: no device has so many, or the required ones are of several.
@@ -39,4 +48,4 @@ def choose_on_one(*, device_of: Callable[[str], str], available: Sequence[str], 
     if not fitting:
         most = max((len(free[device]) for device in (bound or free)), default=0) + len(required)
         raise CapacityError(f"{size} ids of one device are wanted, no device has more than {most}")
-    return [*required, *free[min(fitting, key=lambda device: len(free[device]))][:wanted]]
+    return [*required, *free[min(fitting, key=lambda device: (rank(device), len(free[device])))][:wanted]]

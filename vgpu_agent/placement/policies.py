@@ -1,7 +1,8 @@
 """The allocation policies by name: which ids of a resource suit a container best, one entry each.
 
 Families whose ids name devices name the entry that fits a resource and ask it for GetPreferredAllocation. None of them ever fails because
-of a device that is not among the available ones (nvidia:D4), and each gives the same answer to the same question (nvidia:D5).
+of a device that is not among the available ones (nvidia:D4), and each gives the same answer to the same question (nvidia:D5). Where several
+families share the node, each goes by the ranks of `mixing` first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.placement.aligned import choose_group
+from vgpu_agent.placement.mixing import OWN
 from vgpu_agent.placement.one_gpu import choose_on_one
 from vgpu_agent.placement.sharing import DISTRIBUTED, PACKED, choose_replicas
 from vgpu_agent.placement.spreading import choose_spread
@@ -36,6 +38,7 @@ class Wish:
         device_of: id → its device, of every id above.
         totals: how many ids each device has, held or not; in the order in which devices are taken on equal terms.
         links: how close each pair of GPUs is.
+        ranks: device → its rank in `mixing`, the lowest first; a device that is missing has `OWN`.
     """
 
     available: Sequence[str]
@@ -44,6 +47,11 @@ class Wish:
     device_of: Mapping[str, str]
     totals: Mapping[str, int]
     links: Mapping[tuple[str, str], Link] = dataclasses.field(default_factory=dict)
+    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def rank(self, device: str) -> int:
+        """The rank of a device."""
+        return self.ranks.get(device, OWN)
 
 
 def choose(policy: str, wish: Wish) -> list[str]:
@@ -58,10 +66,20 @@ def choose(policy: str, wish: Wish) -> list[str]:
 
 
 def _aligned(wish: Wish) -> list[str]:
-    """Devices with one id each."""
-    id_of = {wish.device_of[id_]: id_ for id_ in wish.available}
+    """Devices with one id each, of the lowest ranks that have enough of them."""
+    id_of = {wish.device_of[id_]: id_ for id_ in _of_lowest_ranks(wish)}
     chosen = choose_group(available=list(id_of), required=[wish.device_of[id_] for id_ in wish.required], size=wish.size, links=wish.links)
     return [id_of[device] for device in chosen]
+
+
+def _of_lowest_ranks(wish: Wish) -> list[str]:
+    """The available ids up to the lowest rank with which there are enough, and the required ones."""
+    required = set(wish.required)
+    for most in sorted({wish.rank(wish.device_of[id_]) for id_ in wish.available}):
+        ids = [id_ for id_ in wish.available if id_ in required or wish.rank(wish.device_of[id_]) <= most]
+        if len(ids) >= wish.size:
+            return ids
+    return list(wish.available)
 
 
 def _greedy(policy: str) -> Callable[[Wish], list[str]]:
@@ -75,17 +93,22 @@ def _greedy(policy: str) -> Callable[[Wish], list[str]]:
             required=wish.required,
             size=wish.size,
             policy=policy,
+            ranks={order[device]: wish.rank(device) for device in order},
         )
 
     return chosen
 
 
 def _spread(wish: Wish) -> list[str]:
-    return choose_spread(device_of=wish.device_of.__getitem__, available=wish.available, required=wish.required, size=wish.size)
+    return choose_spread(
+        device_of=wish.device_of.__getitem__, available=wish.available, required=wish.required, size=wish.size, rank=wish.rank
+    )
 
 
 def _on_one(wish: Wish) -> list[str]:
-    return choose_on_one(device_of=wish.device_of.__getitem__, available=wish.available, required=wish.required, size=wish.size)
+    return choose_on_one(
+        device_of=wish.device_of.__getitem__, available=wish.available, required=wish.required, size=wish.size, rank=wish.rank
+    )
 
 
 POLICIES: Mapping[str, Callable[[Wish], list[str]]] = {

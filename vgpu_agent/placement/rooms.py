@@ -11,11 +11,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CapacityError, quoted
+from vgpu_agent.placement.mixing import ALONE, OTHERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.model import DeviceRoom
+    from vgpu_agent.placement.mixing import Neighbours
 
 BINPACK = "binpack"
 SPREAD = "spread"
@@ -43,7 +45,7 @@ class Want:
 
 
 def choose_rooms(
-    rooms: Sequence[DeviceRoom], want: Want, *, policy: str, refused: Mapping[str, str] | None = None
+    rooms: Sequence[DeviceRoom], want: Want, *, policy: str, refused: Mapping[str, str] | None = None, neighbours: Neighbours = ALONE
 ) -> tuple[DeviceRoom, ...]:
     """``want.count`` different devices that have room, in order of preference.
 
@@ -52,6 +54,8 @@ def choose_rooms(
         want: what is asked of each.
         policy: `BINPACK` takes the device with the most booked memory first, `SPREAD` the one with the fewest holders.
         refused: device → why this container must not have it whatever room there is.
+        neighbours: of the family. With `BINPACK` their ranks come first. With `SPREAD`, which an operator has to ask for, only a GPU that
+            another family has or waits for comes after all others.
 
     Raises:
         CapacityError: too few fit; the text says what was asked and what each device lacks.
@@ -60,8 +64,13 @@ def choose_rooms(
     fitting = [room for room in rooms if not lacks[room.device]]
     if len(fitting) < want.count:
         raise CapacityError(f"{want.text} cannot be placed on this node: {_explained(rooms, lacks)}")
+
+    def order(room: DeviceRoom) -> tuple[int, int]:
+        rank = neighbours.rank(room.device)
+        return (rank, _fullest_first(room)) if policy == BINPACK else (rank == OTHERS, _fewest_holders_first(room))
+
     # sorted() is stable, so devices on equal terms stay in their order.
-    return tuple(sorted(fitting, key=_fullest_first if policy == BINPACK else _fewest_holders_first)[: want.count])
+    return tuple(sorted(fitting, key=order)[: want.count])
 
 
 def lack(room: DeviceRoom, want: Want) -> str:

@@ -28,6 +28,7 @@ def choose_replicas(
     required: Sequence[str],
     size: int,
     policy: str,
+    ranks: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Choose ``size`` of the ``available`` ids, the ``required`` ones first.
 
@@ -39,6 +40,7 @@ def choose_replicas(
         size: how many ids the container wants.
         policy: `DISTRIBUTED` takes the device with the fewest held replicas, `PACKED` the one with the most; on equal terms the device
             that gave the fewest in this answer, then the one whose id sorts first.
+        ranks: device → its rank in `mixing`; devices of a lower rank are used up first. Without it all are alike.
 
     Raises:
         CapacityError: fewer are available than wanted.
@@ -54,12 +56,12 @@ def choose_replicas(
 
     sign = 1 if policy == DISTRIBUTED else -1
     held = {device: max(totals.get(device, 0), len(ids)) - len(ids) for device, ids in free.items()}
-    heap = [(sign * held[device], 0, device) for device in free]
+    heap = [((ranks or {}).get(device, 0), sign * held[device], 0, device) for device in free]
     heapq.heapify(heap)
     chosen = list(required)
     for _ in range(wanted):
-        held_key, given, device = heapq.heappop(heap)
+        rank, held_key, given, device = heapq.heappop(heap)
         chosen.append(free[device].popleft())
         if free[device]:
-            heapq.heappush(heap, (held_key + sign, given + 1, device))
+            heapq.heappush(heap, (rank, held_key + sign, given + 1, device))
     return chosen

@@ -12,12 +12,20 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CapacityError
+from vgpu_agent.placement.mixing import OTHERS, OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def choose_spread(*, device_of: Callable[[str], str], available: Sequence[str], required: Sequence[str], size: int) -> list[str]:
+def choose_spread(
+    *,
+    device_of: Callable[[str], str],
+    available: Sequence[str],
+    required: Sequence[str],
+    size: int,
+    rank: Callable[[str], int] = lambda _: OWN,
+) -> list[str]:
     """Choose ``size`` of the ``available`` ids, all ``required`` ones among them; in the order of ``available``.
 
     Args:
@@ -25,6 +33,8 @@ def choose_spread(*, device_of: Callable[[str], str], available: Sequence[str], 
         available: ids that may be chosen, those that must be in among them, in the order in which they are used on equal terms.
         required: ids that must be in the answer.
         size: how many ids the container wants.
+        rank: of a device, as in `mixing`. Another family's GPU comes last of all. Otherwise a GPU that the container has nothing of yet
+            comes first, whatever its rank, because that is what a container with several replicas has asked for.
 
     Raises:
         CapacityError: fewer are available than wanted, or a required one is not.
@@ -42,7 +52,9 @@ def choose_spread(*, device_of: Callable[[str], str], available: Sequence[str], 
     chosen = set(required)
     used = {device_of(id_) for id_ in required}
     for _ in range(size - len(chosen)):
-        device = max((name for name in free if free[name]), key=lambda name: (name not in used, len(free[name])))
+        device = max(
+            (name for name in free if free[name]), key=lambda name: (rank(name) != OTHERS, name not in used, -rank(name), len(free[name]))
+        )
         used.add(device)
         chosen.add(free[device].popleft())
     return sorted(chosen, key=order.__getitem__)

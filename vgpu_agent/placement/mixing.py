@@ -1,0 +1,66 @@
+"""The order in which a family takes GPUs on a node that several families share.
+
+A GPU serves one family at a time. A family that begins a free GPU while one that serves it already has room keeps all other families from
+that GPU. So every choice goes by rank first, and by the policy of the resource among GPUs of one rank. Pure functions on plain data:
+`allocation` gathers what is known of the GPUs, the families hand it to `policies`, `rooms` and `whole_pod`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+OWN, FREE, OTHERS = range(3)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The GPUs of the node as one family finds them; without any other family on the node, nothing.
+
+    Attributes:
+        shared: GPUs that another family is offered as well.
+        serving: GPUs of which the family has a share.
+        others: GPUs that serve another family, or that a scheduler has named for a pod of one.
+    """
+
+    shared: frozenset[str] = frozenset()
+    serving: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+
+    def rank(self, gpu: str) -> int:
+        """Rank of a GPU by its UUID; the lowest is taken first.
+
+        `OWN`: taking it locks nobody out, because it serves the family already or is offered to no other. `FREE`: taking it locks the
+        other families out. `OTHERS`: another family has it, or waits for it.
+        """
+        if gpu in self.others:
+            return OTHERS
+        return FREE if gpu in self.shared and gpu not in self.serving else OWN
+
+    def ranks(self, gpu_of: Mapping[str, str]) -> dict[str, int]:
+        """Rank of each device (key) by its GPU (value)."""
+        return {device: self.rank(gpu) for device, gpu in gpu_of.items()}
+
+
+ALONE = Neighbours()
+
+
+def neighbours(family: str, shared: frozenset[str], held: Iterable[tuple[str, str]], claimed: Iterable[tuple[str, str]] = ()) -> Neighbours:
+    """The neighbours of ``family``; `ALONE` where it shares no GPU.
+
+    Args:
+        family: the one that chooses.
+        shared: GPUs that another family is offered as well.
+        held: GPU and family of each share.
+        claimed: GPU and family of each claim.
+    """
+    if not shared:
+        return ALONE
+    serving, others = set[str](), set[str]()
+    for gpu, holder in held:
+        (serving if holder == family else others).add(gpu)
+    others.update(gpu for gpu, claimant in claimed if claimant != family)
+    return Neighbours(shared, frozenset(serving), frozenset(others))
