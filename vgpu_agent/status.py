@@ -350,6 +350,7 @@ class AgentStatus:
     config: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)  # key path → (value, where it came from)
     config_problem: str = ""  # why the newest configuration file is not in force
     config_needs_restart: tuple[str, ...] = ()
+    config_collisions: tuple[str, ...] = ()  # families that take something from each other
     config_named: dict[str, str] = dataclasses.field(default_factory=dict)  # the named configuration, empty where there are none
     not_ready: tuple[ReadyProblem, ...] = ()
     not_alive: tuple[ReadyProblem, ...] = ()

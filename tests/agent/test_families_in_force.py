@@ -17,6 +17,7 @@ from tests.golden import SLICES, U1, golden_inventory, golden_slices, with_slice
 from vgpu_agent.allocation.node_families import Families as AllFamilies
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
+from vgpu_agent.config.collisions import without
 from vgpu_agent.config.sharing import MpsSharing, SharedResource, Sharing, TimeSlicing
 from vgpu_agent.config.volcano import HamiCore, VolcanoVgpu
 from vgpu_agent.errors import ConfigError
@@ -254,10 +255,23 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
         parts.families.refresh()
         await parts.offering.sync()
         assert parts.offered == {GPU: 1, MIG: 7}
-        assert "turn one of the families off" in parts.offering.withheld[MIG]
+        assert parts.offering.withheld[MIG] == (f"{MIG}: {MIG} is offered by nvidia and by volcano-vgpu-mig; {without('volcano-vgpu-mig')}")
         parts.families._families = dataclasses.replace(parts.families._families, by_ids=both[:1])
         await look_again(parts)
         assert parts.offering.withheld == {}
+
+
+async def test_one_family_with_two_equal_names_is_withheld_and_says_so(tmp_path: Path) -> None:
+    """A slip in Volcano's ConfigMap must not end the agent, nor the loop that has read it."""
+    settings = await volcano_settings(tmp_path, None, volcano_vgpu=VolcanoVgpu(isolation="none", memory_resource="volcano.sh/vgpu-number"))
+    async with wired(settings) as parts:
+        await parts.families.apply(settings)
+        await look_again(parts)
+        assert parts.offered == {}
+        assert parts.offering.withheld["volcano.sh/vgpu-number"] == (
+            "volcano.sh/vgpu-number: volcano.sh/vgpu-number is offered by volcano-vgpu and by volcano-vgpu; the kubelet would take one for "
+            "the other, so volcano-vgpu offers nothing; choose another name, or turn one of the families off"
+        )
 
 
 async def test_two_families_may_have_the_same_slices(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.simulated import simulated_node
 from vgpu_agent.agent.mps_side import MpsSide
 from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config.collisions import ONE_DAEMON
 from vgpu_agent.config.mps import Aws, Mps
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.device_ids import DeviceId
@@ -223,7 +224,9 @@ async def test_one_gpu_has_one_daemon(tmp_path: Path) -> None:
         other = dataclasses.replace(_shared(2, "nvidia.com/gpu.shared"), ids=tuple(DeviceId(f"{U0}-{number}", U0) for number in range(2)))
         await node.offers.offer(_shared(), other)
         await node.until(lambda: GPU in node.offers.served)
-        assert f"{U0} has an MPS control daemon for {GPU} already" in node.withheld["nvidia.com/gpu.shared"]
+        reason = node.withheld["nvidia.com/gpu.shared"]
+        assert f"{U0} has an MPS control daemon for {GPU} already" in reason
+        assert reason.endswith(ONE_DAEMON)  # the same words as `config check`
 
 
 async def test_what_cannot_be_shared_by_mps_is_withheld_for_good(tmp_path: Path) -> None:

@@ -61,6 +61,17 @@ async def test_what_a_new_file_says_without_effect_is_told_once(applied: Applied
     ]
 
 
+async def test_families_that_collide_are_named_once(applied: Applied) -> None:
+    """What can be served of a changed file is, so the sentence is all that tells why something is missing."""
+    both = "families: {aws: true}\naws:\n  resourceName: nvidia.com/gpu\n"
+    reload = Reload(loaded(), apply=applied, journal=Journal())
+    with structlog.testing.capture_logs() as told:
+        await reload.take(loaded(both))
+        await reload.take(loaded(f"{both}  vgpus: 4\n"))
+    assert [line["problem"] for line in told if line["event"] == "config.collision"] == list(loaded(both).collisions)
+    assert len(applied.settings) == 2
+
+
 async def test_bad_settings_change_nothing_until_a_good_file_comes(applied: Applied) -> None:
     """The reason stays visible as long as the newest file is not in force."""
     journal = Journal()

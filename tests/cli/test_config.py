@@ -72,6 +72,16 @@ def test_check_refuses_two_different_files(command: Command) -> None:
         command("check", "config.yaml", "--config", "wrong.yaml")
 
 
+def test_check_refuses_families_that_take_something_from_each_other(command: Command) -> None:
+    """An agent would start with them and withhold a resource, which an operator learns on the nodes only."""
+    Path("both.yaml").write_text("version: v1\nfamilies:\n  aws: true\naws:\n  resourceName: nvidia.com/gpu\n")
+    with pytest.raises(ConfigError) as refused:
+        command("check", "both.yaml")
+    (sentence,) = refused.value.problems
+    assert sentence.startswith('both.yaml:5: aws.resourceName: "nvidia.com/gpu" is offered by nvidia and by aws; ')
+    assert command("show", "both.yaml") == 0
+
+
 @pytest.mark.parametrize("words", [["check", "wrong.yaml"], ["show", "--config", "wrong.yaml"]])
 def test_a_wrong_file_is_left_to_the_command_line(command: Command, words: list[str]) -> None:
     """It prints the sentences and exits with 2, as for every command."""

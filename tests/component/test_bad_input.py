@@ -17,6 +17,7 @@ from tests.component.conftest import GPU, QUICK, SHARED, Stage, until_not_ready
 from tests.golden import U0, U1
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from tests.replacing import replace_text
+from vgpu_agent.config.load import load
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 
@@ -37,6 +38,16 @@ async def test_a_wrong_configuration_is_refused_before_anything_is_registered(st
         f"{stage.config}:6: lissten: unknown key, did you mean listen?",
     ]
     assert stage.kubelet.called("Register") == []
+
+
+async def test_families_that_collide_are_named_as_by_config_check_and_stop_nothing_else(stage: Stage) -> None:
+    """An upgrade must not take a node's GPUs away because of a name in a family that has never been served there."""
+    text = QUICK + SHARED + "families: {aws: true}\naws:\n  resourceName: nvidia.com/gpu\n"
+    agent = stage.agent(text)
+    await agent.spawn()
+    line = await agent.until_logged("config.collision")
+    await stage.allocatable(8)
+    assert [line["problem"]] == list(load({"--config": str(stage.config)}, {}).collisions)
 
 
 @pytest.mark.parametrize(("replicas", "fitting"), [(35000, True), (1_000_000_000, False)])

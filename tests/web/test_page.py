@@ -151,6 +151,7 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
             {"config_problem": "config.yaml:3: no\nconfig.yaml:4: nor"},
             "  config  the newest configuration is not in force: config.yaml:4: nor",
         ),
+        ({"config_collisions": ("config.yaml:3: aws.mps: supervised …",)}, "  config  config.yaml:3: aws.mps: supervised …"),
         ({"config_needs_restart": ("listen", "simulate")}, "takes effect after a restart: listen, simulate"),
         (
             {"plugins": (PluginStatus("nvidia.com/gpu", "nvidia", rival="another plugin offers it as well"),)},

@@ -263,6 +263,8 @@ class Agent:
         )
         for warning in self._loaded.warnings:
             _logger.warning("config.warning", problem=warning)
+        for collision in self._loaded.collisions:
+            _logger.error("config.collision", problem=collision)
         async with self.web, self._supervisor:
             try:
                 if await unless(stop, self._start_all()):

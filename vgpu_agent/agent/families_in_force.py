@@ -16,6 +16,7 @@ from vgpu_agent.agent.offered_families import build, look
 from vgpu_agent.agent.offering import check_offer
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.config.collisions import without
 from vgpu_agent.errors import CarrierError, ConfigError
 from vgpu_agent.families.volcano_vgpu_offer import MIG
 from vgpu_agent.ledger.offers import Offers, alike
@@ -274,12 +275,10 @@ def _why_unfit(family: PodFamily, inventory: Inventory) -> list[str]:
 
 
 def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> None:
-    """Raise when something of ``more`` has a name or an id of what is ``offered`` by others."""
-    if not offered:
-        return
+    """Raise when something of ``more`` has a name or an id of what is ``offered`` by others, or of one another."""
     try:
         Offers().replace([*offered, *more])
     except ValueError as err:
         raise ConfigError(
-            [f"{resource.name}: {err}; kubelet would mix them up, so turn one of the families off" for resource in more]
+            [f"{name}: {err}; {without(resource.family)}" for name, resource in {resource.name: resource for resource in more}.items()]
         ) from err

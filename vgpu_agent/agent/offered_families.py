@@ -16,6 +16,7 @@ import msgspec
 from vgpu_agent.agent.cdi_side import NO_CDI
 from vgpu_agent.agent.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.config.collisions import static_mig_strategy
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
 from vgpu_agent.families.aws import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import GENERATED_KIND, MODES, TOOLKIT_KIND, ListOptions
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.cdi_side import CdiFound
     from vgpu_agent.agent.control_nodes import ControlNodes
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.config.volcano import VolcanoVgpu
     from vgpu_agent.config.volcano_files import Overlay
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.isolation.backend import Backend
@@ -211,8 +211,8 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, list[IdF
         node_config=node_config,
         geometries=device_config.geometries if device_config else (),
     )
-    strategy, problem = _static_strategy(settings, vgpu)
-    problems += [problem] if problem else []
+    strategy, problem = static_mig_strategy(settings, vgpu)
+    problems += [f"volcanoVgpu.migStrategy: {problem}"] if problem else []
     if vgpu.operating_mode == MIG and not found.divides:
         problems.append(
             f"volcanoVgpu.migParted: there is no program {vgpu.mig_parted} here, so no GPU can be divided, and pods that need one divided "
@@ -228,17 +228,6 @@ def _volcano_vgpu(settings: Settings, found: Found) -> tuple[PodFamily, list[IdF
         hidden = options.hidden_uuids, options.hidden_indices
         static.append(VolcanoStaticMigFamily(StaticMigOptions(strategy, vgpu.mig_resource_prefix, *hidden, lists)))
     return VolcanoVgpuMigFamily(options) if options.mode == MIG else VolcanoVgpuFamily(options, backend), static, built
-
-
-def _static_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str]:
-    """How Volcano's names offer MIG instances that somebody else has made, and why not as it was asked for."""
-    strategy = vgpu.mig_strategy or ("none" if settings.families.nvidia else settings.plugin.mig_strategy)
-    instead = ""
-    if strategy != "none" and vgpu.operating_mode == MIG:
-        instead = "in the operating mode mig instances are given through volcano.sh/vgpu-number; they are not offered by their own names"
-    elif strategy != "none" and settings.families.nvidia and settings.plugin.mig_strategy != "none":
-        instead = "the family nvidia offers the same instances (plugin.migStrategy); turn one of the two off"
-    return ("none", f"volcanoVgpu.migStrategy: {strategy}: {instead}") if instead else (strategy, "")
 
 
 def _node_reader(settings: Settings) -> Callable[[str], Overlay]:

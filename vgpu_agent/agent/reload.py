@@ -73,6 +73,9 @@ class Reload:
         for warning in outcome.warnings:
             if warning not in self.loaded.warnings:
                 _logger.warning("config.warning", problem=warning)
+        for collision in outcome.collisions:
+            if collision not in self.loaded.collisions:
+                _logger.error("config.collision", problem=collision)
         self.loaded, self._refused, self.needs_restart = outcome, "", tuple(later)
         if self.named is not None:
             self.named.applied(outcome)

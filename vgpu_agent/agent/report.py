@@ -108,6 +108,7 @@ class Report:
             config={path: (value, loaded.origins[path]) for path, value in schema.values(loaded.settings)},
             config_problem=self._reload.problem,
             config_needs_restart=self._reload.needs_restart,
+            config_collisions=self._reload.loaded.collisions,
             config_named=self._reload.named.report if self._reload.named else {},
             not_ready=tuple(self._not_ready()),
             not_alive=tuple(self._not_alive()),

@@ -59,6 +59,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _check(arguments: argparse.Namespace) -> int:
     loaded = _loaded(arguments)
+    if loaded.collisions:
+        raise ConfigError(list(loaded.collisions))
     print(f"{loaded.files or 'defaults, environment and flags (no file)'}: ok")
     return 0
 

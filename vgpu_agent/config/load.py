@@ -79,6 +79,8 @@ class Loaded:
         warnings: sentences about what was ignored; not errors.
         sources: what it was made of.
         contents: what was in the files.
+        collisions: sentences about families that take something from each other (`collisions`). ``config check`` refuses them; an agent
+            starts, logs them and withholds what cannot be served.
     """
 
     settings: Settings
@@ -86,6 +88,7 @@ class Loaded:
     warnings: tuple[str, ...]
     sources: Sources
     contents: Contents = dataclasses.field(repr=False)
+    collisions: tuple[str, ...] = ()
 
     @property
     def files(self) -> str:
@@ -150,6 +153,7 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
         warnings=(*theirs, *reading.retired, *_warnings(settings, sources, contents)),
         sources=sources,
         contents=contents,
+        collisions=reading.collisions(settings),
     )
 
 

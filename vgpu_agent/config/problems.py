@@ -47,12 +47,16 @@ class Problems:
         Raises:
             ConfigError: there is at least one problem.
         """
-        if not self._found:
-            return
+        if self._found:
+            raise ConfigError(list(self.sentences))
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What was collected, in order."""
         sentences = [sentence for _, _, sentence in sorted(self._found, key=lambda found: found[:2])]
         if (more := self._count - len(sentences)) > 0:
             sentences.append(f"and {more} more like these")
-        raise ConfigError(sentences)
+        return tuple(sentences)
 
 
 def shown(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vgpu_agent.config import checks, nvidia_plugin, options, schema, yaml
+from vgpu_agent.config import checks, collisions, nvidia_plugin, options, schema, yaml
 from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
 from vgpu_agent.config.resource_names import complete_resource_name, resource_name_problem
 from vgpu_agent.config.settings import Settings
@@ -136,14 +136,27 @@ class Reading:
         settings = msgspec.convert(self._accepted, Settings)
         for conflict in checks.conflicts(settings):
             if not any(path in self._refused for path, _ in conflict.blame):  # one mistake, one sentence
-                path, text = next((blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0])
+                path, text = self._blamed(conflict)
                 self._complain(path, self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN)), text)
         self._problems.raise_if_any()
         return settings
 
+    def collisions(self, settings: Settings) -> tuple[str, ...]:
+        """A sentence for each rule of `collisions` that ``settings`` break, with the place of the setting to change."""
+        found = Problems()
+        for conflict in collisions.collisions(settings):
+            path, text = self._blamed(conflict)
+            place = self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN))
+            found.add(place.prefix, "" if place.names_the_key else place.key or path, text, line=place.line)
+        return found.sentences
+
     def origins(self, settings: Settings) -> dict[str, str]:
         """Where each value of ``settings`` came from."""
         return {path: self._places[path].origin if path in self._places else DEFAULT_ORIGIN for path, _ in schema.values(settings)}
+
+    def _blamed(self, conflict: checks.Conflict) -> tuple[str, str]:
+        """The likeliest path that somebody has set, with its sentence."""
+        return next((blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0])
 
     def _says_nothing(self, path: str) -> bool:
         """Whether the root ``path`` is the file system's because a file for NVIDIA's plugin spells its defaults out, as most do."""

@@ -98,6 +98,8 @@ def _config(status: AgentStatus) -> Iterator[Problem]:
         yield Problem("config", problem)
     for caution in status.binding.cautions:
         yield Problem("config", caution)
+    for collision in status.config_collisions:
+        yield Problem("config", collision)
     if status.config_problem:
         for line in status.config_problem.splitlines():
             yield Problem("config", f"the newest configuration is not in force: {line}")
