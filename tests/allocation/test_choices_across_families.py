@@ -25,6 +25,7 @@ from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoG
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.model import Gpu, Inventory, MigInstance
 from vgpu_agent.placement.mixing import Neighbours
 
@@ -134,6 +135,17 @@ async def test_a_pod_that_no_scheduler_placed_goes_where_its_family_is(family: P
     assert await mixed.start(second)
     devices = {share.device for grant in mixed.ledger.grants for share in grant.shares}
     assert devices == {GPUS[1]}
+
+
+@pytest.mark.parametrize("family", [gpushare(), VolcanoVgpuFamily(VolcanoVgpuOptions(), NoIsolation())])
+async def test_a_pod_that_no_scheduler_placed_keeps_off_gpus_that_another_family_waits_for(family: PodFamily) -> None:
+    """A pod that a scheduler has sent to GPU a would otherwise find it in use when it starts; one of its own family is not in the way."""
+    limits = {CARD_MEMORY: 1000} if family.name == "volcano-gpushare" else {NUMBER: 1, MEMORY: 1000}
+    mixed = node(nvidia(), by_pod=(family,))
+    mixed.ledger.claim([Claim(GPUS[0], "another", "team/waits", "uid-1", 1.0, 1), Claim(GPUS[1], family.name, "team/b", "uid-2", 2.0, 2)])
+    name = await mixed.admit(limits)
+    assert await mixed.start(name)
+    assert [share.device for grant in mixed.ledger.grants for share in grant.shares] == [GPUS[1]]
 
 
 @pytest.mark.parametrize(("others", "serving", "expected"), [((), (), 0), ((), (1,), 1), ((0,), (), 1)])

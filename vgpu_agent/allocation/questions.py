@@ -45,8 +45,8 @@ def question(
 
 
 def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neighbours:
-    """What ``family`` is to know of the others before it chooses: their GPUs, and those of ``grants``."""
+    """What ``family`` is to know of the others before it chooses: GPUs that they are offered, have by ``grants``, or wait for."""
     if not (shared := ledger.shared_gpus(family)):
         return ALONE
     held = ((ledger.gpu_of(share.device), grant.family) for grant in grants for share in grant.shares)
-    return neighbours(family, shared, held)
+    return neighbours(family, shared, held, ((claim.gpu, claim.family) for claim in ledger.claims))

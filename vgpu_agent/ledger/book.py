@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.ledger.accounting import Excess, Overcommit, Usage
+    from vgpu_agent.ledger.claims import Claim
     from vgpu_agent.ledger.grants import Saved
     from vgpu_agent.ledger.reconciliation import Correction, Meaning
     from vgpu_agent.model import DeviceRoom, Holding, Inventory, KubeletRecords, Owner, Resource, Share
@@ -58,6 +59,7 @@ class Ledger:
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = None  # offers, devices → GPUs
         self._passes = 0
+        self._claims: tuple[Claim, ...] = ()
         self.rebuilt = False  # whether kubelet has told of all that was held when this process started
 
     # -- facts ------------------------------------------------------------------------------------------------------------------------
@@ -93,6 +95,13 @@ class Ledger:
         if self._cordons.lift(device, by):
             self._changed()
 
+    def claim(self, claims: Iterable[Claim]) -> None:
+        """Replace all claims."""
+        found = tuple(sorted(claims, key=lambda claim: claim.order))
+        if found != self._claims:
+            self._claims = found
+            self._changed()
+
     def has_settled(self, device: str) -> bool:
         """Whether the book knows ``device`` and nobody keeps it back; its health is another matter."""
         return device in self._devices and not self._cordons.reason(device)
@@ -108,6 +117,11 @@ class Ledger:
     def grants(self) -> tuple[Grant, ...]:
         """All grants that are not released, oldest first."""
         return tuple(map(self._grants.by_number.__getitem__, sorted(self._grants.by_number)))
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The GPUs that schedulers have named for pods that have nothing of them yet, oldest first."""
+        return self._claims
 
     @property
     def newest(self) -> int:
