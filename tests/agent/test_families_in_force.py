@@ -19,7 +19,7 @@ from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
 from vgpu_agent.config.collisions import without
 from vgpu_agent.config.sharing import MpsSharing, SharedResource, Sharing, TimeSlicing
-from vgpu_agent.config.volcano import HamiCore, VolcanoVgpu
+from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner
@@ -259,6 +259,17 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
         parts.families._families = dataclasses.replace(parts.families._families, by_ids=both[:1])
         await look_again(parts)
         assert parts.offering.withheld == {}
+
+
+async def test_whole_gpus_are_offered_under_nvidias_and_under_volcanos_name(tmp_path: Path) -> None:
+    """The ids of both are UUIDs, and a GPU serves one of the two at a time; the kubelet's status of devices is all that may be late."""
+    families = Families(nvidia=True, volcano_gpushare=True)
+    settings = await volcano_settings(tmp_path, None, families=families, volcano_gpushare=VolcanoGpushare(strategy="number"))
+    async with wired(settings) as parts:
+        await parts.families.apply(settings)
+        assert parts.offered == {GPU: 2, "volcano.sh/gpu-number": 2}
+        (caution,) = parts.families.cautions
+        assert "nvidia.com/gpu and volcano.sh/gpu-number have the same ids" in caution
 
 
 async def test_one_family_with_two_equal_names_is_withheld_and_says_so(tmp_path: Path) -> None:

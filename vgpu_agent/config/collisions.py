@@ -26,7 +26,6 @@ _SHARED_SUFFIX = ".shared"
 # By strategy. Both belong to that family, whichever it offers: it writes the other one into the Node's capacity.
 _GPUSHARE_NAMES = {"share": "volcano.sh/gpu-memory", "number": "volcano.sh/gpu-number"}
 _CHOSEN = ("aws", "volcano-vgpu", "volcano-vgpu-mig")  # families whose names are settings, that with the freest first
-_REMEDY = "choose another name, or turn one of the families off"
 # Where MPS has its pipes unless it is told otherwise; containers of the family `aws` have it mounted.
 _AWS_PIPES = PurePosixPath("/tmp/nvidia-mps")  # noqa: S108 - a path that others have chosen
 ONE_DAEMON = "takes one only; offer it by one of the two (families, aws.mps, sharing.mps)"
@@ -68,7 +67,7 @@ def collisions(settings: Settings) -> Iterator[Conflict]:
 
 def without(family: str) -> str:
     """The consequence of two equal names or ids for the family that comes second, and the remedy."""
-    return f"the kubelet would take one for the other, so {family} offers nothing; {_REMEDY}"
+    return f"the kubelet would take one for the other, so {family} offers nothing; choose another name, or turn one of the families off"
 
 
 def static_mig_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str]:
@@ -98,7 +97,10 @@ def _equal_names(settings: Settings) -> Iterator[Conflict]:
             text = shown(name.text if twin.prefix else twin.text)
             sentence = f"{text} is offered by {twin.family} and by {name.family}; {without(name.family)}"
             if name.counted:
-                sentence = f"{text} is offered by {twin.family}, and {name.family} counts GPUs under it in the Node's capacity; {_REMEDY}"
+                sentence = (
+                    f"{text} is offered by {twin.family}, and {name.family} counts GPUs under it in the Node's capacity; "
+                    "choose another name, or turn one of the families off"
+                )
             yield Conflict(tuple((each.path, sentence) for each in sorted((twin, name), key=_place_of_blame)))
         names.append(name)
 
