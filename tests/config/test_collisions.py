@@ -150,6 +150,36 @@ def test_what_goes_together_is_no_collision(load_text: Load, text: str) -> None:
     assert load_text(f"version: v1\n{text}").collisions == ()
 
 
+def crowded(setting: str, family: str, other: str, default: str) -> str:
+    """The sentence about a policy that begins many GPUs."""
+    price = f"a GPU with one of them is no use to {other}"
+    return f"{setting} spreads pods of {family} over all GPUs, and {price}; set {default} to keep {family} on few GPUs"
+
+
+@pytest.mark.parametrize(
+    ("text", "warnings"),
+    [
+        (
+            f"{FOR_AWS}plugin: {{sharedDevicesAllocationPolicy: distributed}}\n",
+            (crowded("plugin.sharedDevicesAllocationPolicy: distributed", "nvidia", "aws", "auto"),),
+        ),
+        (
+            f"{VGPU}binding: {{policy: spread}}\n",
+            (crowded("binding.policy: spread", "volcano-vgpu", "nvidia", "binpack"),),
+        ),
+        (f"{FOR_AWS}plugin: {{sharedDevicesAllocationPolicy: packed}}\n", ()),
+        ("plugin: {sharedDevicesAllocationPolicy: distributed}\n", ()),
+        ("families: {nvidia: false, aws: true, volcanoGpushare: true}\nplugin: {sharedDevicesAllocationPolicy: distributed}\n", ()),
+        (f"{VGPU}binding: {{policy: binpack}}\n", ()),
+        ("families: {nvidia: false, volcanoVgpu: true}\nbinding: {policy: spread}\n", ()),
+    ],
+)
+def test_a_policy_that_costs_other_families_is_warned_of(load_text: Load, text: str, warnings: tuple[str, ...]) -> None:
+    """It is the operator's to choose, and counts; who has only taken it over from a node with one family learns the price."""
+    loaded = load_text(f"version: v1\n{text}")
+    assert (loaded.warnings, loaded.collisions) == (warnings, ())
+
+
 @given(
     patterns=st.lists(st.tuples(st.sampled_from(("*", "NVIDIA A100*", "T4")), st.sampled_from(("a", "b", "gpu"))), max_size=2),
     slices=st.lists(st.tuples(st.sampled_from(("*", "1g.5gb")), st.sampled_from(("c", "gpu"))), max_size=1),

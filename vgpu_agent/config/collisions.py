@@ -65,6 +65,27 @@ def collisions(settings: Settings) -> Iterator[Conflict]:
     yield from _divided_gpus(settings)
 
 
+def crowding(settings: Settings) -> Iterator[str]:
+    """A sentence for each setting by which one family begins more GPUs than it needs, while others are on that could use them."""
+    families = settings.families
+    on = {
+        "nvidia": families.nvidia,
+        "aws": families.aws,
+        "volcano-vgpu": families.volcano_vgpu,
+        "volcano-gpushare": families.volcano_gpushare,
+    }
+    for path, value, family, default in (
+        ("plugin.sharedDevicesAllocationPolicy", settings.plugin.shared_devices_allocation_policy, "nvidia", "auto"),
+        ("binding.policy", settings.binding.policy, "volcano-vgpu", "binpack"),
+    ):
+        others = [name for name, is_on in on.items() if is_on and name != family]
+        if on[family] and others and value in ("distributed", "spread"):
+            yield (
+                f"{path}: {value} spreads pods of {family} over all GPUs, and a GPU with one of them is no use to {', '.join(others)}; "
+                f"set {default} to keep {family} on few GPUs"
+            )
+
+
 def without(family: str) -> str:
     """The consequence of two equal names or ids for the family that comes second, and the remedy."""
     return f"the kubelet would take one for the other, so {family} offers nothing; choose another name, or turn one of the families off"

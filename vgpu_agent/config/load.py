@@ -12,7 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from vgpu_agent.config import checks, foreign_variables, nvidia_plugin, options, yaml
+from vgpu_agent.config import checks, collisions, foreign_variables, nvidia_plugin, options, yaml
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.reading import Reading
 from vgpu_agent.config.suggestions import nearest
@@ -237,6 +237,7 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
     for path, word in checks.doubtful_xids(settings):
         yield f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or "xids"'
     yield from checks.without_effect(settings)
+    yield from collisions.crowding(settings)
     if options.VGPU_FLAG in sources.flags and not settings.families.aws:
         yield f"{options.VGPU_FLAG}: has no effect without the family; set families.aws: true"
     if settings.nvidia_config_file and not contents.nvidia_file:
