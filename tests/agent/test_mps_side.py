@@ -21,6 +21,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.simulated import simulated_node
 from vgpu_agent.agent.mps_side import MpsSide
 from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config.binding import Families
 from vgpu_agent.config.collisions import ONE_DAEMON
 from vgpu_agent.config.mps import Aws, Mps
 from vgpu_agent.config.settings import Settings
@@ -239,6 +240,16 @@ async def test_what_cannot_be_shared_by_mps_is_withheld_for_good(tmp_path: Path)
         await node.offers.offer(_shared(7, "nvidia.com/mig-1g.5gb"))
         assert "sharing using MPS is not supported for MIG devices" in node.withheld["nvidia.com/mig-1g.5gb"]
         assert node.side.statuses == ()
+        assert node.tools.calls == []
+
+
+async def test_daemons_whose_files_containers_could_change_are_not_started(tmp_path: Path) -> None:
+    """A container of the family aws has /tmp/nvidia-mps mounted; with a link in it, it could have the agent write anywhere."""
+    async with running(tmp_path) as node:
+        mps = msgspec.structs.replace(node.settings.mps, root="/tmp/nvidia-mps/ours")
+        node.side.apply(msgspec.structs.replace(node.settings, mps=mps, families=Families(aws=True)))
+        await node.offers.offer(_shared())
+        assert node.withheld[GPU].startswith(f'{GPU}: mps.root: "/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, which aws.mps: supervised')
         assert node.tools.calls == []
 
 

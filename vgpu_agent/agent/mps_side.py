@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.config import collisions
 from vgpu_agent.families import aws
 from vgpu_agent.families.aws import AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
@@ -79,6 +80,7 @@ class MpsSide:
         lists = ListOptions()
         self._of_aws: MpsOptions = AwsOptions.from_settings(settings, lists=lists).paths
         self._of_others: MpsOptions = NvidiaOptions.from_settings(settings, lists=lists).mps
+        self._exposed = collisions.exposed_mps_directory(settings)
         self._of_host, self._probe_seconds = HostDaemon(aws.PIPE_DIRECTORY, settings.mps), settings.mps.probe_seconds
         if self._started:  # the ledger need not change with it
             self._refresh()
@@ -146,6 +148,8 @@ class MpsSide:
         """Why there can be no daemon for it, whatever becomes of the others."""
         if not self._of_others.root:
             return "mps.root is empty, so there is no place for an MPS control daemon; set it, or share by time-slicing"
+        if self._exposed:
+            return ": ".join(self._exposed)
         if reason := why_not(resource, self._inventory()):
             return reason
         devices = {entry.device for entry in resource.ids}

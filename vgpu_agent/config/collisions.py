@@ -107,6 +107,19 @@ def static_mig_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str
     return ("none", f"{strategy}: {instead}") if instead else (strategy, "")
 
 
+def exposed_mps_directory(settings: Settings) -> tuple[str, str] | None:
+    """The path of a directory of MPS control daemons that containers of the family `aws` could change, with a sentence; None in order."""
+    if not settings.families.aws or settings.aws.mps == "none":
+        return None
+    for path, value in (("mps.root", settings.mps.root), ("mps.containerRoot", settings.mps.container_root)):
+        if value and PurePosixPath(value).is_relative_to(_AWS_PIPES):
+            return path, (
+                f"{shown(value)} lies in {_AWS_PIPES}, which aws.mps: {settings.aws.mps} mounts into containers, so that they could change "
+                "the files of other MPS control daemons; choose another directory such as /run/nvidia/mps"
+            )
+    return None
+
+
 # -- names ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -193,13 +206,8 @@ def _shared(settings: Settings) -> Sequence[tuple[str, str, bool]]:
 def _mps(settings: Settings) -> Iterator[Conflict]:
     if not settings.families.aws or settings.aws.mps == "none":
         return
-    for path, value in (("mps.root", settings.mps.root), ("mps.containerRoot", settings.mps.container_root)):
-        if value and PurePosixPath(value).is_relative_to(_AWS_PIPES):
-            text = (
-                f"{shown(value)} lies in {_AWS_PIPES}, which aws.mps: {settings.aws.mps} mounts into containers, so that they could change "
-                "the files of other MPS control daemons; choose another directory such as /run/nvidia/mps"
-            )
-            yield Conflict(((path, text),))
+    if exposed := exposed_mps_directory(settings):
+        yield Conflict((exposed,))
     by_nvidia = settings.families.nvidia and settings.sharing.mps.resources and not settings.iktos.resource_config
     if not by_nvidia:
         return
