@@ -25,6 +25,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 MANIFESTS = PROJECT / "manifests"
 NAMESPACE = "vgpu-agent"
 MERGE = "application/merge-patch+json"
+SLOTS = 3
 
 
 class Deployed(NamedTuple):
@@ -51,7 +52,8 @@ def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
     agent["args"] += ["--simulate", str(folder / "gpus")]
     agent["env"].append({"name": "XDG_CACHE_HOME", "value": str(folder / "cache")})
     agent["volumeMounts"].append({"name": "simulation", "mountPath": str(folder)})
-    (library,) = spec["initContainers"]
+    slots, library = spec["initContainers"]
+    slots["args"][slots["args"].index("--count") + 1] = str(SLOTS)
     library.update(image=images.BUSYBOX, imagePullPolicy="Never", env=[{"name": "LIBRARY", "value": "/bin/busybox"}])
     for volume in spec["volumes"]:
         if volume["name"].startswith("hami-core"):
@@ -61,7 +63,7 @@ def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
 
 @contextlib.contextmanager
 def deployed_agent(rig: Rig) -> Iterator[Deployed]:
-    """The base and hami-core, applied; gone afterwards with all it left on the node."""
+    """The base and hami-core with slots for regions, applied; gone afterwards with all it left on the node."""
     # A fixed commit: the image is built anew when what is in it changes, and not for every commit.
     command = [str(PROJECT / "scripts" / "image"), "--commit", "test"]
     archive = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
@@ -71,7 +73,7 @@ def deployed_agent(rig: Rig) -> Iterator[Deployed]:
     SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2)
     library = build()
     shutil.copytree(library.parent, folder / "cache" / "vgpu-agent" / "sim" / library.parent.name)
-    objects = kustomized(rig, folder, ["hami-core", "hami-core-library"])
+    objects = kustomized(rig, folder, ["hami-core", "region-slots", "hami-core-library"])
     _on_simulated_gpus(objects, folder)
     manifest = yaml.safe_dump_all(objects)
     try:
@@ -82,6 +84,8 @@ def deployed_agent(rig: Rig) -> Iterator[Deployed]:
     finally:
         rig.kubectl("label", "node", rig.node_name(), "nvidia.com/gpu.present-")
         rig.kubectl("delete", "-f", "-", "--ignore-not-found", "--wait=true", stdin=manifest)
+        for slot in folder.glob("hami-core/vgpu/slots/*"):
+            subprocess.run(["umount", "--lazy", str(slot)], check=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

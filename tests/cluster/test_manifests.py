@@ -5,15 +5,20 @@ Which of its rights that API server enforces is in test_manifests_rights.
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
 import json
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.cluster.agents import GPU, kubelets_view, visible, wait_allocatable
-from tests.cluster.deployment import MANIFESTS, MERGE, NAMESPACE, Deployed, deployed_agent, kustomized, wait_until_rolled_out
+from tests.cluster.deployment import MANIFESTS, MERGE, NAMESPACE, SLOTS, Deployed, deployed_agent, kustomized, wait_until_rolled_out
 from tests.cluster.rig import Rig
 from tests.cluster.rig.manifests import pod
 
@@ -92,6 +97,52 @@ def test_the_init_container_delivers_the_library(deployed: Deployed) -> None:
     incoming = deployed.folder / "hami-core" / "incoming"
     assert [path.name for path in incoming.iterdir()] == ["libvgpu.so"]
     assert (incoming / "libvgpu.so").stat().st_size == Path("/bin/busybox").stat().st_size
+
+
+def test_slots_for_regions_are_seen_by_node_and_agent(deployed: Deployed) -> None:
+    """Mounted by a container that has ended; the agent, which may not mount, finds them where the runtime will."""
+    slots = deployed.folder / "hami-core" / "vgpu" / "slots"
+    assert [slot.name for slot in sorted(slots.iterdir()) if slot.is_mount()] == [f"{number:03}" for number in range(SLOTS)]
+    probe = "import os; print(*[name for name in sorted(os.listdir('.')) if os.path.ismount(name)])"
+    command = ["python3", "-c", f"import os; os.chdir('/usr/local/vgpu/vgpu/slots'); {probe}"]
+    said = deployed.rig.kubectl("exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "-c", "agent", "--", *command)
+    assert said.split() == [slot.name for slot in sorted(slots.iterdir())]
+
+
+def test_a_killed_agent_is_registered_again_within_seconds(deployed: Deployed, record_property: Callable[[str, object], None]) -> None:
+    """The kubelet fails pods that it admits meanwhile. It notices the end of a container, makes a new one, and the agent starts."""
+    rig = deployed.rig
+    wait_allocatable(rig, 2)
+    (agent,) = rig.pods(namespace=NAMESPACE)
+    name = agent["metadata"]["name"]
+    pids = [pid for pid in _processes("vgpu-agent run --config") if f"pod{agent['metadata']['uid']}".replace("-", "_") in _cgroup(pid)]
+    assert pids, "no process of the agent's pod"
+    killed_at = time.time()
+    os.kill(min(pids), signal.SIGKILL)
+
+    def registered() -> float:
+        lines = rig.kubectl("logs", "-n", NAMESPACE, name, "-c", "agent").splitlines()
+        events = [json.loads(line) for line in lines if '"plugin.registered"' in line]
+        at = [dt.datetime.fromisoformat(event["ts"]).timestamp() for event in events]
+        return min((moment for moment in at if moment > killed_at), default=0.0)
+
+    rig.wait_for(lambda: registered() > 0, 60, what="the agent's registration")
+    took = registered() - killed_at
+    record_property("kill -9 to registered, as a container, seconds", round(took, 2))
+    assert took < 15.0
+
+
+def _processes(command: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if command in path.read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _cgroup(pid: int) -> str:
+    return Path(f"/proc/{pid}/cgroup").read_text().replace("-", "_")
 
 
 def test_every_component_builds_and_is_accepted(deployed: Deployed, tmp_path: Path) -> None:
