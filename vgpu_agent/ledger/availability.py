@@ -1,4 +1,5 @@
-"""Why nothing of a device may be given out through a resource at this moment: illness, a cordon, or somebody who has it on other terms.
+"""Why nothing of a device may be given out through a resource at this moment: illness, a cordon, somebody who has it on other terms, or
+somebody it is kept for.
 
 `book` asks before each list and each booking; pure functions of what the book knows.
 """
@@ -8,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent.errors import listed
+from vgpu_agent.ledger.claims import why_kept
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from vgpu_agent.ledger.accounting import Device
+    from vgpu_agent.ledger.claims import Claim
     from vgpu_agent.ledger.cordons import Cordons
     from vgpu_agent.model import Grant, Resource, Share
 
@@ -26,12 +29,16 @@ class Surroundings(NamedTuple):
         cordons: of devices and of whole GPUs.
         grants: those that are `in_the_way` of the resource in question.
         offers_all_of: whether a grant was made under today's settings.
+        claims: GPU → the oldest claim on it, as far as claims count for what is asked.
+        first: GPU → the family that alone is offered it now, empty for all; as far as that counts.
     """
 
     devices: Mapping[str, Device]
     cordons: Cordons
     grants: Sequence[Grant]
     offers_all_of: Callable[[Grant], bool]
+    claims: Mapping[str, Claim]
+    first: Callable[[str], str]
 
 
 def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
@@ -42,16 +49,20 @@ def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
 
 def trouble(device: str, resource: Resource, known: Surroundings) -> str:
     """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
-    return _own_trouble(device, resource, known) or _somebody_in_the_way(device, resource, known)
+    return (
+        own_trouble(device, resource, known.devices, known.cordons)
+        or _somebody_in_the_way(device, resource, known)
+        or _kept(known.devices[device].gpu, resource, known)
+    )
 
 
-def _own_trouble(device: str, resource: Resource, known: Surroundings) -> str:
-    if ill := illness(known.devices, device):
+def own_trouble(device: str, resource: Resource, devices: Mapping[str, Device], cordons: Cordons) -> str:
+    """Why ``resource`` gives out nothing of ``device`` although nobody has anything of it; empty when it does."""
+    if ill := illness(devices, device):
         return ill
-    gpu = known.devices[device].gpu
-    if reason := known.cordons.reason(device) or known.cordons.reason(gpu):
+    if reason := cordons.reason(device) or cordons.reason(devices[device].gpu):
         return f"cordoned: {reason}"
-    if resource.undivided and known.devices[device].divided:
+    if resource.undivided and devices[device].divided:
         return "the GPU is in MIG mode, and this resource gives out GPUs that are not divided"
     return ""
 
@@ -75,6 +86,13 @@ def _somebody_in_the_way(device: str, resource: Resource, known: Surroundings) -
             if mixed and not known.offers_all_of(grant):
                 return f"a container admitted under earlier settings still holds it ({listed(grant.ids)})"
     return ""
+
+
+def _kept(gpu: str, resource: Resource, known: Surroundings) -> str:
+    if reason := why_kept(gpu, resource.family, known.claims):
+        return reason
+    first = known.first(gpu)
+    return f"the GPU was returned a moment ago, and {first} is offered it before the others" if first not in ("", resource.family) else ""
 
 
 def strangers(shares: Iterable[Share], offered: Collection[str], devices: Mapping[str, Device]) -> list[str]:

@@ -18,15 +18,17 @@ from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedL
 from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError, listed
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
+from vgpu_agent.ledger.claims import in_order, oldest_by_gpu
 from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of, gone, with_gone
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
+from vgpu_agent.ledger.turns import Turns
 from vgpu_agent.model import Decider, Grant, GrantState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from vgpu_agent.ledger.accounting import Excess, Overcommit, Usage
     from vgpu_agent.ledger.claims import Claim
@@ -39,7 +41,10 @@ class Ledger:
     """Devices, offers and grants.
 
     State: everything is rebuilt after a restart from NVML and from kubelet's records, but for `slices`, the MIG instances that were ever
-    seen, which `agent` keeps. `revision` moves on when a list that kubelet should see, or a grant, has changed.
+    seen, which `agent` keeps. `revision` moves on when a list that kubelet should see, a grant or a claim has changed.
+
+    Attributes:
+        claims: the GPUs that are kept for pods, the oldest claim first.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time) -> None:
@@ -58,8 +63,11 @@ class Ledger:
         self._grants = Grants(self._offers)
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = None  # offers, devices → GPUs
+        self.claims: tuple[Claim, ...] = ()
+        self._oldest_claims: Mapping[str, Claim] = {}  # by GPU
+        self._turns = Turns(clock)
+        self._unserved: frozenset[str] = frozenset()
         self._passes = 0
-        self._claims: tuple[Claim, ...] = ()
         self.rebuilt = False  # whether kubelet has told of all that was held when this process started
 
     # -- facts ------------------------------------------------------------------------------------------------------------------------
@@ -71,7 +79,13 @@ class Ledger:
             self._devices = seen
             self._changed()
 
-    def offer(self, resources: Iterable[Resource], stand_for: Callable[[Grant], tuple[Share, ...]] = lambda grant: grant.shares) -> None:
+    def offer(
+        self,
+        resources: Iterable[Resource],
+        stand_for: Callable[[Grant], tuple[Share, ...]] = lambda grant: grant.shares,
+        *,
+        unserved: Collection[str] = (),
+    ) -> None:
         """Replace what this node offers.
 
         Grants stay: an id that is no longer offered remains in its container's hands and is reported as foreign. Ids that name devices and
@@ -82,6 +96,7 @@ class Ledger:
         """
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)
+        self._unserved = frozenset(unserved)
         if self._grants.restate(stand_for) or changed:
             self._changed()
 
@@ -96,10 +111,14 @@ class Ledger:
             self._changed()
 
     def claim(self, claims: Iterable[Claim]) -> None:
-        """Replace all claims."""
-        found = tuple(sorted(claims, key=lambda claim: claim.order))
-        if found != self._claims:
-            self._claims = found
+        """Keep GPUs for exactly ``claims`` from now on."""
+        if (ordered := in_order(claims)) != self.claims:
+            self.claims, self._oldest_claims = ordered, oldest_by_gpu(ordered)
+            self._changed()
+
+    def end_turns(self) -> None:
+        """Offer to all families what one of them was offered first, where its time is over; see `turn_ends_in_seconds`."""
+        if self._turns.end():
             self._changed()
 
     def has_settled(self, device: str) -> bool:
@@ -119,11 +138,6 @@ class Ledger:
         return tuple(map(self._grants.by_number.__getitem__, sorted(self._grants.by_number)))
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
-        """The GPUs that schedulers have named for pods that have nothing of them yet, oldest first."""
-        return self._claims
-
-    @property
     def newest(self) -> int:
         """The number of the grant that was booked last, whether it is still there or not; 0 before the first."""
         return self._grants.last_number
@@ -137,6 +151,11 @@ class Ledger:
     def foreign_ids(self) -> tuple[str, ...]:
         """Ids in containers' hands that this node does not offer (any more)."""
         return tuple(sorted({id_ for grant in self._grants.by_number.values() for id_ in self._grants.foreign_ids(grant)}))
+
+    @property
+    def turn_ends_in_seconds(self) -> float | None:
+        """How soon a GPU that one family was offered first is offered to all; None when there is no such GPU."""
+        return self._turns.seconds_left
 
     def free_ids(self, resource: str) -> int:
         """How many ids of ``resource`` could be given out now."""
@@ -191,12 +210,13 @@ class Ledger:
         """The GPU of a MIG instance; any other device is its own."""
         return known.gpu if (known := self._devices.get(device)) else device
 
-    def rooms(self, name: str, *, besides: Iterable[int] = ()) -> tuple[DeviceRoom, ...]:
+    def rooms(self, name: str, *, besides: Iterable[int] = (), pod_uid: str = "") -> tuple[DeviceRoom, ...]:
         """What each device of resource ``name`` has left, in the order of its ids.
 
         Args:
             name: the resource.
             besides: numbers of grants that are not counted, because they are about to be decided anew.
+            pod_uid: kubelet's UID of the pod that asks, where one does; one that has a part of what it needs gets the rest before others.
 
         Raises:
             UnknownDeviceError: the resource is not offered.
@@ -204,7 +224,7 @@ class Ledger:
         resource, left_out = self.resource(name), set(besides)
         grants = [grant for grant in self._grants.by_number.values() if grant.number not in left_out]
         booked = accounting.usage(resource, grants, self._offers.device)
-        trouble = self._troubles(resource)
+        trouble = self._troubles(resource, claims=not self._is_partly_served(pod_uid))
         return tuple(accounting.room(resource, booked, self._devices.get(uuid) or Device(uuid, uuid, 0), trouble[uuid]) for uuid in trouble)
 
     def find(self, name: str, ids: Iterable[str]) -> Grant | None:
@@ -270,7 +290,9 @@ class Ledger:
             raise CapacityError(f"invalid request: an id is named twice in {listed(ids)}")
         # Where the pod decides, the ids' own devices mean nothing: which GPU it gets stands in the pod.
         booked = behind if by_ids else {share.device: share.device for share in shares}
-        self._refuse_troubled(resource, booked)
+        # Where ids name devices, kubelet fails the pod for a refusal, so a claim waits for one that it was told of too late to keep away.
+        claims = not by_ids and (decided_for is None or not self._is_partly_served(decided_for[0]))
+        self._refuse_troubled(resource, booked, claims=claims)
 
         holders = self._grants.holders(name, ids)
         if (same := self._still_open(holders, set(ids), covering=not by_ids)) and (by_ids or not shares):
@@ -349,7 +371,7 @@ class Ledger:
         if strangers := availability.strangers(shares, offered, self._devices):
             raise UnknownDeviceError(f"{name}: this node does not offer {listed(strangers)}; it offers {listed(sorted(offered))}")
         wanted = {share.device: share.device for share in shares}
-        self._refuse_troubled(resource, wanted)
+        self._refuse_troubled(resource, wanted, claims=not known and not self._is_partly_served(owner.pod_uid))
 
         before = self._grants.saved()
         for number in ended:
@@ -374,7 +396,7 @@ class Ledger:
         grant = self._grants.by_number[number]
         resource = self.resource(grant.resource)
         wanted = {share.device: share.device for share in shares}
-        self._refuse_troubled(resource, wanted)
+        self._refuse_troubled(resource, wanted, claims=not self._is_partly_served(decided_for[0]))
         before = self._grants.saved()
         self._grants.by_number[number] = dataclasses.replace(
             grant, shares=tuple(shares), decided_for=decided_for, may_overcommit=may_overcommit
@@ -440,16 +462,37 @@ class Ledger:
 
     # -- how it is done ---------------------------------------------------------------------------------------------------------------
 
-    def _troubles(self, resource: Resource, devices: Iterable[str] | None = None) -> dict[str, str]:
-        """Why nothing of a device may be given out now, empty when it may: of ``devices``, or of all that ``resource`` offers, in order."""
+    def _troubles(
+        self, resource: Resource, devices: Iterable[str] | None = None, *, claims: bool = True, turns: bool = True
+    ) -> dict[str, str]:
+        """Why nothing of a device may be given out now, empty when it may: of ``devices``, or of all that ``resource`` offers, in order.
+
+        Without ``claims`` it may although it is kept for a pod, and without ``turns`` although another family is offered it first.
+        """
         asked = self._offers.devices(resource) if devices is None else devices
         grants = availability.in_the_way(resource, self._grants.by_number.values())
-        known = availability.Surroundings(self._devices, self._cordons, grants, self._grants.offers_all_of)
+        known = availability.Surroundings(
+            self._devices,
+            self._cordons,
+            grants,
+            self._grants.offers_all_of,
+            self._oldest_claims if claims else {},
+            self._turns.first if turns else lambda _: "",
+        )
         return {device: availability.trouble(device, resource, known) for device in asked}
 
-    def _refuse_troubled(self, resource: Resource, wanted: Mapping[str, str]) -> None:
+    def _is_partly_served(self, pod_uid: str) -> bool:
+        """Whether a container of the pod has shares.
+
+        Such a pod does not wait for claims: the claim could wait for it, and neither would ever have all that it needs.
+        """
+        return bool(pod_uid) and any(
+            grant.decided_for is not None and grant.decided_for[0] == pod_uid and grant.shares for grant in self._grants.by_number.values()
+        )
+
+    def _refuse_troubled(self, resource: Resource, wanted: Mapping[str, str], *, claims: bool) -> None:
         """Raise for the first device of ``wanted`` (device → what the message calls it) of which nothing may be given out."""
-        for device, trouble in self._troubles(resource, wanted).items() if wanted else ():
+        for device, trouble in self._troubles(resource, wanted, claims=claims, turns=False).items() if wanted else ():
             if trouble:
                 raise UnhealthyDeviceError(f"invalid request: device {wanted[device]} is not available: {trouble}")
 
@@ -481,5 +524,27 @@ class Ledger:
     def _booked(self, resource: Resource) -> Usage:
         return accounting.usage(resource, self._grants.by_number.values(), self._offers.device)
 
+    def _in_use(self) -> dict[str, str]:
+        """GPU → the family that has something of it, or for which it is kept."""
+        in_use = {gpu: claim.family for gpu, claim in self._oldest_claims.items()}
+        for grant in self._grants.by_number.values():
+            for share in grant.shares:
+                known = self._devices.get(share.device)
+                in_use[known.gpu if known else share.device] = grant.family
+        return in_use
+
+    def _candidates(self, gpu: str) -> list[str]:
+        """The families that could give out something of a GPU of which nobody has anything."""
+        able = (
+            resource.family
+            for resource in self._offers.in_order
+            if resource.decided_by is not Decider.NOBODY and resource.family not in self._unserved
+            for device in self._offers.devices(resource)
+            if (known := self._devices.get(device)) is not None and known.gpu == gpu
+            if not availability.own_trouble(device, resource, self._devices, self._cordons)
+        )
+        return list(dict.fromkeys(able))
+
     def _changed(self) -> None:
+        self._turns.follow(self._in_use(), self._candidates)
         self.revision.publish(self.revision.value + 1)

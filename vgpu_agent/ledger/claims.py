@@ -1,24 +1,36 @@
-"""Claims: GPUs that schedulers have named for pods whose containers have not been given their shares yet.
+"""GPUs that are kept for pods to which a scheduler has given them, until those pods have their shares.
 
-A claim is no booking. `book` keeps them all; who makes them is `allocation`.
+A scheduler that names a GPU in a pod's annotations has decided at bind; the shares are booked when the container starts, after its image
+was pulled and its init containers have run. A claim covers the time in between. It is no booking: it takes nothing from anybody who has
+something of the GPU, and it never keeps its own family away.
+
+The oldest claim on a GPU decides. No other family gets a new share of that GPU, so it stays free for the claim, or becomes free as its
+holders end. There is one order of claims on a node, so pods with claims on several GPUs never wait for each other in a circle.
+
+Pure functions; `book` asks them, and `allocation` says which claims there are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """One GPU that a pod waits for.
+    """One GPU that a scheduler has given to a pod which has not been given its shares yet.
 
     Attributes:
-        gpu: its UUID.
-        family: the family of the pod's request.
+        gpu: UUID.
+        family: the family in whose vocabulary the scheduler named it.
         pod: ``namespace/name``.
         pod_uid: kubelet's UID of the pod.
-        since: unix seconds when the claim was first seen.
-        order: `Pod.bound`; smaller is older.
+        since: unix seconds of the moment at which the claim was first seen.
+        order: its place among the claims of the node; smaller is older, and alike for the claims of one pod.
     """
 
     gpu: str
@@ -27,3 +39,27 @@ class Claim:
     pod_uid: str
     since: float
     order: int
+
+
+_in_line = operator.attrgetter("order", "pod_uid", "gpu", "family")
+
+
+def in_order(claims: Iterable[Claim]) -> tuple[Claim, ...]:
+    """Every claim once, the oldest first."""
+    return tuple(sorted(set(claims), key=_in_line))
+
+
+def oldest_by_gpu(claims: Iterable[Claim]) -> dict[str, Claim]:
+    """GPU → the oldest claim on it; ``claims`` are in order."""
+    oldest: dict[str, Claim] = {}
+    for claim in claims:
+        oldest.setdefault(claim.gpu, claim)
+    return oldest
+
+
+def why_kept(gpu: str, family: str, oldest: Mapping[str, Claim]) -> str:
+    """Why ``family`` gets no new share of ``gpu`` although nothing else bars it; empty when it may."""
+    claim = oldest.get(gpu)
+    if claim is None or claim.family == family:
+        return ""
+    return f"the GPU is kept for pod {claim.pod}, to which a scheduler of {claim.family} has given it, until that pod has started or ended"

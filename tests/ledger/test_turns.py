@@ -1,0 +1,129 @@
+"""Turns: a GPU that was returned is offered to one family first, and a second later to all."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from tests.golden import U0, U1, golden_inventory
+from tests.ledger.book_parts import ILL, WHOLE, Clock, make
+from tests.ledger.test_claims import SHARE, VGPU, claim, counted, start, usable
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.ledger.turns import TURN_SECONDS, Turns
+
+NAMES = ("nvidia.com/gpu", VGPU, SHARE)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock at 1000 s."""
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock: Clock) -> Ledger:
+    """The golden node with three families."""
+    return make(clock, WHOLE, counted(VGPU), counted(SHARE))
+
+
+def served(ledger: Ledger, name: str, gpu: str) -> None:
+    """A pod comes and ends again."""
+    start(ledger, name, "passing", gpu)
+    ledger.release(ledger.grants[-1].number)
+
+
+def offered_to(ledger: Ledger, gpu: str) -> set[str]:
+    """The resources that are offered the GPU at this moment."""
+    return {resource.name for resource in ledger.resources if gpu in usable(ledger, resource.name)}
+
+
+def test_a_returned_gpu_is_offered_to_one_family_and_a_second_later_to_all(ledger: Ledger, clock: Clock) -> None:
+    """Schedulers that are shown the same GPU at once each send a pod, and kubelet fails all but the first."""
+    assert offered_to(ledger, U0) == set(NAMES), "what nobody has had is anybody's"
+    served(ledger, VGPU, U0)
+    assert len(offered_to(ledger, U0)) == 1
+    assert offered_to(ledger, U1) == set(NAMES)
+    assert ledger.turn_ends_in_seconds == TURN_SECONDS
+    clock.now += TURN_SECONDS
+    revision = ledger.revision.value
+    ledger.end_turns()
+    assert offered_to(ledger, U0) == set(NAMES)
+    assert ledger.revision.value == revision + 1
+    ledger.end_turns()
+    assert ledger.revision.value == revision + 1
+
+
+def test_each_family_is_first_once_in_as_many_returns_as_there_are_families(ledger: Ledger, clock: Clock) -> None:
+    """None starves, also when one family returns all the GPUs and uses none of the turns."""
+    first = collections.Counter[str]()
+    for returns in range(1, 10):
+        served(ledger, VGPU, U0)
+        first.update(offered_to(ledger, U0))
+        clock.now += TURN_SECONDS
+        ledger.end_turns()
+        if returns % 3 == 0:
+            assert first == dict.fromkeys(NAMES, returns // 3)
+
+
+def test_the_family_that_returned_the_gpu_is_not_the_first_to_have_it_again(ledger: Ledger) -> None:
+    """Where none was first yet, the others have waited longer."""
+    served(ledger, VGPU, U0)
+    assert offered_to(ledger, U0) != {VGPU}
+
+
+def test_a_node_with_one_family_never_waits(clock: Clock) -> None:
+    """Nobody races, so nobody gains from a second without the GPU."""
+    ledger = make(clock, counted(VGPU))
+    served(ledger, VGPU, U0)
+    assert offered_to(ledger, U0) == {VGPU}
+    assert ledger.turn_ends_in_seconds is None
+
+
+def test_no_family_waits_for_one_that_is_not_served_now(clock: Clock) -> None:
+    """Its library is missing, say, so its resources are told to no kubelet."""
+    ledger = make(clock, counted(VGPU), counted(SHARE))
+    ledger.offer([counted(VGPU), counted(SHARE)], unserved=["volcano-gpushare"])
+    served(ledger, VGPU, U0)
+    assert VGPU in offered_to(ledger, U0)
+    assert ledger.turn_ends_in_seconds is None
+
+
+def test_a_gpu_that_falls_ill_with_its_last_holder_has_no_turn(clock: Clock) -> None:
+    """A turn that nobody can use would be lost."""
+    ledger = make(clock, WHOLE, counted(VGPU))
+    start(ledger, VGPU, "passing", U0)
+    ledger.observe(golden_inventory(U0=ILL))
+    ledger.release(ledger.grants[0].number)
+    assert ledger.turn_ends_in_seconds is None
+
+
+def test_a_claim_ends_a_turn_and_is_followed_by_one(ledger: Ledger) -> None:
+    """A GPU that is kept for a pod is that pod's family's; when the pod is deleted, all others would race for it."""
+    served(ledger, VGPU, U0)
+    ledger.claim([claim(U0, 1, "volcano-gpushare")])
+    assert offered_to(ledger, U0) == {SHARE}
+    assert ledger.turn_ends_in_seconds is None
+    ledger.claim([])
+    assert len(offered_to(ledger, U0)) == 1
+    assert ledger.turn_ends_in_seconds == TURN_SECONDS
+
+
+def test_a_booking_does_not_wait_for_a_turn(ledger: Ledger) -> None:
+    """Turns say whom a GPU is shown to; kubelet would fail a pod for a refusal."""
+    served(ledger, VGPU, U0)
+    (first,) = offered_to(ledger, U0)
+    other = next(name for name in (VGPU, SHARE) if name != first)
+    start(ledger, other, "quick", U0)
+    assert ledger.turn_ends_in_seconds is None
+
+
+def test_a_turn_is_over_by_the_clock_even_when_nobody_looks(clock: Clock) -> None:
+    """A timer that is late must not keep a GPU from anybody."""
+    turns = Turns(clock)
+    turns.follow({"g": "a"}, lambda _: ("a", "b"))
+    turns.follow({}, lambda _: ("a", "b"))
+    assert turns.first("g") == "b"
+    clock.now += TURN_SECONDS
+    assert turns.first("g") == ""
+    assert turns.seconds_left == 0.0
