@@ -73,6 +73,10 @@ class NumberFamily:
             raise RequestRefusedError(f"pod {question.pod.full_name} has no annotation example.com/{question.container}")
         return found
 
+    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+        texts = {container.name: pod.annotations.get(f"example.com/{container.name}") for container in pod.containers}
+        return {name: tuple(part.split()[0] for part in text.split(",")) for name, text in texts.items() if text}
+
     def recall(self, question: Question) -> Decision | None:
         text = question.pod.annotations.get(f"example.com/{question.container}")
         if text is None:

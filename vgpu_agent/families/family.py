@@ -204,6 +204,14 @@ class PodFamily(Family, Protocol):
         """
         ...
 
+    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+        """The GPUs that a scheduler has given to containers of the pod, by container: UUIDs. Never an error.
+
+        Only containers that could start with what the pod says; empty where it is not for this node or cannot be followed at all. Init
+        containers are left out: they work on GPUs of the containers after them.
+        """
+        ...
+
     def recall(self, question: Question) -> Decision | None:
         """What a container that already runs must have got, read from its pod alone; None when the pod does not say. Never an error."""
         ...

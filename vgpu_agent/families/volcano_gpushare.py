@@ -11,13 +11,14 @@ scheduler as well. What a running container holds is in the ledger by UUID and d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision
+from vgpu_agent.families.family import Decision, Question
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.volcano_gpushare_numbers import first_units, parse_indices, units
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.families.family import NodeView, Question
+    from vgpu_agent.families.family import NodeView
     from vgpu_agent.model import DeviceRoom, Gpu, Grant, Inventory
     from vgpu_agent.pods import Pod
 
@@ -156,6 +157,22 @@ class VolcanoGpushareFamily:
         gpus = self._idle_gpus(question) if number else (self._roomy_gpu(question),)
         return Decision(self._shares(question, gpus), f"the agent, the first {'idle GPUs' if number else 'GPU with room'} (no {GPU_INDEX})")
 
+    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+        """The cards that ``volcano.sh/gpu-index`` names; nothing where the pod as a whole needs more than there is."""
+        text, name = pod.annotations.get(GPU_INDEX), self._resource_name
+        if text is None or not 0 < (needed := units(pod, name)) <= self._most_units(inventory):
+            return {}
+        named: dict[str, tuple[str, ...]] = {}
+        for container in pod.containers:
+            count = container.limits.get(name, 0)
+            if container.kind is ContainerKind.INIT or name in container.unreadable or not 0 < count <= needed:
+                continue
+            ids = ("",) * count if self._options.strategy == NUMBER else ("",)
+            asked = Question(Resource(name, FAMILY, ()), pod, container.name, ids, pod.node, inventory, ())
+            with contextlib.suppress(RequestRefusedError):
+                named[container.name] = tuple(gpu.uuid for gpu in self._named(asked, text))
+        return named
+
     def recall(self, question: Question) -> Decision | None:
         """What the annotation says; a pod without one was placed by this agent, and has not been told yet."""
         text = question.pod.annotations.get(GPU_INDEX)
@@ -276,6 +293,12 @@ class VolcanoGpushareFamily:
 
     def _fitting_factor(self, numbered: Mapping[int, Gpu]) -> int | None:
         return smallest_fitting_factor(lambda factor: list_bytes(_memory_ids(numbered, factor)), self._options.message_budget_bytes)
+
+    def _most_units(self, inventory: Inventory) -> int:
+        """What a pod can have at most: the cards, or the units of one card."""
+        if self._options.strategy == NUMBER:
+            return len(inventory.gpus)
+        return _size_mib(inventory.numbered) // self._factor(inventory)
 
     def _refuse_other_amount(self, question: Question) -> None:
         """Refuse a container whose limit is not the number of ids that kubelet counted for it: then it is another pod than was admitted."""

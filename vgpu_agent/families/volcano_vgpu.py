@@ -18,7 +18,7 @@ from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision
 from vgpu_agent.families.volcano_vgpu_asks import Names, read_ask
-from vgpu_agent.families.volcano_vgpu_decisions import IDS, asking_container, decided_shares, refused
+from vgpu_agent.families.volcano_vgpu_decisions import IDS, asking_container, decided_gpus, decided_shares, refused
 from vgpu_agent.families.volcano_vgpu_node import (
     HANDSHAKE,
     LOCK,
@@ -104,6 +104,10 @@ class VolcanoVgpuFamily:
         """As a scheduler decided in the pod's annotations; where none did, the agent places the container."""
         shares = decided_shares(question, offer_of(question.inventory, self._options))
         return self._place(question) if shares is None else Decision(shares, f"the scheduler, in {IDS}", by_scheduler=True)
+
+    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+        """See `decided_gpus`; of MIG instances the GPU that they are, or will be, a part of."""
+        return decided_gpus(pod, inventory, offer_of(inventory, self._options))
 
     def recall(self, question: Question) -> Decision | None:
         """What the pod's annotations say, as `decide` would read them."""

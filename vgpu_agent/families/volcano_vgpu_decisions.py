@@ -11,18 +11,19 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted
+from vgpu_agent.families.family import Question
 from vgpu_agent.families.volcano_vgpu_asks import read_ask
 from vgpu_agent.families.volcano_vgpu_devices import SEGMENT_END, Assigned, DevicesTextError, Segment, parse_pod_devices
-from vgpu_agent.families.volcano_vgpu_offer import MIG
-from vgpu_agent.model import Share
+from vgpu_agent.families.volcano_vgpu_offer import FAMILY, MIG
+from vgpu_agent.model import Resource, Share
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vgpu_agent.families.family import Question
     from vgpu_agent.families.volcano_vgpu_asks import Ask, Names
     from vgpu_agent.families.volcano_vgpu_offer import Offer
+    from vgpu_agent.model import Inventory
     from vgpu_agent.pods import Pod, PodContainer
 
 NODE = "volcano.sh/vgpu-node"
@@ -97,6 +98,31 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
             f" {len(question.ids)} × {question.resource.name}",
         )
     return segments[place]
+
+
+def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tuple[str, ...]]:
+    """The GPUs of each container for which a scheduler has decided, without those that could not start with the decision."""
+    if not pod.annotations.get(IDS, "").strip(SEGMENT_END):
+        return {}
+    decided: dict[str, tuple[str, ...]] = {}
+    units = collections.Counter[str]()
+    for container in offer.names.counted(pod):
+        count = container.limits.get(offer.names.number, 0)
+        if not 0 < count <= len(offer.units):  # also a bound: anybody may write any number there
+            continue
+        number = Resource(offer.names.number, FAMILY, ())
+        asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
+        try:
+            segment = decided_segment(asked, offer)
+        except RequestRefusedError:
+            continue
+        if segment:
+            decided[container.name] = tuple(assigned.gpu for assigned in segment)
+            for assigned in segment:
+                units[assigned.gpu] += assigned.memory_units
+    if any(count > offer.units[gpu] for gpu, count in units.items()):
+        return {}  # together they are more than the GPU has, so the pod would never start whole
+    return decided
 
 
 def refused(pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY) -> RequestRefusedError:
