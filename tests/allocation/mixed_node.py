@@ -88,11 +88,13 @@ class MixedNode:
         self.kubelet, self.book, self.carrier = Kubelet(rng), PodBook(), MemoryCarrier()
         self.book.replace(())
         self._pods = 0
+        self.now = 0.0
         self.start_agent()
 
     def start_agent(self) -> None:
         """A new process of the agent: it knows nothing but what kubelet and the API server tell."""
-        self.ledger, self.journal = Ledger(), Journal()
+        self.refusals = Refusals()
+        self.ledger, self.journal = Ledger(clock=lambda: self.now), Journal()
         self.allocator = Allocator(
             ledger=self.ledger,
             families=self.families,
@@ -104,7 +106,7 @@ class MixedNode:
                 witness=self._testify,
                 fetch=self._fetch,
                 carrier=self.carrier,
-                refusals=Refusals(),
+                refusals=self.refusals,
                 settings=Binding(),
             ),
         )
@@ -114,18 +116,28 @@ class MixedNode:
 
     # -- what kubelet does ----------------------------------------------------------------------------------------------------------
 
-    async def admit(self, limits: dict[str, int]) -> str:
-        """A pod arrives; the name under which it holds what it asked for, "" when it was not admitted."""
+    def bind(self, limits: dict[str, int], annotations: dict[str, str]) -> str:
+        """A scheduler binds a pod, and the watch shows it; its name."""
         self._pods += 1
         name = f"pod-{self._pods}"
-        self.book.put(Pod(f"uid-{name}", "default", name, NODE, containers=(PodContainer("main", limits=limits),)))
+        containers = (PodContainer("main", limits=limits),)
+        self.book.put(Pod(f"uid-{name}", "default", name, NODE, annotations=annotations, containers=containers, scheduled=True))
+        self.look()
+        return name
+
+    async def admit(self, limits: dict[str, int], *, bound: str = "") -> str:
+        """A pod arrives, or the one that was ``bound``; the name under which it holds what it asked for, "" when it was not admitted."""
+        self._pods += not bound
+        name = bound or f"pod-{self._pods}"
+        if not bound:
+            self.book.put(Pod(f"uid-{name}", "default", name, NODE, containers=(PodContainer("main", limits=limits),)))
         container = Container(name, {}, Edits())
         wanted = list(limits.items())
         self.rng.shuffle(wanted)
         for resource, count in wanted:
             if not await self._allocate(container, resource, count):
                 self.kubelet.pods.pop(name, None)
-                self.book.remove(self._pod(name))
+                self.book.remove(self.pod(name))
                 return ""
             self.kubelet.pods[name] = container
             self.look()
@@ -158,17 +170,25 @@ class MixedNode:
     def end(self, name: str) -> None:
         """The pod is gone, also for the API server."""
         del self.kubelet.pods[name]
-        self.book.remove(self._pod(name))
+        self.book.remove(self.pod(name))
 
     def verify(self, *, initial: bool = False) -> None:
         """The regular look at kubelet's records; twice, for one that misses a grant proves nothing yet."""
         for _ in range(1 if initial else 2):
+            self.now += 0.01  # any time at all is too long for a reservation
             self.allocator.confirm(self.kubelet.records(), reservation_seconds=0, initial=initial)
+        self.look()
+
+    def wait(self, seconds: float) -> None:
+        """Nothing happens for so long."""
+        self.now += seconds
+        self.ledger.end_turns()
         self.look()
 
     def look(self) -> None:
         """GPUs, offers or grants may have changed: kubelet gets every list anew, and one without ids for what is offered no more."""
         self.allocator.refresh_offer()
+        self.allocator.refresh_claims()
         offered = {resource.name for resource in self.ledger.resources}
         for resource in offered | self.kubelet.lists.keys():
             self.kubelet.listed(resource, [(entry.id.id, entry.healthy) for entry in self.allocator.listing(resource)])
@@ -197,7 +217,8 @@ class MixedNode:
     async def _fetch(self, namespace: str, name: str) -> Pod | None:
         return next((pod for pod in self.book.pods if (pod.namespace, pod.name) == (namespace, name)), None)
 
-    def _pod(self, name: str) -> Pod:
+    def pod(self, name: str) -> Pod:
+        """The pod of that name, as the watch shows it."""
         pod = self.book.get(f"uid-{name}")
         assert pod is not None
         return pod

@@ -54,7 +54,7 @@ from vgpu_agent.isolation.hami_core import containers_directory, directory_befor
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
-from vgpu_agent.kubelet.waiting import unless
+from vgpu_agent.kubelet.waiting import first_of, unless
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
@@ -319,6 +319,7 @@ class Agent:
         await self._offering.sync()
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
+        self._supervisor.start("claims", self._follow_pods)
         if settings.families.volcano_vgpu:
             self._supervisor.start("mig", self._mig.run)
         self._supervisor.start("cdi devices", functools.partial(self._cdi.watch, self._watch.inventory))
@@ -418,6 +419,20 @@ class Agent:
         if known != self._understood:
             self._understood = known
             await self._verification.rebuild()
+        self._allocator.refresh_claims()  # what is offered next must not be what a scheduler has given to a pod
+
+    async def _follow_pods(self) -> None:
+        """Keep GPUs for the pods to which schedulers have given them, and offer returned ones to all when their first turn is over."""
+        while True:
+            pods, ledger = self._cluster.book.revision.version, self._ledger.revision.version
+            self._ledger.end_turns()
+            self._allocator.refresh_claims()
+            await first_of(
+                self._cluster.book.revision.newer_than(pods),
+                self._ledger.revision.newer_than(ledger),
+                self._refusals.revision.newer_than(self._refusals.revision.version),
+                timeout_seconds=self._ledger.turn_ends_in_seconds,
+            )
 
     async def _follow_inventory(self) -> None:
         async for _ in self._watch.inventory.changes():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.allocation import early, wishes
 from vgpu_agent.allocation.binder import Binder
 from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
+from vgpu_agent.allocation.claims import Claims
 from vgpu_agent.allocation.guesses import Given
 from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.overcommits import may_overcommit
@@ -77,9 +78,20 @@ class Allocator:
         self.mode: BindingMode | None = None
         self.allocated_at: dict[str, float] = {}
         self._locks = NodeLocks()
-        self.binder = (
-            Binder(ledger=ledger, inventory=inventory, journal=journal, surroundings=surroundings, clock=clock) if surroundings else None
-        )
+        self._claims: Claims | None = None
+        self.binder: Binder | None = None
+        if surroundings:
+            self._claims = Claims(
+                ledger=ledger,
+                book=surroundings.book,
+                refusals=surroundings.refusals,
+                families=lambda: self._families,
+                inventory=inventory,
+                wall_clock=clock,
+            )
+            self.binder = Binder(
+                ledger=ledger, inventory=inventory, journal=journal, surroundings=surroundings, claims=self._claims, clock=clock
+            )
 
     @property
     def revision(self) -> Latest[int]:
@@ -101,7 +113,12 @@ class Allocator:
             family = by_ids.get(grant.family)
             return family.shares(grant.resource, grant.ids, inventory) if family else grant.shares
 
-        self._ledger.offer(resources, stand_for)
+        self._ledger.offer(resources, stand_for, unserved=[family.name for family in self._families.unserved])
+
+    def refresh_claims(self) -> None:
+        """Bring the ledger's claims in line with the pods that schedulers have bound to this node; see `Claims`."""
+        if self._claims is not None:
+            self._claims.refresh()
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
         """The complete list for one resource; empty when it is no longer offered."""
@@ -406,6 +423,7 @@ class Allocator:
         return next(family for family in self._families.by_pod if family.name == offered.family)
 
     def _question(self, offered: Resource, pod: Pod, container: str, ids: Sequence[str]) -> Question:
+        self.refresh_claims()
         node = self._around.node if self._around else ""
         return question(self._ledger, offered, pod, container, ids, node=node, inventory=self._inventory())
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vgpu_agent import log
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
+from vgpu_agent.allocation.claims import other_families
 from vgpu_agent.allocation.division import Division
 from vgpu_agent.allocation.early_proof import EarlyProof, WrongPodError
 from vgpu_agent.allocation.ended_pods import EndedPods
@@ -37,11 +38,11 @@ from vgpu_agent.errors import (
     RequestRefusedError,
 )
 from vgpu_agent.families.family import Decision
-from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
+    from vgpu_agent.allocation.claims import Claims
     from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Provision
@@ -78,9 +79,11 @@ class Binder:
         inventory: Callable[[], Inventory],
         journal: Journal,
         surroundings: Surroundings,
+        claims: Claims,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ledger = ledger
+        self._claims = claims
         self._inventory = inventory
         self._journal = journal
         self._around = surroundings
@@ -332,11 +335,8 @@ class Binder:
 
     def _refuse_two_families(self, start: Start) -> None:
         container = start.pod.container(start.owner.container)
-        limits = container.limits if container else {}
-        foreign = [
-            offer for offer in self._ledger.resources if offer.decided_by is not Decider.NOBODY and offer.family != start.offered.family
-        ]
-        if others := [offer.name for offer in foreign if limits.get(offer.name)]:
+        others = other_families(container, start.offered.family, self._ledger.resources) if container else []
+        if others:
             raise RequestRefusedError(
                 f"the container asks for {start.offered.name} and for {', '.join(others)}, which would tell it of different GPUs; "
                 "ask for one of them"
@@ -385,6 +385,7 @@ class Binder:
             )
 
     def _question(self, start: Start) -> Question:
+        self._claims.refresh()  # another pod may have been bound since the last look
         return question(
             self._ledger, start.offered, start.pod, start.owner.container, start.ids, node=self._around.node, inventory=self._inventory()
         )

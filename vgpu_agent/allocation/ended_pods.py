@@ -72,6 +72,18 @@ class EndedPods:
             NotProvenError: there was no room, and kubelet has not said in time which pods have ended.
         """
         try:
+            return await self._after_releases(start, attempt)
+        except _NO_ROOM:
+            if (seconds := self._ledger.turn_ends_in_seconds) is None:
+                raise
+        # A GPU that was returned is another family's to take for a moment; kubelet would ask again much later than it is everybody's.
+        await asyncio.sleep(seconds)
+        self._ledger.end_turns()
+        return attempt()
+
+    async def _after_releases(self, start: Start, attempt: Callable[[], T]) -> T:
+        """As `with_room`, without waiting for GPUs that another family is offered first."""
+        try:
             return attempt()
         except _NO_ROOM:
             pass  # an error that was true before kubelet was asked is not told after it

@@ -37,7 +37,7 @@ def question(
                 besides.append(grant.number)
     siblings = {grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares}
     siblings.pop(container, None)
-    rooms = ledger.rooms(name, besides=besides)
+    rooms = ledger.rooms(name, besides=besides, pod_uid=uid)
     gone = {*besides, *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ())}
     taken = {share.device: grant for grant in holding if grant.number not in gone for share in grant.shares}
     around = neighbours_of(ledger, offered.family, taken.values())

@@ -1,0 +1,335 @@
+"""Claims from bind to start, with real families: what pods claim, for how long, and what it costs to keep up with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from tests.allocation.binding_parts import NODE
+from tests.allocation.mixed_node import MixedNode
+from tests.golden import U0, U1, golden_inventory
+from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.errors import AgentError, UnhealthyDeviceError
+from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.nvidia import NvidiaFamily
+from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.isolation.backend import NoIsolation
+from vgpu_agent.ledger.turns import TURN_SECONDS
+from vgpu_agent.model import Inventory
+from vgpu_agent.pods import MIRROR_POD, Pod, PodContainer
+
+GPU, NUMBER, SHARE = "nvidia.com/gpu", "volcano.sh/vgpu-number", "volcano.sh/gpu-memory"
+VGPU_LIMITS, SHARE_LIMITS = {NUMBER: 1, "volcano.sh/vgpu-memory": 4}, {SHARE: 4}
+UNIT_MIB = 1024
+
+
+def vgpu_on(*gpus: str, node: str = NODE, units: int = 4) -> dict[str, str]:
+    """Volcano's annotations for one container on these GPUs."""
+    text = "".join(f"{gpu},NVIDIA,{units},0:" for gpu in gpus)
+    return {"volcano.sh/vgpu-node": node, "volcano.sh/vgpu-ids-new": text, "volcano.sh/devices-to-allocate": text}
+
+
+def share_on(number: int) -> dict[str, str]:
+    """The older annotation of Volcano for the card of that number."""
+    return {"volcano.sh/gpu-index": str(number), "volcano.sh/predicate-time": "1795200991257414295"}
+
+
+class Node(MixedNode):
+    """The golden node with nvidia, volcano-vgpu and volcano-gpushare."""
+
+    def __init__(self) -> None:
+        vgpu = VolcanoVgpuFamily(VolcanoVgpuOptions(split=4, factor=UNIT_MIB), NoIsolation())
+        gpushare = VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, lists=ListOptions()))
+        super().__init__(Families((NvidiaFamily(NvidiaOptions()),), (vgpu, gpushare)), golden_inventory(), random.Random(1))
+
+    def offered(self, resource: str) -> set[str]:
+        """The GPUs of which kubelet has healthy ids of the resource."""
+        devices = {entry.id.device: False for entry in self.ledger.listing(resource)}
+        devices |= {entry.id.device: True for entry in self.ledger.listing(resource) if entry.healthy}
+        return {device for device, healthy in devices.items() if healthy}
+
+    def put(self, name: str, **changes: object) -> None:
+        """The watch shows that something about the pod has changed."""
+        pod = next(pod for pod in self.book.pods if pod.name == name)
+        self.book.put(dataclasses.replace(pod, **changes))  # type: ignore[arg-type]  # of the right type in each test
+        self.look()
+
+    async def refused(self, name: str) -> str:
+        """The text with which the start of the pod is refused."""
+        ((resource, ids),) = self.kubelet.pods[name].held.items()
+        with pytest.raises(AgentError) as caught:
+            await self.allocator.pre_start(resource, ids)
+        return str(caught.value)
+
+
+@pytest.fixture
+def node() -> Node:
+    """A node on which nothing runs."""
+    return Node()
+
+
+async def test_a_gpu_is_claimed_from_bind_to_start(node: Node) -> None:
+    """Image pull and init containers take minutes, in which every other family was told that the GPU is free."""
+    name = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    (claim,) = node.ledger.claims
+    assert (claim.gpu, claim.family, claim.pod, claim.pod_uid) == (U0, "volcano-vgpu", f"default/{name}", f"uid-{name}")
+    assert (node.offered(GPU), node.offered(SHARE), node.offered(NUMBER)) == ({U1}, {U1}, {U0, U1})
+    await node.admit({NUMBER: 1}, bound=name)
+    assert list(node.ledger.claims) == [claim], "kubelet has given ids, which say nothing about a GPU"
+    assert await node.start(name)
+    assert not node.ledger.claims
+    assert (node.offered(GPU), node.offered(SHARE)) == ({U1}, {U1})
+
+
+async def test_a_claim_of_the_older_family_names_its_card(node: Node) -> None:
+    """``volcano.sh/gpu-index`` counts cards as NVML does."""
+    name = node.bind(SHARE_LIMITS, share_on(1))
+    assert [(claim.gpu, claim.family) for claim in node.ledger.claims] == [(U1, "volcano-gpushare")]
+    await node.admit({SHARE: 4}, bound=name)
+    assert await node.start(name)
+    assert node.ledger.claims == ()
+
+
+ENDS: Mapping[str, dict[str, object]] = {
+    "it has ended": {"phase": "Failed"},
+    "it is being deleted": {"deleting": True},
+    "its container has started": {"containers": (PodContainer("main", limits=VGPU_LIMITS, started=True),)},
+}
+
+
+@pytest.mark.parametrize("changes", ENDS.values(), ids=ENDS)
+def test_a_claim_ends_with_what_would_have_started(node: Node, changes: dict[str, object]) -> None:
+    """Nothing is kept for a pod that starts nothing any more."""
+    node.put(node.bind(VGPU_LIMITS, vgpu_on(U0)), **changes)
+    assert node.ledger.claims == ()
+    node.wait(TURN_SECONDS)
+    assert node.offered(GPU) == {U0, U1}
+
+
+def test_a_claim_ends_when_the_start_is_refused_for_good(node: Node) -> None:
+    """An early guess was wrong, so kubelet will never let this pod start."""
+    name = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    node.refusals.refuse(node.pod(name), "main", NUMBER, "a test")
+    node.look()
+    assert node.ledger.claims, "this one is tried again"
+    node.refusals.refuse(node.pod(name), "main", NUMBER, "a test", final=True)
+    node.look()
+    assert not node.ledger.claims
+
+
+NOTHING: Mapping[str, tuple[dict[str, int], dict[str, str]]] = {
+    "another node": (VGPU_LIMITS, vgpu_on(U0, node="node-b")),
+    "an unknown GPU": (VGPU_LIMITS, vgpu_on("GPU-99999999-0000-0000-0000-000000000000")),
+    "more memory than the GPU has": ({NUMBER: 1, "volcano.sh/vgpu-memory": 99999}, vgpu_on(U0, units=99999)),
+    "more memory than was asked for": (VGPU_LIMITS, vgpu_on(U0, units=5)),
+    "more GPUs than were asked for": (VGPU_LIMITS, vgpu_on(U0, U1)),
+    "one GPU twice": (VGPU_LIMITS | {NUMBER: 2}, vgpu_on(U0, U0)),
+    "more GPUs than there are": (VGPU_LIMITS | {NUMBER: 2**62}, vgpu_on(U0)),
+    "no number of GPUs": ({"volcano.sh/vgpu-memory": 4}, vgpu_on(U0)),
+    "nothing asked for": ({}, vgpu_on(U0)),
+    "no annotation": (VGPU_LIMITS, {}),
+    "a malformed annotation": (VGPU_LIMITS, vgpu_on(f"{U0},x,")),
+    "two families for one container": (VGPU_LIMITS | {GPU: 1}, vgpu_on(U0)),
+    "a card without that number": (SHARE_LIMITS, share_on(2)),
+    "cards of a hostile length": (SHARE_LIMITS, {"volcano.sh/gpu-index": "0," * 100_000}),
+    "more units than a card has": ({SHARE: 41}, share_on(0)),
+    "units without end": ({SHARE: 2**62}, share_on(0)),
+}
+
+
+@pytest.mark.parametrize(("limits", "annotations"), NOTHING.values(), ids=NOTHING)
+def test_what_can_never_start_claims_nothing(node: Node, limits: dict[str, int], annotations: dict[str, str]) -> None:
+    """Anybody who may create pods may write annotations."""
+    node.bind(limits, annotations)
+    assert node.ledger.claims == ()
+
+
+def test_containers_that_together_need_more_than_the_gpu_has_claim_nothing(node: Node) -> None:
+    """The last of them would be refused for ever, and the GPU be kept for it."""
+    text = f"{U0},NVIDIA,30,0:;{U0},NVIDIA,30,0:"
+    containers = tuple(PodContainer(name, limits={NUMBER: 1, "volcano.sh/vgpu-memory": 30}) for name in ("one", "two"))
+    annotations = vgpu_on(U0) | {"volcano.sh/vgpu-ids-new": text, "volcano.sh/devices-to-allocate": text}
+    node.put(node.bind(VGPU_LIMITS, {}), containers=containers, annotations=annotations)
+    assert node.ledger.claims == ()
+
+
+def test_a_pod_that_no_scheduler_has_bound_claims_nothing(node: Node) -> None:
+    """Whoever sets spec.nodeName has asked nobody; kubelet may never admit it."""
+    node.put(node.bind(VGPU_LIMITS, vgpu_on(U0)), scheduled=False)
+    assert node.ledger.claims == ()
+
+
+def test_a_pod_that_calls_itself_a_mirror_claims_nothing(node: Node) -> None:
+    """kubelet runs no such pod, so the claim would never end."""
+    node.bind(VGPU_LIMITS, vgpu_on(U0) | {MIRROR_POD: "x"})
+    assert node.ledger.claims == ()
+
+
+def test_a_family_that_is_not_served_now_keeps_nothing(node: Node) -> None:
+    """Its library is missing, say: its pods cannot start, and the GPUs would be idle until somebody has delivered it."""
+    node.bind(VGPU_LIMITS, vgpu_on(U0))
+    node.allocator.use_families(dataclasses.replace(node.families, unserved=node.families.by_pod[:1]))
+    node.look()
+    assert node.ledger.claims == ()
+
+
+def test_claims_are_as_they_were_after_a_restart_of_the_agent(node: Node) -> None:
+    """They are made from the watch before anything is offered; only since when is not known any more."""
+    for gpu in (U1, U0):
+        node.bind(VGPU_LIMITS, vgpu_on(gpu))
+    before = [dataclasses.replace(claim, since=0.0) for claim in node.ledger.claims]
+    node.start_agent()
+    assert [dataclasses.replace(claim, since=0.0) for claim in node.ledger.claims] == before
+    assert node.offered(GPU) == set()
+
+
+def test_a_claim_remembers_since_when_it_is_there(node: Node) -> None:
+    """Other pods come and go meanwhile."""
+    node.bind(VGPU_LIMITS, vgpu_on(U0))
+    (claim,) = node.ledger.claims
+    node.bind(VGPU_LIMITS, vgpu_on(U1))
+    assert node.ledger.claims[0] == claim
+
+
+async def test_a_start_that_would_join_a_drained_gpu_is_tried_again_later(node: Node) -> None:
+    """Else the other family's pod waits for ever; kubelet asks again, and the text says for whom the GPU is kept."""
+    running = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    await node.admit({NUMBER: 1}, bound=running)
+    assert await node.start(running)
+    waits = node.bind(SHARE_LIMITS, share_on(0))
+    late = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    await node.admit({NUMBER: 1}, bound=late)
+    assert f"kept for pod default/{waits}" in await node.refused(late)
+    assert node.offered(NUMBER) == {U1}
+    node.end(running)
+    node.verify()
+    await node.admit({SHARE: 4}, bound=waits)
+    assert await node.start(waits)
+    node.end(waits)
+    node.verify()
+    assert await node.start(late), "the claim that is older now is its own"
+
+
+async def test_a_younger_claim_keeps_nothing_from_a_pod_with_an_older_one(node: Node) -> None:
+    """Oldest claim first, in both directions."""
+    first = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    second = node.bind(SHARE_LIMITS, share_on(0))
+    await node.admit({SHARE: 4}, bound=second)
+    await node.admit({NUMBER: 1}, bound=first)
+    assert f"kept for pod default/{first}" in await node.refused(second)
+    assert await node.start(first)
+
+
+async def test_a_pod_that_nobody_has_placed_goes_to_a_gpu_that_is_nobodys(node: Node) -> None:
+    """The agent's own choice used to take the GPU for which a scheduler's pod was on its way."""
+    node.bind(SHARE_LIMITS, share_on(0))
+    name = await node.admit({NUMBER: 1})
+    assert await node.start(name)
+    (grant,) = node.ledger.grants
+    assert [share.device for share in grant.shares] == [U1]
+
+
+def test_the_preferred_ids_are_of_gpus_that_nobody_claims(node: Node) -> None:
+    """kubelet's list may be a moment older than ours."""
+    node.bind(VGPU_LIMITS, vgpu_on(U0))
+    assert node.allocator.preferred(GPU, [U0, U1], [], 1) == [U1]
+    assert set(node.allocator.preferred(GPU, [U0, U1], [], 2)) == {U0, U1}
+
+
+async def test_pods_that_each_hold_a_part_do_not_wait_for_each_other(node: Node) -> None:
+    """A pod with a part of its GPUs comes before all that have nothing, also when a restart has changed the order of the pods."""
+    text = f"{U0},NVIDIA,4,0:;{U1},NVIDIA,4,0:"
+    containers = tuple(PodContainer(name, limits=VGPU_LIMITS) for name in ("main", "second"))
+    half = node.bind(VGPU_LIMITS, {})
+    annotations = vgpu_on(U0) | {"volcano.sh/vgpu-ids-new": text, "volcano.sh/devices-to-allocate": text}
+    node.put(half, containers=containers, annotations=annotations)
+    await node.admit({NUMBER: 1}, bound=half)
+    assert await node.start(half)
+    older = Pod(f"uid-{half}-x", "default", "older", NODE, annotations=share_on(1), created_at=-1.0, scheduled=True)
+    older = dataclasses.replace(older, containers=(PodContainer("main", limits=SHARE_LIMITS),))
+    node.book.replace([node.pod(half), older])
+    node.start_agent()
+    assert [(claim.pod, claim.gpu) for claim in node.ledger.claims] == [(f"default/{half}", U1), ("default/older", U1)]
+
+
+async def test_a_restarted_agent_waits_for_no_claim_where_a_container_starts_again(node: Node) -> None:
+    """What a container once got it keeps; another family's claim waits for its end."""
+    name = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    await node.admit({NUMBER: 1}, bound=name)
+    assert await node.start(name)
+    node.bind(SHARE_LIMITS, share_on(0))
+    assert await node.start(name)
+    node.start_agent()
+    assert await node.start(name)
+
+
+def test_nothing_is_asked_again_while_nothing_has_changed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at before every decision, and a start has a budget of milliseconds."""
+    names = [node.bind(VGPU_LIMITS, vgpu_on(U0)) for _ in range(5)]
+    asked: list[str] = []
+    family = node.families.by_pod[0]
+    before = family.named
+
+    def named(pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+        asked.append(pod.name)
+        return before(pod, inventory)
+
+    monkeypatch.setattr(family, "named", named)
+    for _ in range(10):
+        node.allocator.refresh_claims()
+    assert asked == []
+    node.put(names[2], resource_version="2")
+    assert asked == [names[2]]
+
+
+async def test_a_pod_event_costs_at_most_one_changed_list_a_family(node: Node) -> None:
+    """kubelet rewrites its checkpoint for each list that it is sent."""
+    lists: dict[str, list[object]] = {}
+
+    def note() -> int:
+        for resource in (GPU, NUMBER, SHARE):
+            seen = lists.setdefault(resource, [])
+            now = list(node.ledger.listing(resource))
+            if not seen or seen[-1] != now:
+                seen.append(now)
+        return max(map(len, lists.values()))
+
+    assert note() == 1
+    name = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    assert note() == 2
+    await node.admit({NUMBER: 1}, bound=name)
+    assert await node.start(name)
+    assert note() == 2
+    node.end(name)
+    node.verify()
+    note()
+    node.wait(TURN_SECONDS)
+    assert note() == 3
+
+
+async def test_a_start_waits_a_moment_for_a_gpu_that_another_family_is_offered_first(node: Node) -> None:
+    """kubelet would ask again much later than the GPU is everybody's."""
+    for place, number in enumerate((0, 1)):
+        name = node.bind(SHARE_LIMITS, share_on(number))
+        await node.admit({SHARE: 4}, bound=name)
+        assert await node.start(name), place
+        node.end(name)
+    waiting = await node.admit({NUMBER: 1})
+    node.verify()
+    assert node.ledger.turn_ends_in_seconds == pytest.approx(TURN_SECONDS, abs=0.1)
+    rooms = {room.device: room.trouble for room in node.ledger.rooms(NUMBER)}
+    assert any("before the others" in trouble for trouble in rooms.values())
+    assert not waiting or await node.start(waiting)
+
+
+def test_a_refusal_for_a_claim_is_one_that_kubelet_tries_again(node: Node) -> None:
+    """Allocate never makes it; PreStartContainer does, and kubelet asks again."""
+    node.bind(VGPU_LIMITS, vgpu_on(U0))
+    grant = node.ledger.reserve(GPU, [U0], node.families.by_ids[0].shares(GPU, [U0], node.inventory))
+    assert grant.shares[0].device == U0
+    assert issubclass(UnhealthyDeviceError, AgentError)
