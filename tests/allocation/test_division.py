@@ -22,6 +22,7 @@ from vgpu_agent.errors import CapacityError, LedgerError, MigError, RequestRefus
 from vgpu_agent.families.family import MigLayout
 from vgpu_agent.families.volcano_vgpu_mig import VolcanoVgpuMigFamily
 from vgpu_agent.families.volcano_vgpu_offer import MIG, VolcanoVgpuOptions
+from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner, Share
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
@@ -198,6 +199,16 @@ async def test_a_gpu_that_another_family_has_is_not_divided() -> None:
     assert place.asked == []
 
 
+async def test_a_gpu_that_is_kept_for_another_family_is_not_divided() -> None:
+    """It would come to that family's pod in pieces, which it cannot use."""
+    place = MigPlace()
+    place.ledger.claim([Claim(U1, "volcano-gpushare", "default/first", "uid-first", 0.0, 1)])
+    division = Division(ledger=place.ledger, inventory=lambda: place.inventory, journal=place.journal, divider=place)
+    with pytest.raises(MigError, match="kept for pod default/first"):
+        await division.bring_about([MigLayout(U1, GROUP3)], "volcano-vgpu", "default/b", asyncio.get_running_loop().time() + 5)
+    assert (place.asked, place.cordoned) == ([], [])
+
+
 async def test_a_gpu_that_somebody_has_is_not_divided_whatever_a_family_says() -> None:
     """The ledger is looked at where the change begins, with all grants of all families in it."""
     place = MigPlace()
@@ -206,7 +217,7 @@ async def test_a_gpu_that_somebody_has_is_not_divided_whatever_a_family_says() -
     await place.allocator.pre_start(NUMBER, ids)
     division = Division(ledger=place.ledger, inventory=lambda: place.inventory, journal=place.journal, divider=place)
     with pytest.raises(MigError, match="default/a has a part of it"):
-        await division.bring_about([MigLayout(U1, GROUP3)], "default/b", asyncio.get_running_loop().time() + 5)
+        await division.bring_about([MigLayout(U1, GROUP3)], "volcano-vgpu", "default/b", asyncio.get_running_loop().time() + 5)
     assert (place.asked, place.cordoned) == ([], [])
 
 

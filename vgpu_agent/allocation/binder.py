@@ -274,7 +274,7 @@ class Binder:
 
         settled = await self._ended.with_room(start, attempt)
         if isinstance(settled, Decision):
-            await self._division.bring_about(settled.layouts, start.pod.full_name, start.until)
+            await self._division.bring_about(settled.layouts, start.family.name, start.pod.full_name, start.until)
             settled = await self._ended.with_room(start, attempt)
         if isinstance(settled, Decision):
             raise MigError("a GPU was divided for the container, and then otherwise for another; kubelet will ask again")

@@ -49,21 +49,23 @@ class Division:
         self._divider = divider
         self._under_way: dict[str, _Change] = {}
 
-    async def bring_about(self, layouts: Sequence[MigLayout], pod: str, until: float) -> None:
+    async def bring_about(self, layouts: Sequence[MigLayout], family: str, pod: str, until: float) -> None:
         """Return when all of ``layouts`` are in force.
 
         Args:
             layouts: of different GPUs.
+            family: in whose vocabulary the pod asks.
             pod: for whom, for the others' messages.
             until: the loop's time by which the caller must have an answer; the change goes on after it.
 
         Raises:
-            MigError: a GPU is somebody's, is being divided for somebody else, could not be divided, or not in this time.
+            MigError: a GPU is somebody's or kept for another family's pod, is being divided for somebody else, could not be divided, or not
+                in this time.
         """
         if self._divider is None:
             raise MigError("GPUs are not divided by this agent; nobody has told it how")
         for layout in layouts:
-            self._require_free(layout)
+            self._require_free(layout, family)
         changes = [self._under_way.get(layout.gpu) or self._begin(layout, pod, self._divider) for layout in layouts]
         left = until - asyncio.get_running_loop().time()
         _, waiting = await asyncio.wait([change.outcome for change in changes], timeout=max(0.0, left))
@@ -89,8 +91,8 @@ class Division:
                         return
                     await self._ledger.revision.newer_than(version)
 
-    def _require_free(self, layout: MigLayout) -> None:
-        """Refuse a GPU of which anybody has anything, or that is being divided otherwise."""
+    def _require_free(self, layout: MigLayout, family: str) -> None:
+        """Refuse a GPU of which anybody has anything, that another family's pod is to have, or that is being divided otherwise."""
         change = self._under_way.get(layout.gpu)
         if change is not None:
             if sorted(change.layout.profiles) != sorted(layout.profiles):
@@ -108,6 +110,8 @@ class Division:
             if not devices.isdisjoint(share.device for share in grant.shares):
                 holder = grant.owner.pod_name if grant.owner else f"a container with {listed(grant.ids)}"
                 raise MigError(f"GPU {gpu.uuid} cannot be divided into {_shown(layout)}: {holder} has a part of it; kubelet will ask again")
+        if reason := self._ledger.why_kept(gpu.uuid, family):
+            raise MigError(f"GPU {gpu.uuid} cannot be divided into {_shown(layout)}: {reason}; kubelet will ask again")
 
     def _begin(self, layout: MigLayout, pod: str, divider: Divider) -> _Change:
         change = self._under_way[layout.gpu] = _Change(layout, pod, asyncio.get_running_loop().create_future())

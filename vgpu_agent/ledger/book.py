@@ -18,7 +18,7 @@ from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedL
 from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError, listed
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
-from vgpu_agent.ledger.claims import in_order, oldest_by_gpu
+from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
 from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of, gone, with_gone
 from vgpu_agent.ledger.grants import Grants
@@ -66,7 +66,7 @@ class Ledger:
         self.claims: tuple[Claim, ...] = ()
         self._oldest_claims: Mapping[str, Claim] = {}  # by GPU
         self._turns = Turns(clock)
-        self._unserved: frozenset[str] = frozenset()
+        self._served_families: frozenset[str] = frozenset()
         self._passes = 0
         self.rebuilt = False  # whether kubelet has told of all that was held when this process started
 
@@ -96,7 +96,8 @@ class Ledger:
         """
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)
-        self._unserved = frozenset(unserved)
+        able = {resource.family for resource in self._offers.in_order if resource.decided_by is not Decider.NOBODY}
+        self._served_families = frozenset(able - set(unserved))
         if self._grants.restate(stand_for) or changed:
             self._changed()
 
@@ -151,6 +152,10 @@ class Ledger:
     def foreign_ids(self) -> tuple[str, ...]:
         """Ids in containers' hands that this node does not offer (any more)."""
         return tuple(sorted({id_ for grant in self._grants.by_number.values() for id_ in self._grants.foreign_ids(grant)}))
+
+    def why_kept(self, gpu: str, family: str) -> str:
+        """Why ``family`` gets no new share of ``gpu`` because of a claim; empty when none keeps it away."""
+        return why_kept(gpu, family, self._oldest_claims)
 
     @property
     def turn_ends_in_seconds(self) -> float | None:
@@ -538,7 +543,7 @@ class Ledger:
         able = (
             resource.family
             for resource in self._offers.in_order
-            if resource.decided_by is not Decider.NOBODY and resource.family not in self._unserved
+            if resource.decided_by is not Decider.NOBODY and resource.family in self._served_families
             for device in self._offers.devices(resource)
             if (known := self._devices.get(device)) is not None and known.gpu == gpu
             if not availability.own_trouble(device, resource, self._devices, self._cordons)
@@ -546,5 +551,6 @@ class Ledger:
         return list(dict.fromkeys(able))
 
     def _changed(self) -> None:
-        self._turns.follow(self._in_use(), self._candidates)
+        # On a node with one family nobody races, and each change would cost a look at all grants.
+        self._turns.follow(self._in_use() if len(self._served_families) > 1 else {}, self._candidates)
         self.revision.publish(self.revision.value + 1)
