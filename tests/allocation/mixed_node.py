@@ -172,6 +172,11 @@ class MixedNode:
         del self.kubelet.pods[name]
         self.book.remove(self.pod(name))
 
+    def end_unadmitted(self, name: str) -> None:
+        """A bound pod is deleted before kubelet has admitted it."""
+        self.book.remove(self.pod(name))
+        self.look()
+
     def verify(self, *, initial: bool = False) -> None:
         """The regular look at kubelet's records; twice, for one that misses a grant proves nothing yet."""
         for _ in range(1 if initial else 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from collections.abc import Mapping
@@ -11,8 +12,9 @@ import pytest
 from tests.allocation.binding_parts import NODE
 from tests.allocation.mixed_node import MixedNode
 from tests.golden import U0, U1, golden_inventory
+from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.errors import AgentError, UnhealthyDeviceError
+from vgpu_agent.errors import AgentError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia import NvidiaFamily
 from vgpu_agent.families.nvidia_options import NvidiaOptions
@@ -312,24 +314,45 @@ async def test_a_pod_event_costs_at_most_one_changed_list_a_family(node: Node) -
     assert note() == 3
 
 
+@pytest.mark.looptime
 async def test_a_start_waits_a_moment_for_a_gpu_that_another_family_is_offered_first(node: Node) -> None:
     """kubelet would ask again much later than the GPU is everybody's."""
-    for place, number in enumerate((0, 1)):
-        name = node.bind(SHARE_LIMITS, share_on(number))
-        await node.admit({SHARE: 4}, bound=name)
-        assert await node.start(name), place
-        node.end(name)
     waiting = await node.admit({NUMBER: 1})
+    node.bind(SHARE_LIMITS, share_on(1))
+    passing = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    await node.admit({NUMBER: 1}, bound=passing)
+    assert await node.start(passing)
+    node.end(passing)
     node.verify()
-    assert node.ledger.turn_ends_in_seconds == pytest.approx(TURN_SECONDS, abs=0.1)
-    rooms = {room.device: room.trouble for room in node.ledger.rooms(NUMBER)}
-    assert any("before the others" in trouble for trouble in rooms.values())
-    assert not waiting or await node.start(waiting)
+    assert "before the others" in next(room.trouble for room in node.ledger.rooms(NUMBER) if room.device == U0)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    loop.call_later(TURN_SECONDS / 2, node.wait, TURN_SECONDS)
+    assert await node.start(waiting)
+    assert loop.time() - began == pytest.approx(TURN_SECONDS, abs=0.1)
 
 
-def test_a_refusal_for_a_claim_is_one_that_kubelet_tries_again(node: Node) -> None:
-    """Allocate never makes it; PreStartContainer does, and kubelet asks again."""
-    node.bind(VGPU_LIMITS, vgpu_on(U0))
-    grant = node.ledger.reserve(GPU, [U0], node.families.by_ids[0].shares(GPU, [U0], node.inventory))
-    assert grant.shares[0].device == U0
-    assert issubclass(UnhealthyDeviceError, AgentError)
+async def test_a_booking_by_ids_is_made_although_a_pod_waits_for_the_gpu(node: Node) -> None:
+    """kubelet was told of the claim too late, and would fail the pod for a refusal; the claim waits for this holder."""
+    name = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    await node.allocator.allocate(GPU, [U0])
+    await node.admit({NUMBER: 1}, bound=name)
+    assert "serves nvidia" in await node.refused(name)
+    assert [claim.gpu for claim in node.ledger.claims] == [U0]
+
+
+async def test_an_early_answer_is_given_and_its_start_refused_while_an_older_claim_waits() -> None:
+    """In early mode the shares are booked in Allocate, which must not fail the pod; what is not booked then is tried again at the start."""
+    node = Node()
+    node.allocator.mode = BindingMode(late=False, by_annotation=False, reason="a test")
+    first = node.bind(SHARE_LIMITS, share_on(0))
+    second = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    assert await node.admit({NUMBER: 1}, bound=second)
+    (grant,) = node.ledger.grants
+    assert grant.shares == ()
+    assert [claim.pod for claim in node.ledger.claims] == [f"default/{first}", f"default/{second}"]
+    node.end_unadmitted(first)
+    node.wait(TURN_SECONDS)
+    third = node.bind(VGPU_LIMITS, vgpu_on(U1))
+    assert await node.admit({NUMBER: 1}, bound=third)
+    assert [claim.pod for claim in node.ledger.claims] == [f"default/{second}"], "booked in Allocate, a claim is over"
