@@ -69,6 +69,13 @@ def test_a_pod_that_needs_more_than_a_card_has_is_given_nothing() -> None:
     assert cards.family_of().named(cards.pod_of(20000, 20000, annotations={cards.INDEX: "0"}), cards.TWO) == {}
 
 
+def test_a_divided_card_is_nobodys_to_share() -> None:
+    """Its slices are another family's; the pod could not start as long as they are there."""
+    divided = dataclasses.replace(cards.TWO, gpus=(dataclasses.replace(cards.NODE_0, mig_enabled=True), cards.NODE_1))
+    about = cards.pod_of(1000, annotations={cards.INDEX: "0"})
+    assert cards.family_of(inventory=divided).named(about, divided) == {}
+
+
 @given(
     text=st.lists(st.sampled_from([*"013,;:-x[]", U0, U1, f"{U0},NVIDIA,3000,0:", ",NVIDIA,", "3000"]), max_size=8).map("".join),
     number=st.integers(-1, 3) | st.integers(-1, 2**63),

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _SETTLES_AFTER_SECONDS = 2.0
+_PODS_GATHER_SECONDS = 0.02  # a storm of pods changes the book a hundred times in a row, and starts look at the claims themselves
 
 
 async def run(loaded: Loaded) -> None:
@@ -433,6 +434,7 @@ class Agent:
                 self._refusals.revision.newer_than(self._refusals.revision.version),
                 timeout_seconds=self._ledger.turn_ends_in_seconds,
             )
+            await asyncio.sleep(_PODS_GATHER_SECONDS)
 
     async def _follow_inventory(self) -> None:
         async for _ in self._watch.inventory.changes():

@@ -158,7 +158,7 @@ class VolcanoGpushareFamily:
         return Decision(self._shares(question, gpus), f"the agent, the first {'idle GPUs' if number else 'GPU with room'} (no {GPU_INDEX})")
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """The cards that ``volcano.sh/gpu-index`` names; nothing where the pod as a whole needs more than there is."""
+        """The cards that ``volcano.sh/gpu-index`` names and that are not divided; nothing where the pod needs more than there is."""
         text, name = pod.annotations.get(GPU_INDEX), self._resource_name
         if text is None or not 0 < (needed := units(pod, name)) <= self._most_units(inventory):
             return {}
@@ -170,7 +170,9 @@ class VolcanoGpushareFamily:
             ids = ("",) * count if self._options.strategy == NUMBER else ("",)
             asked = Question(Resource(name, FAMILY, ()), pod, container.name, ids, pod.node, inventory, ())
             with contextlib.suppress(RequestRefusedError):
-                named[container.name] = tuple(gpu.uuid for gpu in self._named(asked, text))
+                gpus = self._named(asked, text)
+                if not any(gpu.mig_enabled for gpu in gpus):
+                    named[container.name] = tuple(gpu.uuid for gpu in gpus)
         return named
 
     def recall(self, question: Question) -> Decision | None:
