@@ -22,7 +22,7 @@ from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoG
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.ledger.turns import TURN_SECONDS
-from vgpu_agent.model import Inventory
+from vgpu_agent.model import Inventory, Owner, Share
 from vgpu_agent.pods import MIRROR_POD, Pod, PodContainer
 
 GPU, NUMBER, SHARE = "nvidia.com/gpu", "volcano.sh/vgpu-number", "volcano.sh/gpu-memory"
@@ -236,6 +236,15 @@ async def test_a_pod_that_nobody_has_placed_goes_to_a_gpu_that_is_nobodys(node: 
     assert [share.device for share in grant.shares] == [U1]
 
 
+async def test_a_start_knows_of_a_pod_that_was_bound_a_moment_ago(node: Node) -> None:
+    """The loop that follows the pods may not have had its turn yet."""
+    name = await node.admit({NUMBER: 1})
+    bound = Pod("uid-x", "default", "x", NODE, annotations=share_on(0), containers=(PodContainer("main", limits=SHARE_LIMITS),))
+    node.book.put(dataclasses.replace(bound, scheduled=True))
+    assert await node.start(name)
+    assert [share.device for grant in node.ledger.grants for share in grant.shares] == [U1]
+
+
 def test_the_preferred_ids_are_of_gpus_that_nobody_claims(node: Node) -> None:
     """kubelet's list may be a moment older than ours."""
     node.bind(VGPU_LIMITS, vgpu_on(U0))
@@ -252,11 +261,28 @@ async def test_pods_that_each_hold_a_part_do_not_wait_for_each_other(node: Node)
     node.put(half, containers=containers, annotations=annotations)
     await node.admit({NUMBER: 1}, bound=half)
     assert await node.start(half)
-    older = Pod(f"uid-{half}-x", "default", "older", NODE, annotations=share_on(1), created_at=-1.0, scheduled=True)
+    older = Pod("uid-older", "default", "older", NODE, annotations=share_on(1), created_at=-1.0, scheduled=True)
     older = dataclasses.replace(older, containers=(PodContainer("main", limits=SHARE_LIMITS),))
-    node.book.replace([node.pod(half), older])
+    partly = node.pod(half)
+    node.book.replace([older])
+    node.book.replace([older, partly])
     node.start_agent()
+    assert node.pod("older").bound < node.pod(half).bound
     assert [(claim.pod, claim.gpu) for claim in node.ledger.claims] == [(f"default/{half}", U1), ("default/older", U1)]
+
+
+async def test_the_agent_gives_a_pod_the_rest_although_older_pods_claim_all_gpus(node: Node) -> None:
+    """One of them may wait for the GPU that this pod has a part of already."""
+    name = await node.admit({NUMBER: 1})
+    containers = tuple(PodContainer(each, limits=VGPU_LIMITS) for each in ("before", "main"))
+    (held,) = node.kubelet.pods[name].held[NUMBER]
+    free = next(id_ for id_ in node.kubelet.lists[NUMBER] if id_ != held)
+    node.put(name, containers=containers)
+    node.ledger.decide(NUMBER, [free], [Share(U0, 4 * UNIT_MIB)], Owner("before", f"uid-{name}", "default", name), evidence=("a test",))
+    for number in (0, 1):
+        node.bind(SHARE_LIMITS, share_on(number))
+    assert all(room.trouble for room in node.ledger.rooms(NUMBER))
+    assert await node.start(name)
 
 
 async def test_a_restarted_agent_waits_for_no_claim_where_a_container_starts_again(node: Node) -> None:

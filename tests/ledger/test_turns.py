@@ -89,6 +89,15 @@ def test_no_family_waits_for_one_that_is_not_served_now(clock: Clock) -> None:
     assert ledger.turn_ends_in_seconds is None
 
 
+def test_a_family_that_is_not_served_now_is_never_the_first(ledger: Ledger, clock: Clock) -> None:
+    """The two others would wait for nobody."""
+    ledger.offer(ledger.resources, unserved=["volcano-gpushare"])
+    for _ in range(6):
+        served(ledger, VGPU, U0)
+        assert offered_to(ledger, U0) <= {"nvidia.com/gpu", VGPU}
+        clock.now += TURN_SECONDS
+
+
 def test_a_gpu_that_falls_ill_with_its_last_holder_has_no_turn(clock: Clock) -> None:
     """A turn that nobody can use would be lost."""
     ledger = make(clock, WHOLE, counted(VGPU))
