@@ -7,7 +7,7 @@ catches a library's exception. A message names the thing, the value and the reme
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from vgpu_agent.redaction import redacted
 
@@ -75,7 +75,21 @@ class NvmlHungError(AgentError):
 
 
 class LedgerError(AgentError):
-    """The ledger refuses a change that would break one of its invariants."""
+    """The ledger refuses a change that would break one of its invariants.
+
+    Attributes:
+        text: the message without the advice. It stays the same while the reason does.
+        device: the UUID of the device that the refusal is about; empty when it is about no single one.
+        advice: the remedies and the state of the node at this moment, in sentences; part of the message.
+    """
+
+    def __init__(self, text: str, *, device: str = "", advice: str = "") -> None:
+        self.text, self.device, self.advice = text, device, advice
+        super().__init__(f"{text.rstrip('.')}. {advice}" if advice else text)
+
+    def advised(self, advice: str, *, more: str = "") -> Self:
+        """The same refusal with ``advice``; ``more`` is added to its text."""
+        return type(self)(self.text + more, device=self.device, advice=advice)
 
 
 class UnknownDeviceError(LedgerError):

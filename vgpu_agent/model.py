@@ -322,6 +322,7 @@ class Grant:
         evidence: how the owner was proven and who decided, one sentence each.
         steady_at: the same moment as ``reserved_at`` by the ledger's own clock, which only grows.
         may_overcommit: a scheduler decided it, so its compute and its place on a device count beyond what the device has.
+        found: it was found in kubelet's records, so it is older than ``reserved_at``.
     """
 
     number: int
@@ -336,6 +337,7 @@ class Grant:
     evidence: tuple[str, ...] = ()
     steady_at: float = 0.0
     may_overcommit: bool = False
+    found: bool = False
 
     @property
     def proven(self) -> bool:

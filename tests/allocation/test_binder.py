@@ -79,7 +79,7 @@ async def test_the_journal_tells_once_why_a_start_is_refused() -> None:
     await refused(place, times=2)
     first, second = (str(fact["reason"]) for fact in place.events("start.refused"))
     assert "no annotation" in first
-    assert "50000 MiB booked of 40960" in second
+    assert "0 MiB booked + 50000 wanted, of 40960" in second
     assert [refusal.count for refusal in place.refusals.current] == [5]
 
 

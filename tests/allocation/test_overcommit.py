@@ -52,7 +52,7 @@ async def test_memory_is_never_overbooked_whoever_decided() -> None:
     """Compute is shared in turns; memory that is not there fails the neighbour's allocation."""
     place = VolcanoPlace()
     await place.started(scheduled("first", (U0, 30, 90)))
-    with pytest.raises(CapacityError, match=r"cannot take .*: 41984 MiB booked of 40960; .*binding\.refusedEvictSeconds"):
+    with pytest.raises(CapacityError, match=r"has no room: 30720 MiB booked \+ 11264 wanted, of 40960; .*binding\.refusedEvictSeconds"):
         await place.started(scheduled("second", (U0, 11, 90)))
     assert place.ledger.overcommitted == ()
     (refusal,) = place.refusals.current
@@ -121,7 +121,7 @@ async def test_the_operator_can_refuse_instead() -> None:
     """`binding.schedulerOvercommit: refuse` is the strict rule, and the refusal names the setting."""
     place = VolcanoPlace(binding=Binding(scheduler_overcommit="refuse"))
     await place.started(scheduled("first", (U0, 4, 60)))
-    with pytest.raises(CapacityError, match=r"120 % of the cores booked of 100; .*binding\.schedulerOvercommit"):
+    with pytest.raises(CapacityError, match=r"60 % of the compute booked \+ 60 wanted, of 100; .*binding\.schedulerOvercommit"):
         await place.started(scheduled("second", (U0, 4, 60)))
 
 

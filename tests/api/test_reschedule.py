@@ -107,7 +107,7 @@ async def test_a_pod_whose_memory_was_overbooked_is_given_back() -> None:
     world = World(evict_seconds=120)
     async with world.run():
         for _ in range(12):
-            world.refuse(reason="device GPU-0 cannot take GPU-0: 41984 MiB booked of 40960; memory is never overcommitted")
+            world.refuse(reason="GPU-0 has no room: 39936 MiB booked + 2048 wanted, of 40960; memory is never overcommitted")
             await asyncio.sleep(12)
     assert [reason for _, reason, _ in world.told] == ["VgpuStartRefused", "VgpuEvicted"]
     assert len(world.evictions) == 1

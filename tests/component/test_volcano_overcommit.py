@@ -57,4 +57,4 @@ async def test_what_a_scheduler_overcommitted_runs_and_shows(stage: VolcanoStage
     assert not [line for line in stage.agent.log_lines() if line["msg"] == "ledger.unsound"]
     (answer, *_) = (await stage.agent.get("/debug/explain?pod=default/greedy"))["answer"]
     assert "Container main may not start" in answer
-    assert "MiB booked of" in answer
+    assert "MiB booked + 19200 wanted, of " in answer

@@ -169,7 +169,7 @@ def test_the_ledger_refuses_what_a_scheduler_gave_twice() -> None:
     about = pod(main(number=1, memory=20000), annotations=decided(f"{U1},NVIDIA,20000,0:"))
     shares = of.decide(question(about)).shares
     ledger.decide(NUMBER, [f"{U0}-1"], shares, Owner("main", "uid-p1", "team", "p1"))
-    with pytest.raises(CapacityError, match="40000 MiB booked of 24576"):
+    with pytest.raises(CapacityError, match=r"20000 MiB booked \+ 20000 wanted, of 24576"):
         ledger.decide(NUMBER, [f"{U0}-2"], shares, Owner("main", "uid-p2", "team", "p2"))
 
 

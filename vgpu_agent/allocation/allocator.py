@@ -13,7 +13,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.allocation import early, wishes
+from vgpu_agent.allocation import advice, early, wishes
 from vgpu_agent.allocation.binder import Binder
 from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
 from vgpu_agent.allocation.claims import Claims
@@ -167,8 +167,9 @@ class Allocator:
             else:
                 grant, edits = await self._allocate_early(offered, ids)
         except (RequestRefusedError, LedgerError) as err:
-            self._journal.record("allocate.refused", level="warning", resource=resource, ids=_shown(ids), reason=str(err))
-            raise type(err)(f'invalid allocation request for "{resource}": {err}') from err
+            reason = self._advised(resource, err)
+            self._journal.record("allocate.refused", level="warning", resource=resource, ids=_shown(ids), reason=reason)
+            raise type(err)(f'invalid allocation request for "{resource}": {reason}') from err
         finally:
             self.allocated_at[resource] = self._clock()
         self._journal.record(
@@ -337,6 +338,15 @@ class Allocator:
         inventory = self._inventory()
         self._ledger.observe(inventory)
         return inventory
+
+    def _advised(self, resource: str, err: AgentError) -> str:
+        """The reason of a refusal with its remedies, where a device is not to be had."""
+        if not isinstance(err, (CapacityError, UnhealthyDeviceError)) or err.advice or not err.device:
+            return str(err)
+        offered = self._ledger.resource(resource)
+        if offered.decided_by is not Decider.IDS:
+            return str(err)
+        return str(err.advised(advice.for_ids(err, self._ledger, offered, self._inventory())))
 
     def _allocate_by_ids(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
         inventory = self._observed()

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent import log
+from vgpu_agent.allocation import advice
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
 from vgpu_agent.allocation.claims import other_families
 from vgpu_agent.allocation.division import Division
@@ -36,6 +37,7 @@ from vgpu_agent.errors import (
     MigError,
     OvercommitError,
     RequestRefusedError,
+    UnhealthyDeviceError,
 )
 from vgpu_agent.families.family import Decision
 
@@ -133,10 +135,11 @@ class Binder:
             try:
                 self._refuse_before_rebuilt()
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
-            except (RequestRefusedError, LedgerError, CarrierError, MigError, NotProvenError) as err:
+            except (RequestRefusedError, LedgerError, CarrierError, MigError, NotProvenError) as caught:
+                err = self._advised(caught)
                 self._refuse(start, err)
                 text = str(err)
-                raise type(err)(text if pod.full_name in text else f"{pod.full_name}, container {owner.container}: {text}") from err
+                raise type(err)(text if pod.full_name in text else f"{pod.full_name}, container {owner.container}: {text}") from caught
             self._around.refusals.clear(owner.pod_uid, owner.container)
             self._told.pop(token, None)
             self.served[*start.key, offered.name] = grant
@@ -355,14 +358,17 @@ class Binder:
                 ended=ended_before(self._ledger.grants, start.pod, start.owner),
                 may_overcommit=may,
             )
-        except CapacityError as err:
+        except (CapacityError, UnhealthyDeviceError) as err:
             if not decision.by_scheduler:
                 raise
             # The scheduler counts the pod as placed, so nothing but its end makes it go elsewhere.
-            not_served = why_not(start.pod, self._around.settings) if isinstance(err, OvercommitError) else "memory is never overcommitted"
-            raise type(err)(
-                f"{err}; {not_served}; it is tried again, and binding.refusedEvictSeconds gives such a pod back to its scheduler"
-            ) from err
+            more = ""
+            if isinstance(err, OvercommitError):
+                more = f"; {why_not(start.pod, self._around.settings)}"
+            elif isinstance(err, CapacityError):
+                more = "; memory is never overcommitted"
+            remedies = advice.for_scheduled(err, self._ledger, start.offered, decision.shares, self._inventory(), self._around.settings)
+            raise err.advised(remedies, more=more) from err
         if may and not decision.kept and (rooms is None or _may_exceed(decision.shares, rooms)):
             self._note_overcommit(start, grant)
         return grant
@@ -412,9 +418,16 @@ class Binder:
         latest = max((record.decided_at for record in self._around.carrier.records), default=0.0)
         return max(self._clock(), math.nextafter(latest, math.inf))
 
-    def _refuse(self, start: Start, err: Exception) -> None:
-        reason = str(err)
-        self._around.refusals.refuse(start.pod, start.owner.container, start.offered.name, reason, final=isinstance(err, WrongPodError))
+    def _advised(self, err: AgentError) -> AgentError:
+        """The refusal with its remedies, also where the agent itself has looked for room."""
+        lacks_room = isinstance(err, (CapacityError, UnhealthyDeviceError)) and not err.advice
+        return err.advised(advice.waiting(self._around.settings)) if lacks_room else err
+
+    def _refuse(self, start: Start, err: AgentError) -> None:
+        reason, remedies = (err.text, err.advice) if isinstance(err, LedgerError) else (str(err), "")
+        self._around.refusals.refuse(
+            start.pod, start.owner.container, start.offered.name, reason, advice=remedies, final=isinstance(err, WrongPodError)
+        )
         self._tell(
             "start.refused",
             start.token,

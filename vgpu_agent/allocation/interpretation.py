@@ -130,7 +130,9 @@ class Interpretation:
             if pod is not None and is_outdated(record, self._of_pod(record.owner.pod_uid), pod):
                 return Meaning(family.name, (), by_pod=True)
             key = (record.owner.pod_uid, record.owner.container)
-            return Meaning(family.name, record.shares, by_pod=True, decided_for=key, may_overcommit=record.may_overcommit)
+            return Meaning(
+                family.name, record.shares, by_pod=True, decided_for=key, may_overcommit=record.may_overcommit, decided_at=record.decided_at
+            )
         if offered is None:
             # Renamed, hidden or refused since: what it has, it keeps; a name that never had a grant is only there to be counted.
             held = self._ledger.find(holding.resource, holding.ids)

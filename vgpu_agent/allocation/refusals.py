@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.pods import Pod
 
-# Far more than a node has containers at a time, and longer than any reason without foreign values: 4 MiB in all.
+# Far more than a node has containers at a time, and longer than any text without foreign values: 8 MiB in all.
 MOST_REFUSALS = 1000
 LONGEST_REASON = 2048
 
@@ -31,6 +31,7 @@ class Refusal:
         pod: as the watch showed it last.
         resource: the resource for whose ids kubelet asked.
         reason: the text of the last refusal; kubelet shows the same in the pod's status.
+        advice: the remedies, and how things stood at the last refusal, in sentences; kubelet shows it after the reason.
         since: unix seconds of the first refusal in a row.
         count: how often it was refused in a row.
         final: trying again cannot help (an early guess was wrong and the container has been told of another's devices).
@@ -43,6 +44,12 @@ class Refusal:
     since: float
     count: int
     final: bool
+    advice: str = ""
+
+    @property
+    def text(self) -> str:
+        """The reason with the advice."""
+        return f"{self.reason.rstrip('.')}. {self.advice}" if self.advice else self.reason
 
 
 class Refusals:
@@ -50,7 +57,7 @@ class Refusals:
 
     State: memory only. kubelet asks again about every quarter of a minute, so after a restart the list fills by itself, with younger times.
     `revision` moves on with every change. Only the event loop's thread may change it. At most `MOST_REFUSALS` are kept, those refused
-    last, each with a reason of `LONGEST_REASON` characters.
+    last, each with a reason and an advice of `LONGEST_REASON` characters.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -63,14 +70,15 @@ class Refusals:
         """All of them, the longest refused first."""
         return tuple(sorted(self._refusals.values(), key=lambda refusal: refusal.since))
 
-    def refuse(self, pod: Pod, container: str, resource: str, reason: str, *, final: bool = False) -> None:
+    def refuse(self, pod: Pod, container: str, resource: str, reason: str, *, advice: str = "", final: bool = False) -> None:
         """Write down that ``container`` was refused now; once final, it stays final."""
         key = (pod.kubelet_uid, container)
-        before, reason = self._refusals.pop(key, None), shortened(reason, LONGEST_REASON)
+        before, reason, advice = self._refusals.pop(key, None), shortened(reason, LONGEST_REASON), shortened(advice, LONGEST_REASON)
         if before is None:
-            self._refusals[key] = Refusal(pod, container, resource, reason, self._clock(), 1, final)
+            self._refusals[key] = Refusal(pod, container, resource, reason, self._clock(), 1, final, advice)
         else:
-            self._refusals[key] = Refusal(pod, container, resource, reason, before.since, before.count + 1, final=final or before.final)
+            final = final or before.final
+            self._refusals[key] = Refusal(pod, container, resource, reason, before.since, before.count + 1, final, advice)
         if len(self._refusals) > MOST_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
         self._changed()

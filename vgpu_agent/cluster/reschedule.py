@@ -140,7 +140,7 @@ class Reschedule:
         self._told[key] = (refusal.reason, now)
         self.counts.told += 1
         self._events.raise_event(
-            refusal.pod, REFUSED, f"container {refusal.container} may not start with its {refusal.resource}: {refusal.reason}"
+            refusal.pod, REFUSED, f"container {refusal.container} may not start with its {refusal.resource}: {refusal.text}"
         )
         return self._look_seconds
 

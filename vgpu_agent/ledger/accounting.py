@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,11 +48,56 @@ class Usage:
     firm_holders: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
-class Excess(NamedTuple):
-    """More of a device than it has; ``decidable`` where a scheduler may decide so: compute and holders."""
+class Measure(enum.StrEnum):
+    """A quantity of a device that may be exceeded."""
 
-    text: str
-    decidable: bool = False
+    MEMORY = "memory"
+    COMPANY = "company"  # holders beside an exclusive one
+    CORES = "cores"
+    HOLDERS = "holders"
+
+
+class Part(NamedTuple):
+    """A part of one device, as one container wants it; ``holders`` are its places."""
+
+    memory_mib: int = 0
+    cores_percent: int = 0
+    holders: int = 1
+    exclusive: bool = False
+
+
+class Excess(NamedTuple):
+    """More booked of a device than it has: MiB, percent of the compute, or holders."""
+
+    measure: Measure
+    booked: int
+    limit: int
+
+    @property
+    def decidable(self) -> bool:
+        """Whether a scheduler may decide so."""
+        return self.measure in {Measure.CORES, Measure.HOLDERS}
+
+    @property
+    def text(self) -> str:
+        """The state of the book, for an audit."""
+        return {
+            Measure.MEMORY: f"{self.booked} MiB booked of {self.limit}",
+            Measure.COMPANY: "an exclusive holder is not alone",
+            Measure.CORES: f"{self.booked} % of the cores booked of {self.limit}",
+            Measure.HOLDERS: f"{self.booked} holders of {self.limit}",
+        }[self.measure]
+
+    def refusal(self, wanted: Part) -> str:
+        """The reason to refuse ``wanted``, which is part of what would be booked."""
+        if self.measure is Measure.COMPANY:
+            return "it is wanted whole, and others have shares of it" if wanted.exclusive else "a container has it for itself"
+        more, unit = {
+            Measure.MEMORY: (wanted.memory_mib, "MiB"),
+            Measure.CORES: (wanted.cores_percent, "% of the compute"),
+            Measure.HOLDERS: (wanted.holders, "places"),
+        }[self.measure]
+        return f"{max(0, self.booked - more)} {unit} booked + {more} wanted, of {self.limit}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +156,7 @@ def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str,
 
 
 def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device], *, firm: bool = False) -> dict[str, Excess]:
-    """Devices that hold more of ``resource`` than they have, with a sentence each.
+    """Devices that hold more of ``resource`` than they have, and of what.
 
     Args:
         resource: whose limits count.
@@ -126,13 +172,13 @@ def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device],
         known = devices.get(uuid)
         memory_mib = known.memory_mib * resource.memory_scaling if known else 0.0
         if known and booked.memory_mib[uuid] > memory_mib:
-            excess[uuid] = Excess(f"{booked.memory_mib[uuid]} MiB booked of {memory_mib:.0f}")
+            excess[uuid] = Excess(Measure.MEMORY, booked.memory_mib[uuid], round(memory_mib))
         elif booked.exclusive[uuid] and booked.holders[uuid] > 1:
-            excess[uuid] = Excess("an exclusive holder would not be alone")
+            excess[uuid] = Excess(Measure.COMPANY, booked.holders[uuid], 1)
         elif cores[uuid] > cores_limit:
-            excess[uuid] = Excess(f"{cores[uuid]} % of the cores booked of {cores_limit:.0f}", decidable=True)
+            excess[uuid] = Excess(Measure.CORES, cores[uuid], round(cores_limit))
         elif holders[uuid] > resource.holders_of(uuid):
-            excess[uuid] = Excess(f"{holders[uuid]} holders of {resource.holders_of(uuid)}", decidable=True)
+            excess[uuid] = Excess(Measure.HOLDERS, holders[uuid], resource.holders_of(uuid))
     return excess
 
 

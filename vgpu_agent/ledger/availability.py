@@ -76,7 +76,7 @@ def _somebody_in_the_way(device: str, resource: Resource, known: Surroundings) -
             if holds is None or holds.gpu != gpu:
                 continue
             if grant.family != resource.family:
-                return f"the GPU serves {grant.family} until its last share is returned"
+                return serves(grant.family)
             if by_ids and share.device != device and gpu in (share.device, device):
                 # From before MIG mode was switched: a GPU and its slices are never both given out.
                 whole = "the whole GPU" if share.device == gpu else f"the slice {share.device}"
@@ -93,6 +93,11 @@ def _kept(gpu: str, resource: Resource, known: Surroundings) -> str:
         return reason
     first = known.first(gpu)
     return f"the GPU was returned a moment ago, and {first} is offered it before the others" if first not in ("", resource.family) else ""
+
+
+def serves(family: str) -> str:
+    """The reason why a GPU is not available to others than ``family``."""
+    return f"the GPU serves {family} until its last share is returned"
 
 
 def strangers(shares: Iterable[Share], offered: Collection[str], devices: Mapping[str, Device]) -> list[str]:

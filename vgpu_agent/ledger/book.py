@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
 from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError, listed
-from vgpu_agent.ledger import accounting, availability
-from vgpu_agent.ledger.accounting import Device
+from vgpu_agent.ledger import accounting, availability, uses
+from vgpu_agent.ledger.accounting import Device, Part
 from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
 from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of, gone, with_gone
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.claims import Claim
     from vgpu_agent.ledger.grants import Saved
     from vgpu_agent.ledger.reconciliation import Correction, Meaning
+    from vgpu_agent.ledger.uses import GpuUse, HeldBack
     from vgpu_agent.model import DeviceRoom, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 
 
@@ -137,6 +138,20 @@ class Ledger:
     def grants(self) -> tuple[Grant, ...]:
         """All grants that are not released, oldest first."""
         return tuple(map(self._grants.by_number.__getitem__, sorted(self._grants.by_number)))
+
+    @property
+    def uses(self) -> tuple[GpuUse, ...]:
+        """The use of each GPU."""
+        return uses.uses(self._devices, self.grants, self._claims)
+
+    def held_back(self, name: str) -> tuple[HeldBack, ...]:
+        """The ids of resource ``name`` that are not given out now, by reason.
+
+        Raises:
+            UnknownDeviceError: the resource is not offered.
+        """
+        resource = self.resource(name)
+        return uses.held_back(resource, self._troubles(resource), self._devices, {use.gpu: use for use in self.uses})
 
     @property
     def newest(self) -> int:
@@ -320,7 +335,7 @@ class Ledger:
             may_overcommit=may_overcommit,
         )
         self._grants.enter(grant)
-        self._check_capacity(resource, booked, before, firm=may_overcommit)
+        self._check_capacity(resource, grant, booked, before, firm=may_overcommit)
         self._changed()
         return grant
 
@@ -365,6 +380,7 @@ class Ledger:
             evidence,
             steady_at=same.steady_at if same else self._clock(),
             may_overcommit=may_overcommit,
+            found=same is not None and same.found,
         )
         known = same is not None and same.shares == decided.shares and same.decided_for == decided_for
         if same and same.shares == decided.shares and same.decided_for == decided_for and same.evidence and not set(ended) - {same.number}:
@@ -385,7 +401,7 @@ class Ledger:
             self._grants.take_from(self._grants.by_number[number], set(ids))
         self._grants.last_number = max(self._grants.last_number, decided.number)
         self._grants.enter(decided)
-        self._check_capacity(resource, wanted, before, firm=may_overcommit or known)
+        self._check_capacity(resource, decided, wanted, before, firm=may_overcommit or known)
         self._changed()
         return decided
 
@@ -403,10 +419,9 @@ class Ledger:
         wanted = {share.device: share.device for share in shares}
         self._refuse_troubled(resource, wanted, claims=not self._is_partly_served(decided_for[0]))
         before = self._grants.saved()
-        self._grants.by_number[number] = dataclasses.replace(
-            grant, shares=tuple(shares), decided_for=decided_for, may_overcommit=may_overcommit
-        )
-        self._check_capacity(resource, wanted, before, firm=may_overcommit)
+        filled = dataclasses.replace(grant, shares=tuple(shares), decided_for=decided_for, may_overcommit=may_overcommit)
+        self._grants.by_number[number] = filled
+        self._check_capacity(resource, filled, wanted, before, firm=may_overcommit)
         self._changed()
 
     def redirect(self, number: int, decided_for: tuple[str, str]) -> None:
@@ -499,17 +514,27 @@ class Ledger:
         """Raise for the first device of ``wanted`` (device → what the message calls it) of which nothing may be given out."""
         for device, trouble in self._troubles(resource, wanted, claims=claims, turns=False).items() if wanted else ():
             if trouble:
-                raise UnhealthyDeviceError(f"invalid request: device {wanted[device]} is not available: {trouble}")
+                raise UnhealthyDeviceError(f"{_called(device, wanted)} is not available: {trouble}", device=device)
 
-    def _check_capacity(self, resource: Resource, wanted: Mapping[str, str], before: Saved, *, firm: bool = False) -> None:
-        """Go back to ``before`` and raise when a device of ``wanted`` now holds more than it has; ``firm`` as for `overbooked`."""
+    def _check_capacity(self, resource: Resource, grant: Grant, wanted: Mapping[str, str], before: Saved, *, firm: bool = False) -> None:
+        """Go back to ``before`` and raise when ``grant`` is too much for a device of ``wanted``; ``firm`` as for `overbooked`."""
         excess = self._overbooked(resource, firm=firm) if wanted else {}
-        for device, called in wanted.items():
+        for device in wanted:
             if found := excess.get(device):
                 self._grants.restore(before)
-                raise (CapacityError if not found.decidable else OvercommitError)(
-                    f"invalid request: device {device} cannot take {called}: {found.text}"
-                )
+                refused = CapacityError if not found.decidable else OvercommitError
+                raise refused(f"{_called(device, wanted)} has no room: {found.refusal(self._part(resource, grant, device))}", device=device)
+
+    def _part(self, resource: Resource, grant: Grant, device: str) -> Part:
+        """What ``grant`` has of ``device``."""
+        shares = [share for share in grant.shares if share.device == device]
+        by_ids = resource.decided_by is Decider.IDS
+        return Part(
+            sum(share.memory_mib for share in shares),
+            sum(share.cores_percent for share in shares),
+            sum(self._offers.device(resource.name, id_) == device for id_ in grant.ids) if by_ids else len(shares),
+            any(share.exclusive for share in shares),
+        )
 
     def _still_open(self, holders: set[int], ids: set[str], *, covering: bool) -> Grant | None:
         """The reservation that stands for these ids although nobody is named for it.
@@ -554,3 +579,9 @@ class Ledger:
         # On a node with one family nobody races, and each change would cost a look at all grants.
         self._turns.follow(self._in_use() if len(self._served_families) > 1 else {}, self._candidates)
         self.revision.publish(self.revision.value + 1)
+
+
+def _called(device: str, wanted: Mapping[str, str]) -> str:
+    """The name of ``device`` in a message: the id through which it is wanted, with the device's own name where the id lacks that."""
+    called = wanted[device]
+    return called if device in called else f"{called} of {device}"

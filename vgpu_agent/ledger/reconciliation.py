@@ -28,6 +28,7 @@ class Meaning(NamedTuple):
         decided_for: see `Grant.decided_for`.
         over: the container has ended; what it had went on to the containers that came after it.
         may_overcommit: see `Grant.may_overcommit`.
+        decided_at: unix seconds when it was decided; 0 when nothing tells.
     """
 
     family: str
@@ -36,6 +37,7 @@ class Meaning(NamedTuple):
     decided_for: tuple[str, str] | None = None
     over: bool = False
     may_overcommit: bool = False
+    decided_at: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class Reconciliation:
             return None
         for grant in grants:
             self._grants.take_from(grant, set(holding.ids))
+        continued = meaning.by_pod and bool(grants) and open_
         adopted = self._grants.enter(
             Grant(
                 self._grants.next_number(),
@@ -113,13 +116,14 @@ class Reconciliation:
                 meaning.shares,
                 self._state(owner, meaning),
                 owner,
-                self._wall_clock(),
+                meaning.decided_at or self._wall_clock(),
                 meaning.decided_for,
                 steady_at=self._clock(),
                 may_overcommit=meaning.may_overcommit,
+                found=not continued and not meaning.decided_at,
             )
         )
-        if meaning.by_pod and grants and open_:
+        if continued:
             return Correction("ledger.named", drift=False, grant=adopted, reason="kubelet's records name the container")
         reason = "found in kubelet's records at start" if initial else "kubelet's records name a holder that the ledger did not know"
         return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CapacityError, quoted
+from vgpu_agent.errors import CapacityError, listed, quoted
 from vgpu_agent.placement.mixing import ALONE, OTHERS
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 BINPACK = "binpack"
 SPREAD = "spread"
 
-_MOST_QUOTED = 60  # characters of a pod's wish, which is quoted for each GPU
+_MOST_QUOTED = 60  # characters of a pod's wish, which may be quoted for each GPU
+_MOST_DEVICES = 4  # that are named for one reason
 
 _WHOLE_PERCENT = 100  # who asks for all compute of a device gets it for himself
 
@@ -88,6 +89,14 @@ def lack(room: DeviceRoom, want: Want) -> str:
     return next((text for applies, text in reasons if applies), "")
 
 
+def by_reason(reasons: Iterable[tuple[str, str]]) -> str:
+    """Pairs of a device and its reason as half sentences, one for each different reason; 16 devices must not fill a message."""
+    devices: dict[str, list[str]] = {}
+    for device, reason in reasons:
+        devices.setdefault(reason, []).append(device)
+    return "; ".join(f"{listed(found, _MOST_DEVICES)}: {reason}" for reason, found in devices.items())
+
+
 def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
     """Why a GPU of that type name must not be had; empty when it may.
 
@@ -128,4 +137,4 @@ def _fewest_holders_first(room: DeviceRoom) -> int:
 
 
 def _explained(rooms: Iterable[DeviceRoom], lacks: Mapping[str, str]) -> str:
-    return "; ".join(f"{room.device}: {lacks[room.device] or 'fits'}" for room in rooms) or "it has no GPU to share"
+    return by_reason((room.device, lacks[room.device] or "fits") for room in rooms) or "it has no GPU to share"

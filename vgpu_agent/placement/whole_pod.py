@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CapacityError
+from vgpu_agent.placement.rooms import by_reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,4 +56,4 @@ def _explained(rooms: Sequence[DeviceRoom], *, free_memory: bool) -> str:
             return f"{room.memory_free_mib} MiB free of {room.memory_mib}"
         return f"containers on it: {room.holders}" if room.holders else "idle"
 
-    return "; ".join(f"{room.device}: {state(room)}" for room in rooms) or "this node offers none"
+    return by_reason((room.device, state(room)) for room in rooms) or "this node offers none"

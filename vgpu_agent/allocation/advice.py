@@ -1,0 +1,85 @@
+"""The second half of a refusal: who has the GPU, what frees it, what the pod's owner can do, and which GPUs have room now.
+
+`binder` and `allocator` add it to what the ledger refuses. The text goes into a pod's status and its events, which every user of its
+namespace can read, so it names no pod of anybody else; ``vgpu-agent status`` does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import listed
+from vgpu_agent.ledger import availability
+from vgpu_agent.placement.rooms import Want, lack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vgpu_agent.config.binding import Binding
+    from vgpu_agent.errors import LedgerError
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.ledger.uses import GpuUse
+    from vgpu_agent.model import Inventory, Resource, Share
+
+_MOST_GPUS = 8  # in one sentence
+
+
+def for_scheduled(
+    err: LedgerError, ledger: Ledger, resource: Resource, shares: Iterable[Share], inventory: Inventory, binding: Binding
+) -> str:
+    """The advice for a pod whose scheduler has named the GPU; ``shares`` are what it wants."""
+    share = next((share for share in shares if share.device == err.device and inventory.gpu(share.device)), None)
+    sentences = [*_use(err, ledger, inventory), "The pod's scheduler has named this GPU, so the pod waits for it."]
+    sentences.append(waiting(binding))
+    if share is not None:
+        want = Want(1, lambda _: share.memory_mib, share.cores_percent, "")
+        fitting = [room.device for room in ledger.rooms(resource.name) if room.device != err.device and not lack(room, want)]
+        sentences.append(_alternatives(fitting, inventory))
+    return " ".join(sentences)
+
+
+def waiting(binding: Binding) -> str:
+    """The remedies for a pod that the kubelet starts again and again, and that no other node gets meanwhile."""
+    if seconds := binding.refused_evict_seconds:
+        anew = f"To have the pod scheduled anew at once, delete it; binding.refusedEvictSeconds does so after {seconds:g} s."
+    else:
+        anew = "To have the pod scheduled anew, delete it, or set binding.refusedEvictSeconds (now 0: never)."
+    return f"The kubelet tries again by itself. {anew}"
+
+
+def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inventory) -> str:
+    """The advice for a pod whose ids the kubelet has chosen, which it fails for good after a refusal."""
+    rooms = ledger.rooms(resource.name)
+    free = [room.device for room in rooms if not room.trouble and not room.exclusive and room.holders_free and room.device != err.device]
+    final = "The kubelet chose these ids by an older list and fails the pod for good: its controller makes a new one, else create it anew."
+    return " ".join([*_use(err, ledger, inventory), final, _alternatives(free, inventory)])
+
+
+def _use(err: LedgerError, ledger: Ledger, inventory: Inventory) -> list[str]:
+    """Who has the GPU, where that is the reason."""
+    found = inventory.device(err.device)
+    gpu = found[0].uuid if found else err.device
+    use = next((use for use in ledger.uses if use.gpu == gpu), None)
+    if use is None or not use.family or availability.serves(use.family) not in err.text:
+        return []
+    return [f"{_pods(use)} of {use.family} {'has' if use.holders == 1 else 'have'} shares of it, since {_moment(use)}."]
+
+
+def _pods(use: GpuUse) -> str:
+    return "1 pod" if use.holders == 1 else f"{use.holders} pods"
+
+
+def _moment(use: GpuUse) -> str:
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(use.since))
+    return f"{since} or earlier" if use.or_earlier else since
+
+
+def _alternatives(devices: Iterable[str], inventory: Inventory) -> str:
+    gpus: dict[str, None] = {}
+    for device in devices:
+        found = inventory.device(device)
+        gpus[str(found[0].index) if found else device] = None
+    if not gpus:
+        return "No other GPU of this node has room for it now."
+    return f"Room for it now: GPU {listed(gpus, _MOST_GPUS)}."
