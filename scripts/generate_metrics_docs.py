@@ -29,8 +29,8 @@ so it is safe at any interval and during any failure.
 * Names and labels are a contract: new ones may be added, none is renamed.
 * `gpu` is always the UUID of the physical card. For the index and the product name, join:
   `vgpu_agent_gpu_utilisation_ratio * on (gpu) group_left (index, name) vgpu_agent_gpu_info`.
-* Series are bounded: one a GPU, a resource, a loop, a watch, a kind of request, or a share that is held now; a pod's series vanish with
-  the pod.
+* Series are bounded: one a GPU, a resource, a loop, a watch, a kind of request, a family that has a GPU or waits for it, or a share
+  that is held now; a pod's series vanish with the pod.
 * What the driver does not say is absent, not 0. Values that are read periodically keep their last reading; the two `…_age_seconds` metrics
   say how old it is.
 * `HostGPUMemoryUsage` and the other names without a prefix are those of volcano-vgpu-device-plugin's monitor, there with

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vgpu_agent.concurrency import TaskReport
     from vgpu_agent.journal import Entry
     from vgpu_agent.ledger.accounting import Overcommit
+    from vgpu_agent.ledger.uses import GpuUse, HeldBack
     from vgpu_agent.model import DeviceRoom, GpuUsage, Grant
     from vgpu_agent.pods import Pod
 
@@ -132,6 +133,8 @@ class LedgerStatus:
     decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not say what the holder gets
     sharing: dict[str, str] = dataclasses.field(default_factory=dict)  # how a device is shared (`SharingMode`), by the other resources
     overcommitted: tuple[Overcommit, ...] = ()  # devices of which schedulers have given out more compute or places than there are
+    uses: tuple[GpuUse, ...] = ()  # which family each GPU serves, and who waits for it
+    held_back: dict[str, tuple[HeldBack, ...]] = dataclasses.field(default_factory=dict)  # ids that are not given out, by resource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.golden import golden_inventory
+from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent.binding_report import BindingReport
 from vgpu_agent.agent.cluster_report import ClusterReport
 from vgpu_agent.agent.cluster_side import ClusterSide
@@ -42,6 +42,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
+from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.model import Decider, Inventory, Resource, Share
 from vgpu_agent.pods import Pod
 from vgpu_agent.runtime.grants import GrantDirectory
@@ -236,6 +237,22 @@ async def test_more_ids_than_can_be_looked_at_are_counted_by_block(tmp_path: Pat
         node.ledger.offer((a_resource("nvidia.com/gpu", "nvidia", NumberedIds(blocks), holders_per_device=2**31 - 1),))
         ledger = node.report.status().ledger
     assert ledger.capacity == {first: 2**31 - 1, second: 2**31 - 1}
+
+
+async def test_the_use_of_each_gpu_is_collected_with_those_who_wait(tmp_path: Path) -> None:
+    """Every page and metric reads it there; a claim alone is news as well."""
+    async with parts(tmp_path) as node:
+        node.ledger.observe(golden_inventory())
+        ids = (DeviceId(U0, U0), DeviceId(U1, U1))
+        node.ledger.offer((a_resource("nvidia.com/gpu", "nvidia", ids), a_resource(VGPU, "volcano-vgpu", ids)))
+        node.ledger.reserve("nvidia.com/gpu", [U0], [Share(U0)])
+        before = node.report.status().ledger
+        claim = Claim(U0, "volcano-vgpu", "ml/waits", "uid-waits", 1.0, 1)
+        node.ledger.claim([claim])
+        after = node.report.status().ledger
+    assert [(use.family, use.claims) for use in before.uses] == [("nvidia", ()), ("", ())]
+    assert [(use.family, use.claims) for use in after.uses] == [("nvidia", (claim,)), ("", ())]
+    assert {name: [each.family for each in found] for name, found in after.held_back.items()} == {VGPU: ["nvidia"]}
 
 
 async def test_what_the_ledger_offers_is_counted_once_for_each_change(tmp_path: Path) -> None:

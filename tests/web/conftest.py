@@ -15,6 +15,8 @@ from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.refusals import Refusal
 from vgpu_agent.concurrency import TaskReport
 from vgpu_agent.journal import Entry
+from vgpu_agent.ledger.claims import Claim
+from vgpu_agent.ledger.uses import GpuUse, HeldBack
 from vgpu_agent.model import DeviceRoom, Gpu, GpuUsage, Grant, GrantState, Health, Inventory, Link, MigInstance, Owner, Share
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
 from vgpu_agent.status import (
@@ -303,3 +305,30 @@ def log_level() -> Iterator[None]:
     before = log.current_level()
     yield
     log.set_level(before if before in log.LEVELS else "warning")
+
+
+LENT = "the GPU serves nvidia until its last share is returned"
+
+
+@pytest.fixture
+def mixed_node(volcano_node: AgentStatus) -> AgentStatus:
+    """Four GPUs: two serve NVIDIA's family, one Volcano's, one nobody. ml/waits and ml/later wait for the first, ml/other for the third."""
+    volcano_node.inventory = dataclasses.replace(volcano_node.inventory, gpus=tuple(map(a_gpu, range(4))))
+    waits = Claim("GPU-0", "volcano-vgpu", "ml/waits", "uid-waits", NOW - 190, 3)
+    later = Claim("GPU-0", "volcano-gpushare", "ml/later", "uid-later", NOW - 60, 4)
+    other = Claim("GPU-2", "volcano-gpushare", "ml/other", "uid-other", NOW - 30, 5)
+    volcano_node.ledger.uses = (
+        GpuUse("GPU-0", "nvidia", NOW - 600, pods=("ml/a", "ml/b"), claims=(waits, later)),
+        GpuUse("GPU-1", "nvidia", NOW - 300, or_earlier=True, pods=("ml/a", "ml/c", "ml/d", "ml/e"), unnamed=1),
+        GpuUse("GPU-2", "volcano-vgpu", NOW - 50, pods=("ml/served",), claims=(other,)),
+        GpuUse("GPU-3"),
+    )
+    volcano_node.ledger.held_back = {
+        VGPU: (HeldBack("XID 79", "", ("GPU-3",), 1), HeldBack(LENT, "nvidia", ("GPU-0", "GPU-1"), 20)),
+        "nvidia.com/gpu": (HeldBack(LENT.replace("nvidia", "volcano-vgpu"), "volcano-vgpu", ("GPU-2",), 10),),
+    }
+    volcano_node.plugins = tuple(
+        dataclasses.replace(plugin, ids_sent=40) if plugin.resource == VGPU else plugin for plugin in volcano_node.plugins
+    )
+    volcano_node.cluster.pods = (*volcano_node.cluster.pods, *(a_pod(name, wants_vgpus("main"), bound=9) for name in ("waits", "later")))
+    return volcano_node

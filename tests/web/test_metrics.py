@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.patience import quickest_call
 from tests.web.conftest import VGPU
 from vgpu_agent.ledger.accounting import Overcommit
+from vgpu_agent.ledger.claims import Claim
+from vgpu_agent.ledger.uses import GpuUse
 from vgpu_agent.model import Gpu, GpuUsage, Grant, GrantState, Inventory, Owner, Share
 from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, NvmlStatus, WatchStatus
 from vgpu_agent.web.catalogue import CATALOGUE
@@ -235,8 +237,29 @@ def test_what_schedulers_overcommitted_is_a_number_for_each_gpu(volcano_node: Ag
     assert found["vgpu_agent_overcommitted_starts_total",] == 2
 
 
+def test_the_family_of_each_gpu_and_who_waits_for_it_are_series_while_they_are_so(mixed_node: AgentStatus) -> None:
+    """An alert on a pod that waits too long needs GPU and family, and no name of a pod; an idle GPU has no series."""
+    found = {
+        key: value for key, value in scrape(mixed_node).items() if key[0].startswith(("vgpu_agent_gpu_serves", "vgpu_agent_gpu_claims"))
+    }
+    vgpu, gpushare = "family=volcano-vgpu", "family=volcano-gpushare"
+    assert found == {
+        ("vgpu_agent_gpu_serves_since_timestamp_seconds", "family=nvidia", "gpu=GPU-0"): NOW - 600,
+        ("vgpu_agent_gpu_serves_since_timestamp_seconds", "family=nvidia", "gpu=GPU-1"): NOW - 300,
+        ("vgpu_agent_gpu_serves_since_timestamp_seconds", vgpu, "gpu=GPU-2"): NOW - 50,
+        ("vgpu_agent_gpu_claims", vgpu, "gpu=GPU-0"): 1,
+        ("vgpu_agent_gpu_claims", gpushare, "gpu=GPU-0"): 1,
+        ("vgpu_agent_gpu_claims", gpushare, "gpu=GPU-2"): 1,
+        ("vgpu_agent_gpu_claims_oldest_seconds", vgpu, "gpu=GPU-0"): 190,
+        ("vgpu_agent_gpu_claims_oldest_seconds", gpushare, "gpu=GPU-0"): 60,
+        ("vgpu_agent_gpu_claims_oldest_seconds", gpushare, "gpu=GPU-2"): 30,
+    }
+
+
 def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_does(volcano_node: AgentStatus) -> None:
     """A node on which everything happened once shows every documented metric, with exactly the documented labels."""
+    claim = Claim("GPU-0", "volcano-vgpu", "ml/waits", "uid-waits", NOW - 190, 3)
+    volcano_node.ledger.uses = (GpuUse("GPU-0", "nvidia", NOW - 60, claims=(claim,)),)
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 12, 10),)
     expected = set()
     for metric in CATALOGUE:

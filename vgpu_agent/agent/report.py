@@ -139,6 +139,8 @@ class Report:
                 only_counted=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.NOBODY),
                 sharing={resource.name: resource.sharing.value for resource in ledger.resources if resource.decided_by is Decider.IDS},
                 overcommitted=ledger.overcommitted,
+                uses=ledger.uses,
+                held_back={resource.name: found for resource in ledger.resources if (found := ledger.held_back(resource.name))},
                 decided_by_pod=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.POD),
             )
         return self._offered

@@ -45,6 +45,7 @@ class RefusalView(msgspec.Struct, frozen=True):
     container: str = ""
     resource: str = ""
     reason: str = ""
+    advice: str = ""  # the remedies, and how things stood at the last refusal
     since: When = When()
     count: int = 0
     final: bool = False
@@ -88,6 +89,7 @@ def refusals(status: AgentStatus, now: float) -> tuple[RefusalView, ...]:
             container=refusal.container,
             resource=refusal.resource,
             reason=refusal.reason,
+            advice=refusal.advice,
             since=when(refusal.since, now),
             count=refusal.count,
             final=refusal.final,

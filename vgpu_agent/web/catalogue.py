@@ -3,8 +3,8 @@
 `web.metrics` serves from it and ``docs/metrics.md`` is generated from it, so neither can know a metric that the other does not. The names
 are a contract with dashboards: add, but do not rename.
 
-Labels are bounded: one series a GPU, a resource, a task or a share that is held right now; they vanish with what they describe. ``gpu`` is
-always the UUID of the physical card; join with ``vgpu_agent_gpu_info`` for index and name.
+Labels are bounded: one series a GPU, a resource, a task, a share that is held right now, or a family that has or waits for a GPU; they
+vanish with what they describe. ``gpu`` is always the UUID of the physical card; join with ``vgpu_agent_gpu_info`` for index and name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vgpu_agent.web.mps import MPS
 
 _G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
 _GPU, _RESOURCE, _TASK = ("gpu",), ("resource",), ("task",)
+_GPU_FAMILY = ("gpu", "family")
 _INSTANCE = ("gpu", "instance", "profile")
 _GPU_INFO = ("gpu", "index", "minor", "name", "pci_bus_id", "numa_node", "mig")
 _GRANT_INFO = ("namespace", "pod", "container", "resource", "gpu", "device", "state")
@@ -183,6 +184,28 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric("vgpu_agent_gpu_grants", _G, _GPU, "How many shares of the GPU containers hold.", readings.gpu_grants),
     Metric("vgpu_agent_gpu_grants_allowed", _G, _GPU, "How many device ids of the GPU may be held at once.", readings.gpu_grants_allowed),
+    Metric(
+        "vgpu_agent_gpu_serves_since_timestamp_seconds",
+        _G,
+        _GPU_FAMILY,
+        "Since when the GPU serves the family, in unix seconds: that of the oldest share that is held; absent while none is. Shares that "
+        "are known from kubelet's records alone count from the restart of the agent that found them.",
+        readings.gpu_serves_since,
+    ),
+    Metric(
+        "vgpu_agent_gpu_claims",
+        _G,
+        _GPU_FAMILY,
+        "Pods whose scheduler has named the GPU and that have nothing of it yet, by their family; absent while there are none.",
+        readings.gpu_claims,
+    ),
+    Metric(
+        "vgpu_agent_gpu_claims_oldest_seconds",
+        _G,
+        _GPU_FAMILY,
+        "How long the first of them has been waiting; absent while there are none.",
+        readings.gpu_claims_oldest,
+    ),
     Metric(
         "vgpu_agent_resource_ids",
         _G,

@@ -16,7 +16,7 @@ import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError
-from vgpu_agent.web import allocations, binding, cdi, cluster, explain, mps, views
+from vgpu_agent.web import allocations, binding, cdi, cluster, explain, mps, uses, views
 from vgpu_agent.web.moments import when
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ def _ledger(asked: Question) -> dict[str, Any]:
         "ids_free": ledger.free,
         "rooms": ledger.rooms,
         "scheduler_overcommitted": ledger.overcommitted,
+        "uses": {use.gpu: uses.view(use, asked.now) for use in ledger.uses},
+        "held_back": {resource: uses.held_back(asked.status, resource) for resource in ledger.held_back},
         "grants": views.grants(asked.status, asked.now),
     }
 
@@ -288,7 +290,12 @@ PATHS: tuple[DebugPath, ...] = (
     DebugPath("/debug/", "This list.", (), _index),
     DebugPath("/debug/status", "The whole node on one page: what `vgpu-agent status` prints.", (), _status),
     DebugPath("/debug/devices", "Every GPU: health and why, usage, topology, and who holds a share of it.", (), _devices),
-    DebugPath("/debug/ledger", "The book: grants, capacity, free ids, and what verification against kubelet found.", (), _ledger),
+    DebugPath(
+        "/debug/ledger",
+        "The book: grants, capacity, free ids, the family that each GPU serves, and what verification against kubelet found.",
+        (),
+        _ledger,
+    ),
     DebugPath(
         "/debug/allocations",
         "Every grant with its evidence, reservations nobody has claimed, refused starts; all, or of one pod (pod=namespace/name).",

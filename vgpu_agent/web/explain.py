@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.pods import ENDED
-from vgpu_agent.web import allocations, binding, cluster, slices
+from vgpu_agent.web import allocations, binding, cluster, slices, uses
 from vgpu_agent.web.moments import When, when
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def _about(status: AgentStatus, now: float, pod: Pod, grants: tuple[AllocationVi
         )
     for container in asking:
         yield from _container(status, now, pod, container, grants, refusals)
+    yield from _claims(status, pod)
     if pod.ended:
         how = f" ({pod.phase})" if pod.phase != ENDED else ""
         yield f"The pod has ended{how}; nothing of it starts again."
@@ -92,6 +93,22 @@ def _about(status: AgentStatus, now: float, pod: Pod, grants: tuple[AllocationVi
         if grant.pod_uid and grant.pod_uid != pod.kubelet_uid:
             yield f"An earlier pod of that name (UID {grant.pod_uid}) still holds {_shares(grant.shares)} in container {grant.container}."
     yield f"The pod has UID {pod.kubelet_uid}, phase {pod.phase}, and was placed by {pod.scheduler or 'an unknown scheduler'}."
+
+
+def _claims(status: AgentStatus, pod: Pod) -> Iterator[str]:
+    """The GPUs that the pod waits for."""
+    for use in status.ledger.uses:
+        for claim in use.claims:
+            if claim.pod_uid == pod.kubelet_uid:
+                yield from uses.waiting_for(status, claim, use)
+
+
+def _held_back(status: AgentStatus, resource: str) -> Iterator[str]:
+    """Why fewer ids of ``resource`` can be had than there are."""
+    plugin = next((plugin for plugin in status.plugins if plugin.resource == resource), None)
+    if plugin is not None and (found := uses.held_back(status, resource)):
+        free = f", {status.ledger.free[resource]} of them free" if resource in status.ledger.free else ""
+        yield f"{resource} has {plugin.ids_sent} ids here{free}; not to be had: {'; '.join(each.reason for each in found)}."
 
 
 def _container(
@@ -217,13 +234,14 @@ def _not_asked(status: AgentStatus, now: float, pod: Pod, container: PodContaine
             f"kubelet has not asked for {resource} for container {container.name}: the pod is not admitted yet, or was refused before; "
             "kubectl describe pod says which."
         )
+        yield from _held_back(status, resource)
 
 
 def _refused(refusal: RefusalView) -> str:
     times = "once" if refusal.count == 1 else f"{refusal.count} times"
     after = "trying again cannot help" if refusal.final else "kubelet tries again by itself"
     return (
-        f"Container {refusal.container} may not start: {refusal.reason.rstrip('.')}. "
+        f"Container {refusal.container} may not start: {refusal.reason.rstrip('.')}. {f'{refusal.advice} ' if refusal.advice else ''}"
         f"Refused {times}, first {_seconds(refusal.since.seconds_ago or 0)} ago; {after}."
     )
 
@@ -253,6 +271,8 @@ def _unknown(
             f"Nothing is known of a pod {name} on node {status.node or '(unnamed)'}. "
             "It may be on another node or on none yet: kubectl get pod -o wide says where."
         )
+        for plugin in status.plugins:
+            yield from _held_back(status, plugin.resource)
 
 
 def _looked_at(status: AgentStatus, now: float) -> Iterator[str]:

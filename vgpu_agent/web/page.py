@@ -102,7 +102,11 @@ def _headline(overview: Overview) -> str:
 def _tables(overview: Overview) -> Iterator[_Table]:
     given = ("GIVEN",) if _in_parts(overview) else ()
     yield "GPUs", ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", *given, "UUID", "HELD BY"), _gpu_rows(overview), "none"
+    if _is_mixed(overview):
+        yield "GPUs by family", ("GPU", "SERVES", "FOR", "PODS", "WAITING", "FREED BY"), _use_rows(overview), "none"
     yield "Resources", ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"), _resource_rows(overview), "none offered"
+    if held_back := _held_back_rows(overview):
+        yield "Held back", ("RESOURCE", "IDS", "WHY"), held_back, "none"
     if overview.binding.families:
         yield "Families", ("FAMILY", "STATE", "BOUND", "WHY"), _family_rows(overview), "none"
     yield "Pods", ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "LIMIT", "KNOWN FOR"), _pod_rows(overview), "no pod holds a share"
@@ -127,6 +131,43 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
             _holders(gpu),
         )
         for gpu in overview.gpus
+    ]
+
+
+def _is_mixed(overview: Overview) -> bool:
+    """Whether GPUs may serve several families; elsewhere a table of who has which would say nothing new."""
+    on = {family.family for family in overview.binding.families}
+    serving = {gpu.use.family for gpu in overview.gpus if gpu.use.family}  # also those that have been switched off
+    return len(on | serving) > 1
+
+
+def _use_rows(overview: Overview) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(gpu.index),
+            gpu.use.family or "-",
+            f"{_since(gpu.use.since)}{' or longer' if gpu.use.or_earlier else ''}",
+            str(gpu.use.pods_total),
+            _waiting(gpu),
+            gpu.use.freed_by or "-",
+        )
+        for gpu in overview.gpus
+    ]
+
+
+def _waiting(gpu: GpuView) -> str:
+    if not gpu.use.waiting:
+        return "-"
+    first = gpu.use.waiting[0]
+    more = f" and {gpu.use.waiting_total - 1} more" if gpu.use.waiting_total > 1 else ""
+    return f"{first.pod} ({first.family}, {_since(first.since)}){more}"
+
+
+def _held_back_rows(overview: Overview) -> list[tuple[str, ...]]:
+    return [
+        (resource.resource, f"{each.ids} of {resource.ids}", _one_line(each.reason))
+        for resource in overview.resources
+        for each in resource.held_back
     ]
 
 
@@ -201,7 +242,7 @@ def _refusal_rows(overview: Overview) -> list[tuple[str, ...]]:
             refusal.container,
             _since(refusal.since),
             f"{refusal.count}, final" if refusal.final else str(refusal.count),
-            _one_line(refusal.reason),
+            _one_line(f"{refusal.reason.rstrip('.')}. {refusal.advice}" if refusal.advice else refusal.reason),
         )
         for refusal in overview.refusals
     ]

@@ -129,6 +129,29 @@ def gpu_grants(moment: Moment) -> Iterator[Row]:
     return (((uuid,), count) for uuid, count in held.items())
 
 
+def gpu_serves_since(moment: Moment) -> Iterator[Row]:
+    """Of each GPU of which somebody has a share."""
+    return (((use.gpu, use.family), use.since) for use in moment.status.ledger.uses if use.family)
+
+
+def gpu_claims(moment: Moment) -> Iterator[Row]:
+    """Pods that wait, by GPU and family."""
+    return ((labels, len(since)) for labels, since in _claims(moment).items())
+
+
+def gpu_claims_oldest(moment: Moment) -> Iterator[Row]:
+    """How long the first of them has been waiting."""
+    return ((labels, max(0.0, moment.now - min(since))) for labels, since in _claims(moment).items())
+
+
+def _claims(moment: Moment) -> dict[tuple[str, str], list[float]]:
+    found: dict[tuple[str, str], list[float]] = {}
+    for use in moment.status.ledger.uses:
+        for claim in use.claims:
+            found.setdefault((use.gpu, claim.family), []).append(claim.since)
+    return found
+
+
 def gpu_grants_allowed(moment: Moment) -> Iterator[Row]:
     """Shares that each GPU may give."""
     for gpu in moment.status.inventory.gpus:

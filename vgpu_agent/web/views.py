@@ -16,16 +16,17 @@ import msgspec
 from vgpu_agent.model import GrantState
 from vgpu_agent.status import NvmlState
 from vgpu_agent.web import binding as how_bound
-from vgpu_agent.web import problems, slices
+from vgpu_agent.web import problems, slices, uses
 from vgpu_agent.web.binding import BindingView, RefusalView
 from vgpu_agent.web.limits import Limits
 from vgpu_agent.web.moments import When, when
+from vgpu_agent.web.uses import HeldBackView, UseView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vgpu_agent.model import Gpu, GpuUsage, Grant
-    from vgpu_agent.status import AgentStatus, LedgerStatus, PluginStatus
+    from vgpu_agent.status import AgentStatus, PluginStatus
 
 
 _SHOWN_IDS = 64
@@ -44,7 +45,7 @@ class UsageView(msgspec.Struct, frozen=True):
 
 
 class GpuView(msgspec.Struct, frozen=True):
-    """A GPU, its health and who holds a share of it."""
+    """A GPU, its health, the family that it serves, and who holds a share of it."""
 
     uuid: str
     index: int = 0
@@ -64,6 +65,7 @@ class GpuView(msgspec.Struct, frozen=True):
     mig_enabled: bool = False
     mig_instances: tuple[slices.MigView, ...] = ()
     links: dict[str, dict[str, int]] = {}
+    use: UseView = UseView()
 
 
 class ShareView(msgspec.Struct, frozen=True):
@@ -140,6 +142,7 @@ class ResourceView(msgspec.Struct, frozen=True):
     pre_starts: int = 0
     pre_starts_refused: int = 0
     last_error: str = ""
+    held_back: tuple[HeldBackView, ...] = ()  # why fewer ids are healthy than there are
 
 
 class NvmlView(msgspec.Struct, frozen=True):
@@ -248,10 +251,14 @@ def gpus(status: AgentStatus, now: float) -> tuple[GpuView, ...]:
         for share in grant.shares:
             holders.setdefault(share.gpu, {})[holder] = None
     usage = {used.uuid: used for used in status.usage}
-    return tuple(_gpu(gpu, status, usage.get(gpu.uuid), tuple(holders.get(gpu.uuid, ())), now) for gpu in status.inventory.gpus)
+    in_use = {use.gpu: uses.view(use, now) for use in status.ledger.uses}
+    return tuple(
+        _gpu(gpu, status, usage.get(gpu.uuid), tuple(holders.get(gpu.uuid, ())), in_use.get(gpu.uuid, UseView()), now)
+        for gpu in status.inventory.gpus
+    )
 
 
-def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[str, ...], now: float) -> GpuView:
+def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[str, ...], use: UseView, now: float) -> GpuView:
     major, minor = gpu.compute_capability
     return GpuView(
         uuid=gpu.uuid,
@@ -272,6 +279,7 @@ def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[s
         mig_enabled=gpu.mig_enabled,
         mig_instances=tuple(slices.view(gpu, instance) for instance in gpu.mig_instances),
         links={far: {"pci": link.pci, "nvlinks": link.nvlinks} for (near, far), link in status.inventory.links.items() if near == gpu.uuid},
+        use=use,
     )
 
 
@@ -306,8 +314,7 @@ def ids_held(status: AgentStatus) -> dict[str, int]:
 def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
     """Every resource and its plugin server."""
     held = ids_held(status)
-    ledger = status.ledger
-    return tuple(_resource(plugin, held.get(plugin.resource, 0), ledger, now) for plugin in status.plugins)
+    return tuple(_resource(plugin, held.get(plugin.resource, 0), status, now) for plugin in status.plugins)
 
 
 def withheld(status: AgentStatus) -> dict[str, str]:
@@ -319,7 +326,8 @@ def withheld(status: AgentStatus) -> dict[str, str]:
     return {resource: reason for resource, reason in reasons.items() if resource not in served}
 
 
-def _resource(plugin: PluginStatus, held: int, ledger: LedgerStatus, now: float) -> ResourceView:
+def _resource(plugin: PluginStatus, held: int, status: AgentStatus, now: float) -> ResourceView:
+    ledger = status.ledger
     return ResourceView(
         resource=plugin.resource,
         family=plugin.family,
@@ -347,6 +355,7 @@ def _resource(plugin: PluginStatus, held: int, ledger: LedgerStatus, now: float)
         pre_starts=plugin.pre_starts,
         pre_starts_refused=plugin.pre_starts_refused,
         last_error=plugin.last_error,
+        held_back=uses.held_back(status, plugin.resource),
     )
 
 

@@ -1,0 +1,164 @@
+"""The use of each GPU as views and in sentences: the family that it serves, since when, the pods that wait, and what frees it.
+
+Used by `views` for every page, and by `explain`. Unlike refusals these texts name pods: they are for the operator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.errors import listed
+from vgpu_agent.web.moments import When, when
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from vgpu_agent.ledger.claims import Claim
+    from vgpu_agent.ledger.uses import GpuUse, HeldBack
+    from vgpu_agent.status import AgentStatus
+
+_MOST_PODS = 64  # in a view
+_NAMED_PODS = 3  # in a sentence
+_MOST_CLAIMS = 64
+_MOST_REASONS = 8
+
+
+class ClaimView(msgspec.Struct, frozen=True):
+    """A pod that waits for a GPU which its scheduler has named."""
+
+    pod: str
+    family: str = ""
+    pod_uid: str = ""
+    since: When = When()
+
+
+class UseView(msgspec.Struct, frozen=True):
+    """The use of a GPU.
+
+    Attributes:
+        family: the family that it serves; empty while no container has a share of it.
+        since: when the oldest share of it that is left was given out.
+        or_earlier: that share was found after a restart of the agent, and is older.
+        pods: the first of the pods that have shares of it; ``pods_total`` counts them all, also those that kubelet has not named yet.
+        waiting: the first of the pods that wait for it, oldest first; ``waiting_total`` counts them all.
+        freed_by: what makes it free for other families; empty while it is.
+    """
+
+    family: str = ""
+    since: When = When()
+    or_earlier: bool = False
+    pods: tuple[str, ...] = ()
+    pods_total: int = 0
+    waiting: tuple[ClaimView, ...] = ()
+    waiting_total: int = 0
+    freed_by: str = ""
+
+
+class HeldBackView(msgspec.Struct, frozen=True):
+    """Ids of a resource that are not given out, for one reason; ``gpus`` are UUIDs."""
+
+    ids: int
+    reason: str
+    gpus: tuple[str, ...] = ()
+
+
+def view(use: GpuUse, now: float) -> UseView:
+    """One GPU."""
+    return UseView(
+        family=use.family,
+        since=when(use.since, now),
+        or_earlier=use.or_earlier,
+        pods=use.pods[:_MOST_PODS],
+        pods_total=use.holders,
+        waiting=tuple(ClaimView(claim.pod, claim.family, claim.pod_uid, when(claim.since, now)) for claim in use.claims[:_MOST_CLAIMS]),
+        waiting_total=len(use.claims),
+        freed_by=freed_by(use),
+    )
+
+
+def freed_by(use: GpuUse) -> str:
+    """What makes the GPU free for other families; empty while it is."""
+    if use.family:
+        return f"the end of {pods(use)}"
+    if use.claims:
+        return f"the start or the end of {use.claims[0].pod}, for which it is kept"
+    return ""
+
+
+def pods(use: GpuUse) -> str:
+    """The pods that have shares, with the names of the first."""
+    return f"{_count(use.holders)} ({_first(use.pods, use.holders) if use.pods else 'not named yet'})"
+
+
+def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
+    """Why fewer ids of ``resource`` are given out than there are: one view a reason, the most ids first."""
+    found = sorted(status.ledger.held_back.get(resource, ()), key=lambda each: -each.ids)
+    views = [HeldBackView(each.ids, reason(status, each), each.gpus) for each in found[:_MOST_REASONS]]
+    if rest := found[_MOST_REASONS:]:
+        gpus = tuple(dict.fromkeys(gpu for each in rest for gpu in each.gpus))
+        views.append(HeldBackView(sum(each.ids for each in rest), f"{called(status, gpus)}: {len(rest)} more reasons", gpus))
+    return tuple(views)
+
+
+def reason(status: AgentStatus, each: HeldBack) -> str:
+    """Why these ids are not given out, as a sentence without its full stop."""
+    gpus = called(status, each.gpus)
+    if not each.family:
+        return f"{gpus}: {each.reason}"
+    serving = [use for use in status.ledger.uses if use.gpu in each.gpus and use.family == each.family]
+    oldest = min(serving, key=lambda use: use.since)
+    number = len({pod for use in serving for pod in use.pods}) + sum(use.unnamed for use in serving)
+    if len(each.gpus) == 1:
+        return f"{gpus} serves {each.family} ({_count(number)}) since {moment(oldest)}; it is free again when its last pod ends"
+    return f"{gpus} serve {each.family} ({_count(number)}), the first since {moment(oldest)}; each is free again when its last pod ends"
+
+
+def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]:
+    """Sentences about a pod that has been bound for a GPU and has nothing of it yet."""
+    ahead = [other for other in use.claims if other.family != claim.family and other.order < claim.order]
+    gpu = f"{called(status, (use.gpu,))} ({use.gpu})"
+    yield f"Its scheduler has named {gpu}, for which it waits since {_text(claim.since)}."
+    if use.family and use.family != claim.family:
+        drains = "" if ahead else f"; no new pod of {use.family} gets any of it meanwhile"
+        yield f"That GPU serves {use.family} since {moment(use)} and is freed by the end of {pods(use)}{drains}."
+        idle = [other.gpu for other in status.ledger.uses if not other.family and not other.claims]
+        beside = f"; {called(status, idle)} {'is' if len(idle) == 1 else 'are'} idle" if idle else ""
+        yield f"To have the pod scheduled anew, delete it{beside}."
+    if ahead:
+        names = _first([f"{other.pod} ({other.family})" for other in ahead], len(ahead))
+        yield f"Pods of other families that were sent to it earlier get it first: {names}."
+
+
+def called(status: AgentStatus, gpus: Sequence[str]) -> str:
+    """The GPUs by index: ``GPU 0``, ``GPUs 0, 1 and 5``; by UUID where the driver no longer shows one."""
+    index = {gpu.uuid: gpu.index for gpu in status.inventory.gpus}
+    names = [str(place) for place in sorted(index[gpu] for gpu in gpus if gpu in index)] + [gpu for gpu in gpus if gpu not in index]
+    if len(names) == 1:
+        return f"GPU {names[0]}"
+    return f"GPUs {listed(names[:-1])} and {names[-1]}" if len(names) <= 16 else f"GPUs {listed(names)}"
+
+
+def moment(use: GpuUse) -> str:
+    """Since when the GPU serves its family."""
+    return f"{_text(use.since)}{' or earlier' if use.or_earlier else ''}"
+
+
+def by_gpu(uses: Iterable[GpuUse]) -> dict[str, GpuUse]:
+    """The uses by UUID."""
+    return {use.gpu: use for use in uses}
+
+
+def _text(unix_seconds: float) -> str:
+    return str(when(int(unix_seconds), 0.0).at).replace(".000Z", "Z")
+
+
+def _first(names: Sequence[str], total: int) -> str:
+    """The first of ``names``, and how many there are beside them."""
+    shown = listed(names[:_NAMED_PODS])
+    return f"{shown} and {total - _NAMED_PODS} more" if total > _NAMED_PODS else shown
+
+
+def _count(number: int) -> str:
+    return "1 pod" if number == 1 else f"{number} pods"
