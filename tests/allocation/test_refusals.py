@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.allocation.refusals import LONGEST_REASON, Refusals
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod
 
 POD = Pod("uid-1", "default", "train")
@@ -30,6 +30,16 @@ def test_a_repeated_refusal_counts_and_keeps_its_first_time() -> None:
     refusals.refuse(POD, "main", NUMBER, "no GPU has 8000 MiB left")
     (refusal,) = refusals.current
     assert (refusal.since, refusal.count, refusal.reason) == (1000.0, 2, "no GPU has 8000 MiB left")
+
+
+def test_the_text_is_the_reason_and_the_advice_and_both_are_bounded() -> None:
+    """A thousand refusals are kept, and some of what they quote was written by tenants."""
+    refusals = Refusals(Clock())
+    refusals.refuse(POD, "main", NUMBER, "full", advice="Wait.")
+    refusals.refuse(POD, "other", NUMBER, "x" * 5000, advice="y" * 5000)
+    short, long = refusals.current
+    assert short.text == "full. Wait."
+    assert max(len(long.reason), len(long.advice)) < LONGEST_REASON + 30
 
 
 def test_a_final_refusal_stays_final() -> None:

@@ -54,9 +54,9 @@ class World:
         """Both loops while the block lasts."""
         return running(self.reschedule.run(_ignore), self.events.run(_ignore))
 
-    def refuse(self, name: str = "a", reason: str = "no GPU has 8000 MiB left", *, final: bool = False) -> None:
+    def refuse(self, name: str = "a", reason: str = "no GPU has 8000 MiB left", *, advice: str = "", final: bool = False) -> None:
         """PreStartContainer says no."""
-        self.refusals.refuse(Pod(f"uid-{name}", "default", name), "main", NUMBER, reason, final=final)
+        self.refusals.refuse(Pod(f"uid-{name}", "default", name), "main", NUMBER, reason, advice=advice, final=final)
 
     @property
     def told(self) -> list[tuple[str, str, str]]:
@@ -89,6 +89,17 @@ async def test_a_start_that_stays_refused_becomes_an_event_after_its_time() -> N
     assert world.told == [TOLD]
     assert world.evictions == []
     assert world.reschedule.counts.refused == 1
+
+
+async def test_the_owner_reads_the_remedy_and_is_not_told_again_because_the_node_has_changed() -> None:
+    """Where there is room changes with every pod that comes or goes; an event for each would flood the API server."""
+    world = World()
+    async with world.run():
+        for number in range(20):
+            world.refuse(advice=f"Room for it now: GPU {number}.")
+            await asyncio.sleep(14)
+    ((_, _, message),) = world.told
+    assert message == f"{TOLD[2]}. Room for it now: GPU 2."
 
 
 async def test_a_pod_that_was_started_beyond_the_card_gets_one_event() -> None:
