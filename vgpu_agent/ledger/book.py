@@ -140,20 +140,6 @@ class Ledger:
         return tuple(map(self._grants.by_number.__getitem__, sorted(self._grants.by_number)))
 
     @property
-    def uses(self) -> tuple[GpuUse, ...]:
-        """The use of each GPU."""
-        return uses.uses(self._devices, self.grants, self._claims)
-
-    def held_back(self, name: str) -> tuple[HeldBack, ...]:
-        """The ids of resource ``name`` that are not given out now, by reason.
-
-        Raises:
-            UnknownDeviceError: the resource is not offered.
-        """
-        resource = self.resource(name)
-        return uses.held_back(resource, self._troubles(resource), self._devices, {use.gpu: use for use in self.uses})
-
-    @property
     def newest(self) -> int:
         """The number of the grant that was booked last, whether it is still there or not; 0 before the first."""
         return self._grants.last_number
@@ -267,6 +253,20 @@ class Ledger:
             if resource.decided_by is Decider.POD
             for each in accounting.overcommitted(self._offers.at_its_widest(resource), self._booked(resource))
         )
+
+    @property
+    def uses(self) -> tuple[GpuUse, ...]:
+        """The use of each GPU."""
+        return uses.uses(self._devices, self.grants, self.claims)
+
+    def held_back(self, name: str) -> tuple[HeldBack, ...]:
+        """The ids of resource ``name`` that are not given out now, by reason.
+
+        Raises:
+            UnknownDeviceError: the resource is not offered.
+        """
+        resource = self.resource(name)
+        return uses.held_back(resource, self._troubles(resource), self._devices, {use.gpu: use for use in self.uses})
 
     def audit(self) -> list[str]:
         """Every invariant that does not hold, as sentences; empty when the book is sound."""
