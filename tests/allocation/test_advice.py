@@ -7,10 +7,13 @@ import random
 
 import pytest
 
+from tests.allocation.later_parts import confirm
 from tests.allocation.mixed_node import MixedNode
 from tests.allocation.test_mixed_families import MEMORY, NUMBER, SHARED, UNIT_MIB
+from tests.allocation.volcano_place import VolcanoPlace, scheduled
 from tests.families.nvidia_parts import shared_by
 from tests.families.volcano_vgpu_golden import decided
+from tests.golden import U0
 from vgpu_agent.allocation import advice
 from vgpu_agent.allocation.binder import Binder
 from vgpu_agent.allocation.node_families import Families
@@ -182,6 +185,29 @@ async def test_the_reason_stays_the_same_while_the_node_around_it_changes() -> N
     assert [entry.facts["reason"] for entry in told] == [
         f"{GPUS[0]} is not available: the GPU serves nvidia until its last share is returned"
     ]
+
+
+async def test_a_gpu_serves_since_its_pod_was_decided_for_also_for_an_agent_that_was_started_later() -> None:
+    """The spec of a late grant has the time; a wait that begins anew with each restart would look short."""
+    place = VolcanoPlace()
+    await place.started(scheduled("first", (U0, 4, 60)))
+    (record,) = place.carrier.records
+    place.carrier.specs[record.token] = (dataclasses.replace(record, decided_at=1000.0), place.carrier.specs[record.token][1])
+    after = VolcanoPlace(before=place)
+    confirm(after, initial=True)
+    (use,) = (use for use in after.ledger.uses if use.family)
+    assert (use.gpu, use.since, use.or_earlier, use.pods) == (U0, 1000.0, False, ("team/first",))
+
+
+async def test_a_gpu_whose_pod_is_known_from_kubelets_records_alone_serves_since_then_or_earlier() -> None:
+    """kubelet's records have no times; also after the pod has been named and looked at again and again."""
+    node = mixed()
+    await hold(node, f"{GPUS[0]}::0")
+    assert not node.ledger.uses[0].or_earlier
+    node.start_agent()
+    node.verify()
+    (use,) = (use for use in node.ledger.uses if use.family)
+    assert (use.family, use.pods, use.or_earlier) == ("nvidia", ("default/pod-1",), True)
 
 
 async def test_an_error_carries_its_parts() -> None:
