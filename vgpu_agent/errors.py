@@ -37,6 +37,11 @@ def listed(values: Collection[str], most: int = 16) -> str:
     return shown if len(values) <= most else f"{shown}, … ({len(values)} in all)"
 
 
+def with_advice(text: str, advice: str) -> str:
+    """``text``, and after it the sentences of ``advice``."""
+    return f"{text.rstrip('.')}. {advice}" if advice else text
+
+
 class AgentError(Exception):
     """Raised by this agent on purpose; the message is written for an operator."""
 
@@ -85,7 +90,7 @@ class LedgerError(AgentError):
 
     def __init__(self, text: str, *, device: str = "", advice: str = "") -> None:
         self.text, self.device, self.advice = text, device, advice
-        super().__init__(f"{text.rstrip('.')}. {advice}" if advice else text)
+        super().__init__(with_advice(text, advice))
 
     def advised(self, advice: str, *, more: str = "") -> Self:
         """The same refusal with ``advice``; ``more`` is added to its text."""

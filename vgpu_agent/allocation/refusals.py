@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.errors import shortened
+from vgpu_agent.errors import shortened, with_advice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -49,7 +49,7 @@ class Refusal:
     @property
     def text(self) -> str:
         """The reason with the advice."""
-        return f"{self.reason.rstrip('.')}. {self.advice}" if self.advice else self.reason
+        return with_advice(self.reason, self.advice)
 
 
 class Refusals:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent.errors import with_advice
 from vgpu_agent.web.moments import When, when
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ class RefusalView(msgspec.Struct, frozen=True):
     since: When = When()
     count: int = 0
     final: bool = False
+
+    @property
+    def text(self) -> str:
+        """The reason with the advice."""
+        return with_advice(self.reason, self.advice)
 
     @property
     def pod_name(self) -> str:

@@ -241,7 +241,7 @@ def _refused(refusal: RefusalView) -> str:
     times = "once" if refusal.count == 1 else f"{refusal.count} times"
     after = "trying again cannot help" if refusal.final else "kubelet tries again by itself"
     return (
-        f"Container {refusal.container} may not start: {refusal.reason.rstrip('.')}. {f'{refusal.advice} ' if refusal.advice else ''}"
+        f"Container {refusal.container} may not start: {refusal.text.rstrip('.')}. "
         f"Refused {times}, first {_seconds(refusal.since.seconds_ago or 0)} ago; {after}."
     )
 

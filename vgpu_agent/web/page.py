@@ -242,7 +242,7 @@ def _refusal_rows(overview: Overview) -> list[tuple[str, ...]]:
             refusal.container,
             _since(refusal.since),
             f"{refusal.count}, final" if refusal.final else str(refusal.count),
-            _one_line(f"{refusal.reason.rstrip('.')}. {refusal.advice}" if refusal.advice else refusal.reason),
+            _one_line(refusal.text),
         )
         for refusal in overview.refusals
     ]
