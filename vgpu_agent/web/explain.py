@@ -239,10 +239,10 @@ def _not_asked(status: AgentStatus, now: float, pod: Pod, container: PodContaine
 
 def _refused(refusal: RefusalView) -> str:
     times = "once" if refusal.count == 1 else f"{refusal.count} times"
-    after = "trying again cannot help" if refusal.final else "kubelet tries again by itself"
+    after = "; trying again cannot help" if refusal.final else "" if refusal.advice else "; kubelet tries again by itself"
     return (
         f"Container {refusal.container} may not start: {refusal.text.rstrip('.')}. "
-        f"Refused {times}, first {_seconds(refusal.since.seconds_ago or 0)} ago; {after}."
+        f"Refused {times}, first {_seconds(refusal.since.seconds_ago or 0)} ago{after}."
     )
 
 
