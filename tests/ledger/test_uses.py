@@ -70,7 +70,7 @@ def test_claims_are_those_of_their_gpu_oldest_first(clock: Clock) -> None:
     ledger.claim([other, late, early])
     assert ledger.revision.version == before
     ledger.claim([])
-    assert ledger.claims == ()
+    assert not ledger.claims
 
 
 def test_ids_that_others_hold_back_are_counted_by_reason_and_not_by_gpu(clock: Clock) -> None:

@@ -135,11 +135,11 @@ class Binder:
             try:
                 self._refuse_before_rebuilt()
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
-            except (RequestRefusedError, LedgerError, CarrierError, MigError, NotProvenError) as caught:
-                err = self._advised(caught)
-                self._refuse(start, err)
-                text = str(err)
-                raise type(err)(text if pod.full_name in text else f"{pod.full_name}, container {owner.container}: {text}") from caught
+            except (RequestRefusedError, LedgerError, CarrierError, MigError, NotProvenError) as err:
+                advised = self._advised(err)
+                self._refuse(start, advised)
+                text = str(advised)
+                raise type(err)(text if pod.full_name in text else f"{pod.full_name}, container {owner.container}: {text}") from err
             self._around.refusals.clear(owner.pod_uid, owner.container)
             self._told.pop(token, None)
             self.served[*start.key, offered.name] = grant
@@ -420,8 +420,9 @@ class Binder:
 
     def _advised(self, err: AgentError) -> AgentError:
         """The refusal with its remedies, also where the agent itself has looked for room."""
-        lacks_room = isinstance(err, (CapacityError, UnhealthyDeviceError)) and not err.advice
-        return err.advised(advice.waiting(self._around.settings)) if lacks_room else err
+        if isinstance(err, (CapacityError, UnhealthyDeviceError)) and not err.advice:
+            return err.advised(advice.waiting(self._around.settings))
+        return err
 
     def _refuse(self, start: Start, err: AgentError) -> None:
         reason, remedies = (err.text, err.advice) if isinstance(err, LedgerError) else (str(err), "")
