@@ -290,7 +290,7 @@ def test_a_pod_that_nobody_placed_and_that_does_not_fit_is_told_why() -> None:
     with pytest.raises(CapacityError) as refused:
         family_of().decide(question_of(pod_of(30000)))
     assert "pod default/p has no volcano.sh/gpu-index" in str(refused.value)
-    assert f"no GPU has 30000 MiB for the whole pod: {U0}: 24576 MiB free of 24576" in str(refused.value)
+    assert f"no GPU has 30000 MiB for the whole pod: {U0}, {U1}: 24576 MiB free of 24576" in str(refused.value)
     assert "deviceshare.GPUSharingEnable: true" in str(refused.value)
 
 

@@ -89,7 +89,7 @@ def test_what_the_pod_wants_is_heeded(annotations: dict[str, str], device: str) 
 
 def test_a_type_that_the_node_does_not_have() -> None:
     """The text names the GPUs' type and the pod's wish."""
-    with pytest.raises(CapacityError, match=f"{U0}: its type NVIDIA-NVIDIA A10 is none of 'H100'"):
+    with pytest.raises(CapacityError, match=f"{U0}, {U1}: its type NVIDIA-NVIDIA A10 is none of 'H100'"):
         _placed(main(number=1, memory=3000), annotations={"nvidia.com/use-gputype": "H100"})
 
 
