@@ -95,11 +95,6 @@ def _kept(gpu: str, resource: Resource, known: Surroundings) -> str:
     return f"the GPU was returned a moment ago, and {first} is offered it before the others" if first not in ("", resource.family) else ""
 
 
-def serves(family: str) -> str:
-    """The reason why a GPU is not available to others than ``family``."""
-    return f"the GPU serves {family} until its last share is returned"
-
-
 def strangers(shares: Iterable[Share], offered: Collection[str], devices: Mapping[str, Device]) -> list[str]:
     """Devices of ``shares`` that are neither among ``offered`` nor a MIG instance of one that is."""
     gpus = {share.device: devices[share.device].gpu if share.device in devices else share.device for share in shares}
@@ -110,3 +105,8 @@ def illness(devices: Mapping[str, Device], device: str) -> str:
     """What is wrong with the device itself; empty when nothing is."""
     known = devices.get(device)
     return known.trouble if known else "the device is gone"
+
+
+def serves(family: str) -> str:
+    """The reason why a GPU is not available to others than ``family``."""
+    return f"the GPU serves {family} until its last share is returned"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
 from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError, listed
-from vgpu_agent.ledger import accounting, availability, uses
-from vgpu_agent.ledger.accounting import Device, Part
+from vgpu_agent.ledger import accounting, availability
+from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
 from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of, gone, with_gone
@@ -25,6 +25,7 @@ from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
 from vgpu_agent.ledger.turns import Turns
+from vgpu_agent.ledger.uses import held_back, uses
 from vgpu_agent.model import Decider, Grant, GrantState
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ class Ledger:
     @property
     def uses(self) -> tuple[GpuUse, ...]:
         """The use of each GPU."""
-        return uses.uses(self._devices, self.grants, self.claims)
+        return uses(self._devices, self.grants, self.claims)
 
     def held_back(self, name: str) -> tuple[HeldBack, ...]:
         """The ids of resource ``name`` that are not given out now, by reason.
@@ -266,7 +267,7 @@ class Ledger:
             UnknownDeviceError: the resource is not offered.
         """
         resource = self.resource(name)
-        return uses.held_back(resource, self._troubles(resource), self._devices, {use.gpu: use for use in self.uses})
+        return held_back(resource, self._troubles(resource), self._devices, {use.gpu: use for use in self.uses})
 
     def audit(self) -> list[str]:
         """Every invariant that does not hold, as sentences; empty when the book is sound."""
@@ -525,11 +526,11 @@ class Ledger:
                 refused = CapacityError if not found.decidable else OvercommitError
                 raise refused(f"{_called(device, wanted)} has no room: {found.refusal(self._part(resource, grant, device))}", device=device)
 
-    def _part(self, resource: Resource, grant: Grant, device: str) -> Part:
+    def _part(self, resource: Resource, grant: Grant, device: str) -> accounting.Part:
         """What ``grant`` has of ``device``."""
         shares = [share for share in grant.shares if share.device == device]
         by_ids = resource.decided_by is Decider.IDS
-        return Part(
+        return accounting.Part(
             sum(share.memory_mib for share in shares),
             sum(share.cores_percent for share in shares),
             sum(self._offers.device(resource.name, id_) == device for id_ in grant.ids) if by_ids else len(shares),
