@@ -125,7 +125,8 @@ async def late_alone(node: VolcanoNode) -> list[Figure]:
 
 async def start(node: VolcanoNode) -> list[Figure]:
     """From the start of the process, or from the end of the one before, to the last Register."""
-    whole, killed = [], []
+    whole: list[float] = []
+    killed: list[float] = []
     kubelet = node.cluster.kubelet
     for times, end in ((whole, node.agent.terminate), (killed, node.agent.kill)):
         for _ in range(5):
