@@ -122,3 +122,25 @@ def test_an_ended_pod_is_forgotten_in_time_and_when_it_is_deleted() -> None:
     now = 601.0
     book.put(Pod("d", "default", "d", scheduled=True))
     assert [pod.name for pod in book.pods] == ["d"]
+
+
+def test_a_pod_has_ended_when_the_api_server_says_so_and_not_before_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grants are released by it, so an absent pod counts only where it would have been seen."""
+    monkeypatch.setattr(pods, "MOST_PODS", 2)
+    uids = [f"0e6e9a8c-1111-4222-8333-00000000000{number}" for number in range(5)]
+    book = PodBook()
+    assert not book.has_ended(uids[0])
+    book.replace([pod("a", uids[0]), pod("b", uids[1])])
+    assert not book.has_ended(uids[0])
+    book.put(pod("left-out", uids[2]))
+    assert not book.has_ended(uids[2])
+    book.end(pod("a", uids[0]))
+    book.remove(pod("b", uids[1]))
+    assert [book.has_ended(uid) for uid in (uids[0], uids[1], uids[4])] == [True, True, True]
+
+
+def test_a_static_pod_has_not_ended_because_its_mirror_is_gone() -> None:
+    """kubelet runs it from a file and makes another mirror; anybody who may delete pods in its namespace can delete that one."""
+    book = PodBook()
+    book.replace([])
+    assert not book.has_ended("c0ffee00c0ffee00c0ffee00c0ffee00")

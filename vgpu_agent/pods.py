@@ -206,10 +206,11 @@ class PodBook:
 
     Attributes:
         left_out: pods that are not in the book because there are too many or they are too large.
+        ends: how many pods were seen to end or to go.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.left_out = 0
+        self.left_out = self.ends = 0
         self._clock = clock
         self.revision: Latest[int] = Latest(0)
         self.synced = asyncio.Event()
@@ -252,6 +253,16 @@ class PodBook:
         """Whether the pod that kubelet knows under that UID may be there although `get` does not find it: it was left out."""
         return kubelet_uid in self._beyond
 
+    def has_ended(self, kubelet_uid: str) -> bool:
+        """Whether the API server says that the pod that kubelet knows under that UID has ended, or is gone.
+
+        A static pod is never gone by that: kubelet runs it whether the API server has its mirror or not.
+        """
+        if not self.synced.is_set() or self.may_have(kubelet_uid):
+            return False
+        pod = self.get(kubelet_uid)
+        return _API_SERVER_UID.fullmatch(kubelet_uid) is not None if pod is None else pod.ended
+
     def static(self, kubelet_uid: str, namespace: str, name: str) -> Pod | None:
         """The mirror of the static pod that kubelet knows under that UID, when kubelet itself has named namespace and name of that pod."""
         pod = self.named(namespace, name)
@@ -274,6 +285,7 @@ class PodBook:
         for pod in self.fitting(listed.values()):
             self._keep(self._placed(pod))
             self._forget_ended(pod.uid)
+        self.ends += len(before.keys() - listed.keys())
         if self._pods != before or not self.synced.is_set():
             self._changed()
         self.synced.set()
@@ -305,6 +317,7 @@ class PodBook:
         now, placed = self._clock(), self._placed(pod).as_static(static_uid)
         self._drop(pod.uid)
         self._bound.pop(pod.uid, None)
+        self.ends += 1
         self._ended[placed.kubelet_uid] = (placed if placed.ended else dataclasses.replace(placed, phase=ENDED), now)
         self._changed()
 
@@ -313,6 +326,7 @@ class PodBook:
         self._bound.pop(pod.uid, None)
         self._beyond.pop(pod.uid, None)
         dropped, forgotten = self._drop(pod.uid), self._forget_ended(pod.uid)
+        self.ends += dropped
         if dropped or forgotten:
             self._changed()
 

@@ -22,10 +22,19 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Holding, KubeletRecords, Owner
+from vgpu_agent.pods import Pod, PodBook
 from vgpu_agent.status import KubeletStatus
 
 GPU = "nvidia.com/gpu"
 HELD = KubeletRecords((Holding(GPU, (U0,), Owner("main", "uid", "default", "train")),))
+TRAIN, SERVE = (Pod(f"0e6e9a8c-1111-4222-8333-00000000000{number}", "default", f"pod-{number}") for number in (1, 2))
+
+
+def held(*pods: Pod) -> KubeletRecords:
+    """kubelet's records in which each pod has a GPU, the first U0."""
+    return KubeletRecords(
+        tuple(Holding(GPU, (id_,), Owner("main", pod.uid, pod.namespace, pod.name)) for id_, pod in zip((U0, U1), pods, strict=False))
+    )
 
 
 class Records:
@@ -47,6 +56,7 @@ class Parts:
     def __init__(self, records: Records) -> None:
         self.records = records
         self.servers: list[FakeServer] = []
+        self.book = PodBook(self._clock)
         self.ledger, self.journal, self.kubelet = Ledger(clock=self._clock), Journal(), KubeletStatus()
         self.allocator = Allocator(
             ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=self.journal
@@ -59,6 +69,7 @@ class Parts:
             settings=Kubelet(),
             kubelet=self.kubelet,
             pod_resources=PodResources(Kubelet().pod_resources_socket, timeout_seconds=1),
+            book=self.book,
             journal=self.journal,
             servers=lambda: self.servers,
             clock=self._clock,
@@ -260,3 +271,140 @@ async def test_a_silent_pod_resources_is_not_asked_a_second_question(records: Re
         records.now = KubeletRecords(complete=False, trouble="no socket")
         await asyncio.sleep(60)
         assert allocatable == []
+
+
+@contextlib.asynccontextmanager
+async def holding(records: Records, *pods: Pod) -> AsyncIterator[Parts]:
+    """A verification that has found each pod with a GPU, in kubelet's records and in the watch; now is second 5."""
+    async with verifying(records) as parts:
+        parts.book.replace(pods)
+        records.now = held(*pods)
+        await asyncio.sleep(5)
+        assert len(parts.ledger.grants) == len(pods)
+        yield parts
+
+
+def holders(parts: Parts) -> list[str]:
+    """The pods that the ledger has something for."""
+    return [grant.owner.pod for grant in parts.ledger.grants if grant.owner]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("gone", [False, True])
+async def test_the_end_of_a_pod_is_looked_for_at_once(records: Records, *, gone: bool) -> None:
+    """API server and kubelet both say that it has ended, so its GPU is everybody's without a second look; the usual pace stays."""
+    async with holding(records, TRAIN) as parts:
+        records.now = KubeletRecords()
+        (parts.book.remove if gone else parts.book.end)(TRAIN)
+        await asyncio.sleep(0.1)
+        assert not parts.ledger.grants
+        await asyncio.sleep(30)
+        assert records.read_at == [1, 5, 31]
+
+
+@pytest.mark.looptime
+async def test_nothing_is_released_while_kubelet_still_has_it(records: Records) -> None:
+    """The API server's word alone is not enough, however long kubelet takes; it is asked less and less often meanwhile."""
+    async with holding(records, TRAIN) as parts:
+        parts.book.end(TRAIN)
+        await asyncio.sleep(1)
+        assert records.read_at == [1, 5, 5.25, 5.75]
+        assert holders(parts) == ["pod-1"]
+        records.now = KubeletRecords()
+        await asyncio.sleep(1)
+        assert records.read_at == [1, 5, 5.25, 5.75, 6.75]
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_an_ended_pod_that_kubelet_keeps_is_asked_for_ever_at_the_usual_pace(records: Records) -> None:
+    """A handful of looks more, and then two a minute as always."""
+    async with holding(records, TRAIN) as parts:
+        parts.book.end(TRAIN)
+        await asyncio.sleep(120)
+        del records.read_at[:]
+        await asyncio.sleep(600)
+        assert len(records.read_at) == 20
+        assert holders(parts) == ["pod-1"]
+
+
+@pytest.mark.looptime
+async def test_a_look_for_an_ended_pod_takes_nothing_from_one_that_runs(records: Records) -> None:
+    """One gap in kubelet's records is no end, and two looks within a second would meet the same gap."""
+    async with holding(records, TRAIN, SERVE) as parts:
+        records.now = held(TRAIN)
+        parts.book.end(TRAIN)
+        await asyncio.sleep(1)
+        assert records.read_at == [1, 5, 5.25, 5.75]
+        records.now = KubeletRecords()
+        await asyncio.sleep(1)
+        assert holders(parts) == ["pod-2"]
+        assert not parts.ledger.in_doubt
+
+
+@pytest.mark.looptime
+async def test_pods_that_end_together_are_looked_for_together(records: Records) -> None:
+    """pod-resources takes ten calls at once from all programs of the node together; sixty ends in two seconds are fewer."""
+    async with holding(records, TRAIN) as parts:
+        began = len(records.read_at)
+        for number in range(60):
+            pod = Pod(f"0e6e9a8c-1111-4222-8333-{number:012}", "default", f"many-{number}")
+            parts.book.put(pod)
+            parts.ledger.reconcile(held(pod), parts.allocator._interpretation, reservation_seconds=60)
+            records.now = KubeletRecords()
+            parts.book.end(pod)
+            await asyncio.sleep(2 / 60)
+        await asyncio.sleep(0.3)
+        assert not parts.ledger.grants
+        assert len(records.read_at) - began <= 9
+
+
+@pytest.mark.looptime
+async def test_without_the_watch_the_usual_two_looks_decide(records: Records) -> None:
+    """Where no API server has been asked yet nobody says that a pod has ended, and kubelet's records alone release it as before."""
+    async with verifying(records) as parts:
+        records.now = held(TRAIN)
+        await asyncio.sleep(5)
+        records.now = KubeletRecords()
+        await asyncio.sleep(27)
+        assert holders(parts) == ["pod-1"]
+        await asyncio.sleep(1.5)
+        assert records.read_at == [1, 31, 33]
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_records_that_are_incomplete_release_no_ended_pod(records: Records) -> None:
+    """A checkpoint alone says nothing about who is alive; as soon as pod-resources answers, the pod goes."""
+    async with holding(records, TRAIN) as parts:
+        records.now = KubeletRecords(complete=False, trouble="kubelet was asked too often")
+        parts.book.end(TRAIN)
+        await asyncio.sleep(0.4)
+        assert holders(parts) == ["pod-1"]
+        records.now = KubeletRecords()
+        await asyncio.sleep(0.5)
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_an_end_during_a_restart_of_kubelet_waits_until_its_records_count_again(records: Records) -> None:
+    """A kubelet that has just come back lists nobody, and the API server may be told of an end that kubelet is not through with."""
+    async with holding(records, TRAIN) as parts:
+        parts.kubelet.restarts_seen += 1
+        records.now = KubeletRecords()
+        parts.book.end(TRAIN)
+        await asyncio.sleep(60)
+        assert holders(parts) == ["pod-1"]
+        await asyncio.sleep(35)
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_a_static_pod_without_its_mirror_has_not_ended(records: Records) -> None:
+    """Whoever deletes the mirror of a static pod ends nothing: kubelet runs it on, and makes another mirror."""
+    async with verifying(records) as parts:
+        parts.book.replace([])
+        records.now = HELD  # its UID is not one of the API server's
+        await asyncio.sleep(20)
+        assert records.read_at == [1]
+        assert holders(parts) == ["train"]

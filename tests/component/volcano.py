@@ -37,7 +37,7 @@ stateDirectory: {folder}/state
 configReloadSeconds: 0.1
 shutdownSeconds: 3
 gpu: {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2, recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
-kubelet: {{verifySeconds: 1, reservationSeconds: 5, retryMaxSeconds: 1, socketPollSeconds: 1, drainSeconds: 0.5}}
+kubelet: {{verifySeconds: {verify_seconds}, reservationSeconds: 5, retryMaxSeconds: 1, socketPollSeconds: 1, drainSeconds: 0.5}}
 cluster:
   {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 5, requestTimeoutSeconds: 10, startWaitSeconds: 1,
     handshakeMinSeconds: 0.2, startsFirstSeconds: {starts_first_seconds}}}
@@ -62,6 +62,7 @@ class VolcanoStage:
         gpus: the simulated GPUs.
         agent: the agent's process; `start_agent` makes the first.
         starts_first_seconds: how long the agent does not write how far a pod has come while others are being started.
+        verify_seconds: how often it compares its ledger with kubelet's records.
     """
 
     def __init__(self, folder: Path, *, model: str = "A10", **cluster: Any) -> None:
@@ -72,12 +73,16 @@ class VolcanoStage:
         self.log = folder / "agent.log"
         self.agent: AgentProcess
         self.starts_first_seconds = 2.0
+        self.verify_seconds = 1.0
         self.factor = FACTOR
 
     def configure(self, more: str = VGPU, *, factor: int = FACTOR) -> None:
         """Write the agent's configuration."""
         self.factor = factor
-        text = QUICK.format(node=NODE, folder=self.folder, starts_first_seconds=self.starts_first_seconds) + more
+        text = QUICK.format(
+            node=NODE, folder=self.folder, starts_first_seconds=self.starts_first_seconds, verify_seconds=self.verify_seconds
+        )
+        text += more
         replace_text(self.config, text + f"volcanoVgpu: {{gpuMemoryFactor: {factor}, nodeConfigFile: ''}}\n")
 
     def deliver_library(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.golden import U0, U1
 from tests.ledger.book_parts import SERVE, TRAIN, WHOLE, Clock, book, held, interpret, make, reconcile, replicated
-from vgpu_agent.model import GrantState, KubeletRecords, Owner
+from vgpu_agent.model import Grant, GrantState, KubeletRecords, Owner
 
 
 @pytest.fixture
@@ -145,3 +145,42 @@ def test_a_reservation_that_kubelet_never_confirms_expires(clock: Clock) -> None
 def test_records_of_other_plugins_are_none_of_our_business(clock: Clock) -> None:
     """A holding of another vendor's resource is neither adopted nor drift."""
     assert reconcile(make(clock, WHOLE), held("card-0", resource="amd.com/gpu")) == []
+
+
+def of_train(grant: Grant) -> bool:
+    """Whether it is TRAIN's, which has ended by the API server's word."""
+    return grant.owner == TRAIN
+
+
+def test_a_pod_that_has_ended_by_the_api_servers_word_leaves_with_the_first_reading_without_it(clock: Clock) -> None:
+    """Two independent sources agree; kubelet's records alone need two readings, and the API server's word alone takes nothing."""
+    ledger = make(clock, replicated(2))
+    records = KubeletRecords((held(f"{U0}::0"), held(f"{U1}::0", owner=SERVE)))
+    ledger.reconcile(records, interpret, reservation_seconds=60, initial=True)
+    assert ledger.reconcile(records, interpret, reservation_seconds=60, has_ended=of_train) == []
+    nothing = KubeletRecords()
+    (released,) = ledger.reconcile(nothing, interpret, reservation_seconds=60, has_ended=of_train, ended_only=True)
+    assert (released.event, released.reason, released.grant.owner) == ("ledger.released", "the pod has ended", TRAIN)
+    assert [grant.owner for grant in ledger.grants] == [SERVE]
+
+
+@pytest.mark.parametrize("without", ["complete records", "the right to release"])
+def test_an_ended_pod_stays_while_kubelets_records_prove_nothing(clock: Clock, without: str) -> None:
+    """Without pod-resources nobody is known to be gone, nor while kubelet finds its pods again after a restart."""
+    ledger = make(clock, WHOLE)
+    reconcile(ledger, held(U0), initial=True)
+    records = KubeletRecords(complete=without != "complete records")
+    may_release = without != "the right to release"
+    assert ledger.reconcile(records, interpret, reservation_seconds=60, may_release=may_release, has_ended=of_train) == []
+    assert len(ledger.grants) == 1
+
+
+def test_a_look_for_ended_pods_is_no_pass_for_the_others(clock: Clock) -> None:
+    """Such looks come in quick succession, and would meet the same gap in kubelet's records twice."""
+    ledger = make(clock, WHOLE)
+    reconcile(ledger, held(U0), initial=True)
+    for _ in range(3):
+        assert ledger.reconcile(KubeletRecords(), interpret, reservation_seconds=60, ended_only=True) == []
+    assert not ledger.in_doubt
+    assert reconcile(ledger) == []
+    assert reconcile(ledger) == ["ledger.released"]

@@ -214,6 +214,7 @@ class Agent:
             settings=kubelet,
             kubelet=self._kubelet,
             pod_resources=self._pod_resources,
+            book=self._cluster.book,
             journal=self._journal,
             servers=lambda: self._offering.plugins,
         )

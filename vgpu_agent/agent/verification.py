@@ -1,8 +1,8 @@
-"""The ledger against kubelet's own records: at start, soon after each Allocate, and every ``kubelet.verifySeconds``.
+"""The ledger against kubelet's own records: at start, soon after each Allocate or end of a pod, and every ``kubelet.verifySeconds``.
 
-kubelet never says whose ids it has just allocated, nor that a pod has ended; its checkpoint and its pod-resources socket do. The same pass
-asks whether kubelet still lists what it was told (`listed`). Run by `composition`: `rebuild` before the first registration (kubelet
-contract V10), `run` as a supervised loop.
+kubelet never says whose ids it has just allocated, nor that a pod has ended; its checkpoint and its pod-resources socket do. When to look
+for ended pods is what the watch of pods says. Each regular pass also asks whether kubelet still lists what it was told (`listed`). Run by
+`composition`: `rebuild` before the first registration (kubelet contract V10), `run` as a supervised loop.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.agent import footprint
 from vgpu_agent.agent.listed import ListedIds
+from vgpu_agent.agent.pod_ends import PodEnds
 from vgpu_agent.kubelet.checkpoint import let_go_of_memory
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.kubelet.waiting import first_of
@@ -29,18 +30,23 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.pod_resources import PodResources
     from vgpu_agent.ledger import Ledger
+    from vgpu_agent.pods import PodBook
     from vgpu_agent.status import KubeletStatus
 
 # pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet contract §13).
 _SHORTEST_PAUSE_SECONDS = 1.0
 # While pods keep coming a pass would only slow down their starts: with 50,000 ids it takes a fifth of a second.
 _LONGEST_BURST_SECONDS = 10.0
+# Pods that end together are looked for together. Where a look takes long, looks for them take a tenth of the time at most.
+_BETWEEN_ENDS_SECONDS = 0.25
+_REST_AFTER_LOOK = 9
 
 
 class Verification:
     """Keeps the ledger true to kubelet's records.
 
-    State: when the records were last read and how much drift was ever found; nothing that a restart would miss.
+    State: when the records were last read, which ended pods kubelet still had then, and how much drift was ever found; nothing that a
+    restart would miss.
     """
 
     def __init__(
@@ -51,12 +57,14 @@ class Verification:
         settings: Kubelet,
         kubelet: KubeletStatus,
         pod_resources: PodResources,
+        book: PodBook,
         journal: Journal,
         servers: Callable[[], Iterable[Server]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allocator = allocator
         self._ledger = ledger
+        self._book = book
         self._settings = settings
         self._kubelet = kubelet
         self._journal = journal
@@ -65,6 +73,10 @@ class Verification:
         self._listed = ListedIds(servers=servers, pod_resources=self._pod_resources, settings=settings, kubelet=kubelet, journal=journal)
         self._restarts_seen = 0
         self._restarted_at = -math.inf  # by a clock that only grows, and may begin at 0
+        self._ends = PodEnds(ledger, book, clock)
+        self._looked_for: frozenset[str] = frozenset()  # the ends that were known at the last look
+        self._look_seconds = self._looked_at = -math.inf  # how long that took, and when it was over (loop time)
+        self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next look for the same ends
         self.drift_total = 0
         self.drift_last: tuple[str, ...] = ()
         self.verified_at = 0.0
@@ -79,7 +91,7 @@ class Verification:
         pause = _SHORTEST_PAUSE_SECONDS
         while True:
             beat()
-            if await self._pause(pause):
+            if await self._pause(pause, beat):
                 pause = _SHORTEST_PAUSE_SECONDS
             pod_resources_answer = await self._verify()
             differs = pod_resources_answer and await self._listed.compare()
@@ -91,26 +103,48 @@ class Verification:
             else:
                 pause = self._settings.verify_seconds
 
-    async def _pause(self, seconds: float) -> bool:
-        """Wait, but not much longer than until something new is booked, and that booking has paused; whether something was."""
+    async def _pause(self, seconds: float, beat: Callable[[], None]) -> bool:
+        """Wait, but not much longer than until something new is booked, and that booking has paused; whether something was.
+
+        Ended pods are looked for meanwhile. That moves the next regular pass neither forward nor back.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         first_at: float | None = None
         revision: Latest[int] = self._ledger.revision
         newest = self._ledger.newest
         while (left := until - loop.time()) > 0:
-            version = revision.version
-            if not await first_of(revision.newer_than(version), timeout_seconds=left):
-                break
+            version, pods = revision.version, self._book.revision.version
+            if (ends_in := self._seconds_to_ends()) <= 0:
+                beat()
+                await self._verify(ended_only=True)
+            elif not await first_of(revision.newer_than(version), self._book.revision.newer_than(pods), timeout_seconds=min(left, ends_in)):
+                continue
             if self._ledger.newest > newest:
                 newest, now = self._ledger.newest, loop.time()
                 first_at = now if first_at is None else first_at
                 until = min(now + _SHORTEST_PAUSE_SECONDS, first_at + _LONGEST_BURST_SECONDS)
         return first_at is not None
 
-    async def _verify(self, *, initial: bool = False) -> bool:
-        """Compare once with the ledger; whether pod-resources answered."""
-        newest = self._ledger.newest
+    def _seconds_to_ends(self) -> float:
+        """When ended pods should be looked for: 0 or less for now, infinity for no sooner than the next pass.
+
+        kubelet lets go of a pod before it reports the end, so one look nearly always does. Where it does not, looks become rare soon.
+        """
+        ended = self._ends.pending()
+        if not ended or (ended <= self._looked_for and self._end_pause >= self._settings.verify_seconds):
+            return math.inf
+        pause = self._end_pause if ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
+        return self._looked_at + max(pause, _REST_AFTER_LOOK * self._look_seconds) - asyncio.get_running_loop().time()
+
+    async def _verify(self, *, initial: bool = False, ended_only: bool = False) -> bool:
+        """Compare once with the ledger; whether pod-resources answered.
+
+        Args:
+            initial: the book is being rebuilt.
+            ended_only: look for ended pods, between two passes.
+        """
+        began, newest, ended = asyncio.get_running_loop().time(), self._ledger.newest, self._ends.pending()
         counted = frozenset(offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY)
         records = await read_records(self._pod_resources, self._settings.checkpoint_path, lambda name: name not in counted)
         now, shown_at = self._clock(), time.time()
@@ -126,7 +160,10 @@ class Verification:
             initial=initial,
             # A kubelet that has just come back does not list its pods until it has heard of them again.
             may_release=now - self._restarted_at > self._settings.reservation_seconds,
+            has_ended=lambda grant: self._ends.has_ended(grant, records),
+            ended_only=ended_only,
         )
+        self._note_look(ended, began)
         if drift:
             self.drift_total += len(drift)
             self.drift_last = tuple(f"{correction.event}: {correction.reason}" for correction in drift)
@@ -135,6 +172,12 @@ class Verification:
         if records.complete:
             self.verified_at = shown_at
         return records.complete
+
+    def _note_look(self, ended: frozenset[str], began: float) -> None:
+        """Take note of a look for the ends ``ended`` that began at ``began`` (loop time)."""
+        self._end_pause = 2 * self._end_pause if ended and ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
+        self._looked_for, self._looked_at = ended, asyncio.get_running_loop().time()
+        self._look_seconds = self._looked_at - began
 
 
 def _give_back() -> None:

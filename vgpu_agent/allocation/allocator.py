@@ -220,6 +220,8 @@ class Allocator:
         newest: float = math.inf,
         initial: bool = False,
         may_release: bool = True,
+        has_ended: Callable[[Grant], bool] = lambda _: False,
+        ended_only: bool = False,
     ) -> list[Correction]:
         """Bring the ledger in line with kubelet's records (see `Ledger.reconcile`); each correction is journalled.
 
@@ -239,6 +241,8 @@ class Allocator:
             initial=initial,
             may_release=may_release,
             still_runs=self._interpretation.may_be_hidden,
+            has_ended=has_ended,
+            ended_only=ended_only,
         )
         for correction in corrections:
             grant = correction.grant

@@ -1,6 +1,6 @@
 """Room that ended pods still have in the book, for a start that needs it now.
 
-An ended pod leaves the book when two readings of kubelet's records do not show it, up to a minute later. A start that is refused meanwhile
+An ended pod leaves the book a moment later, or up to a minute where the API server cannot be asked. A start that is refused meanwhile
 would get an event and wait until kubelet asks again. So `binder` decides and books through `EndedPods.with_room`, which asks kubelet who is
 alive, takes the others out of the book, and tries again.
 """

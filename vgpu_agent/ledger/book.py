@@ -448,6 +448,8 @@ class Ledger:
         initial: bool = False,
         may_release: bool = True,
         still_runs: Callable[[Grant], bool] = lambda _: False,
+        has_ended: Callable[[Grant], bool] = lambda _: False,
+        ended_only: bool = False,
     ) -> list[Correction]:
         """Bring the book in line with kubelet's records.
 
@@ -459,9 +461,12 @@ class Ledger:
             initial: the book is being rebuilt at start, so adopting is no drift.
             may_release: False while kubelet itself is still finding its pods again after a restart.
             still_runs: whether a grant stays although the records do not show it.
+            has_ended: whether the API server says that the pod of a grant has ended.
+            ended_only: take away nothing but what ended pods had, and count this as no pass for the others.
 
         Returns:
-            What was changed. A grant leaves after two passes in a row that do not know it: one alone may be kubelet's own gap.
+            What was changed. A grant leaves after two passes in a row that do not know it, because one alone may be kubelet's own gap. For
+            an ended pod one pass is enough: kubelet and the API server are two independent sources.
         """
         corrections = self._reconciliation.run(
             records,
@@ -471,8 +476,10 @@ class Ledger:
             initial=initial or not self.rebuilt,
             may_release=may_release,
             still_runs=still_runs,
+            has_ended=has_ended,
+            ended_only=ended_only,
         )
-        self._passes += 1
+        self._passes += not ended_only
         # A kubelet that was started a moment ago lists nobody at first; its checkpoint it has from the beginning.
         speaks = bool(records.holdings) or self._passes > 1
         self.rebuilt = self.rebuilt or records.entries is not None or (records.complete and speaks)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.grants import Grants
     from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
 
+_ENDED = "the pod has ended"
+
 
 class Meaning(NamedTuple):
     """What a line of kubelet's records means to us.
@@ -74,6 +76,8 @@ class Reconciliation:
         initial: bool,
         may_release: bool,
         still_runs: Callable[[Grant], bool],
+        has_ended: Callable[[Grant], bool],
+        ended_only: bool,
     ) -> list[Correction]:
         """See `Ledger.reconcile`."""
         corrections: list[Correction] = []
@@ -87,7 +91,11 @@ class Reconciliation:
             confirmed |= self._grants.holders(holding.resource, holding.ids)
         if records.complete and may_release:
             for grant in list(self._grants.by_number.values()):
-                if grant.number not in confirmed and not still_runs(grant) and (reason := self._outlived(grant, reservation_seconds)):
+                if grant.number in confirmed or still_runs(grant):
+                    continue
+                # Where kubelet and the API server both say so, no second reading is needed.
+                reason = _ENDED if has_ended(grant) else ""
+                if reason or (not ended_only and (reason := self._outlived(grant, reservation_seconds))):
                     self._grants.leave(grant)
                     gone = dataclasses.replace(grant, state=GrantState.RELEASED)
                     corrections.append(Correction("ledger.released", drift=False, grant=gone, reason=reason))
@@ -169,4 +177,4 @@ class Reconciliation:
             expired = self._clock() - grant.steady_at > reservation_seconds
             return f"kubelet did not confirm the reservation within {reservation_seconds:g} s" if expired else ""
         self._grants.misses[grant.number] += 1
-        return "the pod has ended" if self._grants.misses[grant.number] >= 2 else ""
+        return _ENDED if self._grants.misses[grant.number] >= 2 else ""

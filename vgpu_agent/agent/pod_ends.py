@@ -1,0 +1,77 @@
+"""Pods that have ended by the API server's word while the ledger still has something for them.
+
+`verification` asks when to look at kubelet's records for them, and, with the records at hand, which grants were theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.model import Decider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Grant, KubeletRecords
+    from vgpu_agent.pods import Pod, PodBook
+
+# kubelet lists a container's ids as soon as Allocate is answered; the watch may show the pod a moment later.
+_LISTED_SECONDS = 1.0
+
+
+class PodEnds:
+    """Joins the ends of pods with the grants.
+
+    State: how many pods had ended when every grant was last known by its pod. After a restart all grants come from kubelet's records,
+    with their pods.
+    """
+
+    def __init__(self, ledger: Ledger, book: PodBook, clock: Callable[[], float] = time.monotonic) -> None:
+        """Build it; ``clock`` is the ledger's."""
+        self._ledger, self._book, self._clock = ledger, book, clock
+        self._ends_known = 0
+
+    def pending(self) -> frozenset[str]:
+        """One text for each end that the ledger does not show yet; a new end always makes a new text.
+
+        That is the UID of an ended pod with grants. While there are grants whose pod is not known, it may be any pod's end.
+        """
+        holders = {grant.owner.pod_uid for grant in self._ledger.grants if grant.owner is not None}
+        found = {uid for uid in holders if uid and self._book.has_ended(uid)}
+        if not any(self._is_unnamed(grant) for grant in self._ledger.grants):
+            self._ends_known = self._book.ends
+        elif self._book.ends != self._ends_known:
+            found.add(f"end {self._book.ends}")
+        return frozenset(found)
+
+    def has_ended(self, grant: Grant, records: KubeletRecords) -> bool:
+        """Whether the API server says that the pod of ``grant`` has ended, of which ``records`` do not show that it is alive.
+
+        A pod may end before kubelet's records have named it. Its grant is known by what is left: nobody has the ids, and every pod that has
+        asked for such ids and has not ended has others. A pod on its way to kubelet has none yet, and a plain init container's are hidden.
+        """
+        if grant.owner is not None:
+            return bool(grant.owner.pod_uid) and self._book.has_ended(grant.owner.pod_uid)
+        if not self._is_unnamed(grant) or self._clock() - grant.steady_at < _LISTED_SECONDS:
+            return False
+        if not self._book.synced.is_set() or self._book.ends == self._ends_known:
+            return False
+        wanted = set(grant.ids)
+        entries = (entry for entry in records.entries or () if entry.resource == grant.resource and not wanted.isdisjoint(entry.ids))
+        if not all(self._book.has_ended(entry.owner.pod_uid) for entry in entries):
+            return False
+        listed = {(held.owner.namespace, held.owner.pod) for held in records.holdings if held.resource == grant.resource}
+        return not any(_asks(pod, grant.resource) and (pod.namespace, pod.name) not in listed for pod in self._book.pods)
+
+    def _is_unnamed(self, grant: Grant) -> bool:
+        """Whether ids that name their device are booked, and nobody has said for whom."""
+        if grant.owner is not None or grant.decided_for is not None:
+            return False
+        return any(offer.name == grant.resource and offer.decided_by is Decider.IDS for offer in self._ledger.resources)
+
+
+def _asks(pod: Pod, resource: str) -> bool:
+    """Whether kubelet may be admitting the pod for ``resource``."""
+    return not pod.ended and not pod.mirror and any(container.limits.get(resource) for container in pod.containers)
