@@ -39,6 +39,14 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SentCounts:
+    """How many ids kubelet was last sent of a resource, and how many of them Healthy."""
+
+    listed: int
+    healthy: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class NodeWishes:
     """What should stand on our Node; whatever is not mentioned is nobody's business of ours.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
-from vgpu_agent.device_ids import DeviceId
+from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
+from vgpu_agent.kubelet.plugin import Told
+from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Inventory, Resource
+from vgpu_agent.nodes import SentCounts
 from vgpu_agent.status import KubeletStatus, NotYet
 
 
@@ -196,3 +200,20 @@ async def test_nothing_is_started_once_the_agent_stops(tmp_path: Path, turns: in
         await changing
         assert node.served == []
         assert node.tasks == []
+
+
+async def test_counts_are_told_for_schedulers_where_several_families_are_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One family alone has its GPUs for itself, and kubelet's pace will do; a resource without an open stream has no count."""
+    async with running(tmp_path) as node:
+        told = Told([ListedDevice(DeviceId("GPU-1::0", "GPU-1"), healthy=False)], seconds_ago=1)
+        monkeypatch.setattr(DevicePlugin, "told", property(lambda self: told if self.resource.name != "example.com/closed" else None))
+        one = resource("nvidia.com/gpu")
+        await node.offer(one)
+        assert node.offering.sent_to_several_families == {}
+        await node.offer(
+            one, *(dataclasses.replace(one, name=name, family=name) for name in ("k8s.amazonaws.com/vgpu", "example.com/closed"))
+        )
+        for plugin in node.offering.plugins:
+            plugin.status.ids_sent, plugin.status.healthy_sent = 4, 3
+        counts = SentCounts(listed=4, healthy=3)
+        assert node.offering.sent_to_several_families == {"nvidia.com/gpu": counts, "k8s.amazonaws.com/vgpu": counts}

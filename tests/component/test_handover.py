@@ -73,3 +73,23 @@ async def test_without_the_api_server_kubelets_records_alone_free_a_gpu(stage: V
     seconds = await until_free_for(stage, NUMBER)
     assert seconds >= 1.0  # two readings, of which the second comes two seconds after the first
     assert "ledger.released" in [event["event"] for event in (await stage.agent.get("/debug/events"))["events"]]
+
+
+async def test_schedulers_see_a_handover_long_before_kubelet_writes_it(folder: Path) -> None:
+    """Kubelet writes its Node every ten seconds; on an older count a scheduler sends a pod that kubelet can only fail."""
+    async with volcano_stage(folder, status_seconds=10.0) as stage:
+        await stage.start_agent(BOTH, offers=(GPU, NUMBER))
+        everything = {name: stage.allocatable[name] for name in (GPU, NUMBER)}
+
+        async def until_shown(resource: str, count: str) -> float:
+            began = time.monotonic()
+            await stage.cluster.until(lambda: stage.allocatable[resource] == count, f"{resource} to be {count}")
+            return time.monotonic() - began
+
+        took = []
+        for number, (mine, others) in enumerate([(GPU, NUMBER), (NUMBER, GPU)] * 4):
+            await serve(stage, f"pod-{number}", mine)
+            took.append(await until_shown(others, "0"))
+            stage.cluster.finish(f"pod-{number}")
+            took.append(await until_shown(others, everything[others]))
+        assert sorted(took)[-2] <= 3.0, took

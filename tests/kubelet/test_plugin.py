@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.patience import quickest
+from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import CapacityError, KubeletError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.kubelet.plugin import PluginService
 from vgpu_agent.model import Resource
@@ -29,7 +30,8 @@ class Asked:
     def __init__(self, resource: Resource) -> None:
         self.backend = FakeBackend(resource)
         self.status = PluginStatus(resource.name, resource.family)
-        self.service = PluginService(resource, self.backend, self.status, coalesce_seconds=COALESCE_SECONDS)
+        self.lists = Latest(0)
+        self.service = PluginService(resource, self.backend, self.status, coalesce_seconds=COALESCE_SECONDS, lists=self.lists)
 
     async def call(self, method: str, request: Any, response: Callable[[bytes], Any]) -> Any:
         encoded = request if isinstance(request, bytes) else request.SerializeToString()
@@ -91,6 +93,18 @@ async def test_a_failing_gpu_is_exactly_one_message_with_all_its_ids(asked: Aske
 
         assert len(received) == 2
         assert (_health(received[1], U0), _health(received[1], U1)) == ({"Healthy"}, {"Unhealthy"})
+
+
+@pytest.mark.looptime
+async def test_whoever_follows_the_lists_hears_of_each_and_of_the_end(asked: Asked) -> None:
+    """Counts of healthy ids are written for schedulers when kubelet has them, and no longer when the stream has ended."""
+    async with asked.stream():
+        await asyncio.sleep(0.01)
+        assert asked.lists.value == 1
+        asked.backend.lose(U1)
+        await asyncio.sleep(60)
+        assert (asked.lists.value, asked.status.healthy_sent) == (2, 4)
+    assert asked.lists.value == 3
 
 
 @pytest.mark.looptime

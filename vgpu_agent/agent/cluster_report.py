@@ -57,7 +57,13 @@ class ClusterReport:
 
     def _writers(self) -> Iterator[WriterStatus]:
         cluster = self._cluster
-        for what, writer in (("node", cluster.node_publisher), ("pods", cluster.pod_publisher), ("events", cluster.events)):
+        writers = {
+            "node": cluster.node_publisher,
+            "allocatable": cluster.allocatable,
+            "pods": cluster.pod_publisher,
+            "events": cluster.events,
+        }
+        for what, writer in writers.items():
             if writer is not None:
                 counts = writer.counts
                 yield WriterStatus(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.agent.footprint import load_http
 from vgpu_agent.agent.remembered import Memory, Remembered
 from vgpu_agent.allocation.wishes import PROGRESS
+from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.cluster.events import Events
@@ -30,7 +31,7 @@ from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodBook
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.allocation.allocator import Allocator
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.journal import Journal
-    from vgpu_agent.nodes import Node
+    from vgpu_agent.nodes import Node, SentCounts
     from vgpu_agent.pods import Pod
 
 _COMPONENT = "vgpu-agent"
@@ -74,6 +75,7 @@ class ClusterSide:
         self.nodes: NodeWatch | None = None
         self.node_publisher: NodePublisher | None = None
         self.pod_publisher: PodPublisher | None = None
+        self.allocatable: AllocatableWriter | None = None
         self.reschedule: Reschedule | None = None
         self.events: Events | None = None
         self.failed_pods: FailedPods | None = None
@@ -189,10 +191,12 @@ class ClusterSide:
         *,
         starting: Callable[[], bool] = lambda: False,
         resources: Callable[[], Collection[str]] = lambda: (),
+        sent: Callable[[], Mapping[str, SentCounts]] = dict,
+        lists: Latest[int] | None = None,
     ) -> None:
         """Start to keep Node and pods as the families wish them; ``tokens`` and ``starting`` as for `PodPublisher`.
 
-        ``resources`` are the names of what this agent offers.
+        ``resources`` are the names of what this agent offers; ``sent`` and ``lists`` as for `AllocatableWriter`.
         """
         if self.client is None or self.nodes is None or not self.needed:
             return
@@ -228,6 +232,10 @@ class ClusterSide:
             self._journal,
             overcommits=overcommits,
         )
+        self.allocatable = AllocatableWriter(
+            self.client, settings.node_name_or_hostname, self.nodes.node, sent, lists or Latest(0), settings.cluster, self._journal
+        )
+        self._loop("allocatable", self.allocatable.run)
         self._loop(_NODE_TASK, self.node_publisher.run)
         self._loop("writes to pods", self.pod_publisher.run)
         self._loop("events", self.events.run)

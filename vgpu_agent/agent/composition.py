@@ -315,6 +315,8 @@ class Agent:
             self._tokens,
             starting=self._starting.any,
             resources=self._resources,
+            sent=lambda: self._offering.sent_to_several_families,
+            lists=self._offering.lists,
         )
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         self._mps.start()

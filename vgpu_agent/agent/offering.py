@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.kubelet.codec import check_budget
 from vgpu_agent.kubelet.server import DevicePlugin
+from vgpu_agent.nodes import SentCounts
 from vgpu_agent.status import NotYet
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class Offering:
         self._plugins: dict[str, DevicePlugin] = {}
         self._changing = asyncio.Lock()
         self._closed = False
+        self.lists: Latest[int] = Latest(0)  # moves on with each list that kubelet is sent, and each stream that ends
         self.withheld: dict[str, str] = {}
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
         self.gates: list[Callable[[Resource], str]] = []  # each says why a resource must not be served now, or ""; `sync` asks again
@@ -83,6 +86,17 @@ class Offering:
     def statuses(self) -> tuple[PluginStatus, ...]:
         """One status for each plugin server, by resource."""
         return tuple(self._plugins[name].status for name in sorted(self._plugins))
+
+    @property
+    def sent_to_several_families(self) -> dict[str, SentCounts]:
+        """Resource → what kubelet was last sent over a stream that is open; nothing where one family has all GPUs for itself."""
+        if len({plugin.resource.family for plugin in self._plugins.values()}) < 2:
+            return {}
+        return {
+            name: SentCounts(listed=plugin.status.ids_sent, healthy=plugin.status.healthy_sent)
+            for name, plugin in self._plugins.items()
+            if plugin.told is not None
+        }
 
     @property
     def registered_once(self) -> bool:
@@ -165,7 +179,9 @@ class Offering:
         if self._closed:
             return
         for name in wanted.keys() - self._plugins.keys():
-            plugin = self._plugins[name] = DevicePlugin(wanted[name], self._allocator, self._settings, self._directory, self._journal)
+            plugin = self._plugins[name] = DevicePlugin(
+                wanted[name], self._allocator, self._settings, self._directory, self._journal, self.lists
+            )
             self._supervisor.start(_task(name), plugin.run)
 
     async def _stop(self, names: list[str]) -> None:

@@ -90,9 +90,25 @@ class PluginService:
     """
 
     def __init__(
-        self, resource: Resource, backend: Backend, status: PluginStatus, *, coalesce_seconds: float, pre_start_required: bool | None = None
+        self,
+        resource: Resource,
+        backend: Backend,
+        status: PluginStatus,
+        *,
+        coalesce_seconds: float,
+        pre_start_required: bool | None = None,
+        lists: Latest[int] | None = None,
     ) -> None:
-        """Serve ``resource``; ``pre_start_required`` overrides the resource's own wish, see `DevicePlugin.stop`."""
+        """Serve ``resource``.
+
+        Args:
+            resource: what is served.
+            backend: knows its devices.
+            status: kept up to date.
+            coalesce_seconds: how long changes of the list are gathered.
+            pre_start_required: overrides the resource's own wish, see `DevicePlugin.stop`.
+            lists: moved on with each list that is sent, and with the end of each stream.
+        """
         self._resource = resource
         self._backend = backend
         self._status = status
@@ -102,6 +118,7 @@ class PluginService:
         self._ending = asyncio.Event()
         self._open = 0
         self._sent: tuple[Sequence[ListedDevice], float] | None = None  # the last list, and when (monotonic)
+        self._lists = lists
         self.activity = Latest(0)  # moves on when a stream is opened, sends a list, or ends
         self.streams_opened = 0
         self.lists_sent = 0
@@ -153,7 +170,7 @@ class PluginService:
         finally:
             self._open -= 1
             self._status.stream_open = self._open > 0
-            self.activity.publish(self.activity.value + 1)
+            self._note_activity()
             _logger.info("stream.ended", resource=self._resource.name, endpoint=self._status.endpoint)
 
     async def _send_lists(self, send: Send) -> None:
@@ -191,7 +208,12 @@ class PluginService:
         self._status.messages_sent += 1
         self.lists_sent += 1
         self._sent = devices, time.monotonic()
+        self._note_activity()
+
+    def _note_activity(self) -> None:
         self.activity.publish(self.activity.value + 1)
+        if self._lists is not None:
+            self._lists.publish(self._lists.value + 1)
 
     async def _prefer(self, request: bytes) -> bytes:
         # An error here would fail the pod's admission (kubelet contract §6), while a poor choice only costs some speed.

@@ -22,6 +22,7 @@ from vgpu_agent.status import PluginState, PluginStatus
 if TYPE_CHECKING:
     import socket
 
+    from vgpu_agent.concurrency import Latest
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
@@ -45,13 +46,23 @@ class DevicePlugin:
     State: the server instance of the current round. `status` outlives rounds and is read by `web`.
     """
 
-    def __init__(self, resource: Resource, backend: Backend, settings: Kubelet, directory: DirectoryWatch, journal: Journal) -> None:
+    def __init__(
+        self,
+        resource: Resource,
+        backend: Backend,
+        settings: Kubelet,
+        directory: DirectoryWatch,
+        journal: Journal,
+        lists: Latest[int] | None = None,
+    ) -> None:
+        """Build it; ``lists`` is moved on with each list that kubelet is sent, and with the end of each stream."""
         self.resource = resource
         self.status = PluginStatus(resource.name, resource.family)
         self._backend = backend
         self._settings = settings
         self._directory = directory
         self._journal = journal
+        self._lists = lists
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
@@ -172,7 +183,7 @@ class DevicePlugin:
             KubeletError: the registration failed.
             ListenError: there is no socket to serve on.
         """
-        instance = _Instance(self.resource, self._backend, self.status, self._settings, self._directory)
+        instance = _Instance(self.resource, self._backend, self.status, self._settings, self._directory, lists=self._lists)
         try:
             await instance.start()
             self.status.state, self.status.endpoint = PluginState.SERVING, instance.name
@@ -253,6 +264,7 @@ class _Instance:
         directory: DirectoryWatch,
         *,
         pre_start_required: bool | None = None,
+        lists: Latest[int] | None = None,
     ) -> None:
         self.name = sockets.unused_name(resource.name)
         self._resource = resource
@@ -265,7 +277,7 @@ class _Instance:
         self._left = ""
         self._pre_start_required = resource.pre_start_required if pre_start_required is None else pre_start_required
         self._service = PluginService(
-            resource, backend, status, coalesce_seconds=settings.coalesce_seconds, pre_start_required=self._pre_start_required
+            resource, backend, status, coalesce_seconds=settings.coalesce_seconds, pre_start_required=self._pre_start_required, lists=lists
         )
         self._server = GrpcServer(unary=self._service.unary_methods, streams=self._service.stream_methods)
 

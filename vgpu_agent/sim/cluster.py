@@ -59,6 +59,7 @@ class SimulatedCluster:
         kubelet_version: what the Node says.
         runtime_version: what the Node says; containerd before 2.0 takes no CDI names.
         retry_seconds: after which kubelet tries again to start a container (the real one takes about a quarter of a minute).
+        status_seconds: how often kubelet writes the Node's status (the real one: every ten seconds).
 
     Attributes:
         started: every start of a container, oldest first.
@@ -74,6 +75,7 @@ class SimulatedCluster:
         kubelet_version: str = "v1.36.3",
         runtime_version: str = "containerd://2.4.2",
         retry_seconds: float = 0.2,
+        status_seconds: float = _PUBLISH_SECONDS,
     ) -> None:
         self.directory, self.node = directory, node
         self.kubelet_directory, self.cdi_directory = directory / "kubelet", directory / "cdi"
@@ -87,6 +89,7 @@ class SimulatedCluster:
         self.hold_admission = False
         self._resolves_cdi = _resolves_cdi(runtime_version)
         self._retry_seconds = retry_seconds
+        self._status_seconds = status_seconds
         self._supervisor = Supervisor(backoff_min_seconds=retry_seconds, backoff_max_seconds=retry_seconds)
         self._pods: dict[str, Pod] = {}  # admitted, by UID
         self._seen: set[str] = set()
@@ -284,7 +287,7 @@ class SimulatedCluster:
                     wanted["capacity"][name], wanted["allocatable"][name] = str(devices.capacity), str(devices.allocatable)
                 if any(status.get(section, {}).get(name) != text for section, texts in wanted.items() for name, text in texts.items()):
                     self.objects.set_status("nodes", self.node, wanted)
-            await asyncio.sleep(_PUBLISH_SECONDS)
+            await asyncio.sleep(self._status_seconds)
 
     async def _follow_pods(self) -> None:
         async for _ in self.objects.revision.changes():

@@ -192,7 +192,7 @@ CLUSTER: tuple[Metric, ...] = (
         "vgpu_agent_writes_total",
         _C,
         ("writer", "result"),
-        "Writes about the node, pods or events: written, failed (and tried again), or dropped for good.",
+        "Writes about the node, its allocatable counts, pods or events: written, failed (and tried again), or dropped for good.",
         readings_binding.writes,
     ),
     Metric(

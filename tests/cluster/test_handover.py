@@ -1,0 +1,93 @@
+"""A GPU from one family to another on a real node, whose kubelet writes the Node's status as seldom as it does by default."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.agents import GPU, NodeAgent, allocatable
+from tests.cluster.rig import Options, Rig
+from tests.cluster.rig.manifests import pod
+from tests.cluster.volcano import VGPU
+from tests.cluster.volcano_node import COARSE_CONFIG, volcano_agent, wait_running
+
+pytestmark = pytest.mark.timeout(300)
+
+NUMBER = VGPU + "number"
+ALL = {GPU: 2, NUMBER: 20}
+WITHIN_SECONDS = 2.5
+KUBELETS_SECONDS = 10
+Report = Callable[[str, object], None]
+
+
+@pytest.fixture
+def agent(start_rig: Callable[..., Rig]) -> Iterator[NodeAgent]:
+    """An agent with two families and kubelet's defaults, on a kubelet with its own."""
+    rig = start_rig(Options(kubelet={"nodeStatusUpdateFrequency": f"{KUBELETS_SECONDS}s"}))
+    config = COARSE_CONFIG.replace("nvidia: false", "nvidia: true").replace("kubelet: {verifySeconds: 2}\n", "")
+    agent = volcano_agent(rig, config)
+    try:
+        agent.start()
+        for resource, number in ALL.items():
+            _wait_count(rig, resource, number)
+        yield agent
+    finally:
+        agent.close()
+
+
+def _wait_count(rig: Rig, resource: str, number: int) -> float:
+    """Seconds since the node has booted at which its status shows this count."""
+    rig.wait_for(lambda: allocatable(rig, resource) == number or None, 40, what=f"allocatable {resource} = {number}")
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _pod(name: str, resource: str, then: str) -> dict[str, Any]:
+    """A pod with both GPUs that prints when it begins and when it ends, in seconds since the node has booted."""
+    limits = {GPU: 2} if resource == GPU else {NUMBER: 2, VGPU + "memory": 10}
+    return pod(name, command=f"cat /proc/uptime; {then}; cat /proc/uptime", limits=limits, restartPolicy="Never")
+
+
+def _printed(rig: Rig, name: str) -> list[float]:
+    return [float(line.split()[0]) for line in rig.logs(name).splitlines()]
+
+
+def test_a_freed_gpu_reaches_the_other_family_in_two_seconds(agent: NodeAgent, record_property: Report) -> None:
+    """Both ways. kubelet notices an end within a second; the rest is ours, and the scheduler acts on what the Node shows."""
+    rig, possible, started = agent.rig, [], []
+    rig.create_pod(_pod("pod-0", GPU, "sleep 5"))
+    wait_running(rig, ["pod-0"])
+    for number in range(1, 7):
+        resource = NUMBER if number % 2 else GPU
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)
+        assert _wait_count(rig, resource, 0) - began < KUBELETS_SECONDS / 2  # nobody is sent here in vain
+        rig.create_pod(_pod(f"pod-{number}", resource, "sleep 5"))
+        free_at = _wait_count(rig, resource, ALL[resource])
+        wait_running(rig, [f"pod-{number}"])
+        _, ended_at = _printed(rig, f"pod-{number - 1}")
+        possible.append(round(free_at - ended_at, 2))
+        started.append(round(_printed(rig, f"pod-{number}")[0] - ended_at, 2))
+    record_property("from the end to the Node's count", possible)
+    record_property("from the end to the next container's start", started)
+    print(f"from a container's end: to the other family's count {possible}, to its container's start {started} s")  # noqa: T201
+    assert sorted(possible)[-2] <= WITHIN_SECONDS, (possible, started)
+    assert all(each["status"]["phase"] in {"Running", "Succeeded"} for each in rig.pods())
+
+
+def test_kubelet_keeps_the_counts_that_the_agent_has_written(agent: NodeAgent) -> None:
+    """It computes the same from the list that it was sent, so its next look changes nothing; the Node is written once a change."""
+    rig = agent.rig
+    rig.create_pod(_pod("pod", GPU, "sleep 100000"))
+    wait_running(rig, ["pod"])
+    _wait_count(rig, NUMBER, 0)
+    until, versions = time.monotonic() + 2.5 * KUBELETS_SECONDS, set()
+    while time.monotonic() < until:
+        node = rig.node()
+        versions.add(str(node["status"]["allocatable"]))
+        time.sleep(0.1)
+    assert len(versions) == 1
+    (writer,) = [each for each in agent.get("/debug/cluster")["writers"] if each["what"] == "allocatable"]
+    assert (writer["failed"], writer["pending"]) == (0, 0)
+    assert writer["written"] <= 2

@@ -1,0 +1,176 @@
+"""Healthy counts of our resources on our Node as soon as kubelet has them.
+
+kubelet counts the healthy ids of each resource and writes them into the Node every ten seconds (nodeStatusUpdateFrequency). Where several
+families share GPUs the counts change with each handover, and a scheduler that goes by an old count sends a pod that kubelet can only fail.
+So the same number is written here when kubelet has got the list. kubelet's next look finds nothing to change.
+
+kubelet keeps the last word: each count is written once, only over a count that kubelet has written before, and only while kubelet has as
+many ids as the list. What kubelet changes back stays. Built and run by `agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cluster.api import node_path
+from vgpu_agent.cluster.node_difference import same_quantity
+from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting
+from vgpu_agent.cluster.waiting import Versions
+from vgpu_agent.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.config.binding import Cluster
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.nodes import Node, SentCounts
+
+_LOOK_SECONDS = 10.0
+# kubelet takes over a list in milliseconds, and the lists of several resources change together.
+_GATHERING_SECONDS = 0.1
+# A Node is a large object that every scheduler and kubelet proxy of the cluster watches.
+_APART_SECONDS = 1.0
+
+
+@dataclasses.dataclass
+class _Write:
+    """The last write of one count.
+
+    Attributes:
+        healthy: the count.
+        at: when it was written (loop time).
+        shown: the watch has shown it since.
+    """
+
+    healthy: int
+    at: float
+    shown: bool = False
+
+
+class AllocatableWriter:
+    """Writes ``status.allocatable`` of resources whose list has changed.
+
+    State: the last count written of each resource. A new agent sends kubelet new lists, and leaves all before to kubelet.
+
+    Attributes:
+        counts: for metrics.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        node_name: str,
+        node: Latest[Node | None],
+        sent: Callable[[], Mapping[str, SentCounts]],
+        lists: Latest[int],
+        settings: Cluster,
+        journal: Journal,
+    ) -> None:
+        """Build it.
+
+        Args:
+            api: the API server.
+            node_name: our Node's name.
+            node: our Node as the watch shows it; None while there is none.
+            sent: resource → what kubelet was last sent over a stream that is open.
+            lists: moves on when that changes.
+            settings: the pauses.
+            journal: a lasting refusal is recorded there.
+        """
+        self._api, self._path, self._node = api, f"{node_path(node_name)}/status", node
+        self._sent, self._lists, self._settings = sent, lists, settings
+        self._complaints = Complaints(journal, "allocatable")
+        self._uid = ""
+        self._writes: dict[str, _Write] = {}
+        self._backoffs: dict[str, Backoff] = {}
+        self._written_at = float("-inf")
+        self.counts = WriteCounts()
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Follow the lists until cancelled."""
+        while True:
+            beat()
+            versions = Versions(self._node, self._lists)
+            pause = await self.write_once()
+            await versions.passed(timeout_seconds=pause)
+            await asyncio.sleep(_GATHERING_SECONDS)
+
+    async def write_once(self) -> float:
+        """Write the counts that are due and may be written now; seconds after which to look again, if nothing happens before."""
+        node = self._node.value
+        if node is None:
+            return _LOOK_SECONDS
+        sent = self._sent()
+        if node.uid != self._uid:
+            self._uid = node.uid
+            self._writes.clear()
+        self._writes = {resource: write for resource, write in self._writes.items() if resource in sent}
+        due = {resource: counts.healthy for resource, counts in sent.items() if self._is_due(node, resource, counts)}
+        self.counts.pending = len(due)
+        if not due:
+            return _LOOK_SECONDS
+        apart = self._written_at + _APART_SECONDS - asyncio.get_running_loop().time()
+        if apart > 0:
+            return apart
+        waits = {resource: self._backoff(resource).seconds_left for resource in due}
+        if ready := {resource: healthy for resource, healthy in due.items() if not waits[resource]}:
+            await self._write(ready)
+            return _APART_SECONDS
+        return min(*waits.values(), _LOOK_SECONDS)
+
+    def _is_due(self, node: Node, resource: str, sent: SentCounts) -> bool:
+        capacity, allocatable = node.capacity.get(resource), node.allocatable.get(resource)
+        if capacity is None or allocatable is None or not same_quantity(capacity, str(sent.listed)):
+            return False  # kubelet has yet to write what it was told of the resource
+        last = self._writes.get(resource)
+        if last is None or last.shown or asyncio.get_running_loop().time() - last.at > self._settings.request_timeout_seconds:
+            if same_quantity(allocatable, str(sent.healthy)):
+                self._note(resource, sent.healthy, shown=True)
+                return False
+        elif same_quantity(allocatable, str(last.healthy)):
+            last.shown = True
+        return last is None or last.healthy != sent.healthy
+
+    def _note(self, resource: str, healthy: int, *, shown: bool = False) -> None:
+        self._writes[resource] = _Write(healthy, asyncio.get_running_loop().time(), shown)
+
+    def _backoff(self, resource: str) -> Backoff:
+        return self._backoffs.setdefault(resource, Backoff(self._settings))
+
+    async def _write(self, due: Mapping[str, int]) -> None:
+        """One merge patch for all counts, or one for each when one of them spoils it."""
+        self._written_at = asyncio.get_running_loop().time()
+        err = await self._send(due)
+        if err is not None and lasting(err) and len(due) > 1:
+            for resource, healthy in due.items():
+                self._done([resource], due, await self._send({resource: healthy}))
+        else:
+            self._done(list(due), due, err)
+
+    async def _send(self, due: Mapping[str, int]) -> ClusterError | None:
+        try:
+            await self._api.patch(self._path, {"status": {"allocatable": {resource: str(healthy) for resource, healthy in due.items()}}})
+        except ClusterError as err:
+            self.counts.failed += 1
+            return err
+        self.counts.written += 1
+        return None
+
+    def _done(self, resources: Sequence[str], due: Mapping[str, int], err: ClusterError | None) -> None:
+        for resource in resources:
+            if err is None:
+                self._note(resource, due[resource])
+                self._backoff(resource).succeeded()
+                self._complaints.over(resource)
+                continue
+            self._backoff(resource).failed(err)
+            if lasting(err):
+                text = (
+                    f"the API server refuses the count of {resource} in this Node's status ({err}), so kubelet alone writes it, every ten "
+                    "seconds; apply the ClusterRole and the policy in manifests/ of this version"
+                )
+                self._complaints.say(resource, "allocatable.refused", "refused", level="warning", resource=resource, error=text)
