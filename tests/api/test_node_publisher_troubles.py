@@ -45,6 +45,22 @@ async def test_a_second_writer_is_met_with_growing_pauses_and_one_warning() -> N
     ]
 
 
+@pytest.mark.parametrize(("minutes", "alarms"), [(5, []), (10, [f"allocatable/{GPUS}"])])
+async def test_a_kubelet_that_has_yet_to_forget_an_ended_resource_is_no_second_writer(minutes: int, alarms: list[str]) -> None:
+    """After a change of strategy it writes 0 of the resource that our plugin offered before, for five minutes. Others never stop."""
+    world = World(NodeWishes(capacity={GPUS: "2"}))
+
+    async def kubelet() -> None:
+        for _ in range(6 * minutes):
+            world.api.change(NODE, {"status": {"allocatable": {GPUS: "0"}}})
+            await asyncio.sleep(10)
+
+    async with running(world.publisher.run(ignore), kubelet()):
+        await asyncio.sleep(1200)
+    assert [facts["key"] for facts in world.events("node.contested")] == alarms
+    assert world.api.objects[NODE]["status"]["allocatable"] == {GPUS: "2"}
+
+
 async def test_a_scheduler_that_asks_again_and_again_is_no_second_writer() -> None:
     """An old scheduler writes Requesting into the handshake for reasons of its own; answering is no contest."""
     world = World(NodeWishes(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 0.2}))

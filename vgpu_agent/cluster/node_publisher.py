@@ -36,6 +36,8 @@ _CONFLICTS = 3
 _SHORTEST_WAIT_SECONDS = 0.01
 _WORTH_A_LINE_SECONDS = 1.0
 _SAID_AGAIN_SECONDS = 600.0
+_KUBELET_FORGETS_SECONDS = 360.0
+"""kubelet goes on writing the quantities of a resource for five minutes after its plugin has gone, and forgets them with its next look."""
 _GATHERING_SECONDS = 0.1
 """Each call of kubelet changes what may be said, and saying it takes as long as answering the call; so changes are looked at together."""
 
@@ -312,7 +314,8 @@ class NodePublisher:
         for wish in wishes:
             self._complaints.over(wish.name)
             # A guarded or an unhurried annotation is a conversation: the other side writes it for reasons of its own.
-            contested = not wish.guarded and self._written.note(wish.name, wish.shown, wish.wished)
+            patience = _KUBELET_FORGETS_SECONDS if wish.section in {Section.CAPACITY, Section.ALLOCATABLE} else 0.0
+            contested = not wish.guarded and self._written.note(wish.name, wish.shown, wish.wished, patience_seconds=patience)
             if contested and not wish.apart_seconds:
                 text = f"somebody keeps changing {wish.name} of Node {self._name}; find out who else writes it (a second device plugin?)"
                 self._complaints.say(f"contest of {wish.name}", "node.contested", text, level="warning", key=wish.name, error=text)

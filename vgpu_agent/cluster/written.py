@@ -26,6 +26,7 @@ class _Write:
     pause_seconds: float  # before the same value is written again
     shown: bool = False  # the watch has shown it since
     undone: int = 0  # how often in a row somebody has changed it back
+    since: float = 0.0  # when the first write of that row was made
 
 
 class Written:
@@ -72,16 +73,21 @@ class Written:
             return ""  # usually the watch shows the write in a moment
         return "it was written and stands no longer: somebody has changed it back, or the watch is late"
 
-    def note(self, key: str, before: object, value: object) -> bool:
-        """Take note that ``value`` was just written where the watch showed ``before``; whether somebody keeps changing it back."""
+    def note(self, key: str, before: object, value: object, *, patience_seconds: float = 0.0) -> bool:
+        """Take note that ``value`` was just written where the watch showed ``before``.
+
+        Returns:
+            Whether somebody keeps changing it back, and has done so for ``patience_seconds``.
+        """
         now = asyncio.get_running_loop().time()
         last = self._writes.get(key)
         shortest, longest = self._settings.backoff_min_seconds, self._settings.backoff_max_seconds
-        write = self._writes[key] = _Write(before, value, now, shortest)
+        write = self._writes[key] = _Write(before, value, now, shortest, since=now)
         if last is not None and last.value == value and now - last.at < 2 * longest:
             write.pause_seconds = min(last.pause_seconds * 2, longest)
             write.undone = last.undone + (last.shown or before != last.before)
-        return write.undone >= _CONTESTED
+            write.since = last.since
+        return write.undone >= _CONTESTED and now - write.since >= patience_seconds
 
     def forget(self) -> None:
         """Begin anew: the object of this name is another one now."""
