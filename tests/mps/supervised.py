@@ -82,7 +82,13 @@ class Node:
         """A supervision as one run of the agent has it; it stops in order."""
         async with Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1.0) as supervisor:
             supervision = Supervision(
-                self.settings, supervisor, self.journal, holders=lambda _: self.pods, changed=self._changed, share_memory=_no_memory
+                self.settings,
+                supervisor,
+                self.journal,
+                holders=lambda _: self.pods,
+                changed=self._changed,
+                gpus=lambda: self.gpus.uuids,
+                share_memory=_no_memory,
             )
             yield supervision
             await supervision.stop()

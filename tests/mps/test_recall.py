@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
+from vgpu_agent.isolation.mps import DeviceLimit
 from vgpu_agent.mps import directories, processes
 from vgpu_agent.sim.mps_tools import end_daemon
 from vgpu_agent.status import MpsState
@@ -73,3 +78,71 @@ async def test_a_daemon_that_nobody_wants_does_not_count_for_the_mark(node: Node
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until(lambda: supervision.statuses[1].state is MpsState.STOPPED)
         await until((node.root / ".ready").exists)
+
+
+@pytest.mark.parametrize("pods", [(), ("team/serve-0",)])
+async def test_an_agent_without_mps_clears_away_what_a_dead_daemon_has_left(node: Node, pods: tuple[str, ...]) -> None:
+    """It has none of NVIDIA's programs and needs none; its pods under the same name share by other means, and nothing has failed."""
+    node.pods = ("team/train-0",)
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+    end_daemon(node.pipe)
+    node.pods, node.settings = pods, msgspec.structs.replace(node.settings, control_binary="no-such-program")
+    async with node.agent() as supervision:
+        supervision.want({})
+        await supervision.recall()
+        await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
+    assert node.compute_modes == [0, 0]
+    assert await asyncio.to_thread(directories.remembered, str(node.root)) == []
+    assert await asyncio.to_thread(node.pipe.exists) == bool(pods)
+    assert "mps.daemon_failed" not in [entry.event for entry in node.journal.entries]
+
+
+async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node: Node) -> None:
+    """It may still be exclusive, so the plan stays; that is a warning and no daemon's failure."""
+    node.pods = ("team/train-0",)
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+    end_daemon(node.pipe)
+    node.pods, before = (), node.settings
+    node.settings = msgspec.structs.replace(before, control_binary="no-such-program", smi_binary="no-such-program")
+    async with node.agent() as supervision:
+        with capture_logs() as lines:
+            await supervision.recall()
+            await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
+    assert [line["log_level"] for line in lines if line["event"] == "mps.gpu_not_given_back"] == ["warning"]
+    node.settings = before
+    async with node.agent() as supervision:
+        await supervision.recall()
+        await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
+    assert node.compute_modes == [0, 0]
+    assert await asyncio.to_thread(directories.remembered, str(node.root)) == []
+
+
+async def test_gpus_of_another_node_need_not_be_given_back(node: Node) -> None:
+    """The card was replaced since, and no program could find it."""
+    plan = dataclasses.replace(node.plan(), devices=(DeviceLimit("GPU-gone", 0, 1024),))
+    await asyncio.to_thread(directories.prepare, plan)
+    await asyncio.to_thread(directories.remember, plan)
+    node.settings = msgspec.structs.replace(node.settings, control_binary="no-such-program", smi_binary="no-such-program")
+    async with node.agent() as supervision:
+        await supervision.recall()
+        await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
+    assert await asyncio.to_thread(directories.remembered, str(node.root)) == []
+
+
+async def test_a_daemon_that_lives_is_never_taken_for_a_dead_one(node: Node) -> None:
+    """Without the program it cannot be ended, which the operator is told; its clients go on."""
+    node.pods = ("team/train-0",)
+    async with node.agent() as supervision:
+        supervision.want({RESOURCE: (node.plan(), NOBODY)})
+        await until_running(supervision)
+    await asyncio.to_thread(Path(processes.pid_path(str(node.pipe))).rename, node.pipe / "elsewhere")
+    node.settings = msgspec.structs.replace(node.settings, control_binary="no-such-program")
+    async with node.agent() as supervision:
+        await supervision.recall()
+        await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
+        assert await asyncio.to_thread(processes.any_of, str(node.pipe))
+    await asyncio.to_thread((node.pipe / "elsewhere").rename, processes.pid_path(str(node.pipe)))

@@ -24,6 +24,8 @@ from vgpu_agent.mps.log_tail import LogTail
 from vgpu_agent.status import MpsState, MpsStatus, NotYet
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from vgpu_agent.config.mps import Mps
     from vgpu_agent.isolation.mps import DaemonPlan
     from vgpu_agent.journal import Journal
@@ -38,6 +40,8 @@ class Surroundings(Protocol):
     """What a daemon needs to know of the node and has to tell."""
 
     claims: Claims
+    gpus: Callable[[], Collection[str]]
+    """The UUIDs of the node's GPUs."""
 
     def holders(self, resource: str) -> tuple[str, ...]:
         """Who holds a share through the resource, ``namespace/pod`` each."""
@@ -93,6 +97,8 @@ class Daemon:
         while True:
             began = clock()
             try:
+                if await self._cleared():
+                    return
                 if self._wanted is not None:
                     self._plan = self._wanted
                 if self._wanted is not None or self._busy:
@@ -121,9 +127,37 @@ class Daemon:
         self._modes.forget()
         await self._modes.release(limit.uuid for limit in self._plan.devices)
         await asyncio.to_thread(directories.forget, self._plan)
+        if self._wanted is None:
+            await asyncio.to_thread(directories.remove_pipe, self._plan)
         self.status.state, self.status.trouble, self.status.clients = MpsState.STARTING, "its MPS control daemon has been stopped", ()
         self._journal.record("mps.daemon_stopped", resource=self._plan.resource)
         await self._surroundings.changed()
+
+    async def _cleared(self) -> bool:
+        """Clear away what a dead daemon has left that nobody wants, where NVIDIA's programs are missing; whether that was all to do.
+
+        That is an agent without MPS after one that was killed, or whose node was. Its pods may hold shares under the same name, which are
+        no shares of that daemon's. The plan stays while a GPU of this node may still be exclusive, for an agent that can give it back.
+        """
+        plan = self._plan
+        if self._wanted is not None or self.status.state is MpsState.RUNNING or await self._control_binary.is_there():
+            return False
+        if await asyncio.to_thread(processes.any_of, plan.pipe):
+            return False
+        await asyncio.to_thread(directories.clear, plan)
+        try:
+            here = self._surroundings.gpus()
+            await self._modes.release(limit.uuid for limit in plan.devices if limit.uuid in here)
+        except MpsError as err:
+            _logger.warning("mps.gpu_not_given_back", resource=plan.resource, error=str(err))
+        else:
+            await asyncio.to_thread(directories.forget, plan)
+        if not self._surroundings.holders(plan.resource):
+            await asyncio.to_thread(directories.remove_pipe, plan)
+        self._journal.record("mps.leftovers_cleared", resource=plan.resource)
+        self.status.trouble = "its MPS control daemon is gone"
+        self.status.state = MpsState.STOPPED
+        return True
 
     @property
     def is_wanted(self) -> bool:

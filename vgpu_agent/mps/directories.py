@@ -31,6 +31,8 @@ _LABEL = b"system_u:object_r:container_file_t:s0\0"
 _LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
 _FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
 _MOST_LABELLED = 256
+# What a daemon makes in the directory of its pipe.
+_PIPE_FILES = ("control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid")
 _LARGEST_PLAN = 1 << 20  # bytes
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8  # mount(2)
 
@@ -134,6 +136,16 @@ def clear(plan: DaemonPlan) -> None:
     """Take away what belongs to a daemon that has ended: its mark and its logs. The pipe stays, since containers may have it mounted."""
     unmark(plan.directory, STARTED)
     shutil.rmtree(plan.log, ignore_errors=True)
+
+
+def remove_pipe(plan: DaemonPlan) -> None:
+    """Remove the pipe of a daemon that has ended for good, and its directory; one stays that is a mount, or has files of somebody else."""
+    for name in _PIPE_FILES:
+        unmark(plan.pipe, name)
+    with contextlib.suppress(OSError):
+        Path(plan.pipe).rmdir()
+    with contextlib.suppress(OSError):
+        Path(plan.directory).rmdir()
 
 
 def mount_tmpfs(target: str, options: str) -> None:

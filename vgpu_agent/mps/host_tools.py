@@ -34,6 +34,10 @@ class HostTool:
         self._program, self._setting, self._timeout = program, setting, timeout_seconds
         self._stuck: asyncio.subprocess.Process | None = None
 
+    async def is_there(self) -> bool:
+        """Whether there is such a program on this node, as far as the agent sees it."""
+        return await asyncio.to_thread(shutil.which, self._program) is not None
+
     async def run(self, *arguments: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
         """Run the program to its end and return what it printed.
 

@@ -44,6 +44,12 @@ def written_pid(pipe: str) -> int | None:
     return pid if belongs(pid, pipe) else None
 
 
+def any_of(pipe: str) -> bool:
+    """Whether any process of MPS lives that was started for ``pipe``, whatever the file says."""
+    with os.scandir("/proc") as entries:
+        return any(belongs(int(entry.name), pipe) for entry in entries if entry.name.isdecimal())
+
+
 def living(pids: Iterable[int]) -> list[int]:
     """Those of ``pids`` that are processes of MPS now: the kernel may have given an old number to another one."""
     found = []

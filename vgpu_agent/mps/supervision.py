@@ -18,7 +18,7 @@ from vgpu_agent.mps.daemon import Daemon
 from vgpu_agent.status import MpsState, NotYet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.mps import Mps
@@ -40,6 +40,7 @@ class Supervision:
         journal: gets every start, loss and end.
         holders: who holds a share through a resource, ``namespace/pod`` each.
         changed: called when `why_not` may have another answer.
+        gpus: the UUIDs of the node's GPUs.
         sysfs_root: where SELinux is seen.
         proc_root: where the node's memory is seen.
         share_memory: makes the shared memory; tests without the right to mount give another.
@@ -53,12 +54,13 @@ class Supervision:
         *,
         holders: Callable[[str], tuple[str, ...]],
         changed: Callable[[], None],
+        gpus: Callable[[], Collection[str]],
         sysfs_root: str = "/sys",
         proc_root: str = "/proc",
         share_memory: Callable[..., None] = directories.share_memory,
     ) -> None:
         self._settings, self._supervisor, self._journal = settings, supervisor, journal
-        self.holders = holders
+        self.holders, self.gpus = holders, gpus
         self._changed = changed
         self._sysfs_root, self._proc_root, self._share_memory = sysfs_root, proc_root, share_memory
         self._daemons: dict[str, Daemon] = {}
