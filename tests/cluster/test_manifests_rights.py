@@ -270,6 +270,34 @@ def test_the_policy_confines_each_agent_to_its_own_node_and_its_own_keys(deploye
     assert wrong == []
 
 
+# What is written into the status of a Node on which kubelet has written 4 of `_COUNTED`, and whether the policy lets it through.
+_COUNTED = "volcano.sh/vgpu-number"
+_COUNTS: list[tuple[dict[str, Any], bool]] = [
+    ({"allocatable": {_COUNTED: "0"}}, True),
+    ({"allocatable": {_COUNTED: "3"}}, True),
+    ({"allocatable": {_COUNTED: "5"}}, False),
+    ({"allocatable": {_COUNTED: None}}, False),
+    ({"capacity": {_COUNTED: "3"}, "allocatable": {_COUNTED: "3"}}, False),
+    ({"allocatable": {"nvidia.com/never-seen": "1"}}, False),
+    ({"allocatable": {"example.com/other": "1"}}, False),
+    ({"allocatable": {_COUNTED: "3", "pods": "1"}}, False),
+]
+
+
+def test_the_policy_lets_the_agent_count_what_is_healthy_and_no_more(deployed: Deployed, agent: Api) -> None:
+    """Within what kubelet has written as the capacity, and only of resources that kubelet has written; nothing is made up."""
+    rig, status = deployed.rig, f"/api/v1/nodes/{deployed.rig.node_name()}/status"
+    rig.api.patch(status, {"status": {"capacity": {_COUNTED: "4", "example.com/other": "4"}, "allocatable": {_COUNTED: "4"}}})
+    wrong = []
+    for body, allowed in _COUNTS:
+        answer = _status(agent, "PATCH", f"{status}?dryRun=All", {"status": body})
+        if answer != (200 if allowed else 403):
+            wrong.append((body, answer))
+    none = {_COUNTED: None, "example.com/other": None}
+    rig.api.patch(status, {"status": {"capacity": none, "allocatable": none}})
+    assert wrong == []
+
+
 def test_a_token_without_a_node_changes_nothing(deployed: Deployed) -> None:
     """Made by somebody who may make tokens of this account: without a pod behind it, the policy refuses every patch and says why."""
     unbound = deployed.rig.api.as_bearer(_token(deployed.rig))
