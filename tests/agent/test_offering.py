@@ -217,3 +217,5 @@ async def test_counts_are_told_for_schedulers_where_several_families_are_on(tmp_
             plugin.status.ids_sent, plugin.status.healthy_sent = 4, 3
         counts = SentCounts(listed=4, healthy=3)
         assert node.offering.sent_to_several_families == {"nvidia.com/gpu": counts, "k8s.amazonaws.com/vgpu": counts}
+        node.offering.plugins[0].status.not_listed = "kubelet does not list our ids"
+        assert node.offering.sent_to_several_families.keys() == {"k8s.amazonaws.com/vgpu"}

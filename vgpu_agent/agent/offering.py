@@ -95,7 +95,7 @@ class Offering:
         return {
             name: SentCounts(listed=plugin.status.ids_sent, healthy=plugin.status.healthy_sent)
             for name, plugin in self._plugins.items()
-            if plugin.told is not None
+            if plugin.told is not None and not plugin.status.complaint  # kubelet may have another list
         }
 
     @property
