@@ -20,7 +20,8 @@ pytestmark = pytest.mark.timeout(300)
 NUMBER = VGPU + "number"
 ALL = {GPU: 2, NUMBER: 20}
 HANDOVERS = 10
-WITHIN_SECONDS = 2.5
+WITHIN_SECONDS = 1.5
+KUBELET_LETS_GO_SECONDS = 2.2
 KUBELETS_SECONDS = 10
 Report = Callable[[str, object], None]
 
@@ -68,9 +69,12 @@ def _booted(timestamp: str) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ago
 
 
-def test_a_freed_gpu_reaches_the_other_family_in_two_seconds(agent: NodeAgent, record_property: Report) -> None:
-    """Both ways. kubelet notices an end within a second; the rest is ours, and the scheduler acts on what the Node shows."""
-    rig, possible, started, ended = agent.rig, [], [], []
+def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(agent: NodeAgent, record_property: Report) -> None:
+    """Both ways. kubelet lets go of a pod one to two seconds after its container's end, with its second look at the runtime after it.
+
+    The rest is ours, from the phase that kubelet then reports on, and the scheduler acts on what the Node shows.
+    """
+    rig, possible, started, ended, ours = agent.rig, [], [], [], []
     rig.create_pod(_pod("pod-0", GPU, "sleep 5"))
     wait_running(rig, ["pod-0"])
     for number in range(1, HANDOVERS + 1):
@@ -78,18 +82,27 @@ def test_a_freed_gpu_reaches_the_other_family_in_two_seconds(agent: NodeAgent, r
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
         assert _wait_count(rig, resource, 0) - began < KUBELETS_SECONDS / 2  # nobody is sent here in vain
         rig.create_pod(_pod(f"pod-{number}", resource, "sleep 5"))
+        rig.wait_for_phase(f"pod-{number - 1}", "Succeeded")
+        reported_at = time.clock_gettime(time.CLOCK_BOOTTIME)
         free_at = _wait_count(rig, resource, ALL[resource])
+        ours.append(round(free_at - reported_at, 2))
         wait_running(rig, [f"pod-{number}"])
         _, ended_at = _printed(rig, f"pod-{number - 1}")
         possible.append(round(free_at - ended_at, 2))
         started.append(round(_printed(rig, f"pod-{number}")[0] - ended_at, 2))
         ended.append(ended_at)
     released = [round(_booted(line["ts"]) - at, 2) for line, at in zip(_releases(agent), ended, strict=False)]
-    figures = {"release in the ledger": released, "count on the Node": possible, "next container's start": started}
+    figures = {
+        "from a container's end to its release in the ledger": released,
+        "from a container's end to the other family's count on the Node": possible,
+        "from the pod's phase to that count": ours,
+        "from a container's end to the start of the other family's": started,
+    }
     for name, seconds in figures.items():
         record_property(name, seconds)
-        print(f"from a container's end to the {name}: {seconds} s")  # noqa: T201
-    assert sorted(possible)[-2] <= WITHIN_SECONDS, (possible, started)
+        print(f"{name}: {seconds} s")  # noqa: T201
+    assert sorted(ours)[-2] <= WITHIN_SECONDS, figures
+    assert sorted(possible)[-2] <= KUBELET_LETS_GO_SECONDS + WITHIN_SECONDS, figures
     assert all(each["status"]["phase"] in {"Running", "Succeeded"} for each in rig.pods())
 
 
