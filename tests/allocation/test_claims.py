@@ -206,7 +206,7 @@ async def test_a_start_that_would_join_a_drained_gpu_is_tried_again_later(node: 
     waits = node.bind(SHARE_LIMITS, share_on(0))
     late = node.bind(VGPU_LIMITS, vgpu_on(U0))
     await node.admit({NUMBER: 1}, bound=late)
-    assert f"kept for pod default/{waits}" in await node.refused(late)
+    assert "kept for a pod to which a scheduler of volcano-gpushare" in await node.refused(late)
     assert node.offered(NUMBER) == {U1}
     node.end(running)
     node.verify()
@@ -223,7 +223,7 @@ async def test_a_younger_claim_keeps_nothing_from_a_pod_with_an_older_one(node: 
     second = node.bind(SHARE_LIMITS, share_on(0))
     await node.admit({SHARE: 4}, bound=second)
     await node.admit({NUMBER: 1}, bound=first)
-    assert f"kept for pod default/{first}" in await node.refused(second)
+    assert "kept for a pod to which a scheduler of volcano-vgpu" in await node.refused(second)
     assert await node.start(first)
 
 

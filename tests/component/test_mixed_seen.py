@@ -98,3 +98,25 @@ async def test_the_time_since_a_gpu_serves_pods_bound_late_outlives_the_agent(st
     assert (after["family"], after["pods"], after["or_earlier"]) == ("volcano-vgpu", ["default/p"], False)
     assert after["since"]["at"][:16] == before["since"]["at"][:16]
     assert after["since"]["seconds_ago"] > before["since"]["seconds_ago"]
+
+
+async def test_a_pod_that_waits_for_its_image_claims_its_gpu_for_everybody_to_see(stage: VolcanoStage) -> None:
+    """From its binding to its start: who waits and for how long, on the page, for the pod and as a number; also for a new agent."""
+    await stage.start_agent(MIXED, offers=(GPU, NUMBER))
+    pulled = stage.cluster.pull("main")
+    stage.cluster.create_pod("waits", asks(1, 100, 10), annotations={"volcano.sh/vgpu-use-gpuuuid": U0})
+    await stage.agent.until("/debug/ledger", lambda found: bool(found["uses"][U0]["waiting"]))
+    for _ in range(2):
+        rows = {row[0]: row for row in _table(await _status(stage), "GPUs by family")}
+        assert rows["0"][4].startswith("default/waits (volcano-vgpu, ")
+        assert rows["0"][5] == "the start or the end of default/waits, for which it is kept"
+        assert f"Its scheduler has named GPU 0 ({U0}), for which it waits since " in await _status(stage, "--pod", "default/waits")
+        assert await stage.agent.metric("vgpu_agent_gpu_claims") == 1
+        assert await stage.agent.metric("vgpu_agent_gpu_claims_oldest_seconds") >= 0
+        await stage.agent.kill()
+        await stage.restart_agent()
+        await stage.agent.until("/debug/ledger", lambda found: bool(found["uses"][U0]["waiting"]))
+    pulled()
+    await stage.cluster.running("waits")
+    await stage.agent.until("/debug/ledger", lambda found: not found["uses"][U0]["waiting"])
+    assert await stage.agent.metric("vgpu_agent_gpu_claims") == 0

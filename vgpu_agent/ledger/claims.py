@@ -62,4 +62,5 @@ def why_kept(gpu: str, family: str, oldest: Mapping[str, Claim]) -> str:
     claim = oldest.get(gpu)
     if claim is None or claim.family == family:
         return ""
-    return f"the GPU is kept for pod {claim.pod}, to which a scheduler of {claim.family} has given it, until that pod has started or ended"
+    # Without the pod's name: owners of refused pods read this, and they may be other tenants.
+    return f"the GPU is kept for a pod to which a scheduler of {claim.family} has given it, until that pod has started or ended"
