@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.allocation.binding_parts import NODE
 from tests.allocation.mixed_node import MixedNode
 from tests.families.nvidia_parts import shared_by
 from vgpu_agent.allocation.node_families import Families
@@ -89,6 +90,7 @@ class MixedFamilies(RuleBasedStateMachine):
         self.unseeing = ""  # the resource that offers a GPU in MIG mode as a whole one
         self.of_slices = dict.fromkeys(SLICES, 1)  # places on each slice
         self.limits: dict[str, dict[str, int]] = {}  # of each pod that was admitted
+        self.bound: dict[str, dict[str, int]] = {}  # of each pod that a scheduler has bound and kubelet has not admitted yet
         self.node: MixedNode
 
     @initialize(seed=st.integers(0, 2**16), nvidia=st.sampled_from(sorted(NVIDIA)), others=st.sampled_from(MIXES))
@@ -127,6 +129,47 @@ class MixedFamilies(RuleBasedStateMachine):
         """Whole ones, by Volcano's name."""
         self._admit({CARDS: count})
 
+    @rule(units=st.integers(1, UNITS), place=st.integers(0, len(GPUS) - 1), resource=st.sampled_from((NUMBER, GPUSHARE, CARDS)))
+    def a_scheduler_binds_a_pod(self, units: int, place: int, resource: str) -> None:
+        """To a GPU that its annotations name, whoever has that GPU; its image is still to be pulled."""
+        if resource not in self.node.kubelet.lists:
+            return
+        limits = {NUMBER: {NUMBER: 1, MEMORY: units}, GPUSHARE: {GPUSHARE: units}, CARDS: {CARDS: 1}}[resource]
+        text = f"{GPUS[place]},NVIDIA,{units},0:"
+        vgpu = {"volcano.sh/vgpu-node": NODE, "volcano.sh/vgpu-ids-new": text, "volcano.sh/devices-to-allocate": text}
+        self.bound[self.node.bind(limits, vgpu if resource == NUMBER else {"volcano.sh/gpu-index": str(place)})] = limits
+
+    @rule(chosen=st.integers(0, 100))
+    @precondition(lambda self: self.bound)
+    def kubelet_admits_a_bound_pod(self, chosen: int) -> None:
+        """In any order, and it starts if it may."""
+        name = sorted(self.bound)[chosen % len(self.bound)]
+        self._admit(self.bound.pop(name), bound=name)
+
+    @rule(chosen=st.integers(0, 100))
+    @precondition(lambda self: self.bound)
+    def a_bound_pod_is_deleted(self, chosen: int) -> None:
+        """Before kubelet has admitted it."""
+        name = sorted(self.bound)[chosen % len(self.bound)]
+        del self.bound[name]
+        self.node.end_unadmitted(name)
+
+    @rule()
+    def holders_end_and_the_oldest_claim_is_served(self) -> None:
+        """No pod that was promised a GPU waits for anything but the end of those that have it."""
+        for name in [name for name in self.limits if self.node.kubelet.pods[name].runs]:
+            del self.limits[name]
+            self.node.end(name)
+        self.node.verify()
+        for claim in self.node.ledger.claims[:1]:
+            name, place = claim.pod.partition("/")[2], GPUS.index(claim.gpu)
+            if place in self.ill or (place == DIVIDED and self.profiles):
+                continue
+            if name in self.bound:
+                self._admit(self.bound.pop(name), bound=name)
+            if name in self.limits and not self.node.kubelet.pods[name].runs:
+                assert self._run(self.node.start(name)), f"{claim} is the oldest, and nobody has its GPU"
+
     @rule(chosen=st.integers(0, 100))
     @precondition(lambda self: self.limits)
     def a_pod_ends(self, chosen: int) -> None:
@@ -163,9 +206,11 @@ class MixedFamilies(RuleBasedStateMachine):
     @rule()
     def all_pods_end(self) -> None:
         """Then every healthy GPU is there for every family again, whole."""
+        for name in tuple(self.bound):
+            self.node.end_unadmitted(name)
         for name in tuple(self.limits):
             self.node.end(name)
-        self.limits = {}
+        self.limits, self.bound = {}, {}
         self.node.verify()
         self.node.wait(TURN_SECONDS)
         assert self.node.ledger.grants == ()
@@ -204,6 +249,22 @@ class MixedFamilies(RuleBasedStateMachine):
                     assert held == self._is_slice(id_) or _family(resource) != "nvidia", f"{resource} offers {id_} beside {name}"
 
     @invariant()
+    def what_is_claimed_is_not_offered_to_others(self) -> None:
+        """From bind to start; the oldest claim on a GPU decides."""
+        claims = self.node.ledger.claims if hasattr(self, "node") else ()
+        oldest = {GPUS.index(claim.gpu): claim.family for claim in reversed(claims)}
+        for resource, listed in self.node.kubelet.lists.items() if oldest else ():
+            for id_ in (id_ for id_, healthy in listed.items() if healthy):
+                family = oldest.get(self._place(id_), _family(resource))
+                assert family == _family(resource), f"{resource} offers {id_}, whose GPU is kept for {family}"
+
+    @invariant()
+    def a_claim_is_of_a_pod_that_does_not_run(self) -> None:
+        """What has started has its shares, and keeps others away by them."""
+        claims = self.node.ledger.claims if hasattr(self, "node") else ()
+        assert not [claim for claim in claims if (pod := self.node.kubelet.pods.get(claim.pod.partition("/")[2])) and pod.runs]
+
+    @invariant()
     def memory_is_given_once(self) -> None:
         """What running containers were promised of one GPU is not more than it has."""
         for device, names in self._reached().items():
@@ -228,8 +289,8 @@ class MixedFamilies(RuleBasedStateMachine):
 
     # -- how it is done -------------------------------------------------------------------------------------------------------------
 
-    def _admit(self, limits: dict[str, int]) -> None:
-        if name := self._run(self.node.admit(limits)):
+    def _admit(self, limits: dict[str, int], *, bound: str = "") -> None:
+        if name := self._run(self.node.admit(limits, bound=bound)):
             self.limits[name] = limits
             self._run(self.node.start(name))
 
