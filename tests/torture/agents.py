@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
@@ -36,11 +37,12 @@ class World:
     kubelet: KubeletModel
     files: NodeFiles
     early: bool
+    resources: tuple[str, ...] = (NUMBER,)
     pod_resources_silent: bool = False
     checkpoint_unreadable: bool = False
 
     async def witness(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
-        """Kubelet's records of the resource that pods decide: pod-resources first, since a List makes kubelet forget ended pods.
+        """Kubelet's records of ``resources``: pod-resources first, since a List makes kubelet forget ended pods.
 
         Every other time pod-resources is asked about those pods only that have one of the ids, unless the whole is wanted.
         """
@@ -51,16 +53,17 @@ class World:
         if self.pod_resources_silent or not self.kubelet.up:
             trouble.append("pod-resources does not answer")
         else:
-            listed = devices.pod_resources(NUMBER) if self.kubelet.knows_its_pods else ()
+            listed = devices.pod_resources(*self.resources) if self.kubelet.knows_its_pods else ()
         await asyncio.sleep(rng.random() * 0.001)
         if self.checkpoint_unreadable:
             trouble.append("the checkpoint cannot be understood")
             return Testimony(None, listed, {}, "; ".join(trouble))
-        lines, wanted = devices.checkpoint(NUMBER), frozenset(ids)
-        holders = {(line.owner.pod_uid, line.owner.container, NUMBER) for line in lines if not wanted.isdisjoint(line.ids)}
-        answers = {key: answer for key, answer in devices.answers(NUMBER).items() if self.early or key in holders}
+        lines, wanted = devices.checkpoint(*self.resources), frozenset(ids)
+        asked = [line for line in lines if line.resource == resource and not wanted.isdisjoint(line.ids)]
+        holders = {(line.owner.pod_uid, line.owner.container, resource) for line in asked}
+        answers = {key: answer for key, answer in devices.answers(*self.resources).items() if self.early or key in holders}
         if not whole and listed is not None:
-            about = tuple(holding for holding in listed if not wanted.isdisjoint(holding.ids))
+            about = tuple(held for held in listed if held.resource == resource and not wanted.isdisjoint(held.ids))
             if len({(holding.owner.namespace, holding.owner.pod) for holding in about}) == 1:
                 return Testimony(lines, about, answers, whole=False)
         return Testimony(lines, listed, answers, "; ".join(trouble))
@@ -128,6 +131,8 @@ class Life:
     def bury(self) -> None:
         """Close what was left standing, once nothing of it matters any more."""
         for coroutine in self.graveyard:
+            with contextlib.suppress(RuntimeError):  # it waits for something while it ends
+                coroutine.close()
             coroutine.close()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from tests.torture.api_model import LivePod
-from tests.torture.plan import NUMBER, Kind, PlannedContainer
+from tests.torture.plan import Kind, PlannedContainer
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.kubelet.checkpoint import CheckpointEntry
 from vgpu_agent.model import Holding, Owner
@@ -110,22 +110,22 @@ class DeviceManager:
 
     # -- what others read -----------------------------------------------------------------------------------------------------------
 
-    def checkpoint(self, resource: str) -> tuple[Holding, ...]:
-        """What the file says about one resource, with whatever ended pods have left in it."""
-        return tuple(entry.in_checkpoint for entry in self.written if entry.resource == resource)
+    def checkpoint(self, *resources: str) -> tuple[Holding, ...]:
+        """What the file says about these resources, with whatever ended pods have left in it."""
+        return tuple(entry.in_checkpoint for entry in self.written if entry.resource in resources)
 
-    def checkpoint_entries(self, resource: str) -> tuple[CheckpointEntry, ...]:
-        """The lines of the file about one resource."""
-        return tuple(entry.line for entry in self.written if entry.resource == resource)
+    def checkpoint_entries(self, *resources: str) -> tuple[CheckpointEntry, ...]:
+        """The lines of the file about these resources."""
+        return tuple(entry.line for entry in self.written if entry.resource in resources)
 
-    def answers(self, resource: str) -> dict[tuple[str, str, str], Edits]:
-        """The answers in the checkpoint about one resource, by UID, container and resource."""
-        return {(entry.pod.uid, entry.container, resource): entry.answer for entry in self.written if entry.resource == resource}
+    def answers(self, *resources: str) -> dict[tuple[str, str, str], Edits]:
+        """The answers in the checkpoint about these resources, by UID, container and resource."""
+        return {(entry.pod.uid, entry.container, entry.resource): entry.answer for entry in self.written if entry.resource in resources}
 
-    def pod_resources(self, resource: str) -> tuple[Holding, ...]:
-        """What a List says about one resource: kubelet forgets ended pods first, and plain init containers are not shown."""
+    def pod_resources(self, *resources: str) -> tuple[Holding, ...]:
+        """What a List says about these resources: kubelet forgets ended pods first, and plain init containers are not shown."""
         self.clean_up()
-        shown = (entry for held in self.entries.values() for entry in held if entry.resource == resource)
+        shown = (entry for held in self.entries.values() for entry in held if entry.resource in resources)
         return tuple(entry.in_pod_resources for entry in shown if entry.in_pod_resources)
 
     def entry(self, pod: LivePod, container: str, resource: str) -> Entry | None:
@@ -176,7 +176,7 @@ class DeviceManager:
             answer = await endpoint.plugin.allocate(ids)
         except Exception as err:  # kubelet knows only one kind of failure, and it is final
             raise AdmissionError(f"Allocate failed due to {err}, which is unexpected") from err
-        self.allocated += resource == NUMBER
+        self.allocated += container.wish is not None and resource == container.wish.resource
         self._insert(pod, container, resource, tuple(ids), answer)
 
     async def _choose(self, endpoint: Endpoint, resource: str, number: int, reusable: set[str]) -> list[str]:

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Coroutine
 
 from tests.torture.agents import Agent, AgentFactory, World
-from tests.torture.plan import NUMBER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ class Machine:
 
     @property
     def offers(self) -> bool:
-        """Whether kubelet has any healthy id of the resource that pods decide."""
-        return bool(self._world.kubelet.devices.healthy.get(NUMBER))
+        """Whether kubelet has any healthy id."""
+        return any(self._world.kubelet.devices.healthy.values())
 
     async def start(self) -> None:
         """Switch it on; faults come from now on."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterable
+from typing import Protocol
 
 from tests.torture.api_model import ApiModel, LivePod
 from tests.torture.device_manager import AdmissionError, DeviceManager, StartError
-from tests.torture.judge import Judge
 from tests.torture.node_files import NodeFiles
 from tests.torture.plan import NUMBER, Ending, Kind, PlannedContainer
 from tests.torture.story import Story
@@ -21,6 +21,16 @@ from vgpu_agent.isolation.edits import Edits
 
 _PRE_START_SECONDS = 30.0
 _RETRY_SECONDS = 14.0
+
+
+class Judge(Protocol):
+    """Looks at each container that the runtime starts and ends."""
+
+    def starts(self, pod: LivePod, container: PlannedContainer, edits: Edits, ids: tuple[str, ...], *, unasked: bool) -> None:
+        """The container has been created with these edits; ``unasked`` when kubelet left PreStartContainer out."""
+
+    def ends(self, pod: LivePod, container: str) -> None:
+        """The container runs no more."""
 
 
 class KubeletModel:
@@ -245,7 +255,7 @@ class KubeletModel:
                 await self._pre_start(pod, container, resource)
             await asyncio.sleep(self._rng.random() * self._rng.choice((0.02, 0.2, 2.0)))
             answers = [entry for resource in container.wish.limits if (entry := self.devices.entry(pod, container.name, resource))]
-            ids = next((entry.ids for entry in answers if entry.resource == NUMBER), ())
+            ids = next((entry.ids for entry in answers if entry.resource == container.wish.resource), ())
             edits = self._create(entry.answer for entry in answers)
         pod.running.add(container.name)
         pod.starts[container.name] = pod.starts.get(container.name, 0) + 1

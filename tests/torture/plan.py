@@ -57,16 +57,20 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """A container's limits: cards, memory units on each (None: all of it), percent of the compute of each."""
+    """A container's limits: cards, memory units on each (None: all of it), percent of the compute of each.
+
+    ``resource`` is the one that counts the cards.
+    """
 
     number: int
     memory: int | None
     cores: int
+    resource: str = NUMBER
 
     @property
     def limits(self) -> dict[str, int]:
         """As they stand in the pod."""
-        limits = {NUMBER: self.number}
+        limits = {self.resource: self.number}
         if self.memory is not None:
             limits[MEMORY] = self.memory
         if self.cores:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tests.torture.plan import SPLIT, Card, Kind, PlannedPod, Wish
 
@@ -51,15 +51,18 @@ class SchedulerModel:
         self._cards = [_Used(card) for card in cards]
         self._placed: dict[str, Placement] = {}
 
-    def place(self, uid: str, pod: PlannedPod, *, now: float) -> Placement | None:
-        """Choose cards for all main containers of the pod, one after another; None when they do not fit now."""
+    def place(self, uid: str, pod: PlannedPod, *, now: float, usable: Collection[str] | None = None) -> Placement | None:
+        """Choose cards for all main containers of the pod, one after another; None when they do not fit now.
+
+        ``usable`` are the cards on which the node takes new pods, all of them when not given.
+        """
         before = [dataclasses.replace(used) for used in self._cards]
         slices: dict[str, tuple[Slice, ...]] = {}
         for container in pod.containers:
             if container.kind is not Kind.MAIN or container.wish is None:
                 continue
             wish = container.wish
-            chosen = [used for used in self._ordered() if used.fits(wish)][: wish.number]
+            chosen = [used for used in self._ordered() if used.fits(wish) and (usable is None or used.card.uuid in usable)][: wish.number]
             if len(chosen) < wish.number:
                 self._cards = before
                 return None

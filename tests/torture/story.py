@@ -22,6 +22,11 @@ class Story:
         self.counts[event] += 1
         self._events.append((asyncio.get_running_loop().time(), event, pod, facts))
 
+    def last_fact(self, event: str, pod: str) -> str:
+        """The first fact of the last ``event`` of that pod, as text; empty when there was none."""
+        found = next((each for each in reversed(self._events) if each[1] == event and each[2] == pod), None)
+        return str(found[3][0]) if found and found[3] else ""
+
     def accuse(self, text: str, pod: str, *, ids: tuple[str, ...] = ()) -> None:
         """Something went wrong for good; keep it with all that was told of the pod, of its ids and of the node."""
         self.tell("WRONG", pod, text)

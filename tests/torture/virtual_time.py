@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -40,6 +40,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._virtual.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Work for another thread is done at once and here: a thread would run by a clock of its own."""
+        del executor
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as err:  # noqa: BLE001 - it is passed on to the task that waits
+            done.set_exception(err)
+        return done
 
     def _note(self, _: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
         self.unheeded.append(f"{context.get('message')}: {context.get('exception')!r}")

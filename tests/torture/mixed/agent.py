@@ -1,0 +1,229 @@
+"""The agent under test on a mixed day: the real ledger, allocator, families and verification, wired as `vgpu_agent.agent` wires them.
+
+Only what touches the outside is the model's: kubelet's records, the streams of the plugin servers, the API watch and what is written to the
+Node, and the disk. Started by `day` through `tests.torture.faults.Machine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from tests.torture.agents import BackendPlugin, Life, World
+from tests.torture.api_model import NODE
+from tests.torture.device_manager import Endpoint
+from tests.torture.mixed.judge import Waits
+from tests.torture.mixed.plan import AWS, NVIDIA, REPLICAS, RESOURCES, gpus_behind
+from tests.torture.mixed.schedulers import NodeStatus
+from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
+from vgpu_agent.agent.verification import Verification
+from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.allocation.surroundings import Surroundings
+from vgpu_agent.config.binding import Binding
+from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.device_ids import ListedDevice
+from vgpu_agent.families.aws import AwsFamily, AwsOptions
+from vgpu_agent.families.nvidia import NvidiaFamily
+from vgpu_agent.families.nvidia_options import NvidiaOptions, SharedEntry
+from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu_node import REGISTER
+from vgpu_agent.isolation.hami_core import HamiCore
+from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.pod_resources import PodResources
+from vgpu_agent.kubelet.records import join
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Gpu, Inventory, KubeletRecords
+from vgpu_agent.nodes import Node
+from vgpu_agent.pods import PodBook
+from vgpu_agent.status import KubeletStatus
+
+_EPOCH = 1_800_000_000.0
+_START_WAIT_SECONDS = 5.0
+_FAMILY_OF = {RESOURCES[family]: family for family in (NVIDIA, AWS)}
+
+
+@dataclasses.dataclass
+class MixedWorld(World):
+    """What an agent finds on the node of a mixed day.
+
+    Attributes:
+        node: the Node object.
+        waits: is told of each list that reaches kubelet.
+    """
+
+    node: NodeStatus = dataclasses.field(default_factory=NodeStatus)
+    waits: Waits = dataclasses.field(default_factory=Waits)
+
+
+async def read_model_records(source: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True) -> KubeletRecords:
+    """`vgpu_agent.kubelet.records.read_records` for a source that is a `World`."""
+    del checkpoint
+    world = cast(World, source)
+    testimony = await world.witness(whole=True)
+    entries = world.kubelet.devices.checkpoint_entries(*world.resources) if testimony.checkpoint is not None else ()
+    holdings = tuple(holding for holding in join(testimony.pod_resources, entries) if wanted(holding.resource))
+    return KubeletRecords(holdings, complete=testimony.pod_resources is not None, trouble=testimony.trouble, entries=testimony.checkpoint)
+
+
+class _QuietJournal(Journal):
+    """Goes into the day's story instead of the log."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(10)
+        self._world = world
+
+    def record(self, event: str, /, *, level: str = "info", **facts: Any) -> None:
+        """Tell it of the pod that is meant, if there is one."""
+        del level
+        if event not in ("allocate.reserved", "start.bound"):
+            self._world.story.tell(event, "", facts)
+
+
+class MixedAgent:
+    """One life of the agent on a node that offers two families by ids and one of Volcano's."""
+
+    def __init__(self, world: MixedWorld) -> None:
+        loop = asyncio.get_running_loop()
+
+        def clock() -> float:
+            return _EPOCH + loop.time()
+
+        self._world, self._clock = world, clock
+        self.life = Life()
+        self._inventory = Inventory(
+            1,
+            tuple(
+                Gpu(card.uuid, place, place, "NVIDIA A10", card.units * MEMORY_FACTOR_MIB, f"0000:0{place + 1}:00.0")
+                for place, card in enumerate(world.cards)
+            ),
+        )
+        self._book = PodBook(clock)
+        self.ledger = Ledger(clock=clock, wall_clock=clock)
+        settings = Binding(mode="late")
+        volcano = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
+        families = Families(
+            by_ids=(
+                NvidiaFamily(NvidiaOptions(shared=(SharedEntry(RESOURCES[NVIDIA], REPLICAS, RESOURCES[NVIDIA]),))),
+                AwsFamily(AwsOptions(vgpus=REPLICAS)),
+            ),
+            by_pod=(VolcanoVgpuFamily(volcano, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so")),),
+        )
+        journal = _QuietJournal(world)
+        self.allocator = Allocator(
+            ledger=self.ledger,
+            families=families,
+            inventory=lambda: self._inventory,
+            journal=journal,
+            surroundings=Surroundings(
+                node=NODE,
+                book=self._book,
+                witness=world.witness,
+                fetch=world.api.fetch,
+                carrier=world.files,
+                refusals=Refusals(clock),
+                settings=settings,
+            ),
+            clock=clock,
+        )
+        self.allocator.mode = choose(settings.mode, None)
+        self._settings = Kubelet()
+        self._kubelet = KubeletStatus()
+        self._verification = Verification(
+            allocator=self.allocator,
+            ledger=self.ledger,
+            settings=self._settings,
+            kubelet=self._kubelet,
+            pod_resources=cast(PodResources, world),
+            journal=journal,
+            servers=lambda: (),
+            clock=clock,
+        )
+        self._registered = False
+
+    async def begin(self) -> None:
+        """Pods, offers, kubelet's records into the ledger, and only then kubelet."""
+        self._world.api.connect(self._book)
+        await asyncio.shield(self.life.run(self._begin()))  # the end of the faults does not end an agent that is just starting
+
+    async def _begin(self) -> None:
+        try:
+            async with asyncio.timeout(_START_WAIT_SECONDS):
+                await self._book.synced.wait()
+        except TimeoutError:
+            self._world.story.tell("started without pods")
+        self.allocator.refresh_offer()
+        await self._verification.rebuild()
+        self.register()
+        self.life.run(self._verification.run(lambda: None))
+        self.life.run(self._publish())
+        self.life.run(self._collect())
+
+    def register(self) -> None:
+        """All resources, with the kubelet that is there now; the second time it is another one than before."""
+        kubelet = self._world.kubelet
+        if not kubelet.up:
+            return
+        self._kubelet.restarts_seen += self._registered
+        self._registered = True
+        for resource in self.ledger.resources:
+            plugin = BackendPlugin(self.life, self.allocator, resource.name)
+            endpoint = Endpoint(plugin, resource.pre_start_required, resource.prefers)
+            sent = self.allocator.listing(resource.name)
+            kubelet.devices.register(resource.name, endpoint, _healthy(sent))
+            self.life.run(self._send_lists(resource.name, endpoint, sent))
+        self._world.story.tell("registered")
+
+    def left_over(self) -> list[str]:
+        """Broken invariants, and grants of nobody."""
+        return [*self.ledger.audit(), *(f"grant {grant} is left over" for grant in self.ledger.grants)]
+
+    async def _send_lists(self, resource: str, endpoint: Endpoint, sent: Sequence[ListedDevice]) -> None:
+        """The stream of one registration, as `vgpu_agent.kubelet.plugin` sends it."""
+        world, revision, loop = self._world, self.ledger.revision, asyncio.get_running_loop()
+        while True:
+            version = revision.version
+            devices = self.allocator.listing(resource)
+            if devices != sent:
+                await asyncio.sleep(world.rng.random() * 0.01)
+                if not world.kubelet.up or world.kubelet.devices.endpoints.get(resource) is not endpoint:
+                    return
+                ids = _healthy(devices)
+                world.kubelet.devices.listed(resource, ids)
+                sent = devices
+                if family := _FAMILY_OF.get(resource):
+                    world.waits.listed(resource, family, gpus_behind(ids), loop.time())
+            await revision.newer_than(version)
+            await asyncio.sleep(self._settings.coalesce_seconds)
+
+    async def _publish(self) -> None:
+        """Write the register annotation, as the publisher of `vgpu_agent.cluster` does, as soon as the API server can be reached."""
+        world = self._world
+        async for _ in self.ledger.revision.changes(gathering_seconds=0.1):
+            await asyncio.sleep(world.rng.random() * 0.05)
+            while world.api.away:  # noqa: ASYNC110 - time is virtual
+                await asyncio.sleep(1.0)
+            text = self.allocator.node_wishes(Node(NODE), self._clock()).annotations.get(REGISTER)
+            if text is not None:
+                world.node.register = text
+
+    async def _collect(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.verify_seconds)
+            await self._world.files.collect(self._is_kept)
+
+    def _is_kept(self, record: GrantRecord) -> bool:
+        """A spec stays as long as its pod may start a container with it."""
+        if not self._book.synced.is_set() or self._book.get(record.owner.pod_uid) is not None:
+            return True
+        return any(grant.owner is not None and grant.owner.pod_uid == record.owner.pod_uid for grant in self.ledger.grants)
+
+
+def _healthy(devices: Sequence[ListedDevice]) -> list[str]:
+    return [entry.id.id for entry in devices if entry.healthy]

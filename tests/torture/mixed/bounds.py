@@ -1,0 +1,33 @@
+"""The bounds that a mixed day is held to, in one place; each is the value to reach, whatever today's code does.
+
+Used by `judge` and by `tests.torture.test_mixed_days`.
+"""
+
+from __future__ import annotations
+
+IDLE_SECONDS = 5.0
+"""How long a GPU may have no holder and no claimant while a pod that it could serve waits."""
+
+IDLE_VIOLATIONS = 0
+"""Pods that waited although a GPU that could serve them had been idle for longer."""
+
+REFUSED_ALTHOUGH_FREE_SECONDS = 20.0
+"""How long a bound pod may wait for its own GPU once no other family holds it: kubelet tries a refused start again after some 14 s."""
+
+ENDS_BEFORE_A_BOUND_POD = 12
+"""Holders of other families that may end on a bound pod's GPUs while its start is refused.
+
+A GPU has `plan.REPLICAS` shares of a family. They drain, and so do those of at most two families whose pods were bound earlier.
+"""
+
+ENDS_BEFORE_A_FAMILY = 48
+"""Holders of other families that may end on the node while a family waits with nobody of it placed: each GPU filled and drained thrice."""
+
+FAILED_OF_A_THOUSAND = 0.0
+"""Pods that fail because families race for a GPU, on a node on which nothing fails."""
+
+HANDOVER_P99_SECONDS = 2.0
+"""From the end of a GPU's last holder to healthy ids of another family at kubelet."""
+
+LISTS_OF_A_FAMILY_PER_POD_EVENT = 2.0
+"""ListAndWatch messages of a resource whose ids name GPUs, for each pod that starts or ends."""

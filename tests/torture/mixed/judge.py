@@ -1,0 +1,283 @@
+"""Right, fair and prompt? Looks at each container of a mixed day, and at who waits while which GPU is idle.
+
+By what containers are told, what kubelet's records say and what schedulers wrote; nothing is asked of the agent. `MixedJudge` is asked by
+`kubelet_model` at each start, `Waits` by `day` every second and at each pod's end.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from tests.torture.api_model import LivePod
+from tests.torture.judge import Judge
+from tests.torture.mixed import bounds
+from tests.torture.mixed.plan import CARDS, FAMILIES, VOLCANO, family_of, gpus_behind
+from tests.torture.plan import PlannedContainer
+from tests.torture.story import Story
+from vgpu_agent.isolation.edits import Edits
+
+_UUIDS = frozenset(card.uuid for card in CARDS)
+
+
+class MixedJudge:
+    """Looks at each start.
+
+    State: which running container has which GPUs through which family.
+    """
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._of_volcano = Judge(CARDS, story, early=False)
+        self._running: dict[tuple[str, str], tuple[str, frozenset[str]]] = {}
+        self.started: set[str] = set()
+
+    def starts(self, pod: LivePod, container: PlannedContainer, edits: Edits, ids: tuple[str, ...], *, unasked: bool) -> None:
+        """A container of any family has been created."""
+        family = family_of(pod.plan)
+        told = frozenset(uuid for uuid in edits.environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if uuid)
+        if family == VOLCANO:
+            self._of_volcano.starts(pod, container, edits, ids, unasked=unasked)
+        elif told != gpus_behind(ids) or not told:
+            self._accuse(pod, f"its ids are {ids}, it was told of {sorted(told)}", ids)
+        strangers = {other for other, gpus in self._running.values() if other != family and not gpus.isdisjoint(told)}
+        if strangers:
+            self._accuse(pod, f"it shares {sorted(told)} with {', '.join(sorted(strangers))}: two families on a GPU", ids)
+        self._running[pod.uid, container.name] = family, told & _UUIDS
+        self.started.add(pod.uid)
+
+    def ends(self, pod: LivePod, container: str) -> None:
+        """The container runs no more."""
+        self._of_volcano.ends(pod, container)
+        self._running.pop((pod.uid, container), None)
+
+    def gpus_of(self, uid: str) -> frozenset[str]:
+        """The GPUs that the pod's running containers have."""
+        return frozenset(uuid for (owner, _), (_, gpus) in self._running.items() if owner == uid for uuid in gpus)
+
+    def _accuse(self, pod: LivePod, problem: str, ids: tuple[str, ...]) -> None:
+        self._story.accuse(f"{pod.namespace}/{pod.name} ({pod.uid}): {problem}", pod.uid, ids=ids)
+
+
+@dataclasses.dataclass
+class Figures:
+    """What mixed days came to.
+
+    Attributes:
+        pods: how many came.
+        started: how many of them started.
+        failed: cause → pods that kubelet refused for good.
+        idle: pod → longest seconds that a GPU which could serve it had been idle while it waited, where that is too long.
+        refused_although_free: pod → seconds that its start was refused although no other family held its GPU, where that is too long.
+        ends_before_bound: for each bound pod that was refused, the holders of other families that ended on its GPU meanwhile.
+        ends_before_family: family → the most holders of other families that ended while it waited with nobody placed.
+        waited_seconds: family → the longest time from a pod's creation to its start.
+        handovers: seconds from the end of a GPU's last holder to healthy ids of another family at kubelet.
+        lists: resource → ListAndWatch messages.
+        pod_events: starts and ends of pods.
+    """
+
+    pods: int = 0
+    started: int = 0
+    failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    idle: dict[str, float] = dataclasses.field(default_factory=dict)
+    refused_although_free: dict[str, float] = dataclasses.field(default_factory=dict)
+    ends_before_bound: list[int] = dataclasses.field(default_factory=list)
+    ends_before_family: dict[str, int] = dataclasses.field(default_factory=dict)
+    waited_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    handovers: list[float] = dataclasses.field(default_factory=list)
+    lists: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    pod_events: int = 0
+
+    def add(self, other: Figures, day: int) -> None:
+        """Another day's figures, with its pods' names made unique."""
+        self.pods += other.pods
+        self.started += other.started
+        self.failed += other.failed
+        self.idle |= {f"{day}/{pod}": seconds for pod, seconds in other.idle.items()}
+        self.refused_although_free |= {f"{day}/{pod}": seconds for pod, seconds in other.refused_although_free.items()}
+        self.ends_before_bound += other.ends_before_bound
+        for family in FAMILIES:
+            self.ends_before_family[family] = max(self.ends_before_family.get(family, 0), other.ends_before_family.get(family, 0))
+            self.waited_seconds[family] = max(self.waited_seconds.get(family, 0.0), other.waited_seconds.get(family, 0.0))
+        self.handovers += other.handovers
+        self.lists += other.lists
+        self.pod_events += other.pod_events
+
+    def text(self) -> str:
+        """A line for each figure, with the bound it is held to."""
+        lists = {resource: round(number / max(1, self.pod_events), 2) for resource, number in sorted(self.lists.items())}
+        waited = {family: round(seconds) for family, seconds in self.waited_seconds.items()}
+        late = self.refused_although_free.values()
+        lines = {
+            "pods": f"{self.pods}, started {self.started}",
+            "failed of a thousand": f"{self.failed_of_a_thousand:.1f} ({bounds.FAILED_OF_A_THOUSAND:g}) {dict(self.failed)}",
+            "waited beside an idle GPU": f"{len(self.idle)} pods ({bounds.IDLE_VIOLATIONS}), seconds {_spread(self.idle.values())}",
+            "refused although no other family held the GPU": f"{len(late)} pods (0), seconds {_spread(late)}",
+            "ends of others before a bound pod": f"{_spread(self.ends_before_bound)} ({bounds.ENDS_BEFORE_A_BOUND_POD})",
+            "ends of others before a family was placed": f"{self.ends_before_family} ({bounds.ENDS_BEFORE_A_FAMILY})",
+            "longest wait": f"{waited} s",
+            "handovers": f"seconds {_spread(self.handovers)} ({bounds.HANDOVER_P99_SECONDS:g})",
+            "lists per pod event": f"{lists} ({bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT:g})",
+        }
+        return "\n".join(f"{what}: {figure}" for what, figure in lines.items())
+
+    @property
+    def failed_of_a_thousand(self) -> float:
+        """Failed pods of a thousand that came."""
+        return 1000 * sum(self.failed.values()) / max(1, self.pods)
+
+    def violations(self) -> list[str]:
+        """The bounds of a node on which nothing fails that do not hold, as sentences."""
+        idle, late = _some(self.idle), _some(self.refused_although_free)
+        checks = (
+            (self.failed_of_a_thousand, bounds.FAILED_OF_A_THOUSAND, f"failed of a thousand pods: {dict(self.failed)}"),
+            (len(self.idle), bounds.IDLE_VIOLATIONS, f"pods waited beside an idle GPU: {idle}"),
+            (len(self.refused_although_free), 0, f"pods were refused beside a free GPU: {late}"),
+            (percentile(self.handovers, 0.99), bounds.HANDOVER_P99_SECONDS, "seconds for the 99th of a hundred handovers"),
+        )
+        found = [f"{value:g}, at most {bound:g}: {what}" for value, bound, what in checks if value > bound]
+        for resource, number in self.lists.items():
+            if (per_event := number / max(1, self.pod_events)) > bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT:
+                found.append(f"{per_event:.1f} lists of {resource} for a pod's start or end")
+        return found
+
+    def starvation(self) -> list[str]:
+        """The bounds on waiting, counted in ends of holders, that do not hold; they are the same on a node on which anything may fail."""
+        found = []
+        if (most := max(self.ends_before_bound, default=0)) > bounds.ENDS_BEFORE_A_BOUND_POD:
+            found.append(f"{most} holders of other families ended on the GPU of a bound pod, at most {bounds.ENDS_BEFORE_A_BOUND_POD}")
+        for family, most in self.ends_before_family.items():
+            if most > bounds.ENDS_BEFORE_A_FAMILY:
+                found.append(f"{most} holders of other families ended while {family} waited, at most {bounds.ENDS_BEFORE_A_FAMILY}")
+        return found
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The value below which ``part`` of 1 of the values lie; 0 without values."""
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else 0.0
+
+
+def _some(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{pod} for {waited:.0f} s" for pod, waited in list(seconds.items())[:5])
+
+
+def _spread(values: Iterable[float]) -> str:
+    known = list(values)
+    if not known:
+        return "none"
+    return f"{len(known)}: p50 {percentile(known, 0.5):.1f}, p99 {percentile(known, 0.99):.1f}, most {max(known):.1f}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """The node at one moment.
+
+    Attributes:
+        holders: GPU → family → whether anybody of it has a share, by kubelet's records and by what runs.
+        claimed: GPUs that Volcano's scheduler has named for bound pods that have not started.
+        pending: family → created_at of the pods that no scheduler has placed, the oldest first.
+        refused: bound pods whose start is refused.
+        sound: nothing of the node has failed for a while.
+    """
+
+    holders: Mapping[str, frozenset[str]]
+    claimed: frozenset[str]
+    pending: Mapping[str, Sequence[tuple[str, float]]]
+    refused: Sequence[LivePod]
+    sound: bool
+
+
+class Waits:
+    """Who waits for what.
+
+    State: since when each GPU is idle, and what ended while somebody waited.
+    """
+
+    def __init__(self) -> None:
+        self.figures = Figures()
+        self._idle_since: dict[str, float] = {}
+        self._free_since: dict[str, float] = {}  # UID → since when no other family holds the GPU of a refused pod
+        self._ends_of_bound: collections.Counter[str] = collections.Counter()  # by UID
+        self._ends_of_family: collections.Counter[str] = collections.Counter()
+        self._refused: dict[str, LivePod] = {}
+        self._pending: Mapping[str, Sequence[tuple[str, float]]] = {}
+        self._released: dict[str, tuple[float, str]] = {}  # GPU → since when nobody has it, and who had it last
+
+    def look(self, seen: Seen, now: float) -> None:
+        """Take note of the node at this moment."""
+        for uuid in _UUIDS:
+            if seen.holders.get(uuid) or uuid in seen.claimed or not seen.sound:
+                self._idle_since.pop(uuid, None)
+            else:
+                self._idle_since.setdefault(uuid, now)
+            if seen.holders.get(uuid):
+                self._released.pop(uuid, None)
+        idle = max((now - since for since in self._idle_since.values()), default=0.0)
+        self._pending = seen.pending
+        for family, waiting in seen.pending.items():
+            if not waiting:
+                self._ends_of_family[family] = 0
+            for name, created_at in waiting:
+                if (seconds := min(idle, now - created_at)) > bounds.IDLE_SECONDS:
+                    self.figures.idle[name] = max(seconds, self.figures.idle.get(name, 0.0))
+        self._look_at_refused(seen, now)
+
+    def _look_at_refused(self, seen: Seen, now: float) -> None:
+        self._refused = {pod.uid: pod for pod in seen.refused}
+        for gone in self._free_since.keys() - self._refused.keys():
+            del self._free_since[gone]
+        for uid, pod in self._refused.items():
+            family = family_of(pod.plan)
+            if not seen.sound or any(seen.holders.get(uuid, frozenset()) - {family} for uuid in named_by_scheduler(pod)):
+                self._free_since.pop(uid, None)
+                continue
+            seconds = now - self._free_since.setdefault(uid, now)
+            if seconds > bounds.REFUSED_ALTHOUGH_FREE_SECONDS:
+                self.figures.refused_although_free[pod.name] = seconds
+
+    def ended(self, pod: LivePod, gpus: frozenset[str], *, last_of: Iterable[str], now: float) -> None:
+        """A pod that held a share of ``gpus`` has ended; of ``last_of`` among them it was the last holder."""
+        self.figures.pod_events += 1
+        if not gpus:
+            return
+        family = family_of(pod.plan)
+        for other, waiting in self._pending.items():
+            if waiting and other != family:
+                self._ends_of_family[other] += 1
+                self.figures.ends_before_family[other] = max(self._ends_of_family[other], self.figures.ends_before_family.get(other, 0))
+        for uid, refused in self._refused.items():
+            if family_of(refused.plan) != family and not gpus.isdisjoint(named_by_scheduler(refused)):
+                self._ends_of_bound[uid] += 1
+        for uuid in last_of:
+            self._released[uuid] = now, family
+
+    def placed(self, plan_family: str) -> None:
+        """A scheduler has placed a pod of the family."""
+        self._ends_of_family[plan_family] = 0
+
+    def started(self, pod: LivePod, now: float) -> None:
+        """The pod runs."""
+        self.figures.started += 1
+        self.figures.pod_events += 1
+        family = family_of(pod.plan)
+        self.figures.waited_seconds[family] = max(now - pod.created_at, self.figures.waited_seconds.get(family, 0.0))
+        if pod.uid in self._ends_of_bound:
+            self.figures.ends_before_bound.append(self._ends_of_bound.pop(pod.uid))
+
+    def given_up(self, pod: LivePod) -> None:
+        """The pod has ended without a start."""
+        if pod.uid in self._ends_of_bound:
+            self.figures.ends_before_bound.append(self._ends_of_bound.pop(pod.uid))
+
+    def listed(self, resource: str, family: str, gpus: frozenset[str], now: float) -> None:
+        """Kubelet has a new list of a resource, in which ids of ``gpus`` are healthy."""
+        self.figures.lists[resource] += 1
+        for uuid in [uuid for uuid, (_, last) in self._released.items() if uuid in gpus and last != family]:
+            self.figures.handovers.append(now - self._released.pop(uuid)[0])
+
+
+def named_by_scheduler(pod: LivePod) -> frozenset[str]:
+    """The GPUs that Volcano's scheduler has named for the pod."""
+    return frozenset(part.uuid for parts in pod.slices.values() for part in parts)

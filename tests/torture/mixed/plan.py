@@ -1,0 +1,99 @@
+"""The pods of a mixed day: short jobs, long jobs, and one family that floods the node; drawn from a seed.
+
+Used by `day`. Words of kubelet and of the replaced plugins only; nothing here knows the agent.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from tests.torture.plan import NUMBER, Card, Ending, Kind, Origin, PlannedContainer, PlannedPod, Wish
+
+NVIDIA, AWS, VOLCANO = "nvidia", "aws", "volcano-vgpu"
+RESOURCES: Mapping[str, str] = {NVIDIA: "nvidia.com/gpu", AWS: "k8s.amazonaws.com/vgpu", VOLCANO: NUMBER}
+FAMILIES = tuple(RESOURCES)
+BY_IDS = (NVIDIA, AWS)
+_FAMILY_OF = {resource: family for family, resource in RESOURCES.items()}
+
+REPLICAS = 4
+"""Shares of each GPU that `NVIDIA` and `AWS` offer."""
+
+CARDS = tuple(Card(f"GPU-{place:08x}-aaaa-bbbb-cccc-{place:012x}", 24) for place in range(1, 5))
+
+_ID = re.compile(r"(GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:::|-)\d+")
+
+
+def family_of(plan: PlannedPod) -> str:
+    """The family whose resource the pod asks for."""
+    return next(_FAMILY_OF[each.wish.resource] for each in plan.containers if each.wish is not None)
+
+
+def gpus_behind(ids: Iterable[str]) -> frozenset[str]:
+    """The GPUs that the ids of `NVIDIA` and `AWS` name."""
+    return frozenset(found[1] for id_ in ids if (found := _ID.fullmatch(id_)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """Pods that are created at one moment.
+
+    Attributes:
+        pause_seconds: since the moment before.
+        flood: how many pods of the flooding family must wait at this moment; the day adds what is missing.
+    """
+
+    pause_seconds: float
+    pods: tuple[PlannedPod, ...]
+    flood: int
+
+
+class Planner:
+    """Draws the pods of one day.
+
+    State: how many were drawn, for their names.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.flooding = rng.choice(FAMILIES)
+        self._drawn: collections.Counter[str] = collections.Counter()
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """One moment after the other, for ever; the flood comes and goes, so that GPUs change hands."""
+        rng, floods = self._rng, True
+        others = [family for family in FAMILIES if family != self.flooding]
+        while True:
+            pods = tuple(self.pod(rng.choice(others)) for _ in range(rng.choice((0, 1, 1, 1, 2, 3))))
+            yield Arrival(rng.expovariate(1 / 8.0), pods, rng.choice((2, 4, 8)) if floods else 0)
+            if rng.random() < 0.06:
+                floods = not floods
+
+    def pod(self, family: str) -> PlannedPod:
+        """A short or a long job of the family; a pod of the flood where the family floods."""
+        rng = self._rng
+        self._drawn[family] += 1
+        if family == self.flooding:
+            run_seconds = 2.0 + rng.random() * 30.0
+        else:
+            run_seconds = rng.choice((3.0 + rng.random() * 20.0, 3.0 + rng.random() * 20.0, 60.0 + rng.random() * 240.0))
+        containers = [
+            PlannedContainer("main", Kind.MAIN, self._wish(family), self._pull(), 5.0 + rng.random() * 20, rng.choice((0,) * 9 + (1,)))
+        ]
+        if rng.random() < 0.15:
+            containers.insert(0, PlannedContainer("init", Kind.INIT, None, self._pull(), 1.0 + rng.random() * 15.0))
+        ending = rng.choices((Ending.COMPLETES, Ending.DELETED, Ending.EARLY), (70, 26, 4))[0]
+        origin = Origin.VOLCANO if family == VOLCANO else Origin.PLAIN
+        return PlannedPod(f"{family}-{self._drawn[family]}", origin, tuple(containers), run_seconds, ending)
+
+    def _wish(self, family: str) -> Wish:
+        rng = self._rng
+        if family == VOLCANO:
+            return Wish(1, rng.choice((2, 4, 6, 8, 12)), rng.choice((0, 0, 10, 25)))
+        return Wish(1, None, 0, RESOURCES[family])
+
+    def _pull(self) -> float:
+        return self._rng.random() * self._rng.choices((0.2, 2.0, 15.0, 90.0), (50, 35, 12, 3))[0]

@@ -1,0 +1,77 @@
+"""The schedulers of a mixed day, as far as the node knows them: what its status shows is all that they go by.
+
+Volcano's keeps a ledger of its own (`tests.torture.scheduler_model`) and reads the register annotation; the default scheduler counts. Both
+see the Node as the API server has it: kubelet writes the allocatable numbers every ten seconds only. Used by `day`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import random
+from collections.abc import Mapping
+
+from tests.torture.agents import World
+from tests.torture.api_model import NODE, LivePod
+from tests.torture.mixed.plan import CARDS, VOLCANO, family_of
+from tests.torture.plan import PlannedPod
+from tests.torture.scheduler_model import Placement, SchedulerModel
+
+STATUS_SECONDS = 10.0
+"""Kubelet's default ``nodeStatusUpdateFrequency``."""
+
+
+class NodeStatus:
+    """The Node object as the API server has it.
+
+    State: what was written last; it outlives agent and kubelet.
+
+    Attributes:
+        allocatable: resource → number.
+        register: Volcano's register annotation.
+    """
+
+    def __init__(self) -> None:
+        self.allocatable: Mapping[str, int] = {}
+        self.register = ""
+
+    def healthy_for_volcano(self) -> frozenset[str]:
+        """The cards that take new pods by the register annotation (volcano-vgpu contract §2.1)."""
+        entries = (entry.split(",") for entry in self.register.split(":") if entry)
+        return frozenset(entry[0] for entry in entries if int(entry[1]) > 0)
+
+    async def kubelet_writes(self, world: World) -> None:
+        """Kubelet's part: how many ids of each resource are healthy, every ten seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            if world.kubelet.up and not world.api.away:
+                self.allocatable = {resource: len(ids) for resource, ids in world.kubelet.devices.healthy.items()}
+
+
+class Schedulers:
+    """Volcano's and the default one.
+
+    State: what the pods that are bound and have not ended ask for, and Volcano's ledger of cards.
+    """
+
+    def __init__(self, rng: random.Random, node: NodeStatus) -> None:
+        self._node = node
+        self._volcano = SchedulerModel(rng, CARDS, node=NODE)
+        self._asked: collections.Counter[str] = collections.Counter()
+
+    def place(self, uid: str, plan: PlannedPod, *, now: float) -> Placement | None:
+        """What the pod's scheduler writes when it binds the pod; None when it does not fit by what that scheduler sees."""
+        allocatable = self._node.allocatable
+        if any(self._asked[resource] + number > allocatable.get(resource, 0) for resource, number in plan.needs.items()):
+            return None
+        placement: Placement | None = Placement({}, {})
+        if family_of(plan) == VOLCANO:
+            placement = self._volcano.place(uid, plan, now=now, usable=self._node.healthy_for_volcano())
+        if placement is not None:
+            self._asked.update(plan.needs)
+        return placement
+
+    def take_back(self, pod: LivePod) -> None:
+        """The pod has ended."""
+        self._asked.subtract(pod.plan.needs)
+        self._volcano.take_back(pod.uid)

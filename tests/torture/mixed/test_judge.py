@@ -1,0 +1,105 @@
+"""The judge's own worth: it finds a container with another's GPU, two families on a GPU, an idle GPU, and a wait without end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tests.torture.api_model import LivePod
+from tests.torture.mixed import bounds
+from tests.torture.mixed.day import TROUBLED, play
+from tests.torture.mixed.judge import MixedJudge, Seen, Waits
+from tests.torture.mixed.plan import AWS, CARDS, NVIDIA, RESOURCES, VOLCANO
+from tests.torture.plan import Ending, Kind, Origin, PlannedContainer, PlannedPod, Wish
+from tests.torture.scheduler_model import Slice
+from tests.torture.story import Story
+from vgpu_agent.isolation.edits import Edits
+
+_U1, _U2 = CARDS[0].uuid, CARDS[1].uuid
+
+
+def _pod(family: str, name: str = "p", gpu: str = "") -> LivePod:
+    wish = Wish(1, 4, 0) if family == VOLCANO else Wish(1, None, 0, RESOURCES[family])
+    container = PlannedContainer("main", Kind.MAIN, wish, 0.0, 1.0)
+    plan = PlannedPod(name, Origin.VOLCANO if family == VOLCANO else Origin.PLAIN, (container,), 1.0, Ending.COMPLETES)
+    return LivePod(plan, f"uid-{name}", "ns", 0.0, {"main": (Slice(gpu, 4, 0),)} if gpu else {})
+
+
+def _accusations(scene: Callable[[MixedJudge], None]) -> list[str]:
+    async def played() -> list[str]:
+        story = Story()
+        scene(MixedJudge(story))
+        return [text.splitlines()[0] for text in story.wrong]
+
+    return asyncio.run(played())
+
+
+def _start(judge: MixedJudge, pod: LivePod, told: str, id_: str) -> None:
+    judge.starts(pod, pod.container("main"), Edits({"NVIDIA_VISIBLE_DEVICES": told}), (id_,), unasked=False)
+
+
+def test_a_container_that_is_told_of_another_gpu_is_found() -> None:
+    """The ids that kubelet gave it name its GPU."""
+    assert _accusations(lambda judge: _start(judge, _pod(NVIDIA), _U1, f"{_U1}::2")) == []
+    assert "it was told of" in _accusations(lambda judge: _start(judge, _pod(NVIDIA), _U2, f"{_U1}::2"))[0]
+    assert "it was told of" in _accusations(lambda judge: _start(judge, _pod(AWS), "", f"{_U1}-2"))[0]
+
+
+def test_two_families_on_a_gpu_are_found() -> None:
+    """One after the other is right, both at once is not."""
+
+    def scene(judge: MixedJudge) -> None:
+        first = _pod(NVIDIA, "a")
+        _start(judge, first, _U1, f"{_U1}::0")
+        judge.ends(first, "main")
+        _start(judge, _pod(AWS, "b"), _U1, f"{_U1}-0")
+        _start(judge, _pod(NVIDIA, "c"), _U1, f"{_U1}::0")
+
+    found = _accusations(scene)
+    assert len(found) == 1
+    assert "two families on a GPU" in found[0]
+
+
+def test_a_pod_that_waits_beside_an_idle_gpu_is_noted_after_five_seconds() -> None:
+    """A GPU that somebody holds, or that a scheduler has named for a pod that has not started, is not idle."""
+    waits = Waits()
+    busy = {card.uuid: frozenset({AWS}) for card in CARDS}
+    free = busy | {_U1: frozenset[str]()}
+    waiting = {NVIDIA: [("n", 0.0)]}
+    for second in range(10):
+        waits.look(Seen(busy, frozenset(), waiting, (), True), float(second))
+        waits.look(Seen(free, frozenset({_U1}), waiting, (), True), second + 0.5)
+    assert not waits.figures.idle
+    for second in range(10, 20):
+        waits.look(Seen(free, frozenset(), waiting, (), True), float(second))
+    assert waits.figures.idle == {"n": 9.0}
+    assert any("idle GPU" in each for each in waits.figures.violations())
+
+
+def test_a_wait_is_counted_in_ends_of_other_families_on_the_gpu_that_was_named() -> None:
+    """Ends of one's own family and on other GPUs do not count: nobody can help those."""
+    waits, waiting = Waits(), _pod(VOLCANO, "v", _U1)
+    waits.look(Seen({_U1: frozenset({NVIDIA})}, frozenset({_U1}), {}, (waiting,), True), 0.0)
+    for number in range(bounds.ENDS_BEFORE_A_BOUND_POD + 1):
+        waits.ended(_pod(NVIDIA, f"n{number}"), frozenset({_U1}), last_of=(), now=1.0)
+        waits.ended(_pod(NVIDIA, f"m{number}"), frozenset({_U2}), last_of=(), now=1.0)
+        waits.ended(_pod(VOLCANO, f"o{number}"), frozenset({_U1}), last_of=(), now=1.0)
+    waits.started(waiting, 2.0)
+    assert waits.figures.ends_before_bound == [bounds.ENDS_BEFORE_A_BOUND_POD + 1]
+    assert waits.figures.starvation()
+
+
+def test_a_handover_lasts_until_kubelet_may_give_the_gpu_to_another_family() -> None:
+    """Healthy ids for the family that had it before are no handover."""
+    waits = Waits()
+    waits.ended(_pod(NVIDIA), frozenset({_U1}), last_of=(_U1,), now=10.0)
+    waits.listed(RESOURCES[NVIDIA], NVIDIA, frozenset({_U1}), 11.0)
+    waits.listed(RESOURCES[AWS], AWS, frozenset({_U2}), 12.0)
+    waits.listed(RESOURCES[AWS], AWS, frozenset({_U1, _U2}), 13.5)
+    assert waits.figures.handovers == [3.5]
+
+
+def test_the_same_seed_tells_the_same_mixed_day() -> None:
+    """A seed that fails can be played again."""
+    first, second = (play(7, pods=60, faults=TROUBLED) for _ in range(2))
+    assert (first.counts, first.virtual_seconds, first.figures) == (second.counts, second.virtual_seconds, second.figures)

@@ -1,0 +1,95 @@
+"""Torture of mixed nodes: GPUs that several families share out, one family that floods, and schedulers that see the node late.
+
+No container ever gets a wrong share, no GPU ever serves two families, and every pod ends. The short ones run with the unit tests, the long
+ones with ``scripts/test torture``; ``TORTURE_MIXED_PODS=100000`` makes those as long as a release needs. ``TORTURE_SEED=<n>`` plays that
+one day. Each prints its figures beside the bounds of `tests.torture.mixed.bounds`.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import io
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.torture.faults import Faults
+from tests.torture.mixed.day import QUIET, TROUBLED, Outcome, play
+from tests.torture.mixed.judge import Figures
+from vgpu_agent import log
+
+_PODS_OF_A_DAY = 400
+_QUICK_DAYS = 2
+
+
+def days(count: int, *, first_seed: int, faults: Faults, on_all_cores: bool) -> tuple[Figures, list[Outcome]]:
+    """Play so many days, print what they came to, and return the figures of all and the days that are not faultless."""
+    if chosen := os.environ.get("TORTURE_SEED"):
+        first_seed, count, on_all_cores = int(chosen), 1, False
+    seeds = range(first_seed, first_seed + count)
+    began, figures, failed, counts = time.perf_counter(), Figures(), list[Outcome](), collections.Counter[str]()
+    for outcome in _played(seeds, faults, on_all_cores=on_all_cores):
+        figures.add(outcome.figures, outcome.seed)
+        counts += outcome.counts
+        failed += [] if outcome.faultless else [outcome]
+    seconds = time.perf_counter() - began
+    troubles = {event: counts[event] for event in ("agent killed", "kubelet killed", "API away", "node reboots")}
+    kind = "troubled" if faults is TROUBLED else "quiet"
+    print(f"\n{kind} days, seeds {first_seed} to {seeds[-1]}, {seconds:.0f} s, {troubles}:\n{figures.text()}")  # noqa: T201
+    return figures, failed
+
+
+def _played(seeds: range, faults: Faults, *, on_all_cores: bool) -> Iterator[Outcome]:
+    play_day = functools.partial(play, pods=_PODS_OF_A_DAY, faults=faults)
+    if not on_all_cores:
+        yield from map(play_day, seeds)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(mp_context=context, initializer=_log_into_nothing) as pool:
+        yield from pool.map(play_day, seeds, chunksize=4)
+
+
+def _log_into_nothing() -> None:
+    log.configure(level="error", stream=io.StringIO())
+
+
+def _check(failed: list[Outcome]) -> None:
+    seeds = [outcome.seed for outcome in failed]
+    assert not failed, f"{len(failed)} days are not faultless; play one again with TORTURE_SEED={seeds}\n{failed[0].text()}"
+
+
+def _many() -> int:
+    return max(1, int(os.environ.get("TORTURE_MIXED_PODS", "10000")) // _PODS_OF_A_DAY)
+
+
+def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> None:
+    """The short run on a node on which nothing fails."""
+    figures, failed = days(_QUICK_DAYS, first_seed=0, faults=QUIET, on_all_cores=False)
+    _check(failed)
+    assert figures.started > 0.9 * _PODS_OF_A_DAY * _QUICK_DAYS
+
+
+def test_a_mixed_day_stays_right_while_agent_kubelet_and_api_server_come_and_go() -> None:
+    """The short run with restarts: what is held is rebuilt before anything is offered."""
+    figures, failed = days(_QUICK_DAYS, first_seed=0, faults=TROUBLED, on_all_cores=False)
+    _check(failed)
+    assert figures.started
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(2400)
+def test_many_quiet_mixed_days() -> None:
+    """The long run on nodes on which nothing fails: 0 wrong, 0 moments of two families, every pod ends."""
+    _check(days(_many(), first_seed=1000, faults=QUIET, on_all_cores=True)[1])
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(2400)
+def test_many_troubled_mixed_days() -> None:
+    """The long run on nodes on which everything fails: 0 wrong, 0 moments of two families, every pod ends."""
+    _check(days(_many(), first_seed=5000, faults=TROUBLED, on_all_cores=True)[1])
