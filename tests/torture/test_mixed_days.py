@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.torture.faults import Faults
+from tests.torture.mixed import bounds
 from tests.torture.mixed.day import QUIET, TROUBLED, Outcome, play
 from tests.torture.mixed.judge import Figures
 from vgpu_agent import log
@@ -63,8 +64,11 @@ def _check(failed: list[Outcome]) -> None:
     assert not failed, f"{len(failed)} days are not faultless; play one again with TORTURE_SEED={seeds}\n{failed[0].text()}"
 
 
-def _many() -> int:
-    return max(1, int(os.environ.get("TORTURE_MIXED_PODS", "10000")) // _PODS_OF_A_DAY)
+@functools.cache
+def many_days(faults: Faults) -> tuple[Figures, list[Outcome]]:
+    """The days of the long run, which are played once, whatever is asked about them."""
+    count = max(1, int(os.environ.get("TORTURE_MIXED_PODS", "10000")) // _PODS_OF_A_DAY)
+    return days(count, first_seed=1000 if faults is QUIET else 5000, faults=faults, on_all_cores=True)
 
 
 def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> None:
@@ -72,6 +76,12 @@ def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> Non
     figures, failed = days(_QUICK_DAYS, first_seed=0, faults=QUIET, on_all_cores=False)
     _check(failed)
     assert figures.started > 0.9 * _PODS_OF_A_DAY * _QUICK_DAYS
+
+
+def test_lists_to_kubelet_are_few_on_a_mixed_day() -> None:
+    """Kubelet rewrites its checkpoint for each list, and a burst of changes is one."""
+    figures, _ = days(1, first_seed=50, faults=QUIET, on_all_cores=False)
+    assert all(number <= bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT * figures.pod_events for number in figures.lists.values())
 
 
 def test_a_mixed_day_stays_right_while_agent_kubelet_and_api_server_come_and_go() -> None:
@@ -85,11 +95,11 @@ def test_a_mixed_day_stays_right_while_agent_kubelet_and_api_server_come_and_go(
 @pytest.mark.timeout(2400)
 def test_many_quiet_mixed_days() -> None:
     """The long run on nodes on which nothing fails: 0 wrong, 0 moments of two families, every pod ends."""
-    _check(days(_many(), first_seed=1000, faults=QUIET, on_all_cores=True)[1])
+    _check(many_days(QUIET)[1])
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(2400)
 def test_many_troubled_mixed_days() -> None:
     """The long run on nodes on which everything fails: 0 wrong, 0 moments of two families, every pod ends."""
-    _check(days(_many(), first_seed=5000, faults=TROUBLED, on_all_cores=True)[1])
+    _check(many_days(TROUBLED)[1])

@@ -12,6 +12,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from unittest import mock
+from uuid import UUID
 
 from tests.torture.api_model import ApiModel, LivePod
 from tests.torture.faults import Faults, Machine
@@ -150,7 +151,7 @@ class _Day:
 
     def _place(self, plan: PlannedPod, created_at: float) -> bool:
         now = asyncio.get_running_loop().time()
-        uid = f"uid-{self._last_uid + 1}"
+        uid = str(UUID(int=self._last_uid + 1, version=4))  # of the form that only the API server gives
         placement = self._schedulers.place(uid, plan, now=now)
         if placement is None:
             return False
