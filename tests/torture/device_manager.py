@@ -73,6 +73,7 @@ class DeviceManager:
         self._rng = rng
         self.endpoints: dict[str, Endpoint] = {}
         self.healthy: dict[str, list[str]] = {}
+        self.listed_ids: dict[str, int] = {}  # healthy or not, where the plugin's stream says so
         self.entries: dict[str, list[Entry]] = {}  # by the pod's UID
         self.written: tuple[Entry, ...] = ()
         self.allocated = 0  # containers that were given cards

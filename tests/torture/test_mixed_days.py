@@ -25,11 +25,15 @@ from tests.torture.mixed.judge import Figures
 from vgpu_agent import log
 
 _PODS_OF_A_DAY = 400
-_QUICK_DAYS = 2
+_QUICK_DAYS = 1
 
 
+@functools.cache
 def days(count: int, *, first_seed: int, faults: Faults, on_all_cores: bool) -> tuple[Figures, list[Outcome]]:
-    """Play so many days, print what they came to, and return the figures of all and the days that are not faultless."""
+    """Play so many days, print what they came to, and return the figures of all and the days that are not faultless.
+
+    The same days are played once, whatever is asked about them.
+    """
     if chosen := os.environ.get("TORTURE_SEED"):
         first_seed, count, on_all_cores = int(chosen), 1, False
     seeds = range(first_seed, first_seed + count)
@@ -64,9 +68,8 @@ def _check(failed: list[Outcome]) -> None:
     assert not failed, f"{len(failed)} days are not faultless; play one again with TORTURE_SEED={seeds}\n{failed[0].text()}"
 
 
-@functools.cache
 def many_days(faults: Faults) -> tuple[Figures, list[Outcome]]:
-    """The days of the long run, which are played once, whatever is asked about them."""
+    """The days of the long run."""
     count = max(1, int(os.environ.get("TORTURE_MIXED_PODS", "10000")) // _PODS_OF_A_DAY)
     return days(count, first_seed=1000 if faults is QUIET else 5000, faults=faults, on_all_cores=True)
 
@@ -80,7 +83,7 @@ def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> Non
 
 def test_lists_to_kubelet_are_few_on_a_mixed_day() -> None:
     """Kubelet rewrites its checkpoint for each list, and a burst of changes is one."""
-    figures, _ = days(1, first_seed=50, faults=QUIET, on_all_cores=False)
+    figures, _ = days(_QUICK_DAYS, first_seed=0, faults=QUIET, on_all_cores=False)
     assert all(number <= bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT * figures.pod_events for number in figures.lists.values())
 
 

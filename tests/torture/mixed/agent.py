@@ -176,6 +176,7 @@ class MixedAgent:
             plugin = BackendPlugin(self.life, self.allocator, resource.name)
             endpoint = Endpoint(plugin, resource.pre_start_required, resource.prefers)
             sent = self.allocator.listing(resource.name)
+            kubelet.devices.listed_ids[resource.name] = len(sent)
             kubelet.devices.register(resource.name, endpoint, _healthy(sent))
             self.life.run(self._send_lists(resource.name, endpoint, sent))
         self._world.story.tell("registered")
@@ -195,6 +196,7 @@ class MixedAgent:
                 if not world.kubelet.up or world.kubelet.devices.endpoints.get(resource) is not endpoint:
                     return
                 ids = _healthy(devices)
+                world.kubelet.devices.listed_ids[resource] = len(devices)
                 world.kubelet.devices.listed(resource, ids)
                 sent = devices
                 if family := _FAMILY_OF.get(resource):

@@ -16,6 +16,7 @@ from tests.torture.api_model import NODE, LivePod
 from tests.torture.mixed.plan import CARDS, VOLCANO, family_of
 from tests.torture.plan import PlannedPod
 from tests.torture.scheduler_model import Placement, SchedulerModel
+from vgpu_agent.concurrency import Latest
 
 STATUS_SECONDS = 10.0
 """Kubelet's default ``nodeStatusUpdateFrequency``."""
@@ -27,25 +28,41 @@ class NodeStatus:
     State: what was written last; it outlives agent and kubelet.
 
     Attributes:
-        allocatable: resource → number.
+        capacity: resource → ids that kubelet was told of.
+        allocatable: resource → those of them that are healthy.
         register: Volcano's register annotation.
+        revision: moves on when kubelet or the agent has written capacity or allocatable.
     """
 
     def __init__(self) -> None:
+        self.capacity: Mapping[str, int] = {}
         self.allocatable: Mapping[str, int] = {}
         self.register = ""
+        self.revision: Latest[int] = Latest(0)
 
     def healthy_for_volcano(self) -> frozenset[str]:
         """The cards that take new pods by the register annotation (volcano-vgpu contract §2.1)."""
         entries = (entry.split(",") for entry in self.register.split(":") if entry)
         return frozenset(entry[0] for entry in entries if int(entry[1]) > 0)
 
+    def write(self, allocatable: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> None:
+        """Some of the counts are written anew."""
+        before = self.allocatable, self.capacity
+        self.allocatable = {**self.allocatable, **allocatable}
+        self.capacity = {**self.capacity, **(capacity or {})}
+        if (self.allocatable, self.capacity) != before:
+            self.revision.publish(self.revision.value + 1)
+
     async def kubelet_writes(self, world: World) -> None:
         """Kubelet's part: how many ids of each resource are healthy, every ten seconds, until cancelled."""
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             if world.kubelet.up and not world.api.away:
-                self.allocatable = {resource: len(ids) for resource, ids in world.kubelet.devices.healthy.items()}
+                devices = world.kubelet.devices
+                self.write(
+                    {resource: len(ids) for resource, ids in devices.healthy.items()},
+                    capacity={resource: devices.listed_ids.get(resource, 0) for resource in devices.healthy},
+                )
 
 
 class Schedulers:
