@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.mixed.checker import Checker
-from tests.cluster.mixed.jobs import AWS, NVIDIA, RESOURCES, UNIT_MIB, VGPU_FAMILY, Job
+from tests.cluster.mixed.jobs import AWS, GPUSHARE, NVIDIA, RESOURCES, UNIT_MIB, VGPU_FAMILY, Job
 
 _UUIDS = tuple(f"GPU-{number:08x}-aaaa-bbbb-cccc-{number:012x}" for number in (1, 2))
 _MEMORY_MIB = 8 * UNIT_MIB
@@ -98,6 +98,17 @@ def test_a_pod_that_waits_beside_an_idle_gpu_is_found(tmp_path: Path) -> None:
     for now in (13.0, 17.0, 19.0):
         folder.bound(now)
     assert folder.checker.report.idle == {"w": 6.0}
+
+
+def test_memory_of_gpu_share_is_read_in_mib(tmp_path: Path) -> None:
+    """Its variable counts MiB, whatever a unit of the resource is."""
+    folder = _Folder(tmp_path, [_job("s", GPUSHARE)])
+    (tmp_path / "s.start").write_text(f"AT=1.0\nNVIDIA_VISIBLE_DEVICES=1\nNODES=\nVOLCANO_GPU_ALLOCATED={4 * UNIT_MIB}")
+    folder.checker.read_views()
+    folder.checker.see_pods(
+        [{"metadata": {"name": "s", "annotations": {"volcano.sh/gpu-index": "1"}}, "spec": {"nodeName": "node"}}], {}, 2.0
+    )
+    assert folder.faults() == []
 
 
 def test_a_handover_ends_with_healthy_ids_of_another_family(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class View:
         """The memory that it was told it may use; 0 where its family tells of none."""
         if self.job.family == VGPU_FAMILY:
             return int(self.found.get("CUDA_DEVICE_MEMORY_LIMIT_0", "0m").removesuffix("m"))
-        return int(self.found.get("VOLCANO_GPU_ALLOCATED", "0")) * UNIT_MIB
+        return int(self.found.get("VOLCANO_GPU_ALLOCATED", "0"))
 
 
 @dataclasses.dataclass
@@ -80,13 +80,14 @@ class Report:
         """What was measured → the figure."""
         p50, p99 = percentile(self.handovers, 0.5), percentile(self.handovers, 0.99)
         longest = max(self.idle.values(), default=0.0)
+        by_family = dict(collections.Counter(name.rpartition("-")[0] for name in self.idle))
         return {
             "pods": f"{self.pods}, started {self.started}, in {self.seconds:.0f} s",
             "wrong": f"{len(self.wrong)} {self.wrong[:3]}",
             "two families on a GPU": f"{len(self.two_families)} {self.two_families[:3]}",
             "over memory": f"{len(self.over_memory)} {self.over_memory[:3]}",
             "failed": f"{sum(self.failed.values())} {dict(self.failed)}",
-            "waited beside an idle GPU": f"{len(self.idle)} pods, longest {longest:.1f} s",
+            "waited beside an idle GPU": f"{len(self.idle)} pods, longest {longest:.1f} s, {by_family}",
             "handovers": f"{len(self.handovers)}, p50 {p50:.2f} s, p99 {p99:.2f} s",
             "unfinished": f"{len(self.unfinished)} {dict(itertools.islice(self.unfinished.items(), 3))}",
         }
@@ -144,14 +145,14 @@ class Checker:
             name, text = path.stem, path.read_text()
             if name in self.views and name not in self._ended and text.endswith("\n"):
                 self.views[name] = dataclasses.replace(self.views[name], end=float(text))
-                self._end(name)
+                self._end(name, float(text))
 
-    def _end(self, name: str) -> None:
+    def _end(self, name: str, at: float) -> None:
         self._ended.add(name)
         view = self.views[name]
         running = {uuid for other, each in self.views.items() if other not in self._ended for uuid in each.gpus(self._uuids)}
         for uuid in set(view.gpus(self._uuids)) - running:
-            self._released[uuid] = view.end or view.at, view.job.family
+            self._released[uuid] = at, view.job.family
 
     def see_pods(self, pods: Iterable[Mapping[str, Any]], holdings: Mapping[str, Mapping[str, Sequence[str]]], now: float) -> None:
         """Take in the pods that have not ended, as the API server has them, and kubelet's pod-resources: pod → resource → ids."""
@@ -176,7 +177,7 @@ class Checker:
             elif name not in self.views:
                 claimed |= dict.fromkeys(meant, name)
         for name in self.views.keys() - self._ended - present:  # it was killed before it could write its end
-            self._end(name)
+            self._end(name, now)
         self._held, self._claimed = {uuid: frozenset(names) for uuid, names in held.items()}, claimed
         self._look_for_idle(waiting, now)
 
