@@ -114,6 +114,7 @@ class ApiModel:
         self.pods: dict[str, LivePod] = {}
         self._names: dict[str, str] = {}
         self.away = False
+        self.longest_delays_seconds = (0.03, 1.0, 8.0)  # of most events, of some, and of few
 
     # -- the cluster's side ---------------------------------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class ApiModel:
         if self._book is None or self.away:
             return
         loop = asyncio.get_running_loop()
-        longest = self._rng.choices((0.03, 1.0, 8.0), (85, 12, 3))[0]
+        longest = self._rng.choices(self.longest_delays_seconds, (85, 12, 3))[0]
         pod.heard_at = max(pod.heard_at, loop.time() + self._rng.random() * longest) + 1e-6
         loop.call_at(pod.heard_at, self._hear, self._connection, pod.shown(), change)
 

@@ -20,8 +20,11 @@ ENDS_BEFORE_A_BOUND_POD = 12
 A GPU has `plan.REPLICAS` shares of a family. They drain, and so do those of at most two families whose pods were bound earlier.
 """
 
-ENDS_BEFORE_A_FAMILY = 48
-"""Holders of other families that may end on the node while a family waits with nobody of it placed: each GPU filled and drained thrice."""
+ENDS_BEFORE_A_FAMILY = 120
+"""Holders of other families that may end on the node while a family waits with nobody of it placed.
+
+The ten shares of each of the four GPUs, thrice. No agent sees pods that no scheduler has placed, so it can only let families take turns.
+"""
 
 FAILED_OF_A_THOUSAND = 0.0
 """Pods that fail because families race for a GPU, on a node on which nothing fails."""

@@ -73,6 +73,8 @@ class _Day:
         self._judge, self._waits, node = MixedJudge(story), Waits(), NodeStatus()
         self._schedulers = Schedulers(rng, node)
         api, files = ApiModel(rng, story), NodeFiles(rng, story)
+        if faults is QUIET:
+            api.longest_delays_seconds = (0.03, 0.2, 1.0)  # a watch that lags by seconds is a fault
         kubelet = KubeletModel(rng, api=api, files=files, judge=self._judge, story=story)
         kubelet.on_end = self._ended
         self._world = world = MixedWorld(
@@ -222,7 +224,7 @@ class _Day:
             frozenset(claimed),
             {family: [(pod.name, created_at) for pod, created_at in pods] for family, pods in self._pending.items()},
             refused,
-            now >= self._sound_since,
+            now >= self._sound_since and bool(world.node.allocatable),  # a new resource shows with kubelet's next status
         )
 
     # -- the second act -------------------------------------------------------------------------------------------------------------
