@@ -15,6 +15,10 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
+# A step of the loop takes its time too: code that waits until a moment would otherwise ask for ever for less than a float can hold.
+_STEP_SECONDS = 1e-9
+
+
 class _Clock(selectors.SelectSelector):
     """Waits for nothing: whoever would sleep for some seconds finds that they have passed."""
 
@@ -25,7 +29,7 @@ class _Clock(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise RuntimeError("everybody waits and no timer is set: the episode would hang for ever")
-        self.now += max(0.0, timeout)
+        self.now += max(_STEP_SECONDS, timeout)
         return []
 
 
