@@ -70,7 +70,7 @@ def _check(failed: list[Outcome]) -> None:
 
 def many_days(faults: Faults) -> tuple[Figures, list[Outcome]]:
     """The days of the long run."""
-    count = max(1, int(os.environ.get("TORTURE_MIXED_PODS", "10000")) // _PODS_OF_A_DAY)
+    count = max(1, int(os.environ.get("TORTURE_MIXED_PODS", "4000")) // _PODS_OF_A_DAY)
     return days(count, first_seed=1000 if faults is QUIET else 5000, faults=faults, on_all_cores=True)
 
 
