@@ -52,7 +52,8 @@ def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
     agent["args"] += ["--simulate", str(folder / "gpus")]
     agent["env"].append({"name": "XDG_CACHE_HOME", "value": str(folder / "cache")})
     agent["volumeMounts"].append({"name": "simulation", "mountPath": str(folder)})
-    slots, library = spec["initContainers"]
+    named = {each["name"]: each for each in spec["initContainers"]}
+    slots, library = named["region-slots"], named["hami-core-library"]
     slots["args"][slots["args"].index("--count") + 1] = str(SLOTS)
     library.update(image=images.BUSYBOX, imagePullPolicy="Never", env=[{"name": "LIBRARY", "value": "/bin/busybox"}])
     for volume in spec["volumes"]:
