@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,9 +26,13 @@ from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings
-from vgpu_agent.config.binding import Binding
+from vgpu_agent.cluster.allocatable import AllocatableWriter
+from vgpu_agent.cluster.api import Api
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import ListedDevice
+from vgpu_agent.errors import ClusterError
 from vgpu_agent.families.aws import AwsFamily, AwsOptions
 from vgpu_agent.families.nvidia import NvidiaFamily
 from vgpu_agent.families.nvidia_options import NvidiaOptions, SharedEntry
@@ -38,9 +42,10 @@ from vgpu_agent.isolation.hami_core import HamiCore
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import join
+from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Gpu, Inventory, KubeletRecords
-from vgpu_agent.nodes import Node
+from vgpu_agent.nodes import Node, SentCounts
 from vgpu_agent.pods import PodBook
 from vgpu_agent.status import KubeletStatus
 
@@ -70,6 +75,25 @@ async def read_model_records(source: PodResources, checkpoint: Path, wanted: Cal
     entries = world.kubelet.devices.checkpoint_entries(*world.resources) if testimony.checkpoint is not None else ()
     holdings = tuple(holding for holding in join(testimony.pod_resources, entries) if wanted(holding.resource))
     return KubeletRecords(holdings, complete=testimony.pod_resources is not None, trouble=testimony.trouble, entries=testimony.checkpoint)
+
+
+class _ModelApi:
+    """The API server, as far as counts are written to the Node."""
+
+    def __init__(self, world: MixedWorld) -> None:
+        self._world = world
+
+    async def patch(self, path: str, body: Mapping[str, Any]) -> None:
+        """Merge the allocatable numbers.
+
+        Raises:
+            ClusterError: the API server is away.
+        """
+        del path
+        await asyncio.sleep(self._world.rng.random() * 0.05)
+        if self._world.api.away:
+            raise ClusterError("the API server does not answer")
+        self._world.node.write({name: int(number) for name, number in body["status"]["allocatable"].items()})
 
 
 class _QuietJournal(Journal):
@@ -104,7 +128,7 @@ class MixedAgent:
                 for place, card in enumerate(world.cards)
             ),
         )
-        self._book = PodBook(clock)
+        self._book, self._refusals = PodBook(clock), Refusals(clock)
         self.ledger = Ledger(clock=clock, wall_clock=clock)
         settings = Binding(mode="late")
         volcano = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
@@ -127,7 +151,7 @@ class MixedAgent:
                 witness=world.witness,
                 fetch=world.api.fetch,
                 carrier=world.files,
-                refusals=Refusals(clock),
+                refusals=self._refusals,
                 settings=settings,
             ),
             clock=clock,
@@ -141,11 +165,18 @@ class MixedAgent:
             settings=self._settings,
             kubelet=self._kubelet,
             pod_resources=cast(PodResources, world),
+            book=self._book,
             journal=journal,
             servers=lambda: (),
             clock=clock,
         )
         self._registered = False
+        self._node: Latest[Node | None] = Latest(None)
+        self._sent: dict[str, SentCounts] = {}
+        self._lists: Latest[int] = Latest(0)
+        self._allocatable = AllocatableWriter(
+            cast(Api, _ModelApi(world)), NODE, self._node, lambda: self._sent, self._lists, Cluster(), journal
+        )
 
     async def begin(self) -> None:
         """Pods, offers, kubelet's records into the ledger, and only then kubelet."""
@@ -160,8 +191,12 @@ class MixedAgent:
             self._world.story.tell("started without pods")
         self.allocator.refresh_offer()
         await self._verification.rebuild()
+        self.allocator.refresh_claims()
         self.register()
         self.life.run(self._verification.run(lambda: None))
+        self.life.run(self._follow_pods())
+        self.life.run(self._watch_node())
+        self.life.run(self._allocatable.run(lambda: None))
         self.life.run(self._publish())
         self.life.run(self._collect())
 
@@ -177,6 +212,7 @@ class MixedAgent:
             endpoint = Endpoint(plugin, resource.pre_start_required, resource.prefers)
             sent = self.allocator.listing(resource.name)
             kubelet.devices.listed_ids[resource.name] = len(sent)
+            self._note_sent(resource.name, sent)
             kubelet.devices.register(resource.name, endpoint, _healthy(sent))
             self.life.run(self._send_lists(resource.name, endpoint, sent))
         self._world.story.tell("registered")
@@ -184,6 +220,32 @@ class MixedAgent:
     def left_over(self) -> list[str]:
         """Broken invariants, and grants of nobody."""
         return [*self.ledger.audit(), *(f"grant {grant} is left over" for grant in self.ledger.grants)]
+
+    async def _follow_pods(self) -> None:
+        """As `vgpu_agent.agent.composition` does."""
+        while True:
+            pods, ledger, refusals = self._book.revision.version, self.ledger.revision.version, self._refusals.revision.version
+            self.ledger.end_turns()
+            self.allocator.refresh_claims()
+            await first_of(
+                self._book.revision.newer_than(pods),
+                self.ledger.revision.newer_than(ledger),
+                self._refusals.revision.newer_than(refusals),
+                timeout_seconds=self.ledger.turn_ends_in_seconds,
+            )
+            await asyncio.sleep(0.02)
+
+    async def _watch_node(self) -> None:
+        """The watch of the Node, a moment behind."""
+        node = self._world.node
+        async for _ in node.revision.changes():
+            await asyncio.sleep(self._world.rng.random() * 0.05)
+            capacity, allocatable = ({name: str(number) for name, number in each.items()} for each in (node.capacity, node.allocatable))
+            self._node.publish(Node(NODE, uid="node", capacity=capacity, allocatable=allocatable))
+
+    def _note_sent(self, resource: str, devices: Sequence[ListedDevice]) -> None:
+        self._sent[resource] = SentCounts(listed=len(devices), healthy=len(_healthy(devices)))
+        self._lists.publish(self._lists.value + 1)
 
     async def _send_lists(self, resource: str, endpoint: Endpoint, sent: Sequence[ListedDevice]) -> None:
         """The stream of one registration, as `vgpu_agent.kubelet.plugin` sends it."""
@@ -198,6 +260,7 @@ class MixedAgent:
                 ids = _healthy(devices)
                 world.kubelet.devices.listed_ids[resource] = len(devices)
                 world.kubelet.devices.listed(resource, ids)
+                self._note_sent(resource, devices)
                 sent = devices
                 if family := _FAMILY_OF.get(resource):
                     world.waits.listed(resource, family, gpus_behind(ids), loop.time())
