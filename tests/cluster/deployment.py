@@ -85,8 +85,6 @@ def deployed_agent(rig: Rig) -> Iterator[Deployed]:
     finally:
         rig.kubectl("label", "node", rig.node_name(), "nvidia.com/gpu.present-")
         rig.kubectl("delete", "-f", "-", "--ignore-not-found", "--wait=true", stdin=manifest)
-        for slot in folder.glob("hami-core/vgpu/slots/*"):
-            subprocess.run(["umount", "--lazy", str(slot)], check=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

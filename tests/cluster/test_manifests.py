@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,17 +99,15 @@ def test_the_init_container_delivers_the_library(deployed: Deployed) -> None:
     assert (incoming / "libvgpu.so").stat().st_size == Path("/bin/busybox").stat().st_size
 
 
-def test_slots_for_regions_are_seen_by_node_and_agent(deployed: Deployed) -> None:
-    """Mounted by a container that has ended; the agent, which may not mount, finds them where the runtime will."""
-    slots = deployed.folder / "hami-core" / "vgpu" / "slots"
-    assert [slot.name for slot in sorted(slots.iterdir()) if slot.is_mount()] == [f"{number:03}" for number in range(SLOTS)]
+def test_slots_for_regions_are_mounted_before_the_agent_starts(deployed: Deployed) -> None:
+    """Mounted by a container that has ended. The agent, which may not mount, has them from the node, as the runtime has."""
     probe = "import os; print(*[name for name in sorted(os.listdir('.')) if os.path.ismount(name)])"
     command = ["python3", "-c", f"import os; os.chdir('/usr/local/vgpu/vgpu/slots'); {probe}"]
     said = deployed.rig.kubectl("exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "-c", "agent", "--", *command)
-    assert said.split() == [slot.name for slot in sorted(slots.iterdir())]
+    assert said.split() == [f"{number:03}" for number in range(SLOTS)]
 
 
-def test_a_killed_agent_is_registered_again_within_seconds(deployed: Deployed, record_property: Callable[[str, object], None]) -> None:
+def test_a_killed_agent_is_registered_again_within_seconds(deployed: Deployed) -> None:
     """The kubelet fails pods that it admits meanwhile. It notices the end of a container, makes a new one, and the agent starts."""
     rig = deployed.rig
     wait_allocatable(rig, 2)
@@ -128,7 +126,7 @@ def test_a_killed_agent_is_registered_again_within_seconds(deployed: Deployed, r
 
     rig.wait_for(lambda: registered() > 0, 60, what="the agent's registration")
     took = registered() - killed_at
-    record_property("kill -9 to registered, as a container, seconds", round(took, 2))
+    print(f"kill -9 to registered, as a container: {took:.2f} s")
     assert took < 15.0
 
 
