@@ -126,7 +126,6 @@ def test_a_killed_agent_is_registered_again_within_seconds(deployed: Deployed) -
 
     rig.wait_for(lambda: registered() > 0, 60, what="the agent's registration")
     took = registered() - killed_at
-    print(f"kill -9 to registered, as a container: {took:.2f} s")
     assert took < 15.0
 
 
