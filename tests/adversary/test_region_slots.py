@@ -14,6 +14,7 @@ import pytest
 from tests.component.test_volcano_metrics import until_used
 from tests.component.volcano import VGPU, VolcanoStage, asks, volcano_stage
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
+from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation import hami_region
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Provision
@@ -175,6 +176,53 @@ async def test_a_slot_that_was_taken_and_never_used_is_given_back(node: Node) ->
     node.start_agent()
     await node.grants.load()
     assert node.used() == {"001": ["first_main"]}
+
+
+async def test_a_removed_region_that_is_still_open_fills_nobody_elses_slot(node: Node) -> None:
+    """A container may hand its open region to another one of its pod before it ends; the file lives on, and can still grow."""
+    region = await node.deliver("first")
+    descriptor = os.open(region, os.O_RDWR)
+    try:
+        await node.grants.collect(lambda _: False)
+        assert node.used() == {}
+        await node.deliver("second")
+        assert node.used() == {"001": ["second_main"]}
+        node.start_agent()
+        third = await node.deliver("third")
+        assert os.stat(third).st_dev == os.stat(node.host).st_dev
+    finally:
+        os.close(descriptor)
+    await node.deliver("fourth")
+    assert node.used() == {"000": ["fourth_main"], "001": ["second_main"]}
+
+
+async def test_a_full_disk_costs_no_slots(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link lies on the disk. The kubelet asks again every few seconds, and each try would take a slot for good."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "symlink", refuse)
+        for _ in range(3):
+            with pytest.raises(CarrierError, match="No space left on device"):
+                await node.deliver("first")
+    await node.deliver("first")
+    await node.deliver("second")
+    assert sorted(node.used().values()) == [["first_main"], ["second_main"]]
+
+
+async def test_an_agent_that_was_killed_while_it_removed_a_slot_removes_nobody_elses(node: Node) -> None:
+    """The directory was gone and the link was not; a container of that name may have the same slot by then."""
+    await node.deliver("first")
+    aside = Path(node.regions) / ".vgpu-agent-gone-0123456789abcdef"
+    aside.symlink_to("../slots/001/second_main")
+    node.start_agent()
+    await node.grants.load()
+    region = await node.deliver("second")
+    await node.grants.sweep(node.regions, lambda name: not name.startswith("."))
+    assert region.stat().st_size == hami_region.SIZE
+    assert node.used() == {"000": ["first_main"], "001": ["second_main"]}
 
 
 async def test_a_link_that_leads_anywhere_else_is_not_followed(node: Node) -> None:

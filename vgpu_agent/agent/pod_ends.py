@@ -56,10 +56,12 @@ class PodEnds:
             return bool(grant.owner.pod_uid) and self._book.has_ended(grant.owner.pod_uid)
         if not self._is_unnamed(grant) or self._clock() - grant.steady_at < _LISTED_SECONDS:
             return False
-        if not self._book.synced.is_set() or self._book.ends == self._ends_known:
+        if not self._book.synced.is_set() or self._book.left_out or self._book.ends == self._ends_known:
             return False
+        if records.entries is None:
+            return False  # the checkpoint, which alone shows init containers, could not be read
         wanted = set(grant.ids)
-        entries = (entry for entry in records.entries or () if entry.resource == grant.resource and not wanted.isdisjoint(entry.ids))
+        entries = (entry for entry in records.entries if entry.resource == grant.resource and not wanted.isdisjoint(entry.ids))
         if not all(self._book.has_ended(entry.owner.pod_uid) for entry in entries):
             return False
         listed = {(held.owner.namespace, held.owner.pod) for held in records.holdings if held.resource == grant.resource}

@@ -20,6 +20,9 @@ LONGEST_OBJECT_BYTES = 16 * 1024 * 1024
 # Of all but the items: kind, version, token of the next page.
 _LONGEST_ENVELOPE_BYTES = 64 * 1024
 
+# A match keeps some hundred bytes for each text or object that it has passed over, and those may be as short as two characters.
+_MATCHED_AT_ONCE_BYTES = 16 * 1024
+
 _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
 
 # Each character fits one alternative only, so nothing is ever tried in two ways. Possessive quantifiers would say the same, but Python
@@ -58,12 +61,13 @@ class ListReader:
         Raises:
             ClusterError: it is no list, or an object in it is too long.
         """
-        self._rest += chunk
-        while (brace := self._next_brace()) is not None:
-            if brace == _OPENING:
-                self._opened()
-            elif (item := self._closed()) is not None:
-                yield item
+        for start in range(0, len(chunk), _MATCHED_AT_ONCE_BYTES):
+            self._rest += chunk[start : start + _MATCHED_AT_ONCE_BYTES]
+            while (brace := self._next_brace()) is not None:
+                if brace == _OPENING:
+                    self._opened()
+                elif (item := self._closed()) is not None:
+                    yield item
         if self._depth < 2 and len(self._rest) > _LONGEST_ENVELOPE_BYTES:
             self._refuse_envelope()
         if len(self._rest) > LONGEST_OBJECT_BYTES:

@@ -94,7 +94,8 @@ class Reconciliation:
                 if grant.number in confirmed or still_runs(grant):
                     continue
                 # Where kubelet and the API server both say so, no second reading is needed.
-                reason = _ENDED if has_ended(grant) else ""
+                # What was booked while they were read is in none of them.
+                reason = _ENDED if grant.number <= newest and has_ended(grant) else ""
                 if reason or (not ended_only and (reason := self._outlived(grant, reservation_seconds))):
                     self._grants.leave(grant)
                     gone = dataclasses.replace(grant, state=GrantState.RELEASED)

@@ -375,18 +375,22 @@ class GrantDirectory:
             return True
 
     def _make(self, provision: Provision) -> None:
-        # What the kubelet's old answer mounts is made of links to the files, which stay on one file system.
-        if self._slots is not None and provision.collected and not provision.remade and self._slots.take(provision.collected):
-            provision = _in_slot(provision)
         try:
-            host_files.make(provision, self._mounts)
+            host_files.make(self._placed(provision), self._mounts)
         except CarrierError as err:
             if not isinstance(err.__cause__, OSError) or err.__cause__.errno != errno.ENOSPC:
                 raise
             self._make_room()
-            host_files.make(provision, self._mounts)
+            host_files.make(self._placed(provision), self._mounts)
         for file in provision.files:
             self._made(file.path)
+
+    def _placed(self, provision: Provision) -> Provision:
+        """The provision, for the place that the container's own directory has: a slot, or the disk."""
+        # What the kubelet's old answer mounts is made of links to the files, which stay on one file system.
+        if self._slots is not None and provision.collected and not provision.remade and self._slots.take(provision.collected):
+            return _in_slot(provision)
+        return provision
 
     def _prepare(self, record: GrantRecord, provision: Provision) -> None:
         with self._lock(record.token), self._lock_of(provision.collected):

@@ -94,7 +94,7 @@ def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> 
 class RegionSlots:
     """The slots of this node.
 
-    State: none but the files: a slot with nothing in it is free. Called in threads.
+    State: none but the files: a slot that nothing takes up is free. Called in threads.
     """
 
     def __init__(self, regions: str) -> None:
@@ -123,14 +123,20 @@ class RegionSlots:
             raise host_files.trouble("make", path, err) from err
 
     def remove_orphans(self) -> None:
-        """Empty the slots that no link leads into: an agent was killed between the two."""
+        """Empty the slots that no link leads into, and remove links that lead nowhere: an agent was killed between the two.
+
+        To be called before the first `take`: such a link may lead to where another container's directory is made.
+        """
         with self._taking, contextlib.suppress(OSError):
-            linked = {behind(os.path.join(self._regions, name)) for name in os.listdir(self._regions)}
+            links = [os.path.join(self._regions, name) for name in _names(self._regions)]
+            linked = {inside for path in links if (inside := behind(path)) != path}
+            for path in links:
+                if (inside := behind(path)) != path and not os.path.lexists(inside):
+                    os.unlink(path)
             for slot in self._slots():
                 for name in os.listdir(slot):
                     if (path := os.path.join(slot, name)) not in linked:
-                        with contextlib.suppress(OSError):
-                            os.rmdir(path)  # files come after the link
+                        _remove(path)
 
     def _take(self, path: str) -> bool:
         inside = behind(path)
@@ -147,8 +153,12 @@ class RegionSlots:
             return False
         host_files.make_directory(self._regions)
         name = os.path.basename(path)
-        host_files.make_directory(os.path.join(free, name))
-        os.symlink(f"../{_NAME}/{os.path.basename(free)}/{name}", path)
+        host_files.make_directory(inside := os.path.join(free, name))
+        try:
+            os.symlink(f"../{_NAME}/{os.path.basename(free)}/{name}", path)
+        except OSError:
+            _remove(inside)  # the disk is full, say; each further try would take another slot
+            raise
         return True
 
     def _free(self) -> str | None:
@@ -156,7 +166,7 @@ class RegionSlots:
         for place in range(len(slots)):
             slot = slots[(self._next + place) % len(slots)]
             with contextlib.suppress(OSError):
-                if not os.listdir(slot) and _is_mounted(slot):
+                if _is_mounted(slot) and _is_unused(slot):
                     self._next = (self._next + place + 1) % len(slots)
                     return slot
         if slots and not self._told:
@@ -178,6 +188,30 @@ class RegionSlots:
                 _logger.warning("regions.slots_unreadable", directory=self._parent, error=err.strerror)
             return []
         return [f"{self._parent}/{name}" for name in sorted(names) if _NUMBER.fullmatch(name)]
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory in a slot with the region in it, which no container has mounted."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            os.unlink(os.path.join(directory, name))
+        os.rmdir(directory)
+
+
+def _is_unused(slot: str) -> bool:
+    """Whether nothing takes up room there, and there is nothing but the directory itself.
+
+    A region that was removed stays as long as somebody has it open, and could still grow into what the next container is to have.
+    """
+    taken = os.statvfs(slot)
+    return taken.f_bfree == taken.f_blocks and taken.f_files - taken.f_ffree <= 1
 
 
 def _is_mounted(slot: str) -> bool:
