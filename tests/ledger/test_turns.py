@@ -1,4 +1,4 @@
-"""Turns: a GPU that was returned is offered to one family first, and a second later to all."""
+"""Turns: a GPU that was returned is offered to one family first, and a moment later to all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which family a GPU is offered to first when its last share was returned; the others follow a moment later.
 
 Families have schedulers that know nothing of each other. Shown the same free GPU at the same moment, each would send a pod, and kubelet
-fails those that come too late. So one family is told a second before the others. The families take turns, whether they use them or not,
+fails those that come too late. So one family is told a moment before the others. The families take turns, whether they use them or not,
 so that none is first for ever and none waits for one that has no pods: with n families each is first at least once in n returns.
 
 `book` holds one of these and tells it of every change. A node with one family has no turns.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-TURN_SECONDS = 1.0
+TURN_SECONDS = 0.25
 """Longer than a scheduler needs from a changed Node to a bound pod, and short beside the start of a container."""
 
 
