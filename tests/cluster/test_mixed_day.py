@@ -18,7 +18,7 @@ from tests.cluster.rig import Options, Rig
 
 pytestmark = pytest.mark.timeout(1800)
 
-_PODS = int(os.environ.get("MIXED_DAY_PODS", "60"))
+_PODS = int(os.environ.get("MIXED_DAY_PODS", "36"))
 DAYS = {
     "defaults": ("none", VGPU_FAMILY, NVIDIA, 1),
     "single-numa-node": ("single-numa-node", VGPU_FAMILY, VGPU_FAMILY, 2),
