@@ -29,7 +29,7 @@ from tests.cluster.volcano_node import MEMORY_MIB, PLAIN_CONFIG, U0, U1, UNIT_MI
 
 PODS = 20
 MEMORY = [64 * (15 + each) for each in range(PODS)]  # MiB
-LEAST_ROUNDS, MOST_ROUNDS = 5, 15
+MOST_ROUNDS = 15
 WITHOUT, NOTHING, WITH = "without vGPU", "with a plugin that does nothing", "with vGPU"
 
 _PAUSE_SECONDS = 2  # kubelet and containerd still clear up when the API server has forgotten a pod
@@ -48,17 +48,19 @@ class Rounds:
     took.
     """
 
-    def __init__(self, rig: Rig, kinds: Mapping[str, int | None], *, most_later: float) -> None:
+    def __init__(self, rig: Rig, kinds: Mapping[str, int | None], *, most_later: float, least_rounds: int) -> None:
         """Build it.
 
         Args:
             rig: the node.
             kinds: name → MiB in one unit of memory, None for pods that ask for no vGPU.
             most_later: as what multiple of another kind's best round a best round is good.
+            least_rounds: of each kind, also where the first are good.
         """
         self._rig = rig
         self._kinds = kinds
         self._most_later = most_later
+        self._least_rounds = least_rounds
         self.seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         self._allocating: dict[str, collections.Counter[tuple[str, str]]] = {kind: collections.Counter() for kind in kinds}
         self._pre_start_milliseconds: list[float] = []
@@ -89,7 +91,7 @@ class Rounds:
     def enough(self, kind: str, than: str) -> bool:
         """Whether there is nothing to gain from more rounds."""
         rounds = min(map(len, self.seconds.values()))
-        return rounds >= MOST_ROUNDS or (rounds >= LEAST_ROUNDS and self.later(kind, than) <= self._most_later)
+        return rounds >= MOST_ROUNDS or (rounds >= self._least_rounds and self.later(kind, than) <= self._most_later)
 
     @property
     def told(self) -> dict[str, str]:
@@ -132,9 +134,9 @@ class Rounds:
         return collections.Counter({(what, resource): float(number) for what, resource, number in _SUMS.findall(text)})
 
 
-def with_coarse_units(rig: Rig, *, most_later: float) -> Rounds:
+def with_coarse_units(rig: Rig, *, most_later: float, least_rounds: int = 5) -> Rounds:
     """Pods with and without vGPU in turn, memory counted in units of 64 MiB."""
-    rounds = Rounds(rig, {WITHOUT: None, WITH: UNIT_MIB}, most_later=most_later)
+    rounds = Rounds(rig, {WITHOUT: None, WITH: UNIT_MIB}, most_later=most_later, least_rounds=least_rounds)
     with _agent(rig, f"{PLAIN_CONFIG}volcanoVgpu: {{gpuMemoryFactor: {UNIT_MIB}}}\n") as agent, VolcanoScheduler(rig, policy="spread"):
         start_vgpu(agent, UNIT_MIB)
         while not rounds.enough(WITH, WITHOUT):
@@ -144,12 +146,12 @@ def with_coarse_units(rig: Rig, *, most_later: float) -> Rounds:
     return rounds
 
 
-def with_units_of_a_mib(rig: Rig, *, most_later: float) -> Rounds:
+def with_units_of_a_mib(rig: Rig, *, most_later: float, least_rounds: int = 5) -> Rounds:
     """Pods without vGPU, with a plugin that does nothing, and with an agent that nobody has configured, in turn; memory counted in MiB.
 
     The two plugins take turns as well: a resource has one. The agent is as good as new in each of its rounds.
     """
-    rounds = Rounds(rig, {WITHOUT: None, NOTHING: 1, WITH: 1}, most_later=most_later)
+    rounds = Rounds(rig, {WITHOUT: None, NOTHING: 1, WITH: 1}, most_later=most_later, least_rounds=least_rounds)
     with _agent(rig, PLAIN_CONFIG) as agent, VolcanoScheduler(rig, policy="spread"):
         while not rounds.enough(WITH, NOTHING):
             rounds.play(WITHOUT)

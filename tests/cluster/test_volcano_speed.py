@@ -22,6 +22,8 @@ pytestmark = pytest.mark.timeout(1200)
 Report = Callable[[str, object], None]
 
 _MUCH_LATER = 1.5
+_LEAST_ROUNDS = 2
+"""More follow while the verdict is bad. `scripts/bench` plays at least five, for its closer limit."""
 
 
 def _tell(figures: Mapping[str, str], record_property: Report) -> None:
@@ -33,13 +35,13 @@ def _tell(figures: Mapping[str, str], record_property: Report) -> None:
 
 def test_twenty_unequal_pods_run_about_as_soon_as_pods_without_a_gpu(volcano_rig: Rig, record_property: Report) -> None:
     """With units of 64 MiB the last of 20 runs little later than without vGPU; every container has its own limit."""
-    rounds = with_coarse_units(volcano_rig, most_later=_MUCH_LATER)
+    rounds = with_coarse_units(volcano_rig, most_later=_MUCH_LATER, least_rounds=_LEAST_ROUNDS)
     _tell(rounds.told, record_property)
     assert rounds.later(WITH, WITHOUT) <= _MUCH_LATER, rounds.told
 
 
 def test_with_memory_in_mib_they_run_about_as_soon_as_with_a_plugin_that_does_nothing(volcano_rig: Rig, record_property: Report) -> None:
     """Configured by nobody, the agent makes the last of 20 little later than a plugin does that does nothing with the same ids."""
-    rounds = with_units_of_a_mib(volcano_rig, most_later=_MUCH_LATER)
+    rounds = with_units_of_a_mib(volcano_rig, most_later=_MUCH_LATER, least_rounds=_LEAST_ROUNDS)
     _tell(rounds.told, record_property)
     assert rounds.later(WITH, NOTHING) <= _MUCH_LATER, rounds.told
