@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 
@@ -12,6 +13,7 @@ import pytest
 from tests.agent.fake_server import FakeServer
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent import verification
+from vgpu_agent.agent.pod_ends import PodEnds
 from vgpu_agent.agent.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
@@ -357,6 +359,29 @@ async def test_pods_that_end_together_are_looked_for_together(records: Records) 
         await asyncio.sleep(0.3)
         assert not parts.ledger.grants
         assert len(records.read_at) - began <= 9
+
+
+@pytest.mark.looptime
+async def test_a_storm_of_events_is_not_searched_for_ends_one_by_one(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search goes through all grants. A burst of starts changes pods a hundred times a second, and waits for what the event loop does."""
+    searches: list[float] = []
+    search = PodEnds.pending
+
+    def counted(ends: PodEnds) -> frozenset[str]:
+        searches.append(asyncio.get_running_loop().time())
+        return search(ends)
+
+    monkeypatch.setattr(PodEnds, "pending", counted)
+    async with holding(records, TRAIN) as parts:
+        del searches[:]
+        for number in range(100):
+            parts.book.put(dataclasses.replace(SERVE, annotations={"written": str(number)}))
+            await asyncio.sleep(0.01)
+        assert 5 < len(searches) <= 30
+        records.now = KubeletRecords()
+        parts.book.end(TRAIN)
+        await asyncio.sleep(0.25)
+        assert not parts.ledger.grants, "an end in a storm is seen a moment later"
 
 
 @pytest.mark.looptime

@@ -315,6 +315,23 @@ def test_nothing_is_asked_again_while_nothing_has_changed(node: Node, monkeypatc
     assert asked == [names[2]]
 
 
+def test_the_annotations_of_pods_that_run_are_not_read(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most events are about those, and reading annotations is most of what claims cost in a burst of starts."""
+    name = node.bind(VGPU_LIMITS, vgpu_on(U0))
+    asked: list[str] = []
+
+    def named(pod: Pod, _: Inventory) -> Mapping[str, tuple[str, ...]]:
+        asked.append(pod.name)
+        return {}
+
+    for family in node.families.by_pod:
+        monkeypatch.setattr(family, "named", named)
+    node.put(name, containers=(PodContainer("main", limits=VGPU_LIMITS, started=True),))
+    node.put(name, phase="Running")
+    assert asked == []
+    assert not node.ledger.claims
+
+
 async def test_a_pod_event_costs_at_most_one_changed_list_a_family(node: Node) -> None:
     """kubelet rewrites its checkpoint for each list that it is sent."""
     lists: dict[str, list[object]] = {}

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.bench import drop_in, nvidia, real_node, storm, volcano
+from tests.bench import drop_in, mixed, nvidia, real_node, storm, volcano
 from tests.cluster.rig.host import missing_requirement
 
 REAL_NODE = "node"
@@ -27,6 +27,7 @@ PARTS = {
     "nvidia": ("nvidia.com/gpu, 8 GPUs × 10 replicas", nvidia.measure),
     "drop-in": ("nvidia.com/gpu and MIG: every list strategy, the choice of GPUs, slices that come and go", drop_in.measure),
     "volcano": ("volcano.sh/vgpu-*, 110 pods on 2 GPUs of 24 GiB, API server 20 ms away; processors of its own", volcano.measure),
+    "mixed": ("nvidia.com/gpu, AWS's vgpu and volcano.sh/vgpu-*, 110 pods on 8 GPUs of 6 GiB, API server 20 ms away", mixed.measure),
     "storm": ("what tenants and neighbours can throw, at once, at an agent in a memory cgroup; needs root", storm.measure),
     REAL_NODE: ("volcano.sh/vgpu-* on a real node, 20 pods at once", real_node.measure),
 }

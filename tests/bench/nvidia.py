@@ -6,7 +6,6 @@ The first part of the benchmark, called by `__main__`. How each figure is measur
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ import grpc
 
 from tests.bench.allocate import timed_calls
 from tests.bench.figures import Figure, percentile
+from tests.bench.processors import seconds_of
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.kubelet import SimulatedKubelet
@@ -144,16 +144,12 @@ async def resident(node: Node) -> list[Figure]:
 
 async def idle_cpu(node: Node) -> list[Figure]:
     """Processor time while nothing happens."""
-
-    def used() -> float:
-        fields = Path(f"/proc/{node.agent.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     seconds = 20
     await asyncio.sleep(3)  # let what was just done settle
-    before = used()
+    before = await asyncio.to_thread(seconds_of, node.agent.pid)
     await asyncio.sleep(seconds)
-    return [Figure("idle CPU", (used() - before) / seconds * 100, 1, "% of a core", f"user and system time over {seconds} s")]
+    used = await asyncio.to_thread(seconds_of, node.agent.pid) - before
+    return [Figure("idle CPU", used / seconds * 100, 1, "% of a core", f"user and system time over {seconds} s")]
 
 
 async def lag_while_hung(node: Node) -> list[Figure]:

@@ -1,7 +1,7 @@
-"""Who runs on which processors while the agent is measured: it has its own, and what stands in for the rest of a node has the others.
+"""The processors while the agent is measured: it has its own, and what stands in for the rest of a node has the others.
 
 A node with GPUs has dozens of processors, and kubelet and the API server do not take the agent's away; on a machine with two, the stand-ins
-for both, and the kernel that writes their checkpoint, would. Used by `volcano`, whose stand-ins have the most to do.
+for both, and the kernel that writes their checkpoint, would. Used by `volcano` and `mixed`, whose stand-ins have the most to do.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -27,3 +28,9 @@ def apart() -> Iterator[tuple[str, ...]]:
         yield ("taskset", "--cpu-list", ",".join(map(str, theirs)))
     finally:
         os.sched_setaffinity(0, processors)
+
+
+def seconds_of(pid: int) -> float:
+    """The processor time, user and system, that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -19,17 +19,17 @@ from pathlib import Path
 from tests.bench import processors
 from tests.bench.allocate import timed_calls
 from tests.bench.figures import Figure, percentile
-from tests.bench.volcano_node import MEMORY, NODE, NUMBER, RESOURCES, VolcanoNode
+from tests.bench.volcano_node import MEMORY, NODE, NUMBER, PODS, RESOURCES, VolcanoNode
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.sim.kubelet_endpoint import Timing
 
-PODS, BURST, ROUNDS, BURSTS, EARLY_ROUNDS = 110, 40, 60, 5, 5
+BURST, ROUNDS, BURSTS, EARLY_ROUNDS = 40, 60, 5, 5
 QUIET_SECONDS = 35.0
 """Longer than the pause between two verifications."""
 _SETTLE_SECONDS = 0.1
 CALLS = 300
 """Of a client other than kubelet."""
-_ALONE = "blocking client in a process of its own, one call in flight"
+ALONE = "blocking client in a process of its own, one call in flight"
 _ONE_BY_ONE = f"{ROUNDS} pods one after the other beside {PODS - 1} that run"
 _ONCE = f"{BURST} pods bound in one moment, {PODS} in the end; kubelet admits one by one and starts at once"
 _AT_ONCE = f"{BURSTS} times {_ONCE}"
@@ -52,7 +52,7 @@ async def one_by_one(node: VolcanoNode) -> float:
 
 async def at_once(node: VolcanoNode) -> float:
     """Let a burst of pods come; the time when it began."""
-    await node.remove(list(node.pods)[: len(node.pods) + BURST - PODS])
+    await node.remove(list(node.pods)[: len(node.pods) + BURST - node.plan.pods])
     await asyncio.sleep(1)
     began = time.monotonic()
     await node.served(await node.serve(BURST))
@@ -119,7 +119,7 @@ async def late_alone(node: VolcanoNode) -> list[Figure]:
         ("late Allocate p50, vgpu-memory", MEMORY, many, "200 to 440 free ids a call"),
     ):
         times = [call.seconds for call in await timed_calls(node.socket(resource), asked)]
-        figures.append(Figure(name, percentile(times, 50) * 1000, 1.5, "ms", f"{CALLS} calls, {what}; {_ALONE}"))
+        figures.append(Figure(name, percentile(times, 50) * 1000, 1.5, "ms", f"{CALLS} calls, {what}; {ALONE}"))
     return figures
 
 
@@ -166,13 +166,13 @@ async def early(node: VolcanoNode) -> list[Figure]:
 async def early_alone(node: VolcanoNode) -> list[Figure]:
     """Allocate in early mode without kubelet's own work around it: pods are bound, and kubelet admits none of them."""
     times: list[float] = []
-    await node.remove(list(node.pods)[: len(node.pods) + BURST - PODS])
+    await node.remove(list(node.pods)[: len(node.pods) + BURST - node.plan.pods])
     for _ in range(EARLY_ROUNDS):
         async with node.waiting(BURST):
             asked = [[id_] for id_ in node.free(NUMBER)[:BURST]]
             times += [call.seconds for call in await timed_calls(node.socket(NUMBER), asked)]
         await asyncio.sleep(_SETTLE_SECONDS)
-    how = f"{EARLY_ROUNDS} times {BURST} pods, bound and not admitted, beside {PODS - BURST} that run; {_ALONE}"
+    how = f"{EARLY_ROUNDS} times {BURST} pods, bound and not admitted, beside {PODS - BURST} that run; {ALONE}"
     return [
         Figure("early Allocate p50", percentile(times, 50) * 1000, 5, "ms", how),
         Figure("early Allocate p99", percentile(times, 99) * 1000, 15, "ms", f"the same, {len(times)} calls"),

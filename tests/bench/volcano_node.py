@@ -1,6 +1,7 @@
-"""The node on which the benchmark's second part measures: two simulated GPUs, up to 110 pods of Volcano, an API server 20 ms away.
+"""The node on which the benchmark's parts for Volcano measure: simulated GPUs, up to 110 pods, an API server 20 ms away.
 
-Used by `volcano`. The scheduler's part is done here, by writing pods as it would leave them: bound, with its annotations, in one change.
+Used by `volcano` and `mixed`. The scheduler's part is done here, by writing pods as it would leave them: bound, with its annotations, in
+one change.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import itertools
 import shutil
 import tempfile
@@ -24,10 +26,9 @@ from vgpu_agent.sim.state import SimulatedNode
 NODE = "node-a"
 NUMBER, MEMORY, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/vgpu-cores"
 RESOURCES = (NUMBER, MEMORY, CORES)
-UUIDS = ("GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002")
-GPU_BYTES = 24 * 1024**3
+PODS = 110  # as many as kubelet takes by default
 LATENCY_SECONDS = 0.020
-SEATS = 60  # of each GPU: 110 pods share the two
+SEATS = 60  # of each GPU
 _IN_MEMORY = "/dev/shm"
 
 # As it is deployed, but for paths, seats, and memory counted in MiB, which makes 49,152 ids.
@@ -36,11 +37,38 @@ version: v1
 nodeName: {node}
 kubeconfig: {folder}/cluster/kubeconfig
 stateDirectory: {folder}/state
-families: {{nvidia: false, volcanoVgpu: true}}
+families: {families}
 binding: {{mode: {mode}, cdiDirectory: {cdi}}}
 volcanoVgpu: {{deviceSplitCount: {seats}, gpuMemoryFactor: 1, nodeConfigFile: ''}}
 hamiCore: {{hostDirectory: {folder}/vgpu}}
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The node's GPUs, and the families that share them.
+
+    Attributes:
+        gpus: how many there are.
+        gpu_mib: the memory of each, which Volcano counts in MiB.
+        families: the configuration's section of that name, in one line, and what else belongs to them.
+        cards: on how many of the GPUs Volcano's pods are placed.
+        pods: of Volcano, when the node is full.
+    """
+
+    gpus: int = 2
+    gpu_mib: int = 24 * 1024
+    families: str = "{nvidia: false, volcanoVgpu: true}"
+    cards: int = 2
+    pods: int = PODS
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """Of the GPUs, in their order."""
+        return tuple(f"GPU-{number:08}-aaaa-bbbb-cccc-{number:012}" for number in range(1, self.gpus + 1))
+
+
+ALONE = Plan()
 
 
 class VolcanoNode:
@@ -49,12 +77,13 @@ class VolcanoNode:
     State: which pods there are and what each holds of which GPU, so that no GPU is given out beyond its size.
     """
 
-    def __init__(self, folder: Path, through: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, through: Sequence[str] = (), plan: Plan = ALONE) -> None:
         """Prepare it in ``folder``; the agent's process is started ``through`` a command, see `AgentProcess`."""
-        self._folder, self.through = folder, tuple(through)
-        self.gpus = SimulatedNode.create(folder / "gpus", model="A10", gpus=2, numa=[0, 1], uuids=UUIDS)
-        for gpu in self.gpus.state.gpus[: len(UUIDS)]:
-            gpu.memory_total = GPU_BYTES
+        self._folder, self.through, self.plan = folder, tuple(through), plan
+        numa = [2 * number // plan.gpus for number in range(plan.gpus)]
+        self.gpus = SimulatedNode.create(folder / "gpus", model="A10", gpus=plan.gpus, numa=numa, uuids=plan.uuids)
+        for gpu in self.gpus.state.gpus[: plan.gpus]:
+            gpu.memory_total = plan.gpu_mib * 1024**2
         self.cluster = SimulatedCluster(folder / "cluster", node=NODE)
         self.cluster.api.latency_seconds = LATENCY_SECONDS
         # In memory, as /run is on a node; `close` removes it.
@@ -72,7 +101,8 @@ class VolcanoNode:
 
     def configure(self, mode: str) -> None:
         """Write the agent's configuration; it takes effect at the next start."""
-        text = CONFIG.format(node=NODE, folder=self._folder, cdi=self.cluster.cdi_directory, mode=mode, seats=SEATS)
+        families = self.plan.families
+        text = CONFIG.format(node=NODE, folder=self._folder, cdi=self.cluster.cdi_directory, mode=mode, seats=SEATS, families=families)
         (self._folder / "config.yaml").write_text(text)
 
     def close(self) -> None:
@@ -88,12 +118,16 @@ class VolcanoNode:
 
     # Pods
 
-    def bind(self) -> str:
-        """A pod as the scheduler leaves it; its name. Memory is 200 to 440 MiB, never the same twice in a row."""
+    def bind(self, card: str = "") -> str:
+        """A pod as the scheduler leaves it, on the GPU ``card`` or the one with the fewest; its name.
+
+        Memory is 200 to 440 MiB, never the same twice in a row.
+        """
         number = next(self._numbers)
         name, memory = f"p{number:04}", 200 + number * 53 % 241
-        used = collections.Counter(card for card, _ in self.pods.values())
-        card = min(UUIDS, key=lambda uuid: used[uuid])
+        if not card:
+            used = collections.Counter(given for given, _ in self.pods.values())
+            card = min(self.plan.uuids[: self.plan.cards], key=lambda uuid: used[uuid])
         self.pods[name] = (card, memory)
         claim, now = f"{card},NVIDIA,{memory},1:", str(int(time.time()))
         annotations = {

@@ -40,6 +40,8 @@ _LONGEST_BURST_SECONDS = 10.0
 # Pods that end together are looked for together. Where a look takes long, looks for them take a tenth of the time at most.
 _BETWEEN_ENDS_SECONDS = 0.25
 _REST_AFTER_LOOK = 9
+# A start changes its pod and the ledger ten times in a row, and whether something has ended is asked after each change.
+_GATHERING_SECONDS = 0.1
 
 
 class Verification:
@@ -112,14 +114,18 @@ class Verification:
         until = loop.time() + seconds
         first_at: float | None = None
         revision: Latest[int] = self._ledger.revision
-        newest = self._ledger.newest
+        newest, woken = self._ledger.newest, False
         while (left := until - loop.time()) > 0:
             version, pods = revision.version, self._book.revision.version
             if (ends_in := self._seconds_to_ends()) <= 0:
                 beat()
                 await self._verify(ended_only=True)
-            elif not await first_of(revision.newer_than(version), self._book.revision.newer_than(pods), timeout_seconds=min(left, ends_in)):
-                continue
+            elif woken:
+                woken = False
+                await asyncio.sleep(min(_GATHERING_SECONDS, left, ends_in))
+            else:
+                changes = revision.newer_than(version), self._book.revision.newer_than(pods)
+                woken = await first_of(*changes, timeout_seconds=min(left, ends_in))
             if self._ledger.newest > newest:
                 newest, now = self._ledger.newest, loop.time()
                 first_at = now if first_at is None else first_at

@@ -125,6 +125,8 @@ def _named(pod: Pod, by_pod: Iterable[PodFamily], inventory: Inventory, resource
     # A pod that is being deleted starts nothing any more, and kubelet runs no pod that calls itself a mirror.
     if not pod.scheduled or pod.ended or pod.deleting or pod.mirror:
         return ()
+    if all(container.started for container in pod.containers):
+        return ()  # most events are about pods that run, and reading annotations is most of the work
     return tuple(
         (family.name, name, gpus)
         for family in by_pod
