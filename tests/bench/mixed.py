@@ -145,7 +145,7 @@ async def idle(node: MixedNode) -> list[Figure]:
     await asyncio.sleep(IDLE_SECONDS)
     used = await asyncio.to_thread(processors.seconds_of, node.agent.pid) - before
     how = f"user and system time in {IDLE_SECONDS} s, two comparisons with kubelet's records among them"
-    return [Figure("idle CPU", used / IDLE_SECONDS * 100, 1, "% of a core", how)]
+    return [Figure("idle CPU", used / IDLE_SECONDS * 100, 2, "% of a core", how)]
 
 
 async def measure(folder: Path) -> list[Figure]:

@@ -139,7 +139,7 @@ async def resident(node: Node) -> list[Figure]:
     await asyncio.sleep(Kubelet().verify_seconds + 1)
     status = await asyncio.to_thread(Path(f"/proc/{node.agent.pid}/status").read_text)
     rss_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    return [Figure("RSS", rss_kib / 1024, 60, "MiB", "VmRSS of the process after the measurements above and the next verification")]
+    return [Figure("RSS", rss_kib / 1024, 72, "MiB", "VmRSS of the process after the measurements above and the next verification")]
 
 
 async def idle_cpu(node: Node) -> list[Figure]:

@@ -81,8 +81,8 @@ async def late(node: VolcanoNode) -> list[Figure]:
         Figure("late Allocate p50, as kubelet waits, number", _milliseconds(allocated[NUMBER], 50), None, "ms", _ONE_BY_ONE),
         Figure("late Allocate p50, as kubelet waits, memory", _milliseconds(allocated[MEMORY], 50), None, "ms", "the same pods"),
         Figure("API requests inside Allocate", len(inside), 0, "requests", "seen by the API server between call and answer, all resources"),
-        Figure("PreStartContainer p50", _milliseconds(started, 50), 10, "ms", _ONE_BY_ONE),
-        Figure("PreStartContainer p50, burst", _milliseconds(burst, 50), 10, "ms", _AT_ONCE),
+        Figure("PreStartContainer p50", _milliseconds(started, 50), 15, "ms", _ONE_BY_ONE),
+        Figure("PreStartContainer p50, burst", _milliseconds(burst, 50), 15, "ms", _AT_ONCE),
         Figure("PreStartContainer p99, burst", _milliseconds(burst, 99), 50, "ms", f"the same, {BURSTS * BURST} starts"),
         Figure("bind to granted, burst", max(wholes), 5, "s", ours),
         Figure("of that, time in our calls", max(in_calls), None, "s", "sum over all calls, though starts overlap"),
@@ -102,7 +102,7 @@ async def resident(node: VolcanoNode) -> list[Figure]:
     """Memory after all of the above, once the next look at kubelet's records has given back what large messages had taken."""
     await asyncio.sleep(Kubelet().verify_seconds + 1)
     return [
-        Figure("RSS", await node.resident_mib(), 60, "MiB", f"VmRSS after the measurements above and the next verification, {PODS} pods")
+        Figure("RSS", await node.resident_mib(), 72, "MiB", f"VmRSS after the measurements above and the next verification, {PODS} pods")
     ]
 
 
