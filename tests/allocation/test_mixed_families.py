@@ -29,7 +29,7 @@ from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
-from vgpu_agent.ledger.turns import TURN_SECONDS
+from vgpu_agent.ledger.turns import round_seconds
 from vgpu_agent.model import Gpu, Health, Inventory, MigInstance
 
 GPUS = tuple(f"GPU-{letter * 8}-0000-4000-8000-00000000000{place}" for place, letter in enumerate("abc"))
@@ -212,7 +212,7 @@ class MixedFamilies(RuleBasedStateMachine):
             self.node.end(name)
         self.limits, self.bound = {}, {}
         self.node.verify()
-        self.node.wait(TURN_SECONDS)
+        self.node.wait(round_seconds(4) + 1)
         assert self.node.ledger.grants == ()
         for resource, listed in self.node.kubelet.lists.items():
             for id_, healthy in listed.items():

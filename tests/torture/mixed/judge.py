@@ -176,7 +176,7 @@ class Seen:
 
     Attributes:
         holders: GPU → family → whether anybody of it has a share, by kubelet's records and by what runs.
-        claimed: GPUs that Volcano's scheduler has named for bound pods that have not started.
+        claimed: GPUs that Volcano's scheduler has named for bound pods that have not ended.
         pending: family → created_at of the pods that no scheduler has placed, the oldest first.
         refused: bound pods whose start is refused.
         sound: nothing of the node has failed for a while.
