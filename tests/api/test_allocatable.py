@@ -28,7 +28,9 @@ class World:
         self.api, self.journal, self.lists, self.withdrawn = FakeApi(), Journal(), Latest(0), Latest(0)
         self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)
         self.sent = {GPU: SentCounts(4, 4, 4), VGPU: SentCounts(40, 40, 40)}
-        self.writer = AllocatableWriter(self.api, "n1", self.watched.latest, lambda: self.sent, self.lists, self.withdrawn, Cluster(), self.journal)
+        self.writer = AllocatableWriter(
+            self.api, "n1", self.watched.latest, lambda: self.sent, self.lists, self.withdrawn, Cluster(), self.journal
+        )
         self.api.put(NODE, node())
         self.kubelet(**{GPU: 4, VGPU: 40})
 

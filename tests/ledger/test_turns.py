@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden import U0, U1, golden_inventory
 from tests.ledger.book_parts import ILL, WHOLE, Clock, make
-from tests.ledger.test_claims import SHARE, VGPU, claim, counted, start, usable
+from tests.ledger.test_claims import SHARE, VGPU, claim, counted, start
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.turns import TURN_SECONDS, Turns, round_seconds
 from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS

@@ -67,7 +67,8 @@ class Demand:
 
     def claims(self, pod: Pod) -> list[Claim]:
         """What is kept for the pod, after all that is kept for those that were asked about before."""
-        return [claim for name, count in _needs(pod, self._offers, self._families).items() for claim in self._of_resource(pod, self._offers[name], count)]
+        needs = _needs(pod, self._offers, self._families)
+        return [claim for name, count in needs.items() for claim in self._of_resource(pod, self._offers[name], count)]
 
     def _of_resource(self, pod: Pod, resource: Resource, count: int) -> list[Claim]:
         name, family = resource.name, resource.family

@@ -75,11 +75,13 @@ class EndedPods:
         try:
             return await self._after_releases(start, attempt)
         except _NO_ROOM:
-            if self._ledger.turn_ends_in_seconds is None:
+            if (longest := self._ledger.turns_end_in_seconds) is None:
                 raise
         # A GPU that was returned is another family's to take for a moment; kubelet would ask again much later than it is everybody's.
-        while (seconds := self._ledger.turn_ends_in_seconds) is not None and asyncio.get_running_loop().time() + seconds < start.until:
-            await asyncio.sleep(max(seconds, _A_MOMENT_SECONDS))
+        now = asyncio.get_running_loop().time
+        until = min(start.until, now() + longest + _A_MOMENT_SECONDS)
+        while (left := until - now()) > 0 and (seconds := self._ledger.turn_ends_in_seconds) is not None:
+            await asyncio.sleep(min(left, max(seconds, _A_MOMENT_SECONDS)))
             self._ledger.end_turns()
             with contextlib.suppress(*_NO_ROOM):
                 return attempt()

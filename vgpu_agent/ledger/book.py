@@ -182,6 +182,11 @@ class Ledger:
         """How soon the offer of a GPU changes because of the time alone; None when that is so for no GPU."""
         return min((left for left in (self._turns.seconds_left, self._withdrawals.seconds_left) if left is not None), default=None)
 
+    @property
+    def turns_end_in_seconds(self) -> float | None:
+        """How soon all GPUs that were returned by now are offered to all; None when they are."""
+        return self._turns.over_in_seconds
+
     def free_ids(self, resource: str) -> int:
         """How many ids of ``resource`` could be given out now."""
         offered, held = self.resource(resource), self._grants.holder.get(resource, {})
@@ -229,17 +234,15 @@ class Ledger:
         resource, served = self.resource(name), self._served()
         held, trouble = self._grants.holder.get(name, {}), self._troubles(resource, turns=False)
         serving, free = dict[str, int](), dict[str, int]()
+        for device in self._offers.devices(resource):
+            if self.gpu_of(device) not in served:
+                trouble[device] = availability.own_trouble(device, resource, self._devices, self._cordons)
         for entry in resource.ids:
-            gpu = self.gpu_of(entry.device)
-            family = served.get(gpu)
-            if entry.id in held or (family is None and self._own_trouble(entry.device, resource)) or (family is not None and trouble[entry.device]):
-                continue
-            by_gpu = free if family is None else serving
-            by_gpu[gpu] = by_gpu.get(gpu, 0) + 1
+            if entry.id not in held and not trouble[entry.device]:
+                gpu = self.gpu_of(entry.device)
+                by_gpu = serving if gpu in served else free
+                by_gpu[gpu] = by_gpu.get(gpu, 0) + 1
         return serving, free
-
-    def _own_trouble(self, device: str, resource: Resource) -> str:
-        return availability.own_trouble(device, resource, self._devices, self._cordons)
 
     def is_first(self, gpu: str, family: str) -> bool:
         """Whether ``family`` alone is offered the GPU now, because it is its turn."""

@@ -125,6 +125,13 @@ class Turns:
         now = self._clock()
         return max(0.0, min(each.next_step_at(now) for each in self._rounds.values()) - now)
 
+    @property
+    def over_in_seconds(self) -> float | None:
+        """Seconds until all that was returned by now is offered to all; None when it is."""
+        if not self._rounds:
+            return None
+        return max(0.0, max(each.began + round_seconds(len(each.families)) for each in self._rounds.values()) - self._clock())
+
     def move_on(self) -> bool:
         """Take note of the turns that have begun or ended, and forget rounds that are over; whether there were any."""
         now, moved = self._clock(), False
