@@ -77,7 +77,7 @@ def test_a_claim_by_annotation_of_a_moment_ago_gives_way(node: Node) -> None:
     assert kept(node) == [(U1, one), (U0, volcano)]
     two = node.bind({GPU: 1}, {})
     assert set(kept(node)) == {(U1, one), (U0, two), (U0, volcano)}
-    assert node.ledger.why_kept(U0, "volcano-vgpu")
+    assert "a pod of nvidia that has been bound to this node" in node.ledger.why_kept(U0, "volcano-vgpu")
     assert not node.ledger.why_kept(U0, "nvidia")
 
 

@@ -87,11 +87,8 @@ class Demand:
         for gpu, ids in chosen.items():
             left.free[gpu] -= ids
             self._taken[gpu] = family
-        since = self._before
-        return [
-            Claim(gpu, family, pod.full_name, pod.kubelet_uid, since.get((pod.kubelet_uid, gpu), self._now), pod.bound - self._ahead)
-            for gpu in chosen
-        ]
+        uid, order = pod.kubelet_uid, pod.bound - self._ahead
+        return [Claim(gpu, family, pod.full_name, uid, self._before.get((uid, gpu), self._now), order, named=False) for gpu in chosen]
 
     def _choose(self, pod: Pod, family: str, free: Mapping[str, int], missing: int) -> dict[str, int]:
         """GPU → how many ids of it; first those that are the family's already, and last those that another one has named."""

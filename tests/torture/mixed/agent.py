@@ -16,7 +16,7 @@ from tests.torture.agents import BackendPlugin, Life, World
 from tests.torture.api_model import NODE
 from tests.torture.device_manager import Endpoint
 from tests.torture.mixed.judge import Waits
-from tests.torture.mixed.plan import AWS, NVIDIA, REPLICAS, RESOURCES, gpus_behind
+from tests.torture.mixed.plan import AWS, NVIDIA, REPLICAS, RESOURCES, VOLCANO, gpus_behind
 from tests.torture.mixed.schedulers import NodeStatus
 from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
 from vgpu_agent.agent.verification import Verification
@@ -269,6 +269,8 @@ class MixedAgent:
                 sent = devices
                 if family := _FAMILY_OF.get(resource):
                     world.waits.listed(resource, family, gpus_behind(ids), loop.time())
+                elif resource == RESOURCES[VOLCANO]:
+                    world.waits.reached(VOLCANO, gpus_behind(ids), loop.time())
             await revision.newer_than(version)
             await asyncio.sleep(self._settings.coalesce_seconds)
 

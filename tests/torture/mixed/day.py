@@ -178,7 +178,9 @@ class _Day:
         self._schedulers.take_back(pod)
         loop = asyncio.get_running_loop()
         if not pod.admitted and not pod.deleting:
-            self._waits.figures.failed[cause_of(self._story, pod)] += 1
+            cause = cause_of(self._story, pod)
+            self._waits.figures.failed[cause] += 1
+            self._waits.figures.stories.append(f"{pod.name} ({pod.uid}) failed: {cause}\n{self._story.latest(seconds=5.0)}")
         gpus = self._gpus_of(pod)
         if pod.uid not in self._judge.started:
             self._waits.given_up(pod)
