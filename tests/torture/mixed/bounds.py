@@ -11,8 +11,8 @@ IDLE_SECONDS = 5.0
 IDLE_OF_A_THOUSAND = 3.0
 """Pods that waited although a GPU that could serve them had been idle for longer.
 
-Measured on 20 days: 10 of 8,031, all on one of them. Volcano's scheduler sums up the memory of its pods over the node. So pods that wait for
-a GPU which another family has take the place of pods that a free one could serve; no agent can change that sum.
+Measured on 20 days: 10 of 8,031, all on one of them. Volcano's scheduler sums up the memory of its pods over the node. So pods that wait
+for a GPU which another family has take the place of pods that a free one could serve; no agent can change that sum.
 """
 
 REFUSED_ALTHOUGH_FREE_SECONDS = 20.0

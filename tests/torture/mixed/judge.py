@@ -116,7 +116,8 @@ class Figures:
         lines = {
             "pods": f"{self.pods}, started {self.started}",
             "failed of a thousand": f"{self.failed_of_a_thousand:.1f} ({bounds.FAILED_OF_A_THOUSAND:g}) {dict(self.failed)}",
-            "waited beside an idle GPU": f"{len(self.idle)} pods ({bounds.IDLE_OF_A_THOUSAND:g} of a thousand), seconds {_spread(self.idle.values())}",
+            "waited beside an idle GPU": f"{len(self.idle)} pods, seconds {_spread(self.idle.values())}, "
+            f"at most {bounds.IDLE_OF_A_THOUSAND:g} of a thousand pods",
             "refused although no other family held the GPU": f"{len(late)} pods (0), seconds {_spread(late)}",
             "ends of others before a bound pod": f"{_spread(self.ends_before_bound)} ({bounds.ENDS_BEFORE_A_BOUND_POD})",
             "ends of others before a family was placed": f"{self.ends_before_family} ({bounds.ENDS_BEFORE_A_FAMILY})",
