@@ -158,6 +158,19 @@ async def test_a_count_goes_down_before_kubelet_has_the_list() -> None:
         assert world.patches == [{GPU: "3"}]
 
 
+async def test_what_kubelet_writes_while_ids_are_withdrawn_is_written_over() -> None:
+    """It counts what it is about to lose, and a pod that comes by that count comes too late."""
+    world = World()
+    async with running(world.writer.run(beat)):
+        await asyncio.sleep(5)
+        world.sent[GPU] = SentCounts(4, 4, 3)
+        world.withdrawn.publish(1)
+        await asyncio.sleep(0.3)
+        world.kubelet(**{GPU: 4, VGPU: 40})
+        await asyncio.sleep(0.3)
+        assert world.allocatable[GPU] == "3"
+
+
 async def test_what_kubelet_wrote_at_the_moment_of_a_new_list_is_written_over_once() -> None:
     """Else schedulers go by the list before for ten seconds."""
     world = World()

@@ -6,8 +6,8 @@ So the same number is written here when kubelet has got the list. kubelet's next
 down is written before kubelet has the list: so nobody is sent to ids that are Healthy for the pods only that are on their way already.
 
 kubelet keeps the last word: each count is written once for each list, only over a count that kubelet has written before, and only while
-kubelet has as many ids as the list. What kubelet changes back stays, but for what it writes at the very moment of a new list: that is the
-count of the list before. Built and run by `agent`.
+kubelet has as many ids as the list. What kubelet changes back stays, but for what it writes shortly before a new list, or at its very
+moment: that is the count of the list before. Built and run by `agent`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,11 @@ class AllocatableWriter:
             return False
         if last is None or (last.healthy, last.sent) != (sent.offered, sent.healthy):
             return True
-        return last.shown and bool(last.before) and same_quantity(allocatable, last.before) and age_seconds < _CROSSES_SECONDS
+        if not last.shown:
+            return False
+        if sent.offered < sent.healthy and same_quantity(allocatable, str(sent.healthy)):
+            return True  # kubelet does not know yet of what it is about to lose
+        return bool(last.before) and same_quantity(allocatable, last.before) and age_seconds < _CROSSES_SECONDS
 
     def _note(self, resource: str, sent: SentCounts, *, shown: bool = False) -> None:
         last = self._writes.get(resource)
