@@ -40,10 +40,15 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentCounts:
-    """How many ids kubelet was last sent of a resource, and how many of them Healthy."""
+    """How many ids kubelet was last sent of a resource, and how many of them Healthy; and of how many schedulers are to know.
+
+    Attributes:
+        offered: ``healthy``, less the ids that kubelet is to have for a moment longer than schedulers.
+    """
 
     listed: int
     healthy: int
+    offered: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

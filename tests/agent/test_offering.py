@@ -215,7 +215,8 @@ async def test_counts_are_told_for_schedulers_where_several_families_are_on(tmp_
         )
         for plugin in node.offering.plugins:
             plugin.status.ids_sent, plugin.status.healthy_sent = 4, 3
-        counts = SentCounts(listed=4, healthy=3)
-        assert node.offering.sent_to_several_families == {"nvidia.com/gpu": counts, "k8s.amazonaws.com/vgpu": counts}
+        monkeypatch.setattr(node.ledger, "offered_ids", {"nvidia.com/gpu": 2, "k8s.amazonaws.com/vgpu": 4}.__getitem__)
+        fewer, all_of_them = SentCounts(listed=4, healthy=3, offered=2), SentCounts(listed=4, healthy=3, offered=3)
+        assert node.offering.sent_to_several_families == {"nvidia.com/gpu": fewer, "k8s.amazonaws.com/vgpu": all_of_them}
         node.offering.plugins[0].status.not_listed = "kubelet does not list our ids"
         assert node.offering.sent_to_several_families.keys() == {"k8s.amazonaws.com/vgpu"}

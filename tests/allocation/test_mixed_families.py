@@ -29,7 +29,8 @@ from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
-from vgpu_agent.ledger.turns import TURN_SECONDS
+from vgpu_agent.ledger.turns import round_seconds
+from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS
 from vgpu_agent.model import Gpu, Health, Inventory, MigInstance
 
 GPUS = tuple(f"GPU-{letter * 8}-0000-4000-8000-00000000000{place}" for place, letter in enumerate("abc"))
@@ -91,6 +92,7 @@ class MixedFamilies(RuleBasedStateMachine):
         self.of_slices = dict.fromkeys(SLICES, 1)  # places on each slice
         self.limits: dict[str, dict[str, int]] = {}  # of each pod that was admitted
         self.bound: dict[str, dict[str, int]] = {}  # of each pod that a scheduler has bound and kubelet has not admitted yet
+        self.rush = False  # the next thing happens while kubelet has ids of which schedulers know no more
         self.node: MixedNode
 
     @initialize(seed=st.integers(0, 2**16), nvidia=st.sampled_from(sorted(NVIDIA)), others=st.sampled_from(MIXES))
@@ -103,6 +105,11 @@ class MixedFamilies(RuleBasedStateMachine):
         self.node = MixedNode(Families(by_ids, by_pod), self._inventory(), random.Random(seed))
 
     # -- what happens ---------------------------------------------------------------------------------------------------------------
+
+    @rule(rush=st.booleans())
+    def things_happen_at_once(self, rush: bool) -> None:
+        """Or one after the other."""
+        self.rush = rush
 
     @rule(count=st.integers(1, 3))
     def a_pod_wants_gpus(self, count: int) -> None:
@@ -212,7 +219,7 @@ class MixedFamilies(RuleBasedStateMachine):
             self.node.end(name)
         self.limits, self.bound = {}, {}
         self.node.verify()
-        self.node.wait(TURN_SECONDS)
+        self.node.wait(round_seconds(4) + 1)
         assert self.node.ledger.grants == ()
         for resource, listed in self.node.kubelet.lists.items():
             for id_, healthy in listed.items():
@@ -239,21 +246,28 @@ class MixedFamilies(RuleBasedStateMachine):
 
     @invariant()
     def what_others_have_is_not_offered(self) -> None:
-        """While a GPU serves one family, every id of the others on it is Unhealthy at kubelet; the same for a GPU and its slices."""
+        """While a GPU serves one family, every id of the others on it is Unhealthy at kubelet; the same for a GPU and its slices.
+
+        Where the pod decides, a moment later: its ids name no GPU, and its start is refused.
+        """
+        self._a_moment_later()
         holders = self._holders()
         for resource, listed in self.node.kubelet.lists.items() if hasattr(self, "node") else ():
             for id_ in (id_ for id_, healthy in listed.items() if healthy):
                 for name in holders.get(self._place(id_), ()):
+                    if self.rush and _family(resource) not in ("nvidia", "aws"):
+                        continue
                     assert _family(self._kind(name)) == _family(resource), f"{resource} offers {id_}, whose GPU has {name}"
                     held = self._is_slice(next(iter(self.node.reaches(name))))
                     assert held == self._is_slice(id_) or _family(resource) != "nvidia", f"{resource} offers {id_} beside {name}"
 
     @invariant()
     def what_is_claimed_is_not_offered_to_others(self) -> None:
-        """From bind to start; the oldest claim on a GPU decides."""
+        """From bind to start; the oldest claim on a GPU decides, for kubelet a moment later than for schedulers."""
+        self._a_moment_later()
         claims = self.node.ledger.claims if hasattr(self, "node") else ()
         oldest = {GPUS.index(claim.gpu): claim.family for claim in reversed(claims)}
-        for resource, listed in self.node.kubelet.lists.items() if oldest else ():
+        for resource, listed in self.node.kubelet.lists.items() if oldest and not self.rush else ():
             for id_ in (id_ for id_, healthy in listed.items() if healthy):
                 family = oldest.get(self._place(id_), _family(resource))
                 assert family == _family(resource), f"{resource} offers {id_}, whose GPU is kept for {family}"
@@ -288,6 +302,10 @@ class MixedFamilies(RuleBasedStateMachine):
         self._runner.close()
 
     # -- how it is done -------------------------------------------------------------------------------------------------------------
+
+    def _a_moment_later(self) -> None:
+        if hasattr(self, "node") and not self.rush:
+            self.node.wait(WITHDRAWAL_SECONDS)
 
     def _admit(self, limits: dict[str, int], *, bound: str = "") -> None:
         if name := self._run(self.node.admit(limits, bound=bound)):

@@ -25,10 +25,12 @@ class World:
     """A Node n1 whose kubelet has 4 GPUs and 40 shares of them, all healthy, and one writer."""
 
     def __init__(self, *, delay_seconds: float = 0.05) -> None:
-        self.api, self.journal, self.lists = FakeApi(), Journal(), Latest(0)
+        self.api, self.journal, self.lists, self.withdrawn = FakeApi(), Journal(), Latest(0), Latest(0)
         self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)
-        self.sent = {GPU: SentCounts(4, 4), VGPU: SentCounts(40, 40)}
-        self.writer = AllocatableWriter(self.api, "n1", self.watched.latest, lambda: self.sent, self.lists, Cluster(), self.journal)
+        self.sent = {GPU: SentCounts(4, 4, 4), VGPU: SentCounts(40, 40, 40)}
+        self.writer = AllocatableWriter(
+            self.api, "n1", self.watched.latest, lambda: self.sent, self.lists, self.withdrawn, Cluster(), self.journal
+        )
         self.api.put(NODE, node())
         self.kubelet(**{GPU: 4, VGPU: 40})
 
@@ -39,7 +41,7 @@ class World:
 
     def send(self, **healthy: int) -> None:
         """Kubelet is sent lists in which so many are healthy."""
-        self.sent |= {resource: SentCounts(self.sent[resource].listed, count) for resource, count in healthy.items()}
+        self.sent |= {resource: SentCounts(self.sent[resource].listed, count, count) for resource, count in healthy.items()}
         self.lists.publish(self.lists.value + 1)
 
     @property
@@ -142,8 +144,52 @@ async def test_a_late_watch_does_not_pass_off_an_old_count_as_the_new_one() -> N
         assert world.allocatable[GPU] == "4"
 
 
+async def test_a_count_goes_down_before_kubelet_has_the_list() -> None:
+    """Nobody is sent to ids any more that kubelet has for the pods only that are on their way, and later nothing is left to write."""
+    world = World()
+    async with running(world.writer.run(beat)):
+        await asyncio.sleep(5)
+        world.sent[GPU] = SentCounts(4, 4, 3)
+        world.withdrawn.publish(1)
+        await asyncio.sleep(0.3)
+        assert world.allocatable[GPU] == "3"
+        world.send(**{GPU: 3})
+        await asyncio.sleep(60)
+        assert world.patches == [{GPU: "3"}]
+
+
+async def test_what_kubelet_writes_while_ids_are_withdrawn_is_written_over() -> None:
+    """It counts what it is about to lose, and a pod that comes by that count comes too late."""
+    world = World()
+    async with running(world.writer.run(beat)):
+        await asyncio.sleep(5)
+        world.sent[GPU] = SentCounts(4, 4, 3)
+        world.withdrawn.publish(1)
+        await asyncio.sleep(0.3)
+        world.kubelet(**{GPU: 4, VGPU: 40})
+        await asyncio.sleep(0.3)
+        assert world.allocatable[GPU] == "3"
+
+
+async def test_what_kubelet_wrote_at_the_moment_of_a_new_list_is_written_over_once() -> None:
+    """Else schedulers go by the list before for ten seconds."""
+    world = World()
+    async with running(world.writer.run(beat)):
+        await asyncio.sleep(5)
+        world.sent[GPU] = SentCounts(4, 4, 3)
+        world.withdrawn.publish(1)
+        await asyncio.sleep(0.4)
+        world.send(**{GPU: 3})
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            world.kubelet(**{GPU: 4, VGPU: 40})
+            await asyncio.sleep(0.5)
+        assert world.patches == [{GPU: "3"}, {GPU: "3"}]
+        assert world.allocatable[GPU] == "4"
+
+
 async def test_many_changes_cost_one_write_a_second() -> None:
-    """Every scheduler and proxy of the cluster watches Nodes; the last count stands in the end."""
+    """Every scheduler and proxy of the cluster watches Nodes; a few in a row go out at once. The last count stands in the end."""
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -151,7 +197,7 @@ async def test_many_changes_cost_one_write_a_second() -> None:
             world.send(**{GPU: number % 4})
             await asyncio.sleep(0.1)
         await asyncio.sleep(2)
-    assert len(world.patches) <= 12
+    assert len(world.patches) <= 12 + 3
     assert world.allocatable[GPU] == "3"
 
 

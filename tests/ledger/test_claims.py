@@ -13,6 +13,7 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import UnhealthyDeviceError
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.claims import Claim, in_order, oldest_by_gpu, why_kept
+from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS
 from vgpu_agent.model import Decider, Owner, Resource, Share
 
 VGPU, SHARE = "volcano.sh/vgpu-number", "volcano.sh/gpu-memory"
@@ -44,6 +45,13 @@ def usable(ledger: Ledger, name: str) -> set[str]:
     return {entry.id.device for entry in ledger.listing(name) if entry.healthy}
 
 
+def claimed(ledger: Ledger, clock: Clock, *claims: Claim) -> None:
+    """GPUs are kept, and kubelet has been told."""
+    ledger.claim(claims)
+    clock.now += WITHDRAWAL_SECONDS
+    ledger.end_turns()
+
+
 @pytest.fixture
 def clock() -> Clock:
     """A clock at 1000 s."""
@@ -56,9 +64,9 @@ def ledger(clock: Clock) -> Ledger:
     return make(clock, WHOLE, counted(VGPU), counted(SHARE))
 
 
-def test_a_claimed_gpu_is_unhealthy_towards_the_other_families_only(ledger: Ledger) -> None:
+def test_a_claimed_gpu_is_unhealthy_towards_the_other_families_only(ledger: Ledger, clock: Clock) -> None:
     """What a scheduler has given away must not be given away by another; a claim never bars its own family."""
-    ledger.claim([claim(U0, 1)])
+    claimed(ledger, clock, claim(U0, 1))
     assert words(ledger) == {U0: False, U1: True}
     assert (usable(ledger, VGPU), usable(ledger, SHARE)) == ({U0, U1}, {U1})
     assert ledger.free_ids("nvidia.com/gpu") == 1
@@ -78,19 +86,19 @@ def test_claims_are_oldest_first_and_the_same_ones_change_nothing(ledger: Ledger
     assert ledger.revision.value == revision
 
 
-def test_the_oldest_claim_on_a_gpu_decides_in_both_directions(ledger: Ledger) -> None:
+def test_the_oldest_claim_on_a_gpu_decides_in_both_directions(ledger: Ledger, clock: Clock) -> None:
     """Nobody starves: the younger family waits, whichever it is, and is next when the older one is served."""
     first, second = claim(U0, 1, "volcano-gpushare"), claim(U0, 2, "volcano-vgpu")
-    ledger.claim([first, second])
+    claimed(ledger, clock, first, second)
     assert (usable(ledger, SHARE), usable(ledger, VGPU)) == ({U0, U1}, {U1})
-    ledger.claim([second, dataclasses.replace(first, order=3)])
+    claimed(ledger, clock, second, dataclasses.replace(first, order=3))
     assert (usable(ledger, SHARE), usable(ledger, VGPU)) == ({U1}, {U0, U1})
 
 
-def test_a_gpu_in_use_gives_nothing_new_while_another_family_waits_for_it(ledger: Ledger) -> None:
+def test_a_gpu_in_use_gives_nothing_new_while_another_family_waits_for_it(ledger: Ledger, clock: Clock) -> None:
     """Otherwise it would never become free, because others of that family keep coming."""
     start(ledger, VGPU, "runs", U0)
-    ledger.claim([claim(U0, 5, "volcano-gpushare", "waits")])
+    claimed(ledger, clock, claim(U0, 5, "volcano-gpushare", "waits"))
     assert usable(ledger, VGPU) == {U1}
     with pytest.raises(UnhealthyDeviceError, match="kept for a pod to which a scheduler of volcano-gpushare"):
         start(ledger, VGPU, "late", U0)
@@ -101,12 +109,12 @@ def test_a_gpu_in_use_gives_nothing_new_while_another_family_waits_for_it(ledger
     start(ledger, SHARE, "waits", U0)
 
 
-def test_a_pod_with_an_older_claim_joins_a_gpu_for_which_a_younger_one_waits(ledger: Ledger) -> None:
+def test_a_pod_with_an_older_claim_joins_a_gpu_for_which_a_younger_one_waits(ledger: Ledger, clock: Clock) -> None:
     """It was promised the GPU first; the younger one of another family waits for its end."""
     start(ledger, VGPU, "runs", U0)
     ledger.claim([claim(U0, 2, "volcano-vgpu", "second"), claim(U0, 5, "volcano-gpushare", "waits")])
     start(ledger, VGPU, "second", U0)
-    ledger.claim([claim(U0, 5, "volcano-gpushare", "waits")])
+    claimed(ledger, clock, claim(U0, 5, "volcano-gpushare", "waits"))
     assert usable(ledger, VGPU) == {U1}
 
 

@@ -15,7 +15,7 @@ from vgpu_agent.families.nvidia_ids import devices_behind
 from vgpu_agent.families.nvidia_options import NvidiaOptions
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.reconciliation import Meaning
-from vgpu_agent.ledger.turns import TURN_SECONDS
+from vgpu_agent.ledger.turns import round_seconds
 from vgpu_agent.model import GrantState, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 
 OTHER = "example.com/part"
@@ -118,7 +118,7 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
         """Then every healthy device is there again, for both families, once the one that is told first has had its moment."""
         self.pods = {}
         self.verify_until_settled()
-        self.clock.now += TURN_SECONDS
+        self.clock.now += round_seconds(2) + 1
         self._look()
         for name in self._names:
             for entry in self.ledger.listing(name):

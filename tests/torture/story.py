@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 from typing import Any
 
 _Event = tuple[float, str, str, tuple[Any, ...]]
@@ -26,6 +27,12 @@ class Story:
         """The first fact of the last ``event`` of that pod, as text; empty when there was none."""
         found = next((each for each in reversed(self._events) if each[1] == event and each[2] == pod), None)
         return str(found[3][0]) if found and found[3] else ""
+
+    def latest(self, *, seconds: float) -> str:
+        """All that happened in the last so many seconds."""
+        since = asyncio.get_running_loop().time() - seconds
+        recent = itertools.takewhile(lambda each: each[0] >= since, reversed(self._events))
+        return "\n".join(self._line(each) for each in reversed(list(recent)))
 
     def accuse(self, text: str, pod: str, *, ids: tuple[str, ...] = ()) -> None:
         """Something went wrong for good; keep it with all that was told of the pod, of its ids and of the node."""

@@ -162,3 +162,12 @@ def test_an_older_command_line_reads_a_newer_agent_and_the_other_way_round(mixed
     assert msgspec.convert({"resource": VGPU}, views.ResourceView).held_back == ()
     mixed_node.plugins = (PluginStatus("nvidia.com/gpu", "nvidia"),)
     assert msgspec.json.decode(msgspec.json.encode(views.overview(mixed_node, NOW)), type=views.Overview).gpus[0].use.family == "nvidia"
+
+
+def test_a_pod_whose_ids_must_come_from_a_gpu_is_told_that_it_is_kept(mixed_node: AgentStatus) -> None:
+    """No scheduler has named that GPU."""
+    claim = Claim("GPU-2", "nvidia", "ml/waits", "uid-waits", NOW - 5, 3, named=False)
+    mixed_node.ledger.uses = (dataclasses.replace(mixed_node.ledger.uses[2], claims=(claim,)),)
+    text = answer(mixed_node, "waits")
+    assert "GPU 2 (GPU-2) is kept for it since" in text
+    assert "has named" not in text

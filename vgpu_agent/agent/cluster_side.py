@@ -193,10 +193,11 @@ class ClusterSide:
         resources: Callable[[], Collection[str]] = lambda: (),
         sent: Callable[[], Mapping[str, SentCounts]] = dict,
         lists: Latest[int] | None = None,
+        withdrawn: Latest[int] | None = None,
     ) -> None:
         """Start to keep Node and pods as the families wish them; ``tokens`` and ``starting`` as for `PodPublisher`.
 
-        ``resources`` are the names of what this agent offers; ``sent`` and ``lists`` as for `AllocatableWriter`.
+        ``resources`` are the names of what this agent offers; ``sent``, ``lists`` and ``withdrawn`` as for `AllocatableWriter`.
         """
         if self.client is None or self.nodes is None or not self.needed:
             return
@@ -233,7 +234,14 @@ class ClusterSide:
             overcommits=overcommits,
         )
         self.allocatable = AllocatableWriter(
-            self.client, settings.node_name_or_hostname, self.nodes.node, sent, lists or Latest(0), settings.cluster, self._journal
+            self.client,
+            settings.node_name_or_hostname,
+            self.nodes.node,
+            sent,
+            lists or Latest(0),
+            withdrawn or Latest(0),
+            settings.cluster,
+            self._journal,
         )
         self._loop("allocatable", self.allocatable.run)
         self._loop(_NODE_TASK, self.node_publisher.run)

@@ -317,6 +317,7 @@ class Agent:
             resources=self._resources,
             sent=lambda: self._offering.sent_to_several_families,
             lists=self._offering.lists,
+            withdrawn=self._ledger.withdrawn,
         )
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         self._mps.start()

@@ -93,7 +93,9 @@ class Offering:
         if len({plugin.resource.family for plugin in self._plugins.values()}) < 2:
             return {}
         return {
-            name: SentCounts(listed=plugin.status.ids_sent, healthy=plugin.status.healthy_sent)
+            name: SentCounts(
+                plugin.status.ids_sent, plugin.status.healthy_sent, min(plugin.status.healthy_sent, self._ledger.offered_ids(name))
+            )
             for name, plugin in self._plugins.items()
             if plugin.told is not None and not plugin.status.complaint  # kubelet may have another list
         }
@@ -183,6 +185,8 @@ class Offering:
                 wanted[name], self._allocator, self._settings, self._directory, self._journal, self.lists
             )
             self._supervisor.start(_task(name), plugin.run)
+        served = {plugin.resource.family for plugin in self._plugins.values()}
+        self._ledger.withhold({resource.family for resource in self._ledger.resources} - served)
 
     async def _stop(self, names: list[str]) -> None:
         stopping = [self._plugins.pop(name) for name in names]

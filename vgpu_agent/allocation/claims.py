@@ -1,4 +1,9 @@
-"""The GPUs that schedulers have given to pods of this node which have not started yet: what `ledger` keeps for them.
+"""The GPUs that are kept in `ledger` for pods of this node which have not been given anything yet.
+
+There are two kinds of claims. Where the pod decides (Volcano), its scheduler has named the GPU in the pod's annotations. Where ids name
+GPUs, a scheduler has only counted: a pod that it has bound and that kubelet has not admitted yet is *demand* for so many ids. What the GPUs
+that serve its family do not cover is kept of the free ones, for the moment that kubelet needs. A pod whose GPU is gone by then is failed
+for good, while one of Volcano's only waits; so demand goes before claims by annotation that are as young.
 
 Made from the pods, the families and the grants alone, so a restart loses nothing. A claim begins when the watch shows the bound pod. It
 ends when the container is given its shares, when the pod ends or is deleted, when its start is refused for good, and when its family finds
@@ -13,6 +18,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent.allocation.demand import Demand, is_expected
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.model import Decider
 
@@ -76,6 +82,16 @@ class Claims:
         )
 
     def _claims(self) -> list[Claim]:
+        named = self._named_claims()
+        if not self._ledger.serves_several_families:
+            return named  # whatever is free is theirs
+        expected = [pod for pod in self._book.pods if is_expected(pod)]
+        if not expected:
+            return named
+        demand = Demand(self._ledger, named, ahead=_AHEAD, now=self._wall_clock())
+        return named + [claim for pod in expected for claim in demand.claims(pod)]
+
+    def _named_claims(self) -> list[Claim]:
         waiting = self._waiting()
         if not waiting:
             return []

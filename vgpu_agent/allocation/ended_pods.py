@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 # Events come in bursts, and each try is a whole booking.
 _PAUSE_SECONDS = 0.1
+_A_MOMENT_SECONDS = 0.01  # more than two clocks can differ by
 
 _NO_ROOM = (CapacityError, UnhealthyDeviceError)  # the second also where a GPU serves another family, whose last pod may have ended
 
@@ -74,11 +75,16 @@ class EndedPods:
         try:
             return await self._after_releases(start, attempt)
         except _NO_ROOM:
-            if (seconds := self._ledger.turn_ends_in_seconds) is None:
+            if (longest := self._ledger.turns_end_in_seconds) is None:
                 raise
         # A GPU that was returned is another family's to take for a moment; kubelet would ask again much later than it is everybody's.
-        await asyncio.sleep(seconds)
-        self._ledger.end_turns()
+        now = asyncio.get_running_loop().time
+        until = min(start.until, now() + longest + _A_MOMENT_SECONDS)
+        while (left := until - now()) > 0 and (seconds := self._ledger.turn_ends_in_seconds) is not None:
+            await asyncio.sleep(min(left, max(seconds, _A_MOMENT_SECONDS)))
+            self._ledger.end_turns()
+            with contextlib.suppress(*_NO_ROOM):
+                return attempt()
         return attempt()
 
     async def _after_releases(self, start: Start, attempt: Callable[[], T]) -> T:

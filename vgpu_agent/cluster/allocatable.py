@@ -2,10 +2,12 @@
 
 kubelet counts the healthy ids of each resource and writes them into the Node every ten seconds (nodeStatusUpdateFrequency). Where several
 families share GPUs the counts change with each handover, and a scheduler that goes by an old count sends a pod that kubelet can only fail.
-So the same number is written here when kubelet has got the list. kubelet's next look finds nothing to change.
+So the same number is written here when kubelet has got the list. kubelet's next look finds nothing to change. A count that is about to go
+down is written before kubelet has the list: so nobody is sent to ids that are Healthy for the pods only that are on their way already.
 
-kubelet keeps the last word: each count is written once, only over a count that kubelet has written before, and only while kubelet has as
-many ids as the list. What kubelet changes back stays. Built and run by `agent`.
+kubelet keeps the last word: each count is written once for each list, only over a count that kubelet has written before, and only while
+kubelet has as many ids as the list. What kubelet changes back stays, but for what it writes shortly before a new list, or at its very
+moment: that is the count of the list before. Built and run by `agent`.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 10.0
 # kubelet takes over a list in milliseconds, and the lists of several resources change together.
 _GATHERING_SECONDS = 0.1
-# A Node is a large object that every scheduler and kubelet proxy of the cluster watches.
+# A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover is a few writes within seconds.
 _APART_SECONDS = 1.0
+_AT_ONCE = 4
+# What kubelet writes later than this it has counted with the new list.
+_CROSSES_SECONDS = 1.0
 
 
 @dataclasses.dataclass
@@ -42,13 +47,17 @@ class _Write:
 
     Attributes:
         healthy: the count.
+        sent: what kubelet had been sent by then.
         at: when it was written (loop time).
         shown: the watch has shown it since.
+        before: what kubelet had been sent before that; empty once kubelet can no longer have counted it.
     """
 
     healthy: int
+    sent: int
     at: float
     shown: bool = False
+    before: str = ""
 
 
 class AllocatableWriter:
@@ -67,6 +76,7 @@ class AllocatableWriter:
         node: Latest[Node | None],
         sent: Callable[[], Mapping[str, SentCounts]],
         lists: Latest[int],
+        withdrawn: Latest[int],
         settings: Cluster,
         journal: Journal,
     ) -> None:
@@ -78,23 +88,24 @@ class AllocatableWriter:
             node: our Node as the watch shows it; None while there is none.
             sent: resource → what kubelet was last sent over a stream that is open.
             lists: moves on when that changes.
+            withdrawn: moves on when schedulers are to know of fewer ids than kubelet has.
             settings: the pauses.
             journal: a lasting refusal is recorded there.
         """
         self._api, self._path, self._node = api, f"{node_path(node_name)}/status", node
-        self._sent, self._lists, self._settings = sent, lists, settings
+        self._sent, self._lists, self._withdrawn, self._settings = sent, lists, withdrawn, settings
         self._complaints = Complaints(journal, "allocatable")
         self._uid = ""
         self._writes: dict[str, _Write] = {}
         self._backoffs: dict[str, Backoff] = {}
-        self._written_at = float("-inf")
+        self._next_at = float("-inf")  # loop time at which a write would be due if all were equally far apart
         self.counts = WriteCounts()
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Follow the lists until cancelled."""
         while True:
             beat()
-            versions = Versions(self._node, self._lists)
+            versions = Versions(self._node, self._lists, self._withdrawn)
             pause = await self.write_once()
             await versions.passed(timeout_seconds=pause)
             await asyncio.sleep(_GATHERING_SECONDS)
@@ -109,15 +120,15 @@ class AllocatableWriter:
             self._uid = node.uid
             self._writes.clear()
         self._writes = {resource: write for resource, write in self._writes.items() if resource in sent}
-        due = {resource: counts.healthy for resource, counts in sent.items() if self._is_due(node, resource, counts)}
+        due = {resource: counts for resource, counts in sent.items() if self._is_due(node, resource, counts)}
         self.counts.pending = len(due)
         if not due:
             return _LOOK_SECONDS
-        apart = self._written_at + _APART_SECONDS - asyncio.get_running_loop().time()
+        apart = self._next_at - _APART_SECONDS * (_AT_ONCE - 1) - asyncio.get_running_loop().time()
         if apart > 0:
             return apart
         waits = {resource: self._backoff(resource).seconds_left for resource in due}
-        if ready := {resource: healthy for resource, healthy in due.items() if not waits[resource]}:
+        if ready := {resource: counts for resource, counts in due.items() if not waits[resource]}:
             await self._write(ready)
             return _APART_SECONDS
         return min(*waits.values(), _LOOK_SECONDS)
@@ -127,40 +138,50 @@ class AllocatableWriter:
         if capacity is None or allocatable is None or not same_quantity(capacity, str(sent.listed)):
             return False  # kubelet has yet to write what it was told of the resource
         last = self._writes.get(resource)
-        if last is None or last.shown or asyncio.get_running_loop().time() - last.at > self._settings.request_timeout_seconds:
-            if same_quantity(allocatable, str(sent.healthy)):
-                self._note(resource, sent.healthy, shown=True)
-                return False
-        elif same_quantity(allocatable, str(last.healthy)):
-            last.shown = True
-        return last is None or last.healthy != sent.healthy
+        age_seconds = 0.0
+        if last is not None:
+            age_seconds = asyncio.get_running_loop().time() - last.at
+            last.shown = last.shown or same_quantity(allocatable, str(last.healthy)) or age_seconds > self._settings.request_timeout_seconds
+        if (last is None or last.shown) and same_quantity(allocatable, str(sent.offered)):
+            self._note(resource, sent, shown=True)
+            return False
+        if last is None or (last.healthy, last.sent) != (sent.offered, sent.healthy):
+            return True
+        if not last.shown:
+            return False
+        if sent.offered < sent.healthy and same_quantity(allocatable, str(sent.healthy)):
+            return True  # kubelet does not know yet of what it is about to lose
+        return bool(last.before) and same_quantity(allocatable, last.before) and age_seconds < _CROSSES_SECONDS
 
-    def _note(self, resource: str, healthy: int, *, shown: bool = False) -> None:
-        self._writes[resource] = _Write(healthy, asyncio.get_running_loop().time(), shown)
+    def _note(self, resource: str, sent: SentCounts, *, shown: bool = False) -> None:
+        last = self._writes.get(resource)
+        before = str(last.sent) if last is not None and last.sent != sent.healthy else ""
+        self._writes[resource] = _Write(sent.offered, sent.healthy, asyncio.get_running_loop().time(), shown, before)
 
     def _backoff(self, resource: str) -> Backoff:
         return self._backoffs.setdefault(resource, Backoff(self._settings))
 
-    async def _write(self, due: Mapping[str, int]) -> None:
+    async def _write(self, due: Mapping[str, SentCounts]) -> None:
         """One merge patch for all counts, or one for each when one of them spoils it."""
-        self._written_at = asyncio.get_running_loop().time()
+        self._next_at = max(self._next_at, asyncio.get_running_loop().time()) + _APART_SECONDS
         err = await self._send(due)
         if err is not None and lasting(err) and len(due) > 1:
-            for resource, healthy in due.items():
-                self._done([resource], due, await self._send({resource: healthy}))
+            for resource, counts in due.items():
+                self._done([resource], due, await self._send({resource: counts}))
         else:
             self._done(list(due), due, err)
 
-    async def _send(self, due: Mapping[str, int]) -> ClusterError | None:
+    async def _send(self, due: Mapping[str, SentCounts]) -> ClusterError | None:
         try:
-            await self._api.patch(self._path, {"status": {"allocatable": {resource: str(healthy) for resource, healthy in due.items()}}})
+            counts = {resource: str(sent.offered) for resource, sent in due.items()}
+            await self._api.patch(self._path, {"status": {"allocatable": counts}})
         except ClusterError as err:
             self.counts.failed += 1
             return err
         self.counts.written += 1
         return None
 
-    def _done(self, resources: Sequence[str], due: Mapping[str, int], err: ClusterError | None) -> None:
+    def _done(self, resources: Sequence[str], due: Mapping[str, SentCounts], err: ClusterError | None) -> None:
         for resource in resources:
             if err is None:
                 self._note(resource, due[resource])

@@ -30,7 +30,8 @@ class Surroundings(NamedTuple):
         grants: those that are `in_the_way` of the resource in question.
         offers_all_of: whether a grant was made under today's settings.
         claims: GPU → the oldest claim on it, as far as claims count for what is asked.
-        first: GPU → the family that alone is offered it now, empty for all; as far as that counts.
+        why_waits: GPU, family → why another family is offered the GPU first, empty where none is; as far as that counts.
+        lasts: GPU, family → whether kubelet may still give out what is kept for others since a moment; as far as that counts.
     """
 
     devices: Mapping[str, Device]
@@ -38,7 +39,8 @@ class Surroundings(NamedTuple):
     grants: Sequence[Grant]
     offers_all_of: Callable[[Grant], bool]
     claims: Mapping[str, Claim]
-    first: Callable[[str], str]
+    why_waits: Callable[[str, str], str]
+    lasts: Callable[[str, str], bool]
 
 
 def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
@@ -76,7 +78,8 @@ def _somebody_in_the_way(device: str, resource: Resource, known: Surroundings) -
             if holds is None or holds.gpu != gpu:
                 continue
             if grant.family != resource.family:
-                return serves(grant.family)
+                # Where the pod decides, its ids say nothing of a GPU: a pod that was on its way is admitted, and its start waits.
+                return "" if not by_ids and known.lasts(gpu, resource.family) else serves(grant.family)
             if by_ids and share.device != device and gpu in (share.device, device):
                 # From before MIG mode was switched: a GPU and its slices are never both given out.
                 whole = "the whole GPU" if share.device == gpu else f"the slice {share.device}"
@@ -89,10 +92,8 @@ def _somebody_in_the_way(device: str, resource: Resource, known: Surroundings) -
 
 
 def _kept(gpu: str, resource: Resource, known: Surroundings) -> str:
-    if reason := why_kept(gpu, resource.family, known.claims):
-        return reason
-    first = known.first(gpu)
-    return f"the GPU was returned a moment ago, and {first} is offered it before the others" if first not in ("", resource.family) else ""
+    reason = why_kept(gpu, resource.family, known.claims) or known.why_waits(gpu, resource.family)
+    return "" if reason and known.lasts(gpu, resource.family) else reason
 
 
 def strangers(shares: Iterable[Share], offered: Collection[str], devices: Mapping[str, Device]) -> list[str]:

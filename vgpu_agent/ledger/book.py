@@ -21,11 +21,13 @@ from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
 from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of, gone, with_gone
+from vgpu_agent.ledger.drains import Drains
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
 from vgpu_agent.ledger.turns import Turns
 from vgpu_agent.ledger.uses import held_back, uses
+from vgpu_agent.ledger.withdrawals import Withdrawals
 from vgpu_agent.model import Decider, Grant, GrantState
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Ledger:
 
     Attributes:
         claims: the GPUs that are kept for pods, the oldest claim first.
+        withdrawn: moves on when a family is offered less than before, because of another one.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time) -> None:
@@ -57,6 +60,7 @@ class Ledger:
             wall_clock: unix seconds, for what is shown.
         """
         self.revision: Latest[int] = Latest(0)
+        self.withdrawn: Latest[int] = Latest(0)
         self._clock, self._wall_clock = clock, wall_clock
         self._devices: dict[str, Device] = {}
         self.slices: dict[str, Device] = {}
@@ -67,8 +71,10 @@ class Ledger:
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = None  # offers, devices → GPUs
         self.claims: tuple[Claim, ...] = ()
         self._oldest_claims: Mapping[str, Claim] = {}  # by GPU
-        self._turns = Turns(clock)
+        self._turns, self._withdrawals, self._drains = Turns(clock), Withdrawals(clock), Drains()
         self._served_families: frozenset[str] = frozenset()
+        self._withheld_families: frozenset[str] = frozenset()
+        self._shared_out = self._listed = False
         self._passes = 0
         self.rebuilt = False  # whether kubelet has told of all that was held when this process started
 
@@ -103,6 +109,12 @@ class Ledger:
         if self._grants.restate(stand_for) or changed:
             self._changed()
 
+    def withhold(self, families: Iterable[str]) -> None:
+        """Give no turns to ``families``, whose resources kubelet is not told of at the moment."""
+        if (withheld := frozenset(families)) != self._withheld_families:
+            self._withheld_families = withheld
+            self._changed()
+
     def cordon(self, device: str, reason: str, *, by: str = "") -> None:
         """Give nothing of ``device`` to new containers, as ``by`` wishes; who holds it keeps it."""
         self._cordons.set(device, by, reason)
@@ -120,8 +132,9 @@ class Ledger:
             self._changed()
 
     def end_turns(self) -> None:
-        """Offer to all families what one of them was offered first, where its time is over; see `turn_ends_in_seconds`."""
-        if self._turns.end():
+        """Offer to the next family, or to all, what one was offered first, where its time is over; see `turn_ends_in_seconds`."""
+        moved = self._turns.move_on()
+        if self._withdrawals.end() or moved:
             self._changed()
 
     def has_settled(self, device: str) -> bool:
@@ -160,9 +173,19 @@ class Ledger:
         return why_kept(gpu, family, self._oldest_claims)
 
     @property
+    def serves_several_families(self) -> bool:
+        """Whether families may race for a GPU."""
+        return len(self._served_families) > 1
+
+    @property
     def turn_ends_in_seconds(self) -> float | None:
-        """How soon a GPU that one family was offered first is offered to all; None when there is no such GPU."""
-        return self._turns.seconds_left
+        """How soon the offer of a GPU changes because of the time alone; None when that is so for no GPU."""
+        return min((left for left in (self._turns.seconds_left, self._withdrawals.seconds_left) if left is not None), default=None)
+
+    @property
+    def turns_end_in_seconds(self) -> float | None:
+        """How soon all GPUs that were returned by now are offered to all; None when they are."""
+        return self._turns.over_in_seconds
 
     def free_ids(self, resource: str) -> int:
         """How many ids of ``resource`` could be given out now."""
@@ -189,7 +212,8 @@ class Ledger:
     def listing(self, name: str) -> Sequence[ListedDevice]:
         """The complete list that kubelet must see now: every offered id, and held ids of devices that went away (never dropped: V16)."""
         resource = self.resource(name)
-        trouble = self._troubles(resource)
+        self._listed = True
+        trouble = self._troubles(resource, at_kubelet=True)
         gone = [
             ListedDevice(DeviceId(id_, device), healthy=False)
             for grant in self._grants.by_number.values()
@@ -200,6 +224,41 @@ class Ledger:
         if isinstance(resource.ids, NumberedIds):
             return NumberedList(tuple((block, not trouble[block.device]) for block in resource.ids.blocks), tuple(gone))
         return [*(ListedDevice(entry, not trouble[entry.device]) for entry in resource.ids), *gone]
+
+    def free_ids_by_gpu(self, name: str) -> tuple[dict[str, int], dict[str, int]]:
+        """Ids of ``name`` that nobody has: on GPUs that serve its family, and on GPUs of which nobody has anything, claimed ones included.
+
+        Raises:
+            UnknownDeviceError: the resource is not offered.
+        """
+        resource, served = self.resource(name), self._served()
+        held, trouble = self._grants.holder.get(name, {}), self._troubles(resource, turns=False)
+        serving, free = dict[str, int](), dict[str, int]()
+        for device in self._offers.devices(resource):
+            if self.gpu_of(device) not in served:
+                trouble[device] = availability.own_trouble(device, resource, self._devices, self._cordons)
+        for entry in resource.ids:
+            if entry.id not in held and not trouble[entry.device]:
+                gpu = self.gpu_of(entry.device)
+                by_gpu = serving if gpu in served else free
+                by_gpu[gpu] = by_gpu.get(gpu, 0) + 1
+        return serving, free
+
+    def is_first(self, gpu: str, family: str) -> bool:
+        """Whether ``family`` alone is offered the GPU now, because it is its turn."""
+        return self._turns.is_first(gpu, family)
+
+    def offered_ids(self, name: str) -> int:
+        """How many ids of resource ``name`` schedulers are to know of, those in use included; kubelet has more while some are withdrawn.
+
+        Raises:
+            UnknownDeviceError: the resource is not offered.
+        """
+        resource = self.resource(name)
+        trouble = self._troubles(resource)
+        if isinstance(resource.ids, NumberedIds):
+            return sum(block.count for block in resource.ids.blocks if not trouble[block.device])
+        return sum(not trouble[entry.device] for entry in resource.ids)
 
     def shared_gpus(self, family: str) -> frozenset[str]:
         """GPUs that families other than ``family`` are offered as well; empty where it is the only one."""
@@ -491,11 +550,12 @@ class Ledger:
     # -- how it is done ---------------------------------------------------------------------------------------------------------------
 
     def _troubles(
-        self, resource: Resource, devices: Iterable[str] | None = None, *, claims: bool = True, turns: bool = True
+        self, resource: Resource, devices: Iterable[str] | None = None, *, claims: bool = True, turns: bool = True, at_kubelet: bool = False
     ) -> dict[str, str]:
         """Why nothing of a device may be given out now, empty when it may: of ``devices``, or of all that ``resource`` offers, in order.
 
         Without ``claims`` it may although it is kept for a pod, and without ``turns`` although another family is offered it first.
+        ``at_kubelet`` it may for a moment longer than schedulers are to know of it.
         """
         asked = self._offers.devices(resource) if devices is None else devices
         grants = availability.in_the_way(resource, self._grants.by_number.values())
@@ -505,7 +565,8 @@ class Ledger:
             grants,
             self._grants.offers_all_of,
             self._oldest_claims if claims else {},
-            self._turns.first if turns else lambda _: "",
+            self._why_waits if turns else _never,
+            self._withdrawals.lasts if at_kubelet else _no,
         )
         return {device: availability.trouble(device, resource, known) for device in asked}
 
@@ -564,29 +625,80 @@ class Ledger:
 
     def _in_use(self) -> dict[str, str]:
         """GPU → the family that has something of it, or for which it is kept."""
-        in_use = {gpu: claim.family for gpu, claim in self._oldest_claims.items()}
+        return {gpu: claim.family for gpu, claim in self._oldest_claims.items()} | self._served()
+
+    def _served(self) -> dict[str, str]:
+        """GPU → the family that has something of it."""
+        served = {}
         for grant in self._grants.by_number.values():
             for share in grant.shares:
                 known = self._devices.get(share.device)
-                in_use[known.gpu if known else share.device] = grant.family
-        return in_use
+                served[known.gpu if known else share.device] = grant.family
+        return served
 
     def _candidates(self, gpu: str) -> list[str]:
         """The families that could give out something of a GPU of which nobody has anything."""
         able = (
             resource.family
             for resource in self._offers.in_order
-            if resource.decided_by is not Decider.NOBODY and resource.family in self._served_families
+            if resource.decided_by is not Decider.NOBODY and resource.family in self._able_families
             for device in self._offers.devices(resource)
             if (known := self._devices.get(device)) is not None and known.gpu == gpu
             if not availability.own_trouble(device, resource, self._devices, self._cordons)
         )
         return list(dict.fromkeys(able))
 
+    def _offered_to(self) -> list[tuple[str, str]]:
+        """Each GPU and each family that is offered it, as far as the other families go."""
+        served = self._served()
+        return [
+            (gpu, family)
+            for gpu in {device.gpu for device in self._devices.values()}
+            for family in self._served_families
+            if served.get(gpu, family) == family and not self.why_kept(gpu, family) and not self._why_waits(gpu, family)
+        ]
+
+    @property
+    def _able_families(self) -> frozenset[str]:
+        """The families whose pods can start now."""
+        return self._served_families - self._withheld_families
+
+    def _why_waits(self, gpu: str, family: str) -> str:
+        return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
+
+    def _share_out(self) -> None:
+        """Bring turns, drains and withdrawals in line with what is held and claimed."""
+        self._turns.follow(self._in_use(), self._candidates)
+        held = {
+            grant.number: (grant.family, frozenset(self.gpu_of(share.device) for share in grant.shares))
+            for grant in self._grants.by_number.values()
+            if grant.shares
+        }
+        in_use, gpus = self._in_use(), {device.gpu for device in self._devices.values()}
+        free = [gpu for gpu in gpus if gpu not in in_use]
+        offered = {family for gpu in free for family in self._candidates(gpu) if not self._turns.why_waits(gpu, family)}
+        self._drains.follow(held, self._able_families, offered)
+        if self._withdrawals.follow(self._offered_to(), listed=self._listed):
+            self.withdrawn.publish(self.withdrawn.value + 1)
+
     def _changed(self) -> None:
         # On a node with one family nobody races, and each change would cost a look at all grants.
-        self._turns.follow(self._in_use() if len(self._served_families) > 1 else {}, self._candidates)
+        if self.serves_several_families:
+            self._share_out()
+        elif self._shared_out:
+            self._turns, self._withdrawals, self._drains = Turns(self._clock), Withdrawals(self._clock), Drains()
+        self._shared_out = self.serves_several_families
         self.revision.publish(self.revision.value + 1)
+
+
+def _never(_gpu: str, _family: str) -> str:
+    """No family waits for another."""
+    return ""
+
+
+def _no(_gpu: str, _family: str) -> bool:
+    """Nothing is given out longer than it is offered."""
+    return False
 
 
 def _called(device: str, wanted: Mapping[str, str]) -> str:

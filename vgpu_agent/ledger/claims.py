@@ -1,4 +1,4 @@
-"""GPUs that are kept for pods to which a scheduler has given them, until those pods have their shares.
+"""GPUs that are kept for pods, because a scheduler has given them to those pods or because their ids must come from them.
 
 A scheduler that names a GPU in a pod's annotations has decided at bind; the shares are booked when the container starts, after its image
 was pulled and its init containers have run. A claim covers the time in between. It is no booking: it takes nothing from anybody who has
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """One GPU that a scheduler has given to a pod which has not been given its shares yet.
+    """One GPU that is kept for a pod which has not been given its shares yet.
 
     Attributes:
         gpu: UUID.
-        family: the family in whose vocabulary the scheduler named it.
+        family: the family whose pod it is.
         pod: ``namespace/name``.
         pod_uid: kubelet's UID of the pod.
         since: unix seconds of the moment at which the claim was first seen.
         order: its place among the claims of the node; smaller is older, and alike for the claims of one pod.
+        named: a scheduler has named the GPU; otherwise the pod's ids must come from it.
     """
 
     gpu: str
@@ -39,6 +40,7 @@ class Claim:
     pod_uid: str
     since: float
     order: int
+    named: bool = True
 
 
 _in_line = operator.attrgetter("order", "pod_uid", "gpu", "family")
@@ -63,4 +65,6 @@ def why_kept(gpu: str, family: str, oldest: Mapping[str, Claim]) -> str:
     if claim is None or claim.family == family:
         return ""
     # Without the pod's name: owners of refused pods read this, and they may be other tenants.
+    if not claim.named:
+        return f"the GPU is kept for a pod of {claim.family} that has been bound to this node, until kubelet has admitted it"
     return f"the GPU is kept for a pod to which a scheduler of {claim.family} has given it, until that pod has started or ended"

@@ -196,7 +196,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_gpu_claims",
         _G,
         _GPU_FAMILY,
-        "Pods whose scheduler has named the GPU and that have nothing of it yet, by their family; absent while there are none.",
+        "Pods for which the GPU is kept and that have nothing of it yet, by their family; absent while there are none.",
         readings.gpu_claims,
     ),
     Metric(

@@ -119,6 +119,9 @@ def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]
     """Sentences about a pod that has been bound for a GPU and has nothing of it yet."""
     ahead = [other for other in use.claims if other.family != claim.family and other.order < claim.order]
     gpu = f"{called(status, (use.gpu,))} ({use.gpu})"
+    if not claim.named:
+        yield f"{gpu} is kept for it since {_text(claim.since)}, until the kubelet has admitted it."
+        return
     yield f"Its scheduler has named {gpu}, for which it waits since {_text(claim.since)}."
     if use.family and use.family != claim.family:
         drains = "" if ahead else f"; no new pod of {use.family} gets any of it meanwhile"

@@ -16,7 +16,7 @@ from tests.torture.agents import BackendPlugin, Life, World
 from tests.torture.api_model import NODE
 from tests.torture.device_manager import Endpoint
 from tests.torture.mixed.judge import Waits
-from tests.torture.mixed.plan import AWS, NVIDIA, REPLICAS, RESOURCES, gpus_behind
+from tests.torture.mixed.plan import AWS, NVIDIA, REPLICAS, RESOURCES, VOLCANO, gpus_behind
 from tests.torture.mixed.schedulers import NodeStatus
 from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
 from vgpu_agent.agent.verification import Verification
@@ -172,10 +172,10 @@ class MixedAgent:
         )
         self._registered = False
         self._node: Latest[Node | None] = Latest(None)
-        self._sent: dict[str, SentCounts] = {}
+        self._sent: dict[str, tuple[int, int]] = {}  # resource → ids that kubelet was sent last, and how many of them are healthy
         self._lists: Latest[int] = Latest(0)
         self._allocatable = AllocatableWriter(
-            cast(Api, _ModelApi(world)), NODE, self._node, lambda: self._sent, self._lists, Cluster(), journal
+            cast(Api, _ModelApi(world)), NODE, self._node, self._counts, self._lists, self.ledger.withdrawn, Cluster(), journal
         )
 
     async def begin(self) -> None:
@@ -244,8 +244,13 @@ class MixedAgent:
             self._node.publish(Node(NODE, uid="node", capacity=capacity, allocatable=allocatable))
 
     def _note_sent(self, resource: str, devices: Sequence[ListedDevice]) -> None:
-        self._sent[resource] = SentCounts(listed=len(devices), healthy=len(_healthy(devices)))
+        self._sent[resource] = len(devices), len(_healthy(devices))
         self._lists.publish(self._lists.value + 1)
+
+    def _counts(self) -> dict[str, SentCounts]:
+        """As `vgpu_agent.agent.offering` has them."""
+        offered = self.ledger.offered_ids
+        return {name: SentCounts(listed, healthy, min(healthy, offered(name))) for name, (listed, healthy) in self._sent.items()}
 
     async def _send_lists(self, resource: str, endpoint: Endpoint, sent: Sequence[ListedDevice]) -> None:
         """The stream of one registration, as `vgpu_agent.kubelet.plugin` sends it."""
@@ -264,6 +269,8 @@ class MixedAgent:
                 sent = devices
                 if family := _FAMILY_OF.get(resource):
                     world.waits.listed(resource, family, gpus_behind(ids), loop.time())
+                elif resource == RESOURCES[VOLCANO]:
+                    world.waits.reached(VOLCANO, gpus_behind(ids), loop.time())
             await revision.newer_than(version)
             await asyncio.sleep(self._settings.coalesce_seconds)
 

@@ -73,7 +73,7 @@ class _Day:
         self._judge, self._waits, node = MixedJudge(story), Waits(), NodeStatus()
         self._schedulers = Schedulers(rng, node)
         api, files = ApiModel(rng, story), NodeFiles(rng, story)
-        if faults is QUIET:
+        if faults == QUIET:
             api.longest_delays_seconds = (0.03, 0.2, 1.0)  # a watch that lags by seconds is a fault
         kubelet = KubeletModel(rng, api=api, files=files, judge=self._judge, story=story)
         kubelet.on_end = self._ended
@@ -178,7 +178,9 @@ class _Day:
         self._schedulers.take_back(pod)
         loop = asyncio.get_running_loop()
         if not pod.admitted and not pod.deleting:
-            self._waits.figures.failed[cause_of(self._story, pod)] += 1
+            cause = cause_of(self._story, pod)
+            self._waits.figures.failed[cause] += 1
+            self._waits.figures.stories.append(f"{pod.name} ({pod.uid}) failed: {cause}\n{self._story.latest(seconds=5.0)}")
         gpus = self._gpus_of(pod)
         if pod.uid not in self._judge.started:
             self._waits.given_up(pod)
@@ -215,9 +217,9 @@ class _Day:
             family = family_of(pod.plan)
             for uuid in self._gpus_of(pod):
                 holders[uuid].add(family)
-            if family == VOLCANO and pod.uid not in self._judge.started:
-                claimed |= named_by_scheduler(pod)
-                if pod.refusal and not pod.deleting:
+            if family == VOLCANO:
+                claimed |= named_by_scheduler(pod)  # also between a crash and the next start
+                if pod.uid not in self._judge.started and pod.refusal and not pod.deleting:
                     refused.append(pod)
         return Seen(
             {uuid: frozenset(families) for uuid, families in holders.items()},

@@ -76,6 +76,7 @@ class Figures:
         handovers: seconds from the end of a GPU's last holder to healthy ids of another family at kubelet.
         lists: resource → ListAndWatch messages.
         pod_events: starts and ends of pods.
+        stories: of each pod that failed, what happened on the node in the seconds before.
     """
 
     pods: int = 0
@@ -89,6 +90,7 @@ class Figures:
     handovers: list[float] = dataclasses.field(default_factory=list)
     lists: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     pod_events: int = 0
+    stories: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, other: Figures, day: int) -> None:
         """Another day's figures, with its pods' names made unique."""
@@ -104,6 +106,7 @@ class Figures:
         self.handovers += other.handovers
         self.lists += other.lists
         self.pod_events += other.pod_events
+        self.stories += [f"seed {day}: {story}" for story in other.stories]
 
     def text(self) -> str:
         """A line for each figure, with the bound it is held to."""
@@ -113,7 +116,8 @@ class Figures:
         lines = {
             "pods": f"{self.pods}, started {self.started}",
             "failed of a thousand": f"{self.failed_of_a_thousand:.1f} ({bounds.FAILED_OF_A_THOUSAND:g}) {dict(self.failed)}",
-            "waited beside an idle GPU": f"{len(self.idle)} pods ({bounds.IDLE_VIOLATIONS}), seconds {_spread(self.idle.values())}",
+            "waited beside an idle GPU": f"{len(self.idle)} pods, seconds {_spread(self.idle.values())}, "
+            f"at most {bounds.IDLE_OF_A_THOUSAND:g} of a thousand pods",
             "refused although no other family held the GPU": f"{len(late)} pods (0), seconds {_spread(late)}",
             "ends of others before a bound pod": f"{_spread(self.ends_before_bound)} ({bounds.ENDS_BEFORE_A_BOUND_POD})",
             "ends of others before a family was placed": f"{self.ends_before_family} ({bounds.ENDS_BEFORE_A_FAMILY})",
@@ -133,7 +137,7 @@ class Figures:
         idle, late = _some(self.idle), _some(self.refused_although_free)
         checks = (
             (self.failed_of_a_thousand, bounds.FAILED_OF_A_THOUSAND, f"failed of a thousand pods: {dict(self.failed)}"),
-            (len(self.idle), bounds.IDLE_VIOLATIONS, f"pods waited beside an idle GPU: {idle}"),
+            (1000 * len(self.idle) / max(1, self.pods), bounds.IDLE_OF_A_THOUSAND, f"of a thousand pods waited beside an idle GPU: {idle}"),
             (len(self.refused_although_free), 0, f"pods were refused beside a free GPU: {late}"),
             (percentile(self.handovers, 0.99), bounds.HANDOVER_P99_SECONDS, "seconds for the 99th of a hundred handovers"),
         )
@@ -176,7 +180,7 @@ class Seen:
 
     Attributes:
         holders: GPU → family → whether anybody of it has a share, by kubelet's records and by what runs.
-        claimed: GPUs that Volcano's scheduler has named for bound pods that have not started.
+        claimed: GPUs that Volcano's scheduler has named for bound pods that have not ended.
         pending: family → created_at of the pods that no scheduler has placed, the oldest first.
         refused: bound pods whose start is refused.
         sound: nothing of the node has failed for a while.
@@ -272,8 +276,12 @@ class Waits:
             self.figures.ends_before_bound.append(self._ends_of_bound.pop(pod.uid))
 
     def listed(self, resource: str, family: str, gpus: frozenset[str], now: float) -> None:
-        """Kubelet has a new list of a resource, in which ids of ``gpus`` are healthy."""
+        """Kubelet has a new list of a resource whose ids name GPUs, in which those of ``gpus`` are healthy."""
         self.figures.lists[resource] += 1
+        self.reached(family, gpus, now)
+
+    def reached(self, family: str, gpus: frozenset[str], now: float) -> None:
+        """Kubelet may give ``gpus`` to pods of the family."""
         for uuid in [uuid for uuid, (_, last) in self._released.items() if uuid in gpus and last != family]:
             self.figures.handovers.append(now - self._released.pop(uuid)[0])
 

@@ -1,0 +1,46 @@
+"""The bounds of a mixed day hold: no pod is lost to a race, nobody starves, and little is said to kubelet about it.
+
+The days are those of `tests.torture.test_mixed_days`, and so are the variables that make them longer. A failure names the seed and tells
+the story of the pods that were lost; ``TORTURE_SEED=<n>`` plays that day again.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.torture.mixed.day import QUIET, TROUBLED
+from tests.torture.mixed.judge import Figures
+from tests.torture.test_mixed_days import days, many_days
+
+
+def _check(problems: list[str], figures: Figures) -> None:
+    stories = "\n\n".join(figures.stories[:3])
+    assert not problems, f"{'; '.join(problems)}\n{figures.text()}\n{stories}"
+
+
+def test_the_bounds_hold_on_a_quiet_mixed_day() -> None:
+    """The short run, with the unit tests."""
+    figures, _ = days(1, first_seed=0, faults=QUIET, on_all_cores=False)
+    _check([*figures.violations(), *figures.starvation()], figures)
+
+
+def test_nobody_starves_on_a_troubled_mixed_day() -> None:
+    """Agent, kubelet and API server come and go; what waits is still served in a number of holders' ends."""
+    figures, _ = days(1, first_seed=0, faults=TROUBLED, on_all_cores=False)
+    _check(figures.starvation(), figures)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(2400)
+def test_the_bounds_hold_on_many_quiet_mixed_days() -> None:
+    """The long run."""
+    figures, _ = many_days(QUIET)
+    _check([*figures.violations(), *figures.starvation()], figures)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(2400)
+def test_nobody_starves_on_many_troubled_mixed_days() -> None:
+    """The long run."""
+    figures, _ = many_days(TROUBLED)
+    _check(figures.starvation(), figures)
