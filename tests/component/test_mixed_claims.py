@@ -86,8 +86,12 @@ async def test_a_pod_that_is_deleted_before_it_started_keeps_nothing(stage: Mixe
     await stage.until_whole(other(gpu))
     stage.cluster.delete_pod("p")
     await stage.until_whole(U0, U1)
-    lists = [call.facts["healthy"] for call in stage.cluster.kubelet.called("list", GPU)]
-    assert lists[-3:] == [2, 1, 2], "one list for the pod that came, and one for its end"
+
+    def lists() -> list[int]:
+        return [call.facts["healthy"] for call in stage.cluster.kubelet.called("list", GPU)]
+
+    await stage.cluster.until(lambda: lists()[-1] == 2, "kubelet to note the last list, which it follows before")
+    assert lists()[-3:] == [2, 1, 2], "one list for the pod that came, and one for its end"
 
 
 async def test_a_gpu_in_use_takes_no_new_pods_while_one_of_another_family_waits(stage: MixedStage) -> None:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
 from vgpu_agent.isolation.mps import DeviceLimit
 from vgpu_agent.mps import directories, processes
-from vgpu_agent.sim.mps_tools import end_daemon
+from vgpu_agent.sim.mps_tools import daemon_pid, end_daemon
 from vgpu_agent.status import MpsState
 
 NOBODY: frozenset[str] = frozenset()
@@ -37,6 +37,7 @@ async def test_sharing_that_was_switched_off_between_two_agents_leaves_nothing(n
         await until_running(supervision)
     if daemon != "lives":
         end_daemon(node.pipe)
+        await until(lambda: daemon_pid(node.pipe) is None)
     node.pods = ()
     assert node.compute_modes == [3, 3]
     async with node.agent() as supervision:
@@ -88,6 +89,7 @@ async def test_an_agent_without_mps_clears_away_what_a_dead_daemon_has_left(node
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
     end_daemon(node.pipe)
+    await until(lambda: daemon_pid(node.pipe) is None)  # a killed process is there for a moment
     node.pods, node.settings = pods, msgspec.structs.replace(node.settings, control_binary="no-such-program")
     async with node.agent() as supervision:
         supervision.want({})
