@@ -21,7 +21,6 @@ from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
 from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of, gone, with_gone
-from vgpu_agent.ledger.drains import Drains
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
@@ -71,7 +70,7 @@ class Ledger:
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = None  # offers, devices → GPUs
         self.claims: tuple[Claim, ...] = ()
         self._oldest_claims: Mapping[str, Claim] = {}  # by GPU
-        self._turns, self._withdrawals, self._drains = Turns(clock), Withdrawals(clock), Drains()
+        self._turns, self._withdrawals = Turns(clock), Withdrawals(clock)
         self._served_families: frozenset[str] = frozenset()
         self._withheld_families: frozenset[str] = frozenset()
         self._shared_out = self._listed = False
@@ -565,7 +564,7 @@ class Ledger:
             grants,
             self._grants.offers_all_of,
             self._oldest_claims if claims else {},
-            self._why_waits if turns else _never,
+            self._turns.why_waits if turns else _never,
             self._withdrawals.lasts if at_kubelet else _no,
         )
         return {device: availability.trouble(device, resource, known) for device in asked}
@@ -655,7 +654,7 @@ class Ledger:
             (gpu, family)
             for gpu in {device.gpu for device in self._devices.values()}
             for family in self._served_families
-            if served.get(gpu, family) == family and not self.why_kept(gpu, family) and not self._why_waits(gpu, family)
+            if served.get(gpu, family) == family and not self.why_kept(gpu, family) and not self._turns.why_waits(gpu, family)
         ]
 
     @property
@@ -663,21 +662,9 @@ class Ledger:
         """The families whose pods can start now."""
         return self._served_families - self._withheld_families
 
-    def _why_waits(self, gpu: str, family: str) -> str:
-        return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
-
     def _share_out(self) -> None:
-        """Bring turns, drains and withdrawals in line with what is held and claimed."""
+        """Bring turns and withdrawals in line with what is held and claimed."""
         self._turns.follow(self._in_use(), self._candidates)
-        held = {
-            grant.number: (grant.family, frozenset(self.gpu_of(share.device) for share in grant.shares))
-            for grant in self._grants.by_number.values()
-            if grant.shares
-        }
-        in_use, gpus = self._in_use(), {device.gpu for device in self._devices.values()}
-        free = [gpu for gpu in gpus if gpu not in in_use]
-        offered = {family for gpu in free for family in self._candidates(gpu) if not self._turns.why_waits(gpu, family)}
-        self._drains.follow(held, self._able_families, offered)
         if self._withdrawals.follow(self._offered_to(), listed=self._listed):
             self.withdrawn.publish(self.withdrawn.value + 1)
 
@@ -686,7 +673,7 @@ class Ledger:
         if self.serves_several_families:
             self._share_out()
         elif self._shared_out:
-            self._turns, self._withdrawals, self._drains = Turns(self._clock), Withdrawals(self._clock), Drains()
+            self._turns, self._withdrawals = Turns(self._clock), Withdrawals(self._clock)
         self._shared_out = self.serves_several_families
         self.revision.publish(self.revision.value + 1)
 
