@@ -41,13 +41,17 @@ class MixedNode(VolcanoNode):
         self._names = itertools.count()
 
     async def run_pods(self, resource: str, count: int) -> list[str]:
-        """Bind that many pods that want one of ``resource``, and wait until they run; their names."""
+        """Bind that many pods that want one of ``resource``, once kubelet has as many for them, and wait until they run; their names."""
+        await self.cluster.until(lambda: self._healthy_and_free(resource) >= count, f"{count} of {resource} to be offered")
         names = [f"n{next(self._names):04}" for _ in range(count)]
         for name in names:
             created = self.cluster.create_pod(name, {resource: 1}, scheduler="by-hand")
             self.cluster.objects.bind(name, created["metadata"]["namespace"], {"target": {"name": NODE}})
         await self.cluster.running(*names)
         return names
+
+    def _healthy_and_free(self, resource: str) -> int:
+        return len(self.cluster.kubelet.resource(resource).healthy.keys() & set(self.free(resource)))
 
     async def end_pods(self, names: Sequence[str]) -> None:
         """Delete pods of `run_pods`, and wait until they are gone."""
@@ -113,7 +117,7 @@ async def lists(node: MixedNode) -> list[Figure]:
     )
     for family, streams in STREAMS.items():
         figures += [
-            Figure(f"lists a pod event, {family}, most on a stream", between.most(streams), 2, "messages", how),
+            Figure(f"lists a pod event, {family}, most on a stream", between.most(streams), 3, "messages", how),
             Figure(
                 f"lists a pod event, {family}",
                 between.total(streams) / len(between.events),
