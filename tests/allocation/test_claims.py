@@ -17,7 +17,7 @@ from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.families.nvidia_options import NvidiaOptions, SharedEntry
 from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
@@ -45,10 +45,11 @@ def share_on(number: int) -> dict[str, str]:
 class Node(MixedNode):
     """The golden node with nvidia, volcano-vgpu and volcano-gpushare."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, replicas: int = 1) -> None:
+        shared = (SharedEntry(GPU, replicas, GPU),) if replicas > 1 else ()
         vgpu = VolcanoVgpuFamily(VolcanoVgpuOptions(split=4, factor=UNIT_MIB), NoIsolation())
         gpushare = VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, lists=ListOptions()))
-        super().__init__(Families((NvidiaFamily(NvidiaOptions()),), (vgpu, gpushare)), golden_inventory(), random.Random(1))
+        super().__init__(Families((NvidiaFamily(NvidiaOptions(shared=shared)),), (vgpu, gpushare)), golden_inventory(), random.Random(1))
 
     def offered(self, resource: str) -> set[str]:
         """The GPUs of which kubelet has healthy ids of the resource."""

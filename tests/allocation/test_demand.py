@@ -18,6 +18,12 @@ def node() -> Node:
     return Node()
 
 
+@pytest.fixture
+def node_of_replicas() -> Node:
+    """A node on which nothing runs, with two ids of `nvidia.com/gpu` for each GPU."""
+    return Node(replicas=2)
+
+
 def kept(node: Node) -> list[tuple[str, str]]:
     """Each claim's GPU and pod, the oldest first."""
     return [(claim.gpu, claim.pod.partition("/")[2]) for claim in node.ledger.claims]
@@ -57,7 +63,7 @@ def test_nothing_is_kept_for_a_pod_that_kubelet_will_not_admit_now(node: Node, e
 
 
 def test_demand_is_served_in_the_order_of_binding_and_never_beyond_what_there_is(node: Node) -> None:
-    """What kubelet cannot admit whatever is kept claims nothing."""
+    """A pod that kubelet cannot admit, whatever is kept, claims nothing."""
     first, _too_large, second, _too_late = (node.bind({GPU: count}, {}) for count in (1, 3, 1, 1))
     assert kept(node) == [(U0, first), (U1, second)]
 
@@ -98,6 +104,18 @@ async def test_ids_on_gpus_that_serve_the_family_cover_demand_first(node: Node) 
     assert len(kept(node)) == 1
     assert kept(node)[0][1] == name
     assert kept(node)[0][0] not in {share.device for grant in node.ledger.grants for share in grant.shares}
+
+
+async def test_pods_share_what_a_gpu_in_use_has_left(node_of_replicas: Node) -> None:
+    """Two pods that both counted on its last free id would leave one without any."""
+    node = node_of_replicas
+    await node.admit({GPU: 1})
+    node.verify(initial=True)
+    used, free = sorted((U0, U1), key=lambda gpu: gpu not in {share.device for grant in node.ledger.grants for share in grant.shares})
+    node.bind({GPU: 1}, {})
+    assert kept(node) == [], f"{used} has an id left"
+    second = node.bind({GPU: 1}, {})
+    assert kept(node) == [(free, second)]
 
 
 def test_demand_is_as_it_was_after_a_restart_of_the_agent(node: Node) -> None:

@@ -1,4 +1,4 @@
-"""What it costs that families share a node: `nvidia`, `aws` and `volcano-vgpu` on 8 GPUs, 110 pods, an API server that is 20 ms away.
+"""The cost of several families on one node: `nvidia`, `aws` and `volcano-vgpu` on 8 GPUs, 110 pods, an API server that is 20 ms away.
 
 The part ``mixed`` of the benchmark, called by `__main__`. There are as many pods and as many ids of memory as in the part `volcano`, and
 Volcano's pods come and go in the same way, so the figures of the two can be compared. Volcano has six of the GPUs, `nvidia` one. The eighth

@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """Of the GPUs, in their order."""
+        """UUIDs of the GPUs, in their order."""
         return tuple(f"GPU-{number:08}-aaaa-bbbb-cccc-{number:012}" for number in range(1, self.gpus + 1))
 
 

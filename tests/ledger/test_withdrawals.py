@@ -8,7 +8,7 @@ from tests.golden import U0, U1
 from tests.ledger.book_parts import WHOLE, Clock, make
 from tests.ledger.test_claims import SHARE, VGPU, claim, counted, start, usable
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS
+from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS, Withdrawals
 
 GPU = "nvidia.com/gpu"
 
@@ -64,12 +64,13 @@ def test_nothing_lasts_of_what_kubelet_was_never_told(clock: Clock) -> None:
     assert usable(ledger, GPU) == {U1}
 
 
-def test_a_gpu_that_is_offered_again_is_no_longer_withdrawn(ledger: Ledger, clock: Clock) -> None:
+def test_a_gpu_that_is_offered_again_is_no_longer_withdrawn(clock: Clock) -> None:
     """The claim of a moment has gone; the end of its time must take nothing away."""
-    ledger.claim([claim(U0, 1, "nvidia")])
-    ledger.claim([])
-    assert ledger.offered_ids(VGPU) == 8 or ledger.turn_ends_in_seconds is not None
-    clock.now += 60
-    ledger.end_turns()
-    assert (usable(ledger, GPU), usable(ledger, VGPU)) == ({U0, U1}, {U0, U1})
-    assert ledger.turn_ends_in_seconds is None
+    withdrawals = Withdrawals(clock)
+    withdrawals.follow([(U0, "a"), (U0, "b")])
+    assert withdrawals.follow([(U0, "a")])
+    assert withdrawals.lasts(U0, "b")
+    assert withdrawals.seconds_left == pytest.approx(WITHDRAWAL_SECONDS)
+    assert not withdrawals.follow([(U0, "a"), (U0, "b")])
+    assert (withdrawals.lasts(U0, "b"), withdrawals.seconds_left) == (False, None)
+    assert not withdrawals.end()

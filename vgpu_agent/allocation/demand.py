@@ -66,7 +66,7 @@ class Demand:
                 self._holders |= {(grant.resource, grant.owner.pod_uid), (grant.resource, grant.owner.pod_name)}
 
     def claims(self, pod: Pod) -> list[Claim]:
-        """What is kept for the pod, after all that is kept for those that were asked about before."""
+        """Return the claims of the pod, on what the pods that were asked about before have left."""
         needs = _needs(pod, self._offers, self._families)
         return [claim for name, count in needs.items() for claim in self._of_resource(pod, self._offers[name], count)]
 
@@ -77,7 +77,8 @@ class Demand:
         given = min(count, self._unnamed[name])
         self._unnamed[name] -= given
         if name not in self._left:
-            self._left[name] = _Left(*_sums(*self._ledger.free_ids_by_gpu(name)))
+            serving, free = self._ledger.free_ids_by_gpu(name)
+            self._left[name] = _Left(sum(serving.values()), free)
         left = self._left[name]
         missing = count - given - left.serving
         chosen = self._choose(pod, family, left.free, missing)
@@ -91,7 +92,7 @@ class Demand:
         return [Claim(gpu, family, pod.full_name, uid, self._before.get((uid, gpu), self._now), order, named=False) for gpu in chosen]
 
     def _choose(self, pod: Pod, family: str, free: Mapping[str, int], missing: int) -> dict[str, int]:
-        """GPU → how many ids of it; first those that are the family's already, and last those that another one has named."""
+        """Choose GPUs: first those that older demand of the family has, last those that another family has named. GPU → ids of it."""
 
         def rank(gpu: str) -> tuple[bool, ...]:
             kept_before = (pod.kubelet_uid, gpu) in self._before
@@ -108,12 +109,8 @@ class Demand:
 
 
 def is_expected(pod: Pod) -> bool:
-    """Whether a scheduler has bound the pod and kubelet has yet to admit it."""
+    """Tell pods that a scheduler has bound and that kubelet has yet to admit."""
     return pod.scheduled and not (pod.reported or pod.ended or pod.deleting or pod.mirror)
-
-
-def _sums(serving: Mapping[str, int], free: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    return sum(serving.values()), dict(free)
 
 
 def _needs(pod: Pod, offers: Mapping[str, Resource], offers_of: Mapping[str, str]) -> dict[str, int]:

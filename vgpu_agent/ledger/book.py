@@ -173,17 +173,17 @@ class Ledger:
 
     @property
     def serves_several_families(self) -> bool:
-        """Whether families may race for a GPU."""
+        """True where families may race for a GPU."""
         return len(self._served_families) > 1
 
     @property
     def turn_ends_in_seconds(self) -> float | None:
-        """How soon the offer of a GPU changes because of the time alone; None when that is so for no GPU."""
+        """Seconds until the offer of a GPU changes because of the time alone; None when none does."""
         return min((left for left in (self._turns.seconds_left, self._withdrawals.seconds_left) if left is not None), default=None)
 
     @property
     def turns_end_in_seconds(self) -> float | None:
-        """How soon all GPUs that were returned by now are offered to all; None when they are."""
+        """Seconds until all GPUs that were returned by now are offered to all; None when they are."""
         return self._turns.over_in_seconds
 
     def free_ids(self, resource: str) -> int:
@@ -248,7 +248,9 @@ class Ledger:
         return self._turns.is_first(gpu, family)
 
     def offered_ids(self, name: str) -> int:
-        """How many ids of resource ``name`` schedulers are to know of, those in use included; kubelet has more while some are withdrawn.
+        """Count the ids of resource ``name`` that schedulers are to know of, those in use included.
+
+        The kubelet has more while some are withdrawn.
 
         Raises:
             UnknownDeviceError: the resource is not offered.

@@ -248,7 +248,7 @@ class MixedAgent:
         self._lists.publish(self._lists.value + 1)
 
     def _counts(self) -> dict[str, SentCounts]:
-        """As `vgpu_agent.agent.offering` has them."""
+        """Return the counts as `vgpu_agent.agent.offering` does."""
         offered = self.ledger.offered_ids
         return {name: SentCounts(listed, healthy, min(healthy, offered(name))) for name, (listed, healthy) in self._sent.items()}
 
