@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.adversary.test_early_mode import placed_by_its_owner, stranger
 from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, wants
-from tests.families import volcano_gpushare_parts as gpushare
-from tests.families import volcano_vgpu_golden as vgpu
+from tests.families.volcano_gpushare import parts as gpushare
+from tests.families.volcano_vgpu import golden as vgpu
 from tests.golden import U0, U1
 from vgpu_agent.agent.starting_pods import StartingPods
 from vgpu_agent.errors import AgentError

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.families import volcano_vgpu_golden as golden
+from tests.families.volcano_vgpu import golden
 from vgpu_agent import log
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import CapacityError, RequestRefusedError
-from vgpu_agent.families.volcano_vgpu_asks import Names, read_ask
-from vgpu_agent.families.volcano_vgpu_decisions import IDS, refused
-from vgpu_agent.families.volcano_vgpu_devices import DevicesTextError, parse_pod_devices
+from vgpu_agent.families.volcano_vgpu.decisions import IDS, refused
+from vgpu_agent.families.volcano_vgpu.pod_devices import DevicesTextError, parse_pod_devices
+from vgpu_agent.families.volcano_vgpu.requests import Names, read_ask
 from vgpu_agent.journal import Journal
 from vgpu_agent.model import DeviceRoom
 from vgpu_agent.placement.rooms import BINPACK, Want, choose_rooms, type_refusal

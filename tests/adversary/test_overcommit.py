@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from tests.allocation.binding_parts import NODE, Place
 from tests.allocation.later_parts import confirm, running
 from tests.allocation.volcano_place import IDS, SLOTS, VolcanoPlace, scheduled, unscheduled
-from tests.families.volcano_vgpu_golden import NUMBER
-from tests.families.volcano_vgpu_golden import main as container
+from tests.families.volcano_vgpu.golden import NUMBER
+from tests.families.volcano_vgpu.golden import main as container
 from tests.golden import U0, U1
 from tests.torture import virtual_time
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import AgentError, CapacityError, OvercommitError, RequestRefusedError, UnhealthyDeviceError
-from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.model import Resource, Share
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
 

@@ -12,7 +12,7 @@ import pytest
 from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
-from tests.families.volcano_vgpu_mig_parts import a_gpu, mig_family
+from tests.families.volcano_vgpu.mig.parts import a_gpu, mig_family
 from tests.golden import SLICES, U1, golden_inventory, golden_slices, with_slices
 from vgpu_agent.allocation.node_families import Families as AllFamilies
 from vgpu_agent.config import settings as schema
@@ -21,7 +21,7 @@ from vgpu_agent.config.collisions import without
 from vgpu_agent.config.sharing import MpsSharing, SharedResource, Sharing, TimeSlicing
 from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
 from vgpu_agent.errors import ConfigError
-from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.families.volcano_vgpu.mig.static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner
 from vgpu_agent.sim.api_server import ApiServer
 from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_BYTES, REGION_VARIABLE, deliver_stand_in_library, region_code, shared_object

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.golden import U0, golden_inventory
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner

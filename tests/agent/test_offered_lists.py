@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from tests.families.volcano_vgpu_golden import INVENTORY, U1, decided, main, pod, question
+from tests.families.volcano_vgpu.golden import INVENTORY, U1, decided, main, pod, question
 from tests.golden import SLICES
 from vgpu_agent.agent.cdi_side import CdiFound
 from vgpu_agent.agent.offered_families import Found, build, list_options
@@ -15,7 +15,7 @@ from vgpu_agent.cdi.imex import Channels
 from vgpu_agent.config.binding import Families as FamilySettings
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import Share
 

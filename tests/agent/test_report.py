@@ -35,8 +35,8 @@ from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch

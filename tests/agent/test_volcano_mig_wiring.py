@@ -7,12 +7,12 @@ import json
 import msgspec
 import pytest
 
-from tests.families.volcano_vgpu_mig_parts import DEVICE_CONFIG, GROUP2, node
+from tests.families.volcano_vgpu.mig.parts import DEVICE_CONFIG, GROUP2, node
 from vgpu_agent.agent.offered_families import Found, build
 from vgpu_agent.config.binding import Families as Switches
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.volcano import VolcanoVgpu
-from vgpu_agent.families.volcano_vgpu_mig import VolcanoVgpuMigFamily
+from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
 
 HAMI = VolcanoVgpu(isolation="none", gpu_memory_factor=64)
 

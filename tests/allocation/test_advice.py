@@ -11,16 +11,16 @@ from tests.allocation.later_parts import confirm
 from tests.allocation.mixed_node import MixedNode
 from tests.allocation.test_mixed_families import MEMORY, NUMBER, SHARED, UNIT_MIB
 from tests.allocation.volcano_place import VolcanoPlace, scheduled
-from tests.families.nvidia_parts import shared_by
-from tests.families.volcano_vgpu_golden import decided
+from tests.families.nvidia.parts import shared_by
+from tests.families.volcano_vgpu.golden import decided
 from tests.golden import U0
 from vgpu_agent.allocation import advice
 from vgpu_agent.allocation.binder import Binder
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import AgentError, CapacityError, UnhealthyDeviceError
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.model import Gpu, Health, Inventory
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families.nvidia_parts import iktos, shared_by
+from tests.families.nvidia.parts import iktos, shared_by
 from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_slices
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
-from vgpu_agent.families.volcano_vgpu_mig_static import StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.families.volcano_vgpu.mig.static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Health, Holding, Inventory, KubeletRecords, Owner, SharingMode

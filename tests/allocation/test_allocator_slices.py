@@ -10,8 +10,8 @@ from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import UnhealthyDeviceError
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from tests.allocation.mixed_node import Container, MixedNode
-from tests.families.nvidia_parts import shared_by
-from tests.families.volcano_vgpu_golden import U0, U1, main, pod
-from tests.families.volcano_vgpu_mig_parts import GROUP2, ask, mig_family
-from tests.families.volcano_vgpu_mig_parts import node as divided
+from tests.families.nvidia.parts import shared_by
+from tests.families.volcano_vgpu.golden import U0, U1, main, pod
+from tests.families.volcano_vgpu.mig.parts import GROUP2, ask, mig_family
+from tests.families.volcano_vgpu.mig.parts import node as divided
 from vgpu_agent.allocation.claims import Claims
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.families.aws import AwsFamily, AwsOptions
+from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import IdFamily, PodFamily
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
-from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.ledger.claims import Claim

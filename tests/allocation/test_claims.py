@@ -16,10 +16,10 @@ from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.device_lists import ListOptions
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions, SharedEntry
-from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions, SharedEntry
+from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.ledger.turns import TURN_SECONDS, round_seconds
 from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.allocation.binding_parts import Place
-from tests.families.volcano_vgpu_golden import MEMORY, NODE, NUMBER, U0, U1, decided
-from tests.families.volcano_vgpu_mig_parts import GEOMETRIES, GROUP2, a_gpu
+from tests.families.volcano_vgpu.golden import MEMORY, NODE, NUMBER, U0, U1, decided
+from tests.families.volcano_vgpu.mig.parts import GEOMETRIES, GROUP2, a_gpu
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.division import Division
@@ -20,8 +20,8 @@ from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import CapacityError, LedgerError, MigError, RequestRefusedError
 from vgpu_agent.families.family import MigLayout
-from vgpu_agent.families.volcano_vgpu_mig import VolcanoVgpuMigFamily
-from vgpu_agent.families.volcano_vgpu_offer import MIG, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
+from vgpu_agent.families.volcano_vgpu.offer import MIG, VolcanoVgpuOptions
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner, Share

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.allocation.test_division import GROUP3, MigPlace
-from tests.families.volcano_vgpu_golden import NUMBER, U0, U1
-from tests.families.volcano_vgpu_mig_parts import GROUP2
+from tests.families.volcano_vgpu.golden import NUMBER, U0, U1
+from tests.families.volcano_vgpu.mig.parts import GROUP2
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.family import MigLayout
 

@@ -19,15 +19,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.allocation.binding_parts import NODE
 from tests.allocation.mixed_node import MixedNode
-from tests.families.nvidia_parts import shared_by
+from tests.families.nvidia.parts import shared_by
 from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.families.aws import AwsFamily, AwsOptions
+from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import IdFamily, PodFamily
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
-from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.ledger.turns import round_seconds
 from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS

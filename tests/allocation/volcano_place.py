@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.allocation.binding_parts import NODE, Place
-from tests.families.volcano_vgpu_golden import NUMBER, decided
-from tests.families.volcano_vgpu_golden import main as container
+from tests.families.volcano_vgpu.golden import NUMBER, decided
+from tests.families.volcano_vgpu.golden import main as container
 from tests.golden import U0, U1
 from vgpu_agent.config.binding import Binding
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.pods import Pod, PodContainer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.component.volcano import CORES, IDS, MEMORY, NODE, NUMBER, REGISTER, U0, U1, VolcanoStage, asks, volcano_stage
-from tests.families.volcano_vgpu_golden import decided
+from tests.families.volcano_vgpu.golden import decided
 
 GPU = "nvidia.com/gpu"
 MIXED = "families: {nvidia: true, volcanoVgpu: true}\n"

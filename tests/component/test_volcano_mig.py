@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.component.volcano import IDS, NODE, REGISTER, U0, U1, VolcanoStage, asks, volcano_stage
-from tests.families.volcano_vgpu_golden import decided
-from tests.families.volcano_vgpu_mig_parts import DEVICE_CONFIG, GROUP2
+from tests.families.volcano_vgpu.golden import decided
+from tests.families.volcano_vgpu.mig.parts import DEVICE_CONFIG, GROUP2
 from tests.replacing import replace_text
 from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
 from vgpu_agent.sim.volcano_mig import Geometries

@@ -13,8 +13,8 @@ from vgpu_agent.config.load import Sources, load_content
 from vgpu_agent.config.problems import Problems
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.device_lists import ListOptions
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
 
 CHOOSE = "choose another name, or turn one of the families off"
 COUNTED = "and volcano-gpushare counts GPUs under it in the Node's capacity"

@@ -8,9 +8,9 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.families import volcano_gpushare_parts as cards
-from tests.families.volcano_vgpu_golden import INVENTORY, MEMORY, NUMBER, U0, U1, decided, family, main, pod, question
-from tests.families.volcano_vgpu_mig_parts import GROUP2, mig_family, node
+from tests.families.volcano_gpushare import parts as cards
+from tests.families.volcano_vgpu.golden import INVENTORY, MEMORY, NUMBER, U0, U1, decided, family, main, pod, question
+from tests.families.volcano_vgpu.mig.parts import GROUP2, mig_family, node
 from vgpu_agent.errors import AgentError
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
 

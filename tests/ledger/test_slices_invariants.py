@@ -6,13 +6,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.families.nvidia_parts import shared_by
+from tests.families.nvidia.parts import shared_by
 from tests.golden import U0, U1, golden_inventory, golden_slices, with_slices
 from tests.ledger.book_parts import ILL, Clock, replicated
 from vgpu_agent.device_ids import DeviceId
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_ids import devices_behind
-from vgpu_agent.families.nvidia_options import NvidiaOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.ids import devices_behind
+from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.ledger.turns import round_seconds

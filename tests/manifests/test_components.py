@@ -13,7 +13,7 @@ from tests.manifests.documents import COMPONENTS, DEFAULTS, MANIFESTS, NAME, ROO
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.config import load
-from vgpu_agent.families.aws import PIPE_DIRECTORY
+from vgpu_agent.families.aws.family import PIPE_DIRECTORY
 from vgpu_agent.isolation.mps import SHARED_MEMORY, MpsOptions
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
 from vgpu_agent.cluster import config_map
-from vgpu_agent.families import volcano_gpushare, volcano_vgpu, volcano_vgpu_node
-from vgpu_agent.families import volcano_vgpu_decisions as decisions
-from vgpu_agent.families import volcano_vgpu_state as state
+from vgpu_agent.families.volcano_gpushare import family as volcano_gpushare
+from vgpu_agent.families.volcano_vgpu import decisions, node_state, pod_state
+from vgpu_agent.families.volcano_vgpu import family as volcano_vgpu
 
 READ_ONE = {("configmaps", "get"), ("configmaps", "list"), ("configmaps", "watch")}
 
@@ -85,11 +85,11 @@ def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
     def listed(name: str) -> list[str]:
         return re.findall(r'"([^"]+/[^"]+|hamivgpu|gpu)"', variables[name])
 
-    on_node = [volcano_vgpu_node.REGISTER, volcano_vgpu_node.HANDSHAKE, volcano_gpushare.UNHEALTHY_IDS]
-    on_pods = [state.PHASE, state.TIME, decisions.NODE, decisions.IDS, decisions.TO_ALLOCATE]
+    on_node = [node_state.REGISTER, node_state.HANDSHAKE, volcano_gpushare.UNHEALTHY_IDS]
+    on_pods = [pod_state.PHASE, pod_state.TIME, decisions.NODE, decisions.IDS, decisions.TO_ALLOCATE]
     on_pods += [volcano_gpushare.GPU_INDEX, volcano_gpushare.PREDICATE_TIME, volcano_gpushare.GPU_ASSIGNED]
     assert listed("ownAnnotations") == on_node + on_pods
-    assert listed("removedAnnotations") == [volcano_vgpu_node.LOCK, volcano_gpushare.NODE_LOCK]
+    assert listed("removedAnnotations") == [node_state.LOCK, volcano_gpushare.NODE_LOCK]
     assert listed("ownLabels") == [volcano_vgpu.UNIT_LABEL, volcano_vgpu.ISOLATION_LABEL]
     assert listed("ownCapacity") == [volcano_gpushare.NUMBER_RESOURCE, volcano_gpushare.MEMORY_RESOURCE]
     assert "removedAnnotations" not in variables["foreignLabels"]

@@ -18,7 +18,7 @@ from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.hami_core import HamiCore
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.records import join

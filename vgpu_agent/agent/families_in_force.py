@@ -18,7 +18,7 @@ from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.collisions import without
 from vgpu_agent.errors import CarrierError, ConfigError
-from vgpu_agent.families.volcano_vgpu_offer import MIG
+from vgpu_agent.families.volcano_vgpu.offer import MIG
 from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.hami_library import HamiLibrary
 

@@ -18,15 +18,15 @@ from vgpu_agent.agent.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.collisions import static_mig_strategy
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
-from vgpu_agent.families.aws import AwsFamily, AwsOptions
+from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import GENERATED_KIND, MODES, TOOLKIT_KIND, ListOptions
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions
-from vgpu_agent.families.volcano_gpushare import VolcanoGpushareFamily, VolcanoGpushareOptions
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily
-from vgpu_agent.families.volcano_vgpu_mig import VolcanoVgpuMigFamily
-from vgpu_agent.families.volcano_vgpu_mig_static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
-from vgpu_agent.families.volcano_vgpu_offer import MIG, VolcanoVgpuOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
+from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
+from vgpu_agent.families.volcano_vgpu.mig.static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.families.volcano_vgpu.offer import MIG, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.isolation.hami_core import HamiCore
 

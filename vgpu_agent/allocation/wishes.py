@@ -9,9 +9,9 @@ import operator
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.family import NodeView
-from vgpu_agent.families.volcano_gpushare import GPU_ASSIGNED
-from vgpu_agent.families.volcano_vgpu_decisions import TO_ALLOCATE
-from vgpu_agent.families.volcano_vgpu_state import PHASE, TIME
+from vgpu_agent.families.volcano_gpushare.family import GPU_ASSIGNED
+from vgpu_agent.families.volcano_vgpu.decisions import TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
 from vgpu_agent.nodes import NodeWishes
 
 if TYPE_CHECKING:

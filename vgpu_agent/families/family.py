@@ -3,7 +3,7 @@
 There are two kinds. Of an `IdFamily` each id names its device, so `Allocate` can answer completely (`nvidia`, `aws`). Of a `PodFamily`
 ids are only counted; what a container gets stands in its pod, so it is decided once the pod is proven (`volcano-vgpu`, …).
 
-To add a family: write a module with a class of one of these shapes, translate its golden vectors into tests, and add it to the list in
+To add a family: write a package with a class of one of these shapes, translate its golden vectors into tests, and add it to the list in
 `agent`. Everything here is a pure function of what it is given.
 """
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 
-from vgpu_agent.families.volcano_gpushare import GPU_ASSIGNED, GPU_INDEX, PREDICATE_TIME
-from vgpu_agent.families.volcano_vgpu import NO_TYPE, NO_UUID, USE_TYPE, USE_UUID, WANTED_MODE
-from vgpu_agent.families.volcano_vgpu_decisions import IDS, NODE, TO_ALLOCATE
-from vgpu_agent.families.volcano_vgpu_state import PHASE, TIME
+from vgpu_agent.families.volcano_gpushare.family import GPU_ASSIGNED, GPU_INDEX, PREDICATE_TIME
+from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu.family import NO_TYPE, NO_UUID, USE_TYPE, USE_UUID, WANTED_MODE
+from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH
 
 # The most important first: where a pod has more text than is kept, what comes last is cut.

@@ -33,11 +33,11 @@ from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import ListedDevice
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.families.aws import AwsFamily, AwsOptions
-from vgpu_agent.families.nvidia import NvidiaFamily
-from vgpu_agent.families.nvidia_options import NvidiaOptions, SharedEntry
-from vgpu_agent.families.volcano_vgpu import VolcanoVgpuFamily, VolcanoVgpuOptions
-from vgpu_agent.families.volcano_vgpu_node import REGISTER
+from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions, SharedEntry
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.node_state import REGISTER
 from vgpu_agent.isolation.hami_core import HamiCore
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.pod_resources import PodResources

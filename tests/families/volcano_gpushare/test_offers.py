@@ -1,0 +1,63 @@
+"""What the volcano-gpushare family offers of a node's cards and claims of kubelet's records, and which lock it gives back on the Node."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.families.volcano_gpushare.parts import MEMORY, NUMBER, UNHEALTHY, family_of, offer_of, view_of
+from tests.golden import golden_inventory
+from vgpu_agent.errors import ConfigError
+from vgpu_agent.families.family import NodeView
+from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.kubelet.codec import list_size_bytes
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Inventory
+from vgpu_agent.nodes import Node
+
+
+def test_a_node_without_cards_offers_nothing() -> None:
+    """No GPU, no resource; a count from before is taken back so that the scheduler does not believe in cards."""
+    family = family_of(inventory=Inventory())
+    assert family.resources(Inventory()) == ()
+    empty = NodeView(Node("node-a", capacity={NUMBER: "2"}), Inventory(), {}, {}, now=0.0)
+    assert family.node_wishes(empty).capacity == {NUMBER: "0"}
+    assert family.node_wishes(dataclasses.replace(empty, node=Node("node-a"))).capacity == {}
+
+
+def test_the_size_of_the_list_is_exact() -> None:
+    """The sum that decides about the factor is, to the byte, what the encoder would need for the ill list."""
+    resource = offer_of()
+    size = list_size_bytes(resource.ids)
+    assert offer_of(VolcanoGpushareOptions(message_budget_bytes=size)) == resource
+    with pytest.raises(ConfigError):
+        offer_of(VolcanoGpushareOptions(message_budget_bytes=size - 1))
+
+
+def test_both_names_are_claimed() -> None:
+    """After a change of strategy kubelet's records still speak of the other resource."""
+    assert [family_of().claims(name) for name in (MEMORY, NUMBER, "volcano.sh/vgpu-number")] == [True, True, False]
+
+
+def test_the_schedulers_lock_is_given_back_after_an_allocate() -> None:
+    """The lock ``gpu`` goes once an Allocate came after it, guarded against one that is taken anew meanwhile."""
+    locked = Node("node-a", annotations={"gpu": "2026-11-20T16:36:31Z"})  # unix second 1795192591
+    wishes = family_of().node_wishes(view_of(node=locked, allocated_at=1795192592.0))
+    assert wishes.annotations == {UNHEALTHY: None, "gpu": None}
+    assert wishes.guarded == {"gpu"}
+    assert "gpu" not in family_of().node_wishes(view_of(node=locked, allocated_at=1795192589.0)).annotations
+
+
+def test_a_gpu_in_mig_mode_is_unhealthy_and_keeps_its_number() -> None:
+    """Nothing can use it as one piece; the cards behind it must not change their numbers for the scheduler."""
+    first, second = golden_inventory().gpus
+    family = VolcanoGpushareFamily(VolcanoGpushareOptions(factor=4096))
+    inventory = Inventory(version=1, gpus=(dataclasses.replace(first, mig_enabled=True), second))
+    ledger = Ledger()
+    ledger.observe(inventory)
+    ledger.offer(family.resources(inventory))
+
+    listed = {entry.id.id: entry.healthy for entry in ledger.listing("volcano.sh/gpu-memory")}
+
+    assert listed == {f"{card}-{unit}": card == 1 for card in range(2) for unit in range(10)}

@@ -1,0 +1,138 @@
+"""The annotations of a pod once its containers are served (volcano-vgpu contract §3.3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.families.volcano_vgpu.golden import G3, INVENTORY, NODE, U0, U1, decided, family, grants, main, pod, question
+from vgpu_agent.model import Grant, Share
+from vgpu_agent.pods import ContainerKind, Pod
+
+TO_ALLOCATE, PHASE, TIME = "volcano.sh/devices-to-allocate", "volcano.sh/bind-phase", "volcano.sh/vgpu-time"
+IDS, ON = "volcano.sh/vgpu-ids-new", "volcano.sh/vgpu-node"
+NEVER = "18446744073709551615"
+SHARE = (Share(U1, 3000, 50),)
+A, B = f"{U1},NVIDIA,3000,0:", f"{U1},NVIDIA,4000,30:"
+ONE = pod(main(number=1, memory=3000, cores=50), annotations=decided(G3))
+TWO = pod(main("side"), main("a", number=1, memory=3000), main("b", number=1, memory=4000, cores=30), annotations=decided(f"{A};{B}"))
+
+
+def _wishes(about: Pod, held: Mapping[str, Grant], *, failed: bool = False) -> Mapping[str, str | None]:
+    of = family()
+    of.resources(INVENTORY)
+    return of.pod_wishes(about, held, failed=failed)
+
+
+def _written(about: Pod, wishes: Mapping[str, str | None]) -> Pod:
+    kept = {key: value for key, value in {**about.annotations, **wishes}.items() if value is not None}
+    return dataclasses.replace(about, annotations=kept)
+
+
+def test_g5_a_served_pod() -> None:
+    """``volcano-vgpu:G5``: nothing left to allocate, success, and a time that never comes; the rest is unchanged, and then all is quiet."""
+    wishes = _wishes(ONE, grants(main=SHARE))
+    assert wishes == {TO_ALLOCATE: "", PHASE: "success", TIME: NEVER}
+    assert _wishes(_written(ONE, wishes), grants(main=SHARE)) == {}
+
+
+def test_g8_one_container_after_the_other() -> None:
+    """``volcano-vgpu:G8``, ``volcano-vgpu:D1``, ``volcano-vgpu:D3``: the first segment empties first, and success comes with the last."""
+    first = _wishes(TWO, grants(a=SHARE))
+    assert first == {TO_ALLOCATE: f";{B}"}
+    half = _written(TWO, first)
+    assert _wishes(half, grants(a=SHARE)) == {}
+    assert _wishes(half, grants(a=SHARE, b=SHARE)) == {TO_ALLOCATE: ";", PHASE: "success", TIME: NEVER}
+
+
+def test_containers_may_start_in_any_order() -> None:
+    """``volcano-vgpu:D3``: the segment of the container that was served is the one that empties."""
+    assert _wishes(TWO, grants(b=SHARE)) == {TO_ALLOCATE: f"{A};"}
+
+
+def test_a_pod_of_which_nobody_is_served_is_left_alone() -> None:
+    """``volcano-vgpu:D18``: what a scheduler writes or takes back before that is its own business."""
+    assert _wishes(ONE, {}) == {}
+    assert _wishes(pod(main(number=1)), {}) == {}
+
+
+def test_an_init_container_serves_nobody_else() -> None:
+    """``volcano-vgpu:D14``: it has no segment, so nothing is done yet."""
+    about = pod(main("init", ContainerKind.INIT, number=1), *ONE.containers, annotations=ONE.annotations)
+    assert _wishes(about, grants(init=SHARE)) == {}
+    assert _wishes(about, grants(init=SHARE, main=SHARE))[PHASE] == "success"
+
+
+def test_a_container_that_kubelet_never_asks_for_holds_nothing_up() -> None:
+    """One with memory and no number has a segment, and no Allocate ever comes for it; the pod must still end as served."""
+    about = pod(main("odd", memory=3000), main("b", number=1, memory=4000, cores=30), annotations=decided(f"{A};{B}"))
+    assert _wishes(about, grants(b=SHARE)) == {TO_ALLOCATE: ";", PHASE: "success", TIME: NEVER}
+
+
+def test_a_pod_that_never_starts_has_failed() -> None:
+    """What is left to allocate stays as it was (contract §3.3)."""
+    wishes = _wishes(TWO, grants(a=SHARE), failed=True)
+    assert wishes == {PHASE: "failed", TIME: NEVER}
+    assert _wishes(_written(TWO, wishes), grants(a=SHARE), failed=True) == {}
+    assert _wishes(pod(main(number=1)), {}, failed=True) == {}
+
+
+def test_other_families_and_resources_are_not_looked_at() -> None:
+    """Only the number's grants decide."""
+    other = {"main": dataclasses.replace(grants(main=SHARE)["main"], resource="volcano.sh/gpu-memory")}
+    assert _wishes(ONE, other) == {}
+
+
+def test_a_pod_that_the_agent_placed_is_written_down_for_schedulers() -> None:
+    """So that Volcano counts its GPUs as taken; the agent reads it back as it would a scheduler's word."""
+    about = pod(main(number=1, memory=3000, cores=50))
+    wishes = _wishes(about, grants(main=SHARE))
+    assert wishes == {ON: NODE, IDS: G3, PHASE: "success", TIME: NEVER}
+    after = _written(about, wishes)
+    assert _wishes(after, grants(main=SHARE)) == {}
+    recalled = family().recall(question(after))
+    assert recalled is not None
+    assert recalled.shares == SHARE
+
+
+def test_a_pod_that_the_agent_placed_container_by_container() -> None:
+    """Each has its segment, and one that waits has an empty one."""
+    about = pod(main("a", number=1, memory=3000), main("b", number=1, memory=4000, cores=30))
+    first = _wishes(about, grants(a=(Share(U1, 3000, 0),)))
+    assert first == {ON: NODE, IDS: f"{A};"}
+    half = _written(about, first)
+    both = _wishes(half, grants(a=(Share(U1, 3000, 0),), b=(Share(U0, 4000, 30),)))
+    assert both == {IDS: f"{A};{U0},NVIDIA,4000,30:", PHASE: "success", TIME: NEVER}
+
+
+def test_memory_is_written_in_units() -> None:
+    """With 4 MiB a unit, 12000 MiB are 3000."""
+    of = family(factor=4)
+    about = pod(main(number=1, memory=3000, cores=50))
+    assert of.pod_wishes(about, grants(main=(Share(U1, 12000, 50),)), failed=False)[IDS] == G3
+
+
+@pytest.mark.parametrize("text", ["", ";;;;", "junk", "\x00", "x" * 100_000])
+def test_a_text_of_another_shape_is_replaced_at_the_end(text: str) -> None:
+    """As long as somebody waits it is not touched; when all are served, nothing is left to allocate."""
+    odd = dataclasses.replace(TWO, annotations=decided(f"{A};{B}", devices_to_allocate=text))
+    assert _wishes(odd, grants(a=SHARE)) == {}
+    assert _wishes(odd, grants(a=SHARE, b=SHARE))[TO_ALLOCATE] == ";"
+
+
+@given(
+    annotations=st.dictionaries(
+        st.sampled_from([TO_ALLOCATE, PHASE, TIME, IDS, ON]), st.text(max_size=30) | st.sampled_from([A, f"{A};{B}"])
+    ),
+    served=st.lists(st.sampled_from(["a", "b", "side", "ghost"]), unique=True),
+    failed=st.booleans(),
+)
+def test_what_is_wished_is_stable_once_it_stands(annotations: dict[str, str], served: list[str], *, failed: bool) -> None:
+    """Whatever stands on the pod: after one write there is nothing more to write, and nothing raises."""
+    about = dataclasses.replace(TWO, annotations=annotations)
+    held = grants(**dict.fromkeys(served, SHARE))
+    assert _wishes(_written(about, _wishes(about, held, failed=failed)), held, failed=failed) == {}

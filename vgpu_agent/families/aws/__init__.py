@@ -1,0 +1,1 @@
+"""AWS's virtual GPUs: `k8s.amazonaws.com/vgpu`."""

@@ -1,0 +1,191 @@
+"""Which devices stand behind which of NVIDIA's resource names, before anything is shared: the MIG strategies and the patterns.
+
+Names and the table of what is valid are those of the nvidia contract (§3; G1–G7), with its defects mended: what cannot be offered under one
+name keeps no other from being offered, and a slice whose compute instance is smaller than its GPU instance has a name like any other
+(nvidia:D8). Called by `offers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.nvidia.ids import EVERY_GPU
+from vgpu_agent.families.nvidia.options import DOMAIN, GPU_RESOURCE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vgpu_agent.families.nvidia.options import NvidiaOptions, Pattern
+    from vgpu_agent.model import Gpu, Inventory, MigInstance
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", re.ASCII)  # of a Kubernetes resource, behind its domain
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """A whole GPU, or the slice ``instance`` of it; with ``every`` it is named for all GPUs of the node."""
+
+    gpu: Gpu
+    instance: MigInstance | None = None
+    every: bool = False
+
+    @property
+    def id(self) -> str:
+        """What its id begins with."""
+        return EVERY_GPU if self.every else self.uuid
+
+    @property
+    def uuid(self) -> str:
+        """``GPU-…`` or ``MIG-…``."""
+        return self.instance.uuid if self.instance else self.gpu.uuid
+
+    @property
+    def index(self) -> str:
+        """``0``, or ``0:1`` of a slice."""
+        return f"{self.gpu.index}:{self.instance.index}" if self.instance else str(self.gpu.index)
+
+    @property
+    def memory_mib(self) -> int:
+        """Its own memory: of a slice not that of its GPU (iktos:D7)."""
+        return self.instance.memory_mib if self.instance else self.gpu.memory_mib
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """What makes two slices alike; all whole GPUs are."""
+        return (self.instance.profile, self.instance.memory_mib) if self.instance else ("", 0)
+
+    @property
+    def shown(self) -> str:
+        """For an operator."""
+        return f"MIG device {self.index} ({self.uuid})" if self.instance else f"GPU {self.index} ({self.uuid})"
+
+
+@dataclasses.dataclass(slots=True)
+class Named:
+    """The devices of each resource, in node order; why a name has none, one sentence; and what is odd, a sentence each."""
+
+    devices: dict[str, list[Device]] = dataclasses.field(default_factory=dict)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    cautions: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MigStrategy:
+    """How GPUs in MIG mode are offered.
+
+    Attributes:
+        slices: by their slices, instead of whole.
+        slice_name: what slices are called that no pattern names; ``{}`` stands for the profile.
+        alike: all devices under one name must be of one kind, and no GPU in MIG mode may be without slices.
+    """
+
+    slices: bool
+    slice_name: str = ""
+    alike: bool = False
+
+
+MIG_STRATEGIES: Mapping[str, MigStrategy] = {
+    "none": MigStrategy(slices=False),
+    "single": MigStrategy(slices=True, slice_name=GPU_RESOURCE, alike=True),
+    "mixed": MigStrategy(slices=True, slice_name=DOMAIN + "mig-{}"),
+}
+
+
+def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
+    """Every GPU or slice of the node under the one name that it has."""
+    strategy = MIG_STRATEGIES[options.mig_strategy]
+    named = Named()
+    if options.wsl:
+        # They are not told apart there, so all are as well as the worst of them.
+        gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
+        return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
+    for number, known in inventory.numbered.items():
+        gpu = dataclasses.replace(known, index=number)  # as the entries of `devices` mean it, also when a card before it is lost
+        if gpu.mig_enabled and strategy.slices:
+            _name_slices(gpu, strategy, options, named)
+            continue
+        if gpu.mig_enabled:
+            named.cautions.append(
+                f"{Device(gpu).shown} is in MIG mode and offered whole, because plugin.migStrategy is none; work on it fails or sees one "
+                "slice: set plugin.migStrategy to single or mixed, or switch its MIG mode off"
+            )
+        if gpu.integrated and strategy.slices:
+            named.cautions.append(
+                f"plugin.migStrategy: {options.mig_strategy} has no effect here: {Device(gpu).shown} is part of the processor and cannot "
+                "be cut into slices"
+            )
+        named.devices.setdefault(_first_match(options.gpu_patterns, gpu.name) or GPU_RESOURCE, []).append(Device(gpu))
+    for name, devices in named.devices.items():
+        if reason := _why_not(name, devices, strategy):
+            named.refused.setdefault(name, reason)
+    for name in named.refused:
+        named.devices.pop(name, None)
+    return named
+
+
+def _name_slices(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named: Named) -> None:
+    for instance in gpu.mig_instances:
+        default = strategy.slice_name.format(instance.profile.replace("+", "."))
+        name = _first_match(options.mig_patterns, instance.profile) or default
+        named.devices.setdefault(name, []).append(Device(gpu, instance))
+    device = Device(gpu)
+    if gpu.mig_trouble:
+        unread = f"slices of {device.shown} cannot be read, so they are not offered: {gpu.mig_trouble}"
+        if strategy.alike and gpu.present and not gpu.mig_instances:
+            named.refused[strategy.slice_name] = unread
+        else:
+            named.cautions.append(unread)
+        return
+    if gpu.mig_instances:
+        return
+    if strategy.alike and gpu.present:
+        named.refused[strategy.slice_name] = (
+            f"device {device.index} has no MIG devices configured: {device.shown} is in MIG mode without a slice, and with "
+            "plugin.migStrategy: single all devices must be alike; create its slices, switch its MIG mode off, or set "
+            "plugin.migStrategy: mixed"
+        )
+    else:
+        named.cautions.append(f"{device.shown} is in MIG mode and has no slices, so nothing of it is offered; create some")
+
+
+def _first_match(patterns: Iterable[Pattern], text: str) -> str:
+    return next((pattern.name for pattern in patterns if pattern.matches(text)), "")
+
+
+def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str:
+    """Why nothing can be offered under the name; empty when it can."""
+    if _NAME.fullmatch(name.removeprefix(DOMAIN)) is None:
+        return f"no resource can have this name, which {devices[0].shown} would get; name it by a pattern in resources.mig"
+    if all(device.instance and device.instance.trouble for device in devices):
+        first = devices[0].instance
+        return f"the device nodes of no slice are known: {first.trouble}" if first else ""
+    return _unlike(devices) if strategy.alike else ""
+
+
+def _unlike(devices: Sequence[Device]) -> str:
+    """Why these cannot stand under one name; empty when they can. A lost GPU, which nobody is given, is not measured by the others."""
+    devices = [device for device in devices if device.gpu.present] or devices
+    first: dict[tuple[str, int], Device] = {}
+    for device in devices:
+        first.setdefault(device.kind, device)
+    slices = [device for device in first.values() if device.instance]
+    whole = next((device for device in first.values() if device.instance is None), None)
+    if whole and slices:
+        gpu = Device(slices[0].gpu)
+        return (
+            f"all devices on the node must be configured with the same migEnabled value: {gpu.shown} is in MIG mode and {whole.shown} is "
+            "not; switch MIG mode alike on all GPUs, or set plugin.migStrategy: mixed"
+        )
+    if len(slices) > 1:
+        return (
+            f"more than one MIG device type present on node: {' and '.join(map(_described, slices[:2]))}; make all slices alike, or set "
+            "plugin.migStrategy: mixed"
+        )
+    return ""
+
+
+def _described(device: Device) -> str:
+    profile, memory_mib = device.kind
+    return f"{device.shown} is {profile} of {memory_mib} MiB"

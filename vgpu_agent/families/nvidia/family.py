@@ -1,0 +1,181 @@
+"""The `nvidia` family: GPUs and MIG slices under NVIDIA's names, whole or shared, as its own device plugin and iktos's fork offer them.
+
+Names, ids and answers are those of the contracts (nvidia §3, §4, §6, §7; iktos I.2–I.5), so a cluster can switch without touching a pod.
+The ids name the device, so `Allocate` can answer completely. What is offered is worked out in `offers`; here are the answers about
+ids. Defects are not copied: unhealthy ids are refused (by the ledger), device nodes are listed once, every order is deterministic.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.families.device_lists import VisibleDevice, answer_number, edits_of, visible_device
+from vgpu_agent.families.nvidia.ids import EVERY_GPU, devices_behind, has_replicas, one_by_one
+from vgpu_agent.families.nvidia.offers import FAMILY, Offers, offers
+from vgpu_agent.families.nvidia.options import DOMAIN
+from vgpu_agent.isolation.mps import memory_share_mib, mps_edits, thread_share
+from vgpu_agent.model import Share, SharingMode
+from vgpu_agent.placement.mixing import ALONE
+from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, SPREAD, Wish, choose
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.families.family import Shortfall
+    from vgpu_agent.families.nvidia.options import NvidiaOptions
+    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.model import Inventory, Resource
+    from vgpu_agent.placement.mixing import Neighbours
+
+# In the order in which NVIDIA's plugin lists them (nvidia contract §7, pass-device-specs); each only where the node has it.
+CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+
+
+# Under WSL: one node of the kernel's leads to all GPUs (nvidia contract §4).
+WSL_NODE = "/dev/dxg"
+_EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
+
+
+class NvidiaFamily:
+    """GPUs and slices under NVIDIA's names.
+
+    State: none that matters; what the last inventory came to is kept, because a burst of pods asks about one inventory.
+    """
+
+    name = FAMILY
+
+    def __init__(self, options: NvidiaOptions) -> None:
+        self._options = options
+        self._last: tuple[Inventory, Offers] | None = None
+
+    def claims(self, resource: str) -> bool:
+        """Every name in NVIDIA's domain: one that is not offered today may have been before a rename or a change of MIG.
+
+        Whose ids those are is for `shares` to say: another plugin may offer something in the same domain.
+        """
+        return resource.startswith(DOMAIN)
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        """A whole device's id is its UUID (nvidia:G1), a replica's is ``<UUID>::<n>`` (nvidia:G8) or ``<UUID>-replica-<n>`` (iktos:K1)."""
+        return self._offers(inventory).resources
+
+    def shortfall(self, inventory: Inventory) -> Shortfall:
+        """What cannot be offered as it is configured, or as the node's MIG slices are."""
+        return self._offers(inventory).shortfall
+
+    def check(self, resource: Resource, ids: Sequence[str]) -> None:
+        """Refuse what the operator does not want (nvidia:A22, A23) and units of memory that are not of one device (iktos:D12).
+
+        The first text is the one that users of NVIDIA's plugin know.
+        """
+        if self._options.fail_requests_greater_than_one and len(ids) > 1 and has_replicas(ids):
+            setting = "mps" if resource.sharing is SharingMode.MPS else "timeSlicing"
+            raise RequestRefusedError(
+                f"invalid request: maximum request size for shared resources is 1; found {len(ids)} "
+                f"(sharing.{setting}.failRequestsGreaterThanOne; ask for 1 of {resource.name})"
+            )
+        if resource.name in self._options.automatic and len(devices := devices_behind(ids)) > 1:
+            raise RequestRefusedError(
+                f"invalid request: {len(ids)} of {resource.name} are not free on one device, and memory of {len(devices)} is not one piece "
+                f"({', '.join(devices)}); ask for less, at most {resource.holders_per_device}, or wait until containers on one of them end"
+            )
+
+    def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
+        """A whole device is exclusive with all that it has; a replica has its place, and by MPS also its part, which is in force.
+
+        Ids of earlier settings are read as well; those of other plugins come to nothing.
+        """
+        offered = self._offers(inventory).resource(resource)
+        counts = collections.Counter(one_by_one(ids))
+        behind = devices_behind(ids)
+        if (any_whole := behind.pop(EVERY_GPU, None)) is not None and self._options.wsl:  # elsewhere it is the id of another plugin
+            behind |= {gpu.uuid: any_whole for gpu in inventory.gpus}
+        return tuple(
+            self._whole(uuid, inventory) if whole else self._part(uuid, counts[uuid], offered, inventory) for uuid, whole in behind.items()
+        )
+
+    def prefer(
+        self,
+        resource: Resource,
+        available: Sequence[str],
+        required: Sequence[str],
+        size: int,
+        inventory: Inventory,
+        neighbours: Neighbours = ALONE,
+    ) -> list[str]:
+        """By the policy that fits the resource (see `_policy`), among the GPUs of the lowest ranks.
+
+        A policy for replicas that the operator has set counts before the ranks.
+        """
+        known = {entry.id: (rank, entry.device) for rank, entry in enumerate(resource.ids)}
+        usable = sorted((id_ for id_ in available if id_ in known), key=lambda id_: known[id_][0])
+        device_of = {id_: device for id_, (_, device) in known.items()}
+        gpu_of = {instance.uuid: gpu.uuid for gpu in inventory.gpus for instance in gpu.mig_instances}
+        if all(map(_is_slice, device_of.values())) and len(set(device_of.values())) == len(device_of):
+            # Whole slices: packed and distributed mean their GPUs, of which one without a holder can serve another family.
+            device_of = {id_: gpu_of.get(device, device) for id_, device in device_of.items()}
+        totals, policy = collections.Counter(device_of.values()), self._policy(resource)
+        as_set = self._options.policy_is_set and policy == self._options.policy
+        ranks = {} if as_set else neighbours.ranks({device: gpu_of.get(device, device) for device in totals})
+        return choose(policy, Wish(usable, required, size, device_of, totals, inventory.links, ranks))
+
+    def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
+        """What names the devices to the container, by the list strategies; by MPS also what makes it a client of its daemon."""
+        found = [device for uuid in devices_behind(ids) if (device := _EVERY.get(uuid) or visible_device(uuid, inventory))]
+        if self._options.iktos:  # which sorts them (iktos contract I.5)
+            found.sort(key=_place if self._options.lists.id_strategy == "index" else _uuid)
+        edits = edits_of(found, self._options.lists, number=answer_number(resource.name, ids))
+        if resource.sharing is SharingMode.MPS:
+            edits = edits.joined(mps_edits(resource, one_by_one(ids), inventory, self._options.mps))
+        return edits
+
+    def _offers(self, inventory: Inventory) -> Offers:
+        if self._last is None or self._last[0] is not inventory:
+            self._last = inventory, offers(self._options, inventory)
+        return self._last[1]
+
+    def _policy(self, resource: Resource) -> str:
+        """Units of memory on one device; whole GPUs that belong together (nvidia contract §6.1), whatever is set; replicas as is set."""
+        if resource.name in self._options.automatic:
+            return ONE_GPU
+        if resource.holders_per_device == 1 and not any(_is_slice(entry.device) for entry in resource.ids):
+            return ALIGNED
+        return SPREAD if self._options.iktos and resource.holders_per_device > 1 else self._options.policy
+
+    def _whole(self, uuid: str, inventory: Inventory) -> Share:
+        return Share(uuid, _memory_mib(uuid, inventory), 100, exclusive=True)
+
+    def _part(self, uuid: str, count: int, offered: Resource | None, inventory: Inventory) -> Share:
+        """``count`` replicas of a device. What time-slicing limits is nothing, so nothing but the place is booked."""
+        if offered is None or offered.sharing is not SharingMode.MPS:
+            return Share(uuid)
+        mps, replicas = self._options.mps, offered.holders_of(uuid)
+        # Without limits of its own a container has those of the daemon, which are for one replica, of the GPU with the most of them.
+        return Share(
+            uuid,
+            memory_share_mib(_memory_mib(uuid, inventory), replicas, count if mps.per_container_limits else 1),
+            thread_share(replicas, count) if mps.limits_in_containers else thread_share(offered.holders_per_device),
+        )
+
+
+def _place(device: VisibleDevice) -> tuple[int | str, ...]:
+    return tuple(map(int, device.index.split(":"))) if device.uuid != EVERY_GPU else ()
+
+
+def _uuid(device: VisibleDevice) -> tuple[int | str, ...]:
+    return (device.uuid,)
+
+
+def _is_slice(uuid: str) -> bool:
+    return uuid.startswith("MIG-")
+
+
+def _memory_mib(uuid: str, inventory: Inventory) -> int:
+    """Of a GPU or slice; 0 when the driver does not show it any more."""
+    found = inventory.device(uuid)
+    if found is None:
+        return 0
+    gpu, instance = found
+    return instance.memory_mib if instance else gpu.memory_mib

@@ -1,0 +1,204 @@
+"""What a node with these GPUs offers under NVIDIA's names: each resource with its ids, and what could not be offered and why.
+
+From the devices of each name (`devices`) and the entries about sharing to `Resource`s: whole devices, replicas of all of them or of
+some, each device in one resource only, so that it is never twice on the ledger (nvidia:G1–G16, D15; iktos:K1–K9). What is wrong with one
+resource withholds that one. Called by `family`; pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
+from vgpu_agent.families.family import Shortfall
+from vgpu_agent.families.nvidia.devices import named_devices
+from vgpu_agent.families.nvidia.options import ALL, AUTOMATIC, GPU_RESOURCE
+from vgpu_agent.isolation.mps import why_not
+from vgpu_agent.model import Resource, SharingMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vgpu_agent.families.nvidia.devices import Device, Named
+    from vgpu_agent.families.nvidia.options import NvidiaOptions, SharedEntry
+    from vgpu_agent.model import Inventory
+
+FAMILY = "nvidia"
+
+# More ids than any list that kubelet takes could hold (kubelet contract §10): such a list is only counted, and then refused by its length.
+_MOST_IDS = 200_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offers:
+    """What is offered, and what is not."""
+
+    resources: tuple[Resource, ...]
+    shortfall: Shortfall
+
+    def resource(self, name: str) -> Resource | None:
+        """The resource of that name, None when it is not offered."""
+        return next((resource for resource in self.resources if resource.name == name), None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """One device in a resource: how often it is offered, and whether by an entry about sharing."""
+
+    device: Device
+    replicas: int = 1
+    shared: bool = False
+
+
+def offers(options: NvidiaOptions, inventory: Inventory) -> Offers:
+    """What this node offers; deterministic, and never an error."""
+    plan = _Plan(options, named_devices(inventory, options))
+    for entry in options.shared:
+        plan.share(entry)
+    plan.leave_the_rest_whole()
+    return plan.offers(inventory)
+
+
+class _Plan:
+    """The devices of each resource, filled entry by entry; the first entry that names a device has it."""
+
+    def __init__(self, options: NvidiaOptions, named: Named) -> None:
+        self._options = options
+        self._named = named
+        self._refused = dict(named.refused)
+        self._cautions = list(named.cautions)
+        self._parts: dict[str, list[_Part]] = {}
+        self._taken: dict[str, str] = {}  # UUID → the resource that has it
+
+    def share(self, entry: SharedEntry) -> None:
+        """Offer the devices that the entry means as it says."""
+        name = entry.published
+        if reason := self._named.refused.get(entry.name):
+            if entry.devices == ALL:
+                self._refused.pop(entry.name, None)  # it would not be offered under this name
+            self._refused[name] = reason
+        if (devices := self._named.devices.get(entry.name)) is None:
+            # One configuration serves nodes with and without such devices, but GPUs may only be called otherwise.
+            if entry.name == GPU_RESOURCE and not reason and (names := self._names_of_gpus()):
+                self._cautions.append(
+                    f"{name}: no GPU is shared by the entry about {entry.name}, because resources.gpus calls them {', '.join(names)}; "
+                    "name those in it"
+                )
+            return
+        chosen, missing = _chosen(entry, devices)
+        if missing:
+            self._cautions.append(f"{name}: {_about_missing(entry, devices, missing)}")
+        for device in chosen:
+            if other := self._taken.get(device.uuid):
+                self._refused[name] = (
+                    f"{device.shown} would be offered twice, by {other} and by {name}; name it in one entry about {entry.name} only"
+                )
+                break
+        self._taken |= {device.uuid: self._taken.get(device.uuid, name) for device in chosen}
+        self._parts.setdefault(name, []).extend(self._part(entry, device) for device in chosen)
+
+    def leave_the_rest_whole(self) -> None:
+        """Offer what no entry has taken, each device once."""
+        for name, devices in self._named.devices.items():
+            if whole := [_Part(device) for device in devices if device.uuid not in self._taken]:
+                self._parts.setdefault(name, []).extend(whole)
+
+    def offers(self, inventory: Inventory) -> Offers:
+        """The resources that can be served, and why the others cannot."""
+        resources = []
+        for name, parts in self._parts.items():
+            if name in self._refused:
+                continue
+            resource = _resource(name, parts, self._options)
+            if reason := _why_not(resource, parts, inventory):
+                self._refused[name] = reason
+            elif resource.ids:
+                resources.append(resource)
+        problems = tuple(f"{name}: {reason}" for name, reason in self._refused.items())
+        return Offers(tuple(resources), Shortfall(problems, tuple(self._cautions)))
+
+    def _names_of_gpus(self) -> list[str]:
+        return [name for name, devices in self._named.devices.items() if any(device.instance is None for device in devices)]
+
+    def _part(self, entry: SharedEntry, device: Device) -> _Part:
+        if entry.replicas != AUTOMATIC:
+            return _Part(device, entry.replicas, shared=True)
+        replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib  # of its own memory (iktos:K2, D7)
+        if device.gpu.integrated:
+            self._refused[entry.published] = (
+                f"{device.shown} is part of the processor and has no memory of its own that could be counted; set a number of replicas for "
+                "it in iktos.resourceConfig"
+            )
+        elif not replicas:
+            self._cautions.append(f"{entry.published}: {device.shown} has {device.memory_mib} MiB, and an id stands for {unit_mib} MiB")
+        return _Part(device, replicas, shared=True)
+
+
+def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device], list[str]]:
+    """The devices that an entry means, in node order, and the words in it that name none of them."""
+    if entry.devices == ALL:
+        return list(devices), []
+    if isinstance(entry.devices, int):
+        return list(devices[: entry.devices]), [] if entry.devices <= len(devices) else [str(entry.devices)]
+    words = {word: device for device in devices for word in (device.index, device.uuid, *_old_name(device))}
+    meant = {words[word].uuid for word in entry.devices if word in words}
+    return [device for device in devices if device.uuid in meant], [word for word in entry.devices if word not in words]
+
+
+def _old_name(device: Device) -> tuple[str, ...]:
+    """A slice as drivers before 470 name it (nvidia contract §4)."""
+    slice_ = device.instance
+    return (f"MIG-{device.gpu.uuid}/{slice_.gpu_instance_id}/{slice_.compute_instance_id}",) if slice_ else ()
+
+
+def _about_missing(entry: SharedEntry, devices: Sequence[Device], missing: Iterable[str]) -> str:
+    have = ", ".join(device.index for device in devices)
+    if isinstance(entry.devices, int):
+        return f"{entry.devices} devices of {entry.name} are to be shared, and there are {len(devices)} ({have}); all of them are"
+    return f"devices: {', '.join(missing)} is not among those of {entry.name} ({have}); what else it names is shared"
+
+
+def _resource(name: str, members: Iterable[_Part], options: NvidiaOptions) -> Resource:
+    parts = sorted(members, key=lambda part: (part.device.gpu.index, part.device.instance.index if part.device.instance else -1))
+    counts = [part.replicas for part in parts]
+    most = max(counts, default=1)
+    shared = any(part.shared and (part.replicas > 1 or options.sharing is SharingMode.MPS) for part in parts)
+    return Resource(
+        name,
+        FAMILY,
+        _ids(parts, options),
+        holders_per_device=most,
+        holders={} if len(set(counts)) < 2 else {part.device.uuid: part.replicas for part in parts},
+        sharing=options.sharing if shared else SharingMode.NONE,
+        unit="iktos.resourceConfig" if name in options.automatic else "",
+    )
+
+
+def _ids(parts: Sequence[_Part], options: NvidiaOptions) -> Sequence[DeviceId]:
+    def numbered(part: _Part) -> bool:
+        return part.shared and (part.replicas != 1 or options.suffix_always)
+
+    blocks = tuple(
+        IdBlock(part.device.id + options.separator, part.replicas, part.device.uuid, part.device.gpu.numa_node)
+        for part in parts
+        if numbered(part)
+    )
+    if sum(block.count for block in blocks) > _MOST_IDS:
+        return NumberedIds(blocks)
+    replicas = {block.device: NumberedIds((block,)) for block in blocks}
+    whole = {part.device.uuid: (DeviceId(part.device.id, part.device.uuid, part.device.gpu.numa_node),) for part in parts}
+    return tuple(itertools.chain.from_iterable(replicas.get(uuid, whole[uuid]) for uuid in whole))
+
+
+def _why_not(resource: Resource, members: Sequence[_Part], inventory: Inventory) -> str:
+    """Why a resource cannot be served as it would be offered; empty when it can."""
+    if resource.sharing is not SharingMode.MPS:
+        return ""
+    if whole := [part.device for part in members if not part.shared]:
+        return (
+            f"{whole[0].shown} would be offered whole under the name of those that are shared by MPS; give the entry of sharing.mps a "
+            "rename, or devices: all"
+        )
+    return why_not(resource, inventory)

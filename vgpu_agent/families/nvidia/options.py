@@ -1,0 +1,146 @@
+"""How this node offers its GPUs in NVIDIA's words, and in those of iktos's fork: the settings, as the `nvidia` family reads them.
+
+NVIDIA's sharing strategies and iktos's ``resourceConfig`` come to one list of entries here, so that nobody behind this file asks which of
+them an operator has used. Sources: nvidia contract §2 and §3, iktos contract I.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+from vgpu_agent.config import iktos
+from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.nvidia.ids import IKTOS_SEPARATOR, NVIDIA_SEPARATOR
+from vgpu_agent.isolation.mps import MpsOptions
+from vgpu_agent.model import SharingMode
+from vgpu_agent.placement.sharing import DISTRIBUTED
+
+if TYPE_CHECKING:
+    from vgpu_agent.config.settings import Settings
+
+DOMAIN = "nvidia.com/"
+GPU_RESOURCE = "nvidia.com/gpu"
+SHARED_SUFFIX = ".shared"
+ALL = "all"
+AUTOMATIC = -1  # as many replicas as the device has units of memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pattern:
+    """Devices by the name of their GPU or MIG profile: ``*`` stands for any text, and all of the name must match (nvidia contract §3)."""
+
+    pattern: str
+    name: str
+
+    def matches(self, text: str) -> bool:
+        """Whether ``text`` is such a name."""
+        return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), text) is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedEntry:
+    """Devices of one resource that are offered several times.
+
+    Attributes:
+        name: the resource before sharing.
+        replicas: how often each device is offered; 1 leaves it whole, `AUTOMATIC` counts its memory.
+        published: the name under which the replicas are offered.
+        devices: `ALL`, the first so many, or indices (``0``, ``1:0``) and UUIDs.
+    """
+
+    name: str
+    replicas: int
+    published: str
+    devices: str | int | tuple[str, ...] = ALL
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NvidiaOptions:
+    """How this node offers its GPUs.
+
+    Attributes:
+        mig_strategy: a name in `devices.MIG_STRATEGIES`.
+        gpu_patterns: other names for whole GPUs; the first that matches counts.
+        mig_patterns: the same for slices, by profile.
+        sharing: how the holders of a device that is offered several times share it.
+        shared: what is offered several times; the first entry that names a device has it.
+        separator: between a device's UUID and the number of a replica, of `ids`.
+        suffix_always: also the only replica of a device has a number.
+        fail_requests_greater_than_one: a container may take one replica only; more would not mean more of the GPU.
+        policy: ``distributed`` or ``packed``.
+        policy_is_set: the operator has chosen it, so that it counts before what other families on the node need.
+        unit_mib: memory that an automatic replica stands for.
+        wsl: the node is a Windows subsystem, whose containers get all GPUs or none.
+        lists: how containers are told of their devices.
+        mps: where containers meet their MPS daemon.
+    """
+
+    mig_strategy: str = "none"
+    gpu_patterns: tuple[Pattern, ...] = ()
+    mig_patterns: tuple[Pattern, ...] = ()
+    sharing: SharingMode = SharingMode.TIME_SLICING
+    shared: tuple[SharedEntry, ...] = ()
+    separator: str = NVIDIA_SEPARATOR
+    suffix_always: bool = False
+    fail_requests_greater_than_one: bool = False
+    policy: str = DISTRIBUTED
+    policy_is_set: bool = False
+    unit_mib: int = 1024
+    wsl: bool = False
+    lists: ListOptions = dataclasses.field(default_factory=ListOptions)
+    mps: MpsOptions = dataclasses.field(default_factory=MpsOptions)
+
+    @property
+    def iktos(self) -> bool:
+        """Whether replicas are counted and spread as iktos's fork does."""
+        return self.separator == IKTOS_SEPARATOR
+
+    @property
+    def automatic(self) -> frozenset[str]:
+        """Resources whose ids are units of memory."""
+        return frozenset(entry.published for entry in self.shared if entry.replicas == AUTOMATIC)
+
+    @classmethod
+    def from_settings(cls, settings: Settings, *, lists: ListOptions, wsl: bool = False) -> NvidiaOptions:
+        """The options that the configuration asks for; where several say how GPUs are shared: iktos's words, then MPS (nvidia:G12)."""
+        plugin, sharing = settings.plugin, settings.sharing
+        mps = bool(sharing.mps.resources)
+        block = sharing.mps if mps else sharing.time_slicing
+        options = cls(
+            mig_strategy=plugin.mig_strategy,
+            gpu_patterns=tuple(Pattern(entry.pattern, entry.name) for entry in settings.resources.gpus),
+            mig_patterns=tuple(Pattern(entry.pattern, entry.name) for entry in settings.resources.mig),
+            sharing=SharingMode.MPS if mps else SharingMode.TIME_SLICING,
+            shared=tuple(
+                SharedEntry(entry.name, entry.replicas, entry.rename or entry.name + SHARED_SUFFIX * block.rename_by_default, entry.devices)
+                for entry in block.resources
+            ),
+            fail_requests_greater_than_one=block.fail_requests_greater_than_one,
+            policy=DISTRIBUTED if plugin.shared_devices_allocation_policy == "auto" else plugin.shared_devices_allocation_policy,
+            policy_is_set=plugin.shared_devices_allocation_policy != "auto",
+            wsl=wsl,
+            lists=lists,
+            mps=MpsOptions(
+                root=settings.mps.root,
+                container_root=settings.mps.container_root,
+                per_container_limits=settings.mps.per_container_limits,
+                single=sharing.mps.fail_requests_greater_than_one,
+            ),
+        )
+        entries = iktos.entries(settings.iktos.resource_config)
+        if not entries:
+            return options
+        return dataclasses.replace(
+            options,
+            sharing=SharingMode.TIME_SLICING,
+            shared=tuple(SharedEntry(entry.original, entry.replicas, entry.new) for entry in entries),
+            separator=IKTOS_SEPARATOR,
+            suffix_always=True,
+            fail_requests_greater_than_one=False,
+            unit_mib=_UNITS_MIB[settings.iktos.automatic_unit],
+        )
+
+
+_UNITS_MIB = {"gib": 1024, "mib1000": 1000}

@@ -1,0 +1,1 @@
+"""Volcano's GPU share: `volcano.sh/gpu-memory` or `volcano.sh/gpu-number`."""

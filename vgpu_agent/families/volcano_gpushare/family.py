@@ -1,0 +1,420 @@
+"""The `volcano-gpushare` family: ``volcano.sh/gpu-memory`` or ``volcano.sh/gpu-number``, as Volcano's own device plugin offers them.
+
+Names, ids and environment are those of the volcano-gpushare contract (vectors S1–S7). The sharing is advisory: a container is told its card
+and its budget, and nothing holds it to them. The ids are only counted; which card a pod gets stands in its annotation
+``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that no GPU scheduler has placed.
+
+The numbers of cards are what NVML counted when all of them answered. A card that is lost keeps its number as long as this agent runs, so
+neither ids nor annotations of running pods move under them; after a restart of the agent NVML's numbers of that moment count, for the
+scheduler as well. What a running container holds is in the ledger by UUID and does not move at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
+from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError, listed, quoted
+from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
+from vgpu_agent.families.family import Decision, Question
+from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
+from vgpu_agent.families.volcano_gpushare.numbers import first_units, parse_indices, units
+from vgpu_agent.isolation.edits import Edits, Provision
+from vgpu_agent.model import Decider, Resource, Share
+from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.placement.whole_pod import first_idle, first_with_room
+from vgpu_agent.pods import ContainerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.family import NodeView
+    from vgpu_agent.model import DeviceRoom, Gpu, Grant, Inventory
+    from vgpu_agent.pods import Pod
+
+FAMILY = "volcano-gpushare"
+MEMORY_RESOURCE = "volcano.sh/gpu-memory"
+NUMBER_RESOURCE = "volcano.sh/gpu-number"
+
+GPU_INDEX = "volcano.sh/gpu-index"
+PREDICATE_TIME = "volcano.sh/predicate-time"
+GPU_ASSIGNED = "volcano.sh/gpu-assigned"
+UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
+NODE_LOCK = "gpu"
+
+SHARE = "share"
+NUMBER = "number"
+
+_ANEW = "delete the pod so that it is scheduled anew"
+_SHOWN_CHARACTERS = 60  # of an annotation in an error
+
+
+BY_INDEX = ListOptions(id_strategy="index")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VolcanoGpushareOptions:
+    """How this node offers its GPUs.
+
+    Attributes:
+        strategy: `SHARE` offers memory, `NUMBER` whole cards.
+        factor: MiB in one id; 0 for the smallest power of two whose list fits into a message.
+        unequal_gpus: ``refuse`` or ``minimum``: what to do with cards of different size, which the scheduler takes for equal.
+        lists: how the container is told its card; by index, as the replaced plugin does, unless the operator wants UUIDs.
+        message_budget_bytes: largest device list that is sent to kubelet.
+    """
+
+    strategy: str = SHARE
+    factor: int = 1
+    unequal_gpus: str = "refuse"
+    lists: ListOptions = BY_INDEX
+    message_budget_bytes: int = 3_670_016
+
+    @classmethod
+    def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
+        """The options that the configuration asks for; of ``lists`` only how a card is named, for there is nothing else to be told of."""
+        gpushare = settings.volcano_gpushare
+        return cls(
+            strategy=gpushare.strategy,
+            factor=gpushare.gpu_memory_factor,
+            unequal_gpus=gpushare.unequal_gpus,
+            lists=ListOptions(
+                strategies=lists.strategies,
+                id_strategy=gpushare.visible_devices,
+                cdi_id_strategy=lists.id_strategy,
+                cdi_annotation_prefix=lists.cdi_annotation_prefix,
+                cdi_kind=lists.cdi_kind,
+            ),
+            message_budget_bytes=settings.kubelet.message_budget_bytes,
+        )
+
+
+class VolcanoGpushareFamily:
+    """GPU memory without a limit, or whole GPUs, under Volcano's older names.
+
+    State: the numbers of the cards that were offered last, because a pod's annotation names a card by its number; the same inventory
+    always gives the same numbers.
+    """
+
+    name = FAMILY
+
+    def __init__(self, options: VolcanoGpushareOptions) -> None:
+        self._options = options
+        self._resource_name = MEMORY_RESOURCE if options.strategy == SHARE else NUMBER_RESOURCE
+        self._numbers: dict[str, int] = {}
+
+    # -- what is offered --------------------------------------------------------------------------------------------------------------
+
+    def claims(self, resource: str) -> bool:
+        """Both names: the other one may be in kubelet's records after a change of strategy."""
+        return resource in (MEMORY_RESOURCE, NUMBER_RESOURCE)
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        """One resource: ``<number>-<j>`` for each unit of each card's memory (S1, S4), or each card's UUID (S5).
+
+        Raises:
+            ConfigError: the cards differ in size, or the list of ids would not fit into a message of kubelet, or a unit into a card.
+        """
+        numbered = inventory.numbered
+        self._numbers = {gpu.uuid: number for number, gpu in numbered.items()}
+        if not numbered:
+            return ()
+        if self._options.strategy == NUMBER:
+            cards = tuple(DeviceId(gpu.uuid, gpu.uuid, gpu.numa_node) for gpu in numbered.values())
+            return (self._resource(cards, holders_per_device=1),)
+        self._refuse_unequal(numbered)
+        factor = self._factor(inventory)
+        ids = _memory_ids(numbered, factor)
+        self._refuse_unfitting(numbered, ids, factor)
+        # Memory is the limit: nobody asks for less than one unit, so there are never more holders than units.
+        return (self._resource(ids, holders_per_device=ids.blocks[0].count, unit="volcanoGpushare.gpuMemoryFactor"),)
+
+    def cautions(self, inventory: Inventory) -> tuple[str, ...]:
+        """None: all that can be offered is."""
+        del inventory
+        return ()
+
+    def check(self, resource: Resource, ids: Sequence[str]) -> None:
+        """Nothing to refuse: any number of units makes sense until the pod is known."""
+
+    # -- what a container gets --------------------------------------------------------------------------------------------------------
+
+    def decide(self, question: Question) -> Decision:
+        """The cards that ``volcano.sh/gpu-index`` names, or without it the first that have room for the whole pod.
+
+        Raises:
+            RequestRefusedError: limits or annotation cannot be followed.
+            CapacityError: the pod has no annotation and does not fit.
+        """
+        self._refuse_other_amount(question)
+        text = question.pod.annotations.get(GPU_INDEX)
+        if text is not None:
+            return Decision(self._shares(question, self._named(question, text)), f"the scheduler, in {GPU_INDEX}", by_scheduler=True)
+        number = self._options.strategy == NUMBER
+        gpus = self._idle_gpus(question) if number else (self._roomy_gpu(question),)
+        return Decision(self._shares(question, gpus), f"the agent, the first {'idle GPUs' if number else 'GPU with room'} (no {GPU_INDEX})")
+
+    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+        """The cards that ``volcano.sh/gpu-index`` names and that are not divided; nothing where the pod needs more than there is."""
+        text, name = pod.annotations.get(GPU_INDEX), self._resource_name
+        if text is None or not 0 < (needed := units(pod, name)) <= self._most_units(inventory):
+            return {}
+        named: dict[str, tuple[str, ...]] = {}
+        for container in pod.containers:
+            count = container.limits.get(name, 0)
+            if container.kind is ContainerKind.INIT or name in container.unreadable or not 0 < count <= needed:
+                continue
+            ids = ("",) * count if self._options.strategy == NUMBER else ("",)
+            asked = Question(Resource(name, FAMILY, ()), pod, container.name, ids, pod.node, inventory, ())
+            with contextlib.suppress(RequestRefusedError):
+                gpus = self._named(asked, text)
+                if not any(gpu.mig_enabled for gpu in gpus):
+                    named[container.name] = tuple(gpu.uuid for gpu in gpus)
+        return named
+
+    def recall(self, question: Question) -> Decision | None:
+        """What the annotation says; a pod without one was placed by this agent, and has not been told yet."""
+        text = question.pod.annotations.get(GPU_INDEX)
+        if text is None:
+            return None
+        try:
+            self._refuse_other_amount(question)
+            return Decision(self._shares(question, self._named(question, text)), f"the pod, in {GPU_INDEX}", by_scheduler=True)
+        except RequestRefusedError:
+            return None
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        """Three variables and nothing else (S3, S4, S5), where the card is told by its variable.
+
+        ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs divide the other number by it to learn
+        which part of the card is theirs.
+        """
+        gpus = [gpu for share in shares if (gpu := question.inventory.gpu(share.device))]
+        devices = [device for gpu in gpus if (device := visible_device(gpu.uuid, question.inventory))]
+        number = answer_number(question.resource.name, question.ids)
+        environment = {
+            "VOLCANO_GPU_ALLOCATED": str(len(question.ids) * self._factor(question.inventory)),
+            "VOLCANO_GPU_MEMORY_TOTAL": str(gpus[0].memory_mib if gpus else 0),
+        }
+        return Provision(edits_of(devices, self._options.lists, number=number).joined(Edits(environment=environment)))
+
+    # -- what stands on pod and node --------------------------------------------------------------------------------------------------
+
+    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+        """``gpu-assigned`` once the last container has been served; where we placed the pod, also where, for the scheduler's own book.
+
+        An init container alone assigns nothing, because the pod's other containers are still to come.
+        """
+        served = {name: grant for name, grant in grants.items() if self.claims(grant.resource) and grant.shares}
+        if failed or not served:
+            return {}
+        wishes: dict[str, str | None] = {}
+        if GPU_INDEX not in pod.annotations and (indices := self._indices(pod, served)):
+            wishes[GPU_INDEX] = indices
+            if PREDICATE_TIME not in pod.annotations:
+                wishes[PREDICATE_TIME] = f"{int(min(grant.reserved_at for grant in served.values()) * 1e6)}000"
+        lasting = [
+            container.name
+            for container in pod.containers
+            if container.kind is not ContainerKind.INIT and container.limits.get(self._resource_name, 0) > 0
+        ]
+        if lasting and all(name in served for name in lasting):
+            wishes[GPU_ASSIGNED] = "true"
+        return wishes
+
+    def farewell(self, now: float) -> NodeWishes:
+        """No card for a scheduler to choose; the amount of memory goes with kubelet's own list."""
+        del now
+        count = {NUMBER_RESOURCE: "0"} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"}
+        return NodeWishes(annotations={UNHEALTHY_IDS: None}, capacity=count)
+
+    def node_wishes(self, view: NodeView) -> NodeWishes:
+        """The counts that the scheduler multiplies and divides by, the cards it must not use, and its lock given back."""
+        rooms = view.rooms.get(self._resource_name)
+        lock = view.locks.wishes(view.node, NODE_LOCK, allocated_at=view.allocated_at.get(self._resource_name), now=view.now)
+        if rooms is None:
+            # Nothing is offered (any more), so the count of an earlier moment must not make the scheduler believe in cards.
+            stale = self._options.strategy == SHARE and NUMBER_RESOURCE in view.node.capacity
+            return NodeWishes(annotations={UNHEALTHY_IDS: None}, capacity={NUMBER_RESOURCE: "0"} if stale else {}).joined(lock)
+        numbers = {gpu.uuid: number for number, gpu in view.inventory.numbered.items()}
+        usable = {numbers[room.device] for room in rooms if not room.trouble and room.device in numbers}
+        # A card that did not answer at the start has a number and no id. The scheduler counts from 0 without a gap, so it is counted, too.
+        count = max(numbers.values(), default=-1) + 1
+        unusable = [str(number) for number in range(count) if number not in usable]
+        return NodeWishes(
+            annotations={UNHEALTHY_IDS: ",".join(unusable) or None},
+            # Without gpu-memory, be it 0, the scheduler takes no notice of the cards.
+            capacity={NUMBER_RESOURCE: str(count)} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"},
+        ).joined(lock)
+
+    # -- how it is done ---------------------------------------------------------------------------------------------------------------
+
+    def _resource(self, ids: Sequence[DeviceId], *, holders_per_device: int, unit: str = "") -> Resource:
+        return Resource(
+            self._resource_name,
+            FAMILY,
+            ids,
+            holders_per_device=holders_per_device,
+            pre_start_required=True,
+            decided_by=Decider.POD,
+            prefers=False,
+            unit=unit,
+            undivided=True,
+        )
+
+    def _refuse_unequal(self, numbered: Mapping[int, Gpu]) -> None:
+        if self._options.unequal_gpus == "minimum" or len({gpu.memory_mib for gpu in numbered.values()}) == 1:
+            return
+        cards = ", ".join(f"GPU {number} ({gpu.name}) has {gpu.memory_mib} MiB" for number, gpu in numbered.items())
+        problem = (
+            f"{MEMORY_RESOURCE}: the GPUs differ in size and the scheduler takes them for equal: {cards}; set volcanoGpushare.unequalGpus: "
+            "minimum to offer the smallest size of each, or volcanoGpushare.strategy: number to offer whole GPUs"
+        )
+        raise ConfigError([problem])
+
+    def _refuse_unfitting(self, numbered: Mapping[int, Gpu], ids: NumberedIds, factor: int) -> None:
+        budget = self._options.message_budget_bytes
+        if not ids.blocks[0].count:
+            size = _size_mib(numbered)
+            problem = f"{MEMORY_RESOURCE}: a unit of {factor} MiB is more than a GPU has, {size} MiB"
+            raise ConfigError([f"{problem}; set volcanoGpushare.gpuMemoryFactor to {size} or less"])
+        if (size := list_bytes(ids)) > budget:
+            fitting = self._fitting_factor(numbered)
+            remedy = f"volcanoGpushare.gpuMemoryFactor: {fitting} would fit (0: chosen by the agent)" if fitting else "raise the budget"
+            problem = f"{len(ids)} ids of {factor} MiB make a device list of {size} bytes, and kubelet.messageBudgetBytes allows {budget}"
+            raise ConfigError([f"{MEMORY_RESOURCE}: {problem}; {remedy}"])
+
+    def _factor(self, inventory: Inventory) -> int:
+        """MiB in one id. Whole cards are counted by the same rule, as the replaced plugin does."""
+        if self._options.factor:
+            return self._options.factor
+        return 1 if self._options.strategy == NUMBER else self._fitting_factor(inventory.numbered) or LARGEST_FACTOR
+
+    def _fitting_factor(self, numbered: Mapping[int, Gpu]) -> int | None:
+        return smallest_fitting_factor(lambda factor: list_bytes(_memory_ids(numbered, factor)), self._options.message_budget_bytes)
+
+    def _most_units(self, inventory: Inventory) -> int:
+        """What a pod can have at most: the cards, or the units of one card."""
+        if self._options.strategy == NUMBER:
+            return len(inventory.gpus)
+        return _size_mib(inventory.numbered) // self._factor(inventory)
+
+    def _refuse_other_amount(self, question: Question) -> None:
+        """Refuse a container whose limit is not the number of ids that kubelet counted for it: then it is another pod than was admitted."""
+        pod, name = question.pod, question.resource.name
+        container = pod.container(question.container)
+        if container is None:
+            raise RequestRefusedError(f"pod {pod.full_name} has no container {question.container}, for which kubelet names {name}")
+        if name in container.unreadable:
+            shown = _shown(container.unreadable[name])
+            raise RequestRefusedError(f"pod {pod.full_name}, container {container.name}: limit {name}: {shown} is no whole number")
+        if (limit := container.limits.get(name, 0)) != len(question.ids):
+            raise RequestRefusedError(
+                f"pod {pod.full_name}, container {container.name}: limit {name} is {limit} and kubelet has counted {len(question.ids)};"
+                f" {_ANEW}"
+            )
+
+    def _named(self, question: Question, text: str) -> tuple[Gpu, ...]:
+        """The cards that the annotation names for this container.
+
+        A pod that asks for memory has one card, whatever else the annotation names: old schedulers wrote every card that would do.
+        """
+        where = f"pod {question.pod.full_name}: {GPU_INDEX} is {_shown(text)}"
+        if (indices := parse_indices(text)) is None:
+            raise RequestRefusedError(f"{where}; expected numbers of GPUs, joined by commas, as in 0 or 0,2; {_ANEW}")
+        if self._options.strategy == SHARE:
+            chosen = indices[:1]
+        else:
+            if len(set(indices)) < len(indices):
+                raise RequestRefusedError(f"{where}, which names a GPU twice; {_ANEW}")
+            first = first_units(question.pod, self._resource_name)[question.container]
+            chosen = indices[first : first + len(question.ids)]
+            if len(chosen) < len(question.ids):
+                needed = first + len(question.ids)
+                raise RequestRefusedError(f"{where}, and with container {question.container} the pod needs {needed} GPUs; {_ANEW}")
+        numbered = question.inventory.numbered
+        if strangers := [str(index) for index in chosen if index not in numbered]:
+            known = ", ".join(map(str, numbered)) or "none"
+            raise RequestRefusedError(f"{where}, and node {question.node} has no GPU {listed(strangers)}; it has {known}; {_ANEW}")
+        return tuple(numbered[index] for index in chosen)
+
+    def _roomy_gpu(self, question: Question) -> Gpu:
+        gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
+        here = [share.device for shares in question.siblings.values() for share in shares if share.device in gpus]
+        if here:
+            return gpus[here[0]]
+        needed_mib = units(question.pod, self._resource_name) * self._factor(question.inventory)
+        budget_mib = _size_mib(question.inventory.numbered)
+        rooms = [dataclasses.replace(room, memory_free_mib=_free_mib(room, budget_mib)) for room in _ordered(question, gpus)]
+        try:
+            return gpus[first_with_room(rooms, needed_mib).device]
+        except CapacityError as err:
+            raise _unplaced(question, err, "deviceshare.GPUSharingEnable") from err
+
+    def _idle_gpus(self, question: Question) -> tuple[Gpu, ...]:
+        gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
+        taken = self._by_place(question.pod, question.siblings)
+        missing = [place for place in range(units(question.pod, self._resource_name)) if place not in taken]
+        try:
+            rooms = [room for room in _ordered(question, gpus) if room.device not in taken.values()]
+            idle = first_idle(rooms, len(missing))
+        except CapacityError as err:
+            raise _unplaced(question, err, "deviceshare.GPUNumberEnable") from err
+        places = taken | {place: room.device for place, room in zip(missing, idle, strict=True)}
+        first = first_units(question.pod, self._resource_name)[question.container]
+        return tuple(gpus[places[place]] for place in range(first, first + len(question.ids)))
+
+    def _shares(self, question: Question, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
+        if self._options.strategy == NUMBER:
+            return tuple(Share(gpu.uuid, gpu.memory_mib, 100, exclusive=True) for gpu in gpus)
+        return tuple(Share(gpu.uuid, len(question.ids) * self._factor(question.inventory)) for gpu in gpus)
+
+    def _by_place(self, pod: Pod, shares: Mapping[str, Sequence[Share]]) -> dict[int, str]:
+        """Place within the pod's cards → the card that a container of it has there."""
+        first = first_units(pod, self._resource_name)
+        return {first[name] + rank: share.device for name, each in shares.items() if name in first for rank, share in enumerate(each)}
+
+    def _indices(self, pod: Pod, served: Mapping[str, Grant]) -> str:
+        """What to write into the pod for the scheduler; empty until all of it is known."""
+        if self._options.strategy == SHARE:
+            devices = [share.device for grant in served.values() for share in grant.shares][:1]
+        else:
+            places = self._by_place(pod, {name: grant.shares for name, grant in served.items()})
+            devices = [places.get(place, "") for place in range(units(pod, self._resource_name))]
+        numbers = [self._numbers.get(device) for device in devices]
+        return "" if None in numbers else ",".join(map(str, numbers))
+
+
+def _size_mib(numbered: Mapping[int, Gpu]) -> int:
+    """What every card is offered with: the size of the smallest."""
+    return min((gpu.memory_mib for gpu in numbered.values()), default=0)
+
+
+def _memory_ids(numbered: Mapping[int, Gpu], factor: int) -> NumberedIds:
+    count = _size_mib(numbered) // factor
+    return NumberedIds(tuple(IdBlock(f"{number}-", count, gpu.uuid) for number, gpu in numbered.items()))
+
+
+def _ordered(question: Question, gpus: Mapping[str, Gpu]) -> list[DeviceRoom]:
+    """The rooms of the cards that are known, by rank and then in the order of the numbers."""
+    rooms = {room.device: room for room in question.rooms}
+    return sorted((rooms[uuid] for uuid in gpus if uuid in rooms), key=lambda room: question.neighbours.rank(room.device))
+
+
+def _free_mib(room: DeviceRoom, size_mib: int) -> int:
+    """What is free of a card that counts as if it had only ``size_mib``."""
+    return max(0, min(room.memory_mib, size_mib) - (room.memory_mib - room.memory_free_mib))
+
+
+def _unplaced(question: Question, reason: CapacityError, switch: str) -> CapacityError:
+    return CapacityError(
+        f"pod {question.pod.full_name} has no {GPU_INDEX}, so this agent places it, and cannot: {reason}. A Volcano scheduler with"
+        f" {switch}: true in its deviceshare plugin would choose a node with room"
+    )
+
+
+def _shown(text: str) -> str:
+    return quoted(text, _SHOWN_CHARACTERS)

@@ -1,0 +1,1 @@
+"""Volcano's vGPU: `volcano.sh/vgpu-number`, `-memory` and `-cores`."""

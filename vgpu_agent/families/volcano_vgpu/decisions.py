@@ -1,0 +1,223 @@
+"""What a scheduler has decided for a container, read from its pod and held against what the pod asked and what this node has.
+
+The scheduler's word is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good (volcano-vgpu contract §3). Its segment k belongs to
+the k-th regular container that asks (volcano-vgpu:D3); which container it is about is not guessed here but known from kubelet's records.
+Anybody who may edit pods can write these annotations, so they never give more than the container's limits say. Called by `family`.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError, quoted
+from vgpu_agent.families.family import Question
+from vgpu_agent.families.volcano_vgpu.offer import FAMILY, MIG
+from vgpu_agent.families.volcano_vgpu.pod_devices import SEGMENT_END, Assigned, DevicesTextError, Segment, parse_pod_devices
+from vgpu_agent.families.volcano_vgpu.requests import read_ask
+from vgpu_agent.model import Resource, Share
+from vgpu_agent.pods import ContainerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.families.volcano_vgpu.offer import Offer
+    from vgpu_agent.families.volcano_vgpu.requests import Ask, Names
+    from vgpu_agent.model import Inventory
+    from vgpu_agent.pods import Pod, PodContainer
+
+NODE = "volcano.sh/vgpu-node"
+IDS = "volcano.sh/vgpu-ids-new"
+TO_ALLOCATE = "volcano.sh/devices-to-allocate"
+
+_REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
+_COPIED = f"{_REMEDY}, without this annotation in its template"
+
+
+def asking_container(question: Question) -> PodContainer:
+    """The container of the question as the pod specifies it.
+
+    Raises:
+        RequestRefusedError: the pod has no such container.
+    """
+    if container := question.pod.container(question.container):
+        return container
+    raise RequestRefusedError(
+        f"pod {question.pod.full_name}: the kubelet gave {len(question.ids)} × {question.resource.name} to container"
+        f" {question.container}, and the pod's specification has no container of that name"
+    )
+
+
+def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None:
+    """What `decided_segment` says, as shares of whole GPUs.
+
+    Raises:
+        RequestRefusedError: likewise.
+    """
+    segment = decided_segment(question, offer)
+    return None if segment is None else tuple(_share(assigned, offer.factor) for assigned in segment)
+
+
+def decided_segment(question: Question, offer: Offer) -> Segment | None:
+    """What a scheduler decided for the container, in its order; None where none has, so that it is the agent's to place.
+
+    An init container has no segment (volcano-vgpu:D14); it works on the GPUs that were decided for the containers after it. A sidecar has
+    none either and keeps its GPUs beside theirs, so it is placed by the agent.
+
+    Raises:
+        RequestRefusedError: the decision is malformed, is not for this node, or claims what was not asked for or does not exist.
+    """
+    pod, container = question.pod, asking_container(question)
+    text = pod.annotations.get(IDS, "")
+    if not text.strip(SEGMENT_END) or container.kind is ContainerKind.SIDECAR:
+        return None
+    if NODE not in pod.annotations:
+        raise refused(pod, IDS, text, f"no {NODE} beside it says for which node the GPUs were decided", _COPIED)
+    if (node := pod.annotations[NODE]) != question.node:
+        problem = f"the GPUs were decided for another node than {question.node}, where the pod is bound"
+        raise refused(pod, NODE, node, problem, _COPIED)
+    segments, counted = _segments(pod, offer.names)
+    ask = read_ask(pod, container, offer.names)
+    if container.kind is ContainerKind.INIT:
+        return _segment_of_init(question, segments, ask, offer)
+    place = next((place for place, each in enumerate(counted) if each.name == container.name), None)
+    if place is None:
+        raise refused(pod, IDS, text, f"container {container.name} asks for none of {offer.names.number} and {offer.names.memory}")
+    if not segments[place]:
+        return None
+    _require_agreement(pod, place, len(segments))
+    _require_sense(question, segments[place], offer)
+    for assigned in segments[place]:
+        _require_modesty(pod, container.name, assigned, ask, offer)
+    if len(segments[place]) != len(question.ids):
+        raise refused(
+            pod,
+            IDS,
+            text,
+            f"{len(segments[place])} GPUs were decided for container {container.name}, and the kubelet gave it"
+            f" {len(question.ids)} × {question.resource.name}",
+        )
+    return segments[place]
+
+
+def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tuple[str, ...]]:
+    """The GPUs of each container for which a scheduler has decided, without those that could not start with the decision."""
+    if not pod.annotations.get(IDS, "").strip(SEGMENT_END):
+        return {}
+    decided: dict[str, tuple[str, ...]] = {}
+    units = collections.Counter[str]()
+    for container in offer.names.counted(pod):
+        count = container.limits.get(offer.names.number, 0)
+        if not 0 < count <= len(offer.units):  # also a bound: anybody may write any number there
+            continue
+        number = Resource(offer.names.number, FAMILY, ())
+        asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
+        try:
+            segment = decided_segment(asked, offer)
+        except RequestRefusedError:
+            continue
+        if segment:
+            decided[container.name] = tuple(assigned.gpu for assigned in segment)
+            for assigned in segment:
+                units[assigned.gpu] += assigned.memory_units
+    if any(count > offer.units[gpu] for gpu, count in units.items()):
+        return {}  # together they are more than the GPU has, so the pod would never start whole
+    return decided
+
+
+def refused(pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY) -> RequestRefusedError:
+    """The one form of every refusal: pod, key, value, what is wrong, what to do."""
+    return RequestRefusedError(f"pod {pod.full_name}: annotation {key}={quoted(value)}: {problem}; {remedy}")
+
+
+def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodContainer, ...]]:
+    text, counted = pod.annotations[IDS], names.counted(pod)
+    try:
+        segments = parse_pod_devices(text)
+    except DevicesTextError as err:
+        raise refused(pod, IDS, text, str(err)) from err
+    if len(segments) != len(counted):
+        raise refused(pod, IDS, text, f"it speaks of {len(segments)} containers, and {len(counted)} of the pod ask for GPUs")
+    return segments, counted
+
+
+def _require_agreement(pod: Pod, place: int, count: int) -> None:
+    """What is still to be allocated must be what was decided: the scheduler writes both at once."""
+    pending = pod.annotations.get(TO_ALLOCATE, "").split(SEGMENT_END)
+    decided = pod.annotations[IDS].split(SEGMENT_END)
+    if len(pending) == count and pending[place] and pending[place] != decided[place]:
+        raise refused(pod, TO_ALLOCATE, pending[place], f"{IDS} says {quoted(decided[place])} for the same container")
+
+
+def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer) -> None:
+    """Whatever was asked: each GPU is there, once, and has that much."""
+    pod, text = question.pod, question.pod.annotations[IDS]
+    for assigned in segment:
+        if (is_instance := assigned.device != assigned.gpu) != (offer.mode == MIG):
+            what, shares = ("a MIG instance", "whole GPUs by memory") if is_instance else ("a whole GPU", "MIG instances")
+            raise refused(pod, IDS, text, f"{quoted(assigned.device)} is {what}, and this node shares {shares}")
+        if assigned.gpu not in offer.units:
+            offered = ", ".join(offer.units) or "none"
+            raise refused(pod, IDS, text, f"node {question.node} offers no GPU {quoted(assigned.gpu)}; it offers {offered}")
+        if assigned.memory_units <= 0:
+            problem = f"{assigned.memory_units} units of memory would mean no limit at all"
+            remedy = (
+                f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, such as 3000 (3Gi overflows), and for percentages"
+                " use a scheduler from 1.14 on"
+            )
+            raise refused(pod, IDS, text, problem, remedy)
+        if assigned.memory_units > (most := offer.units[assigned.gpu]):
+            problem = f"{assigned.memory_units} units of {offer.factor} MiB are more than the {most} of GPU {assigned.gpu}"
+            raise refused(pod, IDS, text, problem, f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, at most {most}")
+    if len({assigned.gpu for assigned in segment}) != len(segment):
+        raise refused(pod, IDS, text, "a GPU is named twice for one container")
+
+
+def _require_modesty(pod: Pod, container: str, assigned: Assigned, ask: Ask, offer: Offer) -> None:
+    """The decision gives no more than the limits ask for."""
+    most = ask.most_units_on(offer.units[assigned.gpu])
+    if assigned.memory_units > most or not 0 <= assigned.cores_percent <= ask.cores_percent:
+        problem = (
+            f"{assigned.memory_units} units of memory and {assigned.cores_percent} % of the compute are not what container {container}"
+            f" asks for ({ask.text(offer.names)}: at most {most} units)"
+        )
+        raise refused(pod, IDS, pod.annotations[IDS], problem)
+
+
+def _segment_of_init(question: Question, segments: Sequence[Segment], ask: Ask, offer: Offer) -> Segment | None:
+    """GPUs that belong to the pod anyway: those of a later container with as many, else the first ones of all; never more of one than the
+    later containers have together, because the scheduler has set nothing else aside.
+    """
+    every = [assigned for segment in segments for assigned in segment]
+    if not every:
+        return None
+    for segment in segments:
+        _require_sense(question, segment, offer)
+    memory, cores = collections.Counter[str](), collections.Counter[str]()
+    for assigned in every:
+        memory[assigned.device] += assigned.memory_units
+        cores[assigned.device] += max(0, assigned.cores_percent)
+    count = len(question.ids)
+    alike = next((segment for segment in segments if len(segment) == count), tuple(every))
+    devices = list(dict.fromkeys(assigned.device for assigned in alike))[:count]
+    if len(devices) < count:
+        raise refused(
+            question.pod,
+            IDS,
+            question.pod.annotations[IDS],
+            f"init container {question.container} asks for {count} GPUs, and {len(devices)} were decided for the whole pod",
+            f"ask for at most {len(devices)} × {question.resource.name} in init containers",
+        )
+    units = {assigned.device: offer.units[assigned.gpu] for assigned in every}
+    return tuple(
+        Assigned(
+            device,
+            min(ask.units_on(units[device]), memory[device], units[device]),
+            min(ask.cores_percent, cores[device]),
+        )
+        for device in devices
+    )
+
+
+def _share(assigned: Assigned, factor: int) -> Share:
+    return Share(assigned.device, assigned.memory_units * factor, assigned.cores_percent)

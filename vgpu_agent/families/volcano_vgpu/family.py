@@ -1,0 +1,207 @@
+"""The `volcano-vgpu` family: ``volcano.sh/vgpu-number``, ``-memory`` and ``-cores``, as volcano-vgpu-device-plugin offers them.
+
+Names, ids, annotations and environment are those of the volcano-vgpu contract (G1–G9, G13), so a cluster can switch without touching a pod
+or its scheduler, whichever version that is. The ids are only counted: what a container gets, Volcano's scheduler writes into its pod, and
+under the plain kube-scheduler the agent itself places the pod on its node. What the replaced plugin gets wrong (contract §9) is not copied.
+
+This file is the shape that `allocation` and `agent` know; each part of the vocabulary has a file of its own: what is offered
+(`offer`), what a container asks (`requests`), what was decided (`decisions`), the pod's annotations afterwards (`pod_state`), and
+what stands on the Node (`node_state`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
+from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.family import Decision
+from vgpu_agent.families.volcano_vgpu.decisions import IDS, asking_container, decided_gpus, decided_shares, refused
+from vgpu_agent.families.volcano_vgpu.node_state import (
+    HANDSHAKE,
+    LOCK,
+    REGISTER,
+    card_type,
+    handshake_wishes,
+    register_text,
+)
+from vgpu_agent.families.volcano_vgpu.node_state import farewell as leave
+from vgpu_agent.families.volcano_vgpu.offer import FAMILY, VolcanoVgpuOptions, left_out, offer_of, resources_of, shared_gpus
+from vgpu_agent.families.volcano_vgpu.pod_state import state_wishes
+from vgpu_agent.families.volcano_vgpu.requests import Names, read_ask
+from vgpu_agent.isolation.backend import Target
+from vgpu_agent.isolation.edits import Provision
+from vgpu_agent.model import Share
+from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.placement.rooms import Want, choose_rooms, type_refusal, uuid_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vgpu_agent.families.family import NodeView, Question
+    from vgpu_agent.isolation.backend import Backend
+    from vgpu_agent.model import DeviceRoom, Gpu, Grant, Inventory, Resource
+    from vgpu_agent.pods import Pod
+
+__all__ = ["FAMILY", "VolcanoVgpuFamily", "VolcanoVgpuOptions"]
+
+# What users write on their pods (contract §3.1).
+USE_TYPE, NO_TYPE = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
+USE_UUID, NO_UUID = "volcano.sh/vgpu-use-gpuuuid", "volcano.sh/vgpu-nouse-gpuuuid"
+WANTED_MODE = "volcano.sh/vgpu-mode"
+
+# What an operator wants to see in `kubectl get nodes -L`.
+UNIT_LABEL = "vgpu-agent.internal/volcano-vgpu-memory-unit-mib"
+ISOLATION_LABEL = "vgpu-agent.internal/volcano-vgpu-isolation"
+
+
+class VolcanoVgpuFamily:
+    """Shares of GPUs by memory and compute under Volcano's names.
+
+    State: the unit of memory that was offered last, because what is written onto pods is counted in it.
+    """
+
+    name = FAMILY
+
+    def __init__(self, options: VolcanoVgpuOptions, backend: Backend) -> None:
+        self._options = options
+        self._backend = backend
+        self._factor = options.factor
+
+    # -- what is offered --------------------------------------------------------------------------------------------------------------
+
+    def claims(self, resource: str) -> bool:
+        """Today's names and the default ones, which kubelet's records may have from before a change."""
+        return resource in {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())}
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        """What the node offers (G2); see `resources_of`.
+
+        Raises:
+            ConfigError: a list would not fit into a message of kubelet.
+        """
+        resources = resources_of(inventory, self._options)
+        self._factor = offer_of(inventory, self._options).factor
+        return resources
+
+    def cautions(self, inventory: Inventory) -> tuple[str, ...]:
+        """See `left_out`."""
+        return left_out(inventory, self._options)
+
+    def check(self, resource: Resource, ids: Sequence[str]) -> None:
+        """A number of k means k different GPUs, so more than the node has can never be had (contract §8)."""
+        if resource.name != self._options.names.number or len(ids) < 2:
+            return
+        if len(ids) > (gpus := len({entry.device for entry in resource.ids})):
+            raise RequestRefusedError(
+                f"{resource.name}: {len(ids)} are asked for, and each must be another GPU; this node shares {gpus}; ask for at most {gpus}"
+            )
+
+    # -- what a container gets --------------------------------------------------------------------------------------------------------
+
+    def decide(self, question: Question) -> Decision:
+        """As a scheduler decided in the pod's annotations; where none did, the agent places the container."""
+        shares = decided_shares(question, offer_of(question.inventory, self._options))
+        return self._place(question) if shares is None else Decision(shares, f"the scheduler, in {IDS}", by_scheduler=True)
+
+    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+        """See `decided_gpus`; of MIG instances the GPU that they are, or will be, a part of."""
+        return decided_gpus(pod, inventory, offer_of(inventory, self._options))
+
+    def recall(self, question: Question) -> Decision | None:
+        """What the pod's annotations say, as `decide` would read them."""
+        try:
+            shares = decided_shares(question, offer_of(question.inventory, self._options))
+        except RequestRefusedError:
+            return None
+        return None if shares is None else Decision(shares, f"the annotation {IDS}", by_scheduler=True)
+
+    def _place(self, question: Question) -> Decision:
+        pod, container = question.pod, asking_container(question)
+        self._require_mode(pod)
+        offer, ask = offer_of(question.inventory, self._options), read_ask(pod, container, self._options.names)
+
+        def memory_mib(room: DeviceRoom) -> int:
+            return max(1, ask.units_on(offer.units[room.device])) * offer.factor
+
+        count, rooms = len(question.ids), [room for room in question.rooms if room.device in offer.units]
+        want = Want(count, memory_mib, ask.cores_percent, f"{count} × {question.resource.name} ({ask.text(offer.names)})")
+        chosen = choose_rooms(rooms, want, policy=self._options.policy, refused=self._unwanted(question), neighbours=question.neighbours)
+        shares = tuple(Share(room.device, memory_mib(room), ask.cores_percent) for room in chosen)
+        return Decision(shares, f"the agent, {self._options.policy}")
+
+    def _require_mode(self, pod: Pod) -> None:
+        mode = self._options.mode
+        if (wanted := pod.annotations.get(WANTED_MODE, mode)) != mode:
+            raise refused(pod, WANTED_MODE, wanted, f"this node shares GPUs as {mode}", "choose another node, or take the annotation away")
+
+    def _unwanted(self, question: Question) -> dict[str, str]:
+        """GPU → why the pod does not want it, empty where it does."""
+        asked = question.pod.annotations.get
+        return {
+            gpu.uuid: uuid_refusal(gpu.uuid, wanted=asked(USE_UUID), unwanted=asked(NO_UUID))
+            or type_refusal(card_type(gpu), wanted=asked(USE_TYPE), unwanted=asked(NO_TYPE))
+            for gpu in shared_gpus(question.inventory, self._options)
+        }
+
+    # -- what puts it in force --------------------------------------------------------------------------------------------------------
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        """What names the GPUs to the container, by the list strategies, and what the isolation backend adds (contract §4.1, G4, G6, G10).
+
+        Raises:
+            UnhealthyDeviceError: a GPU of the decision is gone.
+        """
+        held = tuple((_present(share.device, question.inventory), share) for share in shares)
+        uuids = dict.fromkeys(share.device for share in shares)
+        devices = [device for uuid in uuids if (device := visible_device(uuid, question.inventory))]
+        container = question.pod.container(question.container)
+        target = Target(
+            pod_uid=question.pod.kubelet_uid,
+            container=question.container,
+            grant=f"{question.pod.kubelet_uid}/{question.container}/{question.resource.name}",
+            environment=container.environment if container else frozenset(),
+            shares=held,
+            oversubscribed=max(self._options.memory_scaling, self._options.cores_scaling) > 1,
+            limit_cores=self._options.limit_cores,
+            unit_mib=self._factor or 1,
+        )
+        number = answer_number(question.resource.name, question.ids)
+        return Provision(edits_of(devices, self._options.lists, number=number)).joined(self._backend.provision(target))
+
+    # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
+
+    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+        """The state machine's annotations (G5, G8), and the scheduler's for a pod that the agent has placed; see `state_wishes`."""
+        ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
+        return state_wishes(pod, ours, self._options.names, failed=failed, factor=self._factor or 1)
+
+    def farewell(self, now: float) -> NodeWishes:
+        """Nothing that makes a scheduler send pods (volcano-vgpu contract §9, row 24), and none of our labels."""
+        return leave(now=now).joined(NodeWishes(labels={UNIT_LABEL: None, ISOLATION_LABEL: None}))
+
+    def node_wishes(self, view: NodeView) -> NodeWishes:
+        """The register annotation (G1), an answer to a handshake, the removal of a lock, and two labels for people.
+
+        A GPU that is ill, serves another family, or whose resource is not offered now is announced as full.
+        """
+        gpus, options = shared_gpus(view.inventory, self._options), self._options
+        if not gpus:
+            # Before the driver has answered, what stood there before the agent's restart is still the best word.
+            return NodeWishes(annotations={REGISTER: None}) if view.inventory.version else NodeWishes()
+        offer = offer_of(view.inventory, options)
+        free = {room.device: not room.trouble for room in view.rooms.get(options.names.number, ())}
+        available = {gpu.uuid: free.get(gpu.uuid, False) for gpu in gpus}
+        text = register_text(gpus, offer.units, split=options.split, available=available, mode=options.mode)
+        wishes = NodeWishes(annotations={REGISTER: text}, labels={UNIT_LABEL: str(offer.factor), ISOLATION_LABEL: self._backend.name})
+        standing = view.node.annotations
+        handshake = handshake_wishes(standing.get(HANDSHAKE), now=view.now, pause_seconds=options.handshake_seconds)
+        lock = view.locks.wishes(view.node, LOCK, allocated_at=view.allocated_at.get(options.names.number), now=view.now)
+        return wishes.joined(handshake).joined(lock)
+
+
+def _present(uuid: str, inventory: Inventory) -> Gpu:
+    if gpu := inventory.gpu(uuid):
+        return gpu
+    raise UnhealthyDeviceError(f"GPU {uuid} was decided for the container and is gone; it is tried again when the GPU answers")

@@ -1,0 +1,1 @@
+"""Volcano's vGPU on MIG instances: divided for pods, or by an administrator."""

@@ -1,0 +1,162 @@
+"""`volcano-vgpu` in the operating mode `mig`: the same names, ids and annotations, but each share is a MIG instance.
+
+Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group comes (volcano-vgpu contract §4.3). A
+container is told of its instance and of nothing else: what an instance has is limited by the hardware, so there is no library and no
+``CUDA_…`` variable. What the replaced plugin gets wrong is not copied: no instance is given twice (volcano-vgpu:D15), a whole GPU is never
+handed out (volcano-vgpu:D16), and nothing that goes wrong here ends anything but one pod.
+
+Chosen by `agent` instead of `VolcanoVgpuFamily` where the node is in that mode; `decisions` decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
+from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.family import Decision
+from vgpu_agent.families.volcano_vgpu.decisions import IDS, asking_container, decided_segment
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
+from vgpu_agent.families.volcano_vgpu.mig.decisions import followed, placed, remembered
+from vgpu_agent.families.volcano_vgpu.mig.layouts import groups_of, instances_by_slot, is_divided_as, read_place
+from vgpu_agent.families.volcano_vgpu.offer import offer_of
+from vgpu_agent.families.volcano_vgpu.pod_devices import Assigned, DevicesTextError, parse_pod_devices, write_segment
+from vgpu_agent.families.volcano_vgpu.pod_state import state_wishes
+from vgpu_agent.families.volcano_vgpu.requests import read_ask
+from vgpu_agent.isolation.edits import Provision
+from vgpu_agent.model import Inventory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vgpu_agent.families.family import NodeView, Question
+    from vgpu_agent.families.volcano_vgpu.mig.layouts import Slot
+    from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
+    from vgpu_agent.model import Grant, Resource, Share
+    from vgpu_agent.nodes import NodeWishes
+    from vgpu_agent.pods import Pod, PodContainer
+
+
+class MigIsolation:
+    """The backend `mig`: the hardware limits, so that nothing has to be put in force."""
+
+    name = "mig"
+
+    def provision(self, target: object) -> Provision:
+        """Nothing."""
+        del target
+        return Provision()
+
+
+class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
+    """MIG instances under Volcano's names.
+
+    State: the inventory that was offered last, because annotations name an instance by its place in its GPU.
+    """
+
+    def __init__(self, options: VolcanoVgpuOptions) -> None:
+        # An instance has what it has: its memory cannot be promised twice, and all of its compute is its holder's.
+        unscaled = dataclasses.replace(options, memory_scaling=1.0, cores_scaling=max(1.0, options.cores_scaling))
+        super().__init__(unscaled, MigIsolation())
+        self._inventory = Inventory()
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        """What the node offers: the same resources and ids as in the other mode, for GPUs that can be divided.
+
+        Raises:
+            ConfigError: see `resources_of`.
+        """
+        self._inventory = inventory
+        return super().resources(inventory)
+
+    # -- what a container gets --------------------------------------------------------------------------------------------------------
+
+    def decide(self, question: Question) -> Decision:
+        """As a scheduler decided, on an instance that is free; where none did, the agent looks for one."""
+        offer = offer_of(question.inventory, self._options)
+        segment = decided_segment(question, offer)
+        if segment is not None:
+            return followed(question, segment, self._options.geometries, offer.factor)
+        self._require_mode(question.pod)
+        ask = read_ask(question.pod, asking_container(question), self._options.names)
+        wanted_mib = {gpu: max(1, ask.units_on(units)) * offer.factor for gpu, units in offer.units.items()}
+        return placed(question, wanted_mib, self._unwanted(question), self._options.geometries)
+
+    def recall(self, question: Question) -> Decision | None:
+        """What the pod's annotations say, where the GPU is still divided as they say."""
+        try:
+            segment = decided_segment(question, offer_of(question.inventory, self._options))
+        except RequestRefusedError:
+            return None
+        shares = remembered(segment, question, self._options.geometries) if segment is not None else None
+        return None if shares is None else Decision(shares, f"the annotation {IDS}")
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        """What the container is told of its instances (contract §4.3, step 5).
+
+        Raises:
+            UnhealthyDeviceError: an instance is gone.
+        """
+        devices = [(share.device, visible_device(share.device, question.inventory)) for share in shares]
+        if gone := [uuid for uuid, device in devices if device is None]:
+            raise UnhealthyDeviceError(f"MIG instance {', '.join(gone)} was decided for the container and is gone; it is tried again")
+        seen = [device for _, device in devices if device is not None]
+        return Provision(edits_of(seen, self._options.lists, number=answer_number(question.resource.name, question.ids)))
+
+    # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
+
+    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+        """The state machine's annotations (G5), with the instances that the containers really have.
+
+        A scheduler counts instances by these annotations. With one that is not held left in them, it would give the other one away again.
+        """
+        ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
+        return state_wishes(
+            pod,
+            ours,
+            self._options.names,
+            failed=failed,
+            factor=self._factor or 1,
+            segment_of=lambda container, grant, standing: self._segment(pod, container, grant, standing),
+        )
+
+    def node_wishes(self, view: NodeView) -> NodeWishes:
+        """As in the other mode; a GPU that somebody still has as a whole is announced as full."""
+        name = self._options.names.number
+        rooms = tuple(
+            dataclasses.replace(room, trouble=room.trouble or "a container has a share of it as a whole" if room.holders else room.trouble)
+            for room in view.rooms.get(name, ())
+        )
+        return super().node_wishes(dataclasses.replace(view, rooms={**view.rooms, name: rooms}))
+
+    def _segment(self, pod: Pod, container: PodContainer, grant: Grant, standing: str) -> str:
+        """What stands there, with the place of each instance that is held; what cannot be told stays."""
+        try:
+            (before,) = parse_pod_devices(standing)
+            ask = read_ask(pod, container, self._options.names)
+        except (DevicesTextError, RequestRefusedError, ValueError):
+            return standing
+        if before and len(before) != len(grant.shares):
+            return standing
+        units = offer_of(self._inventory, self._options).units
+        held = []
+        for place, share in enumerate(grant.shares):
+            group = found[1] if before and (found := read_place(before[place].device)) else ""
+            slot = self._slot_of(share.device, group)
+            if slot is None or slot.gpu not in units:
+                return standing
+            own = before[place] if before else Assigned("", ask.units_on(units[slot.gpu]), ask.cores_percent)
+            held.append(dataclasses.replace(own, device=slot.text))
+        return write_segment(held)
+
+    def _slot_of(self, uuid: str, group_name: str) -> Slot | None:
+        """Where the instance is; in the group of that name, if its GPU can be taken for divided by several."""
+        found = self._inventory.device(uuid)
+        if found is None or found[1] is None:
+            return None
+        gpu = found[0]
+        fitting = [group for group in groups_of(gpu, self._options.geometries) if is_divided_as(gpu, group)]
+        for group in sorted(fitting, key=lambda each: each.name != group_name):
+            return next((slot for slot, instance in instances_by_slot(gpu, group).items() if instance.uuid == uuid), None)
+        return None

@@ -1,0 +1,117 @@
+"""Which MIG instance an annotation means, and which are free: GPUs, geometries and positions, without anybody's pod.
+
+A scheduler names ``GPU-…[group-position]``; positions count through the instances of the group in the order of the geometries
+(volcano-vgpu contract §4.3). The replaced plugin takes a position for NVML's index, whose order is the driver's own affair; here the k-th
+position of a profile is the k-th instance of that profile, so it is always an instance of the size that was meant. Called by
+`family`, `decisions` and `volcano_vgpu.offer`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vgpu_agent.config.volcano_geometries import MigGroup, ModelGeometries
+    from vgpu_agent.model import Gpu, Grant, MigInstance
+
+_PLACE = re.compile(r"([^\[\]]+)\[([^-\[\]]+)-([0-9]{1,4})\]\Z", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """An instance as a scheduler names it.
+
+    Attributes:
+        gpu: UUID of the GPU.
+        group: how the GPU is, or is to be, divided.
+        position: of the instance in the group.
+        profile: e.g. ``2g.10gb``.
+        memory_mib: what a scheduler counts for it, whatever was asked for (G12).
+    """
+
+    gpu: str
+    group: str
+    position: int
+    profile: str
+    memory_mib: int
+
+    @property
+    def text(self) -> str:
+        """As it stands in an annotation."""
+        return f"{self.gpu}[{self.group}-{self.position}]"
+
+
+def read_place(text: str) -> tuple[str, str, int] | None:
+    """GPU, group and position of ``GPU-…[group-position]``; None for anything else, such as a plain UUID."""
+    match = _PLACE.match(text)
+    return (match[1], match[2], int(match[3])) if match else None
+
+
+def groups_of(gpu: Gpu, known: Sequence[ModelGeometries]) -> tuple[MigGroup, ...]:
+    """How a GPU of this model may be divided, in the order in which schedulers try; empty when its model is not known."""
+    return next((entry.groups for entry in known if any(model in gpu.name for model in entry.models)), ())
+
+
+def slots_of(gpu: str, group: MigGroup) -> tuple[Slot, ...]:
+    """The instances of the GPU of that UUID once it is divided as ``group`` says, by position."""
+    each = [profile for profile in group.profiles for _ in range(profile.count)]
+    return tuple(Slot(gpu, group.name, position, profile.name, profile.memory_mib) for position, profile in enumerate(each))
+
+
+def layout_of(group: MigGroup) -> tuple[str, ...]:
+    """The profile of each instance of the group, by position."""
+    return tuple(slot.profile for slot in slots_of("", group))
+
+
+def is_divided_as(gpu: Gpu, group: MigGroup) -> bool:
+    """Whether the GPU has exactly the instances of the group now."""
+    return collections.Counter(instance.profile for instance in gpu.mig_instances) == collections.Counter(layout_of(group))
+
+
+def group_in_force(gpu: Gpu, groups: Iterable[MigGroup]) -> MigGroup | None:
+    """The first group as which the GPU is divided now; None for any other division and for none."""
+    return next((group for group in groups if is_divided_as(gpu, group)), None)
+
+
+def instances_by_slot(gpu: Gpu, group: MigGroup) -> Mapping[Slot, MigInstance]:
+    """The instance behind each slot of a GPU that is divided as ``group`` says."""
+    left: dict[str, list[MigInstance]] = collections.defaultdict(list)
+    for instance in sorted(gpu.mig_instances, key=lambda each: (each.gpu_instance_id, each.compute_instance_id)):
+        left[instance.profile].append(instance)
+    return {slot: left[slot.profile].pop(0) for slot in slots_of(gpu.uuid, group) if left[slot.profile]}
+
+
+def holder_of(gpu: Gpu, taken: Mapping[str, Grant]) -> str:
+    """Who has the GPU or an instance of it that is there now; empty when nobody has.
+
+    Who is said to have an instance that is gone cannot use it: the driver lets nobody destroy one that is in use.
+
+    Args:
+        gpu: as it is divided now.
+        taken: device → the grant of who has it.
+    """
+    return named((gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)), taken)
+
+
+def named(devices: Iterable[str], taken: Mapping[str, Grant]) -> str:
+    """Who has ``devices``, for a sentence."""
+    return ", ".join(dict.fromkeys(_named(taken[device]) for device in devices if device in taken))
+
+
+def _named(grant: Grant) -> str:
+    if grant.owner is None:
+        return f"a container that has just been given {grant.resource}"
+    return f"{grant.owner.pod_name} (container {grant.owner.container}, {grant.resource})"
+
+
+def division(gpu: Gpu) -> str:
+    """How the GPU is divided now, for a sentence."""
+    if not gpu.mig_enabled:
+        return "not divided"
+    counted = collections.Counter(instance.profile for instance in gpu.mig_instances)
+    return "divided into " + (", ".join(f"{count} × {profile}" for profile, count in sorted(counted.items())) or "nothing")

@@ -1,0 +1,69 @@
+"""What Volcano's schedulers read on our Node: the register annotation, the handshake, and the name of their lock (see `node_lock`).
+
+All are expressed as desired state; `cluster` writes the difference. Schedulers of every version are served at once: new ones
+read the register annotation only, old ones also want their handshake answered (volcano-vgpu contract §2). Called by `family`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from typing import TYPE_CHECKING
+
+from vgpu_agent.nodes import NodeWishes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vgpu_agent.model import Gpu
+
+REGISTER = "volcano.sh/node-vgpu-register"
+HANDSHAKE = "volcano.sh/node-vgpu-handshake"
+LOCK = "hamivgpu"
+TYPE_PREFIX = "NVIDIA-"
+
+_SEPARATORS = re.compile(r"[,:\s]+")
+
+
+def card_type(gpu: Gpu) -> str:
+    """The type of a card as pods select it: ``NVIDIA-NVIDIA A10``; a product name must not break the annotation."""
+    return TYPE_PREFIX + _SEPARATORS.sub(" ", gpu.name).strip()
+
+
+def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, available: Mapping[str, bool], mode: str) -> str:
+    """The register annotation: one entry a GPU, in the order of ``gpus``, which is the order in which schedulers count (contract §2.1).
+
+    Every entry has the same ``mode``, of which schedulers read the last.
+
+    A GPU that must not be given away is announced with count 0: schedulers read the health and ignore it, while a count of 0 keeps new pods
+    off and the accounting of the old ones right (volcano-vgpu:D6).
+    """
+    return "".join(
+        f"{gpu.uuid},{split if available[gpu.uuid] else 0},{units[gpu.uuid]},{card_type(gpu)},"
+        f"{'true' if available[gpu.uuid] else 'false'},{mode}:"
+        for gpu in gpus
+    )
+
+
+def handshake_wishes(standing: str | None, *, now: float, pause_seconds: float) -> NodeWishes:
+    """An answer where none stands or where a scheduler asks; nothing at all while our last answer stands (contract §2.3)."""
+    if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
+        return NodeWishes()
+    return NodeWishes(annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds})
+
+
+def farewell(*, now: float) -> NodeWishes:
+    """What should stand on a node that the agent leaves for good: nothing that makes a scheduler send pods (volcano-vgpu:D24)."""
+    return NodeWishes(annotations={REGISTER: None, HANDSHAKE: f"Deleted_{_scheduler_time(now)}", LOCK: None})
+
+
+def _written(now: float) -> str:
+    return f"{_utc(now):%Y-%m-%d %H:%M:%S} +0000 UTC"
+
+
+def _scheduler_time(now: float) -> str:
+    return f"{_utc(now):%Y.%m.%d %H:%M:%S}"
+
+
+def _utc(now: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(now, dt.UTC)

@@ -1,0 +1,271 @@
+"""What a node offers in the words of `volcano-vgpu`: three resources, or four, and the unit in which memory is counted.
+
+Ids are those of the replaced plugin, because kubelet's checkpoint holds them for running pods (volcano-vgpu contract §1.2). Its memory list
+outgrows kubelet's message on large cards (volcano-vgpu:D9); here the unit grows instead, or the start says which one would fit. Called by
+`family` with each inventory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import IdBlock, NumberedIds
+from vgpu_agent.errors import ConfigError
+from vgpu_agent.families.device_lists import MODES, ListOptions
+from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
+from vgpu_agent.families.volcano_vgpu.mig.layouts import groups_of
+from vgpu_agent.families.volcano_vgpu.requests import Names
+from vgpu_agent.model import Decider, Resource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.config.volcano_files import Overlay
+    from vgpu_agent.config.volcano_geometries import ModelGeometries
+    from vgpu_agent.model import Gpu, Inventory
+
+FAMILY = "volcano-vgpu"
+_SETTINGS = "volcanoVgpu"
+
+# The replaced plugin asks for all that there may be.
+ALL_MODES = ListOptions(enabled=tuple(MODES))
+
+# The operating modes, as they stand in the register annotation (contract §2.1).
+HAMI_CORE, MIG = "hami-core", "mig"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """What this node offers in the family's words.
+
+    Attributes:
+        names: of the resources.
+        factor: MiB in one unit of memory.
+        units: GPU → its memory in units, in the order in which schedulers count the GPUs.
+        mode: `HAMI_CORE` or `MIG`.
+    """
+
+    names: Names
+    factor: int
+    units: Mapping[str, int]
+    mode: str = HAMI_CORE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VolcanoVgpuOptions:
+    """How this node offers its GPUs.
+
+    Attributes:
+        names: of the resources.
+        offer_percentage: the percentage resource is offered as well.
+        split: how many containers may share one GPU.
+        factor: MiB in one unit of memory; 0 for the smallest power of two whose list fits into a message.
+        memory_scaling: how many times a GPU's memory is offered.
+        cores_scaling: the same for compute.
+        limit_cores: compute is limited as well as booked.
+        hidden_uuids: GPUs that are not offered.
+        hidden_indices: the same, by NVML index.
+        policy: ``binpack`` or ``spread``, for pods that no GPU scheduler has placed.
+        handshake_seconds: shortest time between two answers to an old scheduler's handshake.
+        message_budget_bytes: largest device list that is sent to kubelet.
+        lists: how containers are told of their devices.
+        mode: `HAMI_CORE`, or `MIG` for shares that are MIG instances.
+        geometries: how GPUs may be divided in the mode `MIG`, from the ConfigMap.
+        set_in: settings that a file of the replaced plugin has set, and that file, for errors: it is the place to change them.
+    """
+
+    names: Names = dataclasses.field(default_factory=Names)
+    offer_percentage: bool = False
+    split: int = 10
+    factor: int = 0
+    memory_scaling: float = 1.0
+    cores_scaling: float = 1.0
+    limit_cores: bool = True
+    hidden_uuids: frozenset[str] = frozenset()
+    hidden_indices: frozenset[int] = frozenset()
+    policy: str = "binpack"
+    handshake_seconds: float = 15.0
+    message_budget_bytes: int = 3_670_016
+    lists: ListOptions = ALL_MODES
+    mode: str = HAMI_CORE
+    geometries: tuple[ModelGeometries, ...] = ()
+    set_in: tuple[tuple[str, str], ...] = ()
+
+    def place_of(self, setting: str) -> str:
+        """Where somebody changes ``setting`` with effect."""
+        file = dict(self.set_in).get(setting)
+        return f"{setting} in {file}" if file else f"{_SETTINGS}.{setting}"
+
+    @classmethod
+    def from_settings(
+        cls,
+        settings: Settings,
+        *,
+        lists: ListOptions,
+        node_config: Overlay | None = None,
+        geometries: tuple[ModelGeometries, ...] = (),
+    ) -> VolcanoVgpuOptions:
+        """The options that the configuration asks for.
+
+        Args:
+            settings: with the files of the replaced plugin already laid over ``volcano_vgpu`` (`Overlay.over`).
+            lists: as for every family; which further devices the NVIDIA runtime is asked for, this family's own settings say.
+            node_config: the node's own file, for the GPUs that it hides.
+            geometries: those of the ConfigMap.
+        """
+        vgpu = settings.volcano_vgpu
+        switches = {"gdrcopy": vgpu.gdrcopy_enabled, "gds": vgpu.gds_enabled, "mofed": vgpu.mofed_enabled}
+        return cls(
+            names=Names(vgpu.number_resource, vgpu.memory_resource, vgpu.cores_resource, vgpu.memory_percentage_resource),
+            offer_percentage=vgpu.offer_memory_percentage,
+            split=vgpu.device_split_count,
+            factor=vgpu.gpu_memory_factor,
+            memory_scaling=vgpu.device_memory_scaling,
+            cores_scaling=vgpu.device_core_scaling,
+            limit_cores=not vgpu.disable_core_limit,
+            hidden_uuids=node_config.hidden_uuids if node_config else frozenset(),
+            hidden_indices=node_config.hidden_indices if node_config else frozenset(),
+            policy=settings.binding.policy,
+            handshake_seconds=settings.cluster.handshake_min_seconds,
+            message_budget_bytes=settings.kubelet.message_budget_bytes,
+            lists=dataclasses.replace(lists, enabled=tuple(mode for mode in MODES if switches[mode])),
+            mode=vgpu.operating_mode,
+            geometries=geometries,
+        )
+
+
+def visible_gpus(inventory: Inventory, hidden_uuids: frozenset[str], hidden_indices: frozenset[int]) -> tuple[Gpu, ...]:
+    """Those that the node configuration does not hide; a number stays with its GPU when one before it is lost."""
+    return tuple(gpu for number, gpu in inventory.numbered.items() if gpu.uuid not in hidden_uuids and number not in hidden_indices)
+
+
+def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu, ...]:
+    """The GPUs that are offered, by minor number, which is how schedulers count them (contract §2.1).
+
+    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where instances are given away, it is the GPUs
+    that nobody knows how to divide.
+    """
+    offered = (
+        gpu
+        for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices)
+        if (bool(groups_of(gpu, options.geometries)) if options.mode == MIG else not gpu.mig_enabled)
+    )
+    return tuple(sorted(offered, key=lambda gpu: (gpu.minor, gpu.index)))
+
+
+def offer_of(inventory: Inventory, options: VolcanoVgpuOptions) -> Offer:
+    """The unit of memory, and each GPU's memory in it."""
+    gpus = shared_gpus(inventory, options)
+    factor = options.factor or _fitting_factor(gpus, options) or LARGEST_FACTOR
+    return Offer(options.names, factor, {gpu.uuid: _units(gpu, options.memory_scaling, factor) for gpu in gpus}, options.mode)
+
+
+def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Resource, ...]:
+    """Number, memory, cores, and the percentage where it is offered; nothing on a node without GPUs to share.
+
+    Only the number's ids are booked and answered; the others are there for schedulers to count (contract §1, §4).
+
+    Raises:
+        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet contract V13). Or nobody knows how
+            to divide any of the GPUs.
+    """
+    gpus, names = shared_gpus(inventory, options), options.names
+    if not gpus:
+        _check_geometries(inventory, options)
+        return ()
+    offer = offer_of(inventory, options)
+    cores = int(100 * options.cores_scaling)
+    number = _ids(gpus, "-", lambda _: options.split)
+    resources = [
+        Resource(
+            names.number,
+            FAMILY,
+            number,
+            holders_per_device=options.split,
+            memory_scaling=options.memory_scaling,
+            cores_scaling=options.cores_scaling,
+            pre_start_required=True,
+            decided_by=Decider.POD,
+            prefers=False,
+            unit=options.place_of("deviceSplitCount"),
+        ),
+        _counted(names.memory, _memory_ids(gpus, offer), options.place_of("gpuMemoryFactor")),
+        _counted(names.cores, _ids(gpus, "-core-", lambda _: cores), options.place_of("deviceCoreScaling")),
+    ]
+    if options.offer_percentage:
+        percents = _ids(gpus, "-memory-percentage-", lambda _: 100 * options.split)
+        resources.append(_counted(names.percentage, percents, options.place_of("deviceSplitCount")))
+    _check_lists(resources, gpus, options)
+    return tuple(resources)
+
+
+def _check_geometries(inventory: Inventory, options: VolcanoVgpuOptions) -> None:
+    if options.mode != MIG or not inventory.gpus:
+        return
+    models = ", ".join(dict.fromkeys(gpu.name for gpu in inventory.gpus))
+    problem = (
+        f"{options.names.number}: {options.place_of('operatingMode')} is {MIG}, and knownMigGeometries of the ConfigMap "
+        f"volcano-vgpu-device-config has no entry for {models}; add one, or choose {HAMI_CORE}"
+    )
+    raise ConfigError([problem])
+
+
+def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ...]:
+    """A sentence for each model of GPU that cannot be offered beside others that can, because nobody knows how to divide it."""
+    if options.mode != MIG or not shared_gpus(inventory, options):
+        return ()
+    unknown: dict[str, list[str]] = {}
+    for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices):
+        if not groups_of(gpu, options.geometries):
+            unknown.setdefault(gpu.name, []).append(f"GPU {gpu.index} ({gpu.uuid})")
+    return tuple(
+        f"{', '.join(gpus)}: nothing of {'it' if len(gpus) == 1 else 'them'} is offered, because {options.place_of('operatingMode')} is "
+        f"{MIG}, and knownMigGeometries of the ConfigMap volcano-vgpu-device-config has no entry for {model}; add one, or leave such GPUs "
+        "out by filterdevices in the node configuration"
+        for model, gpus in unknown.items()
+    )
+
+
+def _counted(name: str, ids: NumberedIds, unit: str) -> Resource:
+    return Resource(name, FAMILY, ids, decided_by=Decider.NOBODY, prefers=False, unit=unit)
+
+
+def _units(gpu: Gpu, scaling: float, factor: int) -> int:
+    """A GPU's memory: MiB, times the scaling, in whole units."""
+    return int(gpu.memory_mib * scaling) // factor
+
+
+def _memory_ids(gpus: Sequence[Gpu], offer: Offer) -> NumberedIds:
+    return _ids(gpus, "-memory-", lambda gpu: offer.units[gpu.uuid])
+
+
+def _ids(gpus: Sequence[Gpu], infix: str, count: Callable[[Gpu], int]) -> NumberedIds:
+    """``<UUID><infix><n>`` for each GPU, without topology."""
+    return NumberedIds(tuple(IdBlock(f"{gpu.uuid}{infix}", count(gpu), gpu.uuid) for gpu in gpus if count(gpu) > 0))
+
+
+def _fitting_factor(gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> int | None:
+    def size_bytes(factor: int) -> int:
+        return list_bytes(_ids(gpus, "-memory-", lambda gpu: _units(gpu, options.memory_scaling, factor)))
+
+    return smallest_fitting_factor(size_bytes, options.message_budget_bytes)
+
+
+def _check_lists(resources: Sequence[Resource], gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> None:
+    problems = []
+    for resource in resources:
+        ids = resource.ids
+        size = list_bytes(ids) if isinstance(ids, NumberedIds) else 0
+        if size <= options.message_budget_bytes:
+            continue
+        remedy = f"{resource.unit}: choose less"
+        if resource.name == options.names.memory and (fitting := _fitting_factor(gpus, options)):
+            remedy = f"{resource.unit}: {fitting} would fit, or 0 to have it chosen"
+        problems.append(
+            f"{resource.name}: {len(ids)} ids make a device list of {size} bytes, and kubelet.messageBudgetBytes allows"
+            f" {options.message_budget_bytes}; {remedy}"
+        )
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,101 @@
+"""The annotations of a pod once its containers are served: what Volcano's schedulers read back (volcano-vgpu contract §3.3).
+
+Said as what should stand there, from the pod and the grants alone: it is the same after any restart, asks for nothing once it stands, and
+leaves a pod alone of which nobody has been served. A pod that the agent itself has placed gets the scheduler's keys too, so that schedulers
+count its GPUs as taken. Called by `family` for the pod publisher.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu.pod_devices import SEGMENT_END, Assigned, write_segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vgpu_agent.families.volcano_vgpu.requests import Names
+    from vgpu_agent.model import Grant
+    from vgpu_agent.pods import Pod, PodContainer
+
+PHASE = "volcano.sh/bind-phase"
+TIME = "volcano.sh/vgpu-time"
+SUCCESS = "success"
+FAILED = "failed"
+NEVER = str(2**64 - 1)  # the time of a pod that waits for nothing any more
+
+
+def state_wishes(
+    pod: Pod,
+    grants: Mapping[str, Grant],
+    names: Names,
+    *,
+    factor: int,
+    failed: bool,
+    segment_of: Callable[[PodContainer, Grant, str], str] | None = None,
+) -> dict[str, str | None]:
+    """What should stand on ``pod``; only keys that differ from what stands there.
+
+    Args:
+        pod: as the API server has it.
+        grants: by container, decided ones of this family only.
+        names: of the resources.
+        factor: MiB in one unit of memory.
+        failed: the pod will never start here.
+        segment_of: what should stand for a container that has a grant, where this stands now; by default what a scheduler decided stays,
+            and where none has, the grant's shares are written.
+    """
+    if failed:
+        # What is left to allocate stays as it was; a pod that no scheduler has decided is none of its business.
+        wishes = {PHASE: FAILED, TIME: NEVER} if PHASE in pod.annotations or IDS in pod.annotations else {}
+    else:
+        counted = names.counted(pod)
+        segments = _segments(pod, counted, grants, segment_of or (lambda _, grant, standing: standing or _segment(grant, factor)))
+        wishes = _served(pod, grants, counted, names, segments)
+    return {key: value for key, value in wishes.items() if pod.annotations.get(key) != value}
+
+
+def _served(
+    pod: Pod, grants: Mapping[str, Grant], counted: Sequence[PodContainer], names: Names, segments: Mapping[str, str]
+) -> dict[str, str]:
+    served = [container.name in grants for container in counted]
+    if not any(served):
+        return {}
+    wishes = dict(segments)
+    # Kubelet asks for nobody who does not name a number of GPUs, so nobody waits for him.
+    complete = all(done or container.limits.get(names.number, 0) < 1 for done, container in zip(served, counted, strict=True))
+    if TO_ALLOCATE in pod.annotations:
+        wishes[TO_ALLOCATE] = _left(pod.annotations[TO_ALLOCATE], served, complete=complete)
+    if complete:
+        wishes |= {PHASE: SUCCESS, TIME: NEVER}
+    return wishes
+
+
+def _left(text: str, served: Sequence[bool], *, complete: bool) -> str:
+    """What is still to be allocated: the segments of served containers are empty (G5, G8)."""
+    if complete:
+        return SEGMENT_END * (len(served) - 1)
+    segments = text.split(SEGMENT_END)
+    if len(segments) != len(served):
+        return text  # not a scheduler's; it is replaced when all are served
+    return SEGMENT_END.join("" if done else segment for done, segment in zip(served, segments, strict=True))
+
+
+def _segments(
+    pod: Pod, counted: Sequence[PodContainer], grants: Mapping[str, Grant], segment_of: Callable[[PodContainer, Grant, str], str]
+) -> dict[str, str]:
+    """The GPUs of all containers where something else should stand there; nothing when what a scheduler has decided may stay."""
+    text = pod.annotations.get(IDS, "")
+    standing = text.split(SEGMENT_END) if text else [""] * len(counted)
+    if len(standing) != len(counted):
+        return {}
+    filled = [
+        segment_of(container, grants[container.name], segment) if container.name in grants else segment
+        for container, segment in zip(counted, standing, strict=True)
+    ]
+    return {NODE: pod.node, IDS: SEGMENT_END.join(filled)} if filled != standing else {}
+
+
+def _segment(grant: Grant, factor: int) -> str:
+    return write_segment(Assigned(share.device, -(-share.memory_mib // factor), share.cores_percent) for share in grant.shares)
