@@ -14,7 +14,7 @@ from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, wants
 from tests.families.volcano_gpushare import parts as gpushare
 from tests.families.volcano_vgpu import golden as vgpu
 from tests.golden import U0, U1
-from vgpu_agent.agent.starting_pods import StartingPods
+from vgpu_agent.agent.records.starting_pods import StartingPods
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.family import PodFamily, Question
 from vgpu_agent.model import Holding, Owner

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.test_control_nodes import make_node, on_node
-from vgpu_agent.agent.control_nodes import find_control_nodes
+from tests.agent.offers.test_control_nodes import make_node, on_node
+from vgpu_agent.agent.offers.control_nodes import find_control_nodes
 from vgpu_agent.families.nvidia.family import CONTROL_NODES
 
 DISK = (8, 0)

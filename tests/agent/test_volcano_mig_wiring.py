@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.families.volcano_vgpu.mig.parts import DEVICE_CONFIG, GROUP2, node
-from vgpu_agent.agent.offered_families import Found, build
+from vgpu_agent.agent.offers.build import Found, build
 from vgpu_agent.config.binding import Families as Switches
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.volcano import VolcanoVgpu

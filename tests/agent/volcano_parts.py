@@ -11,9 +11,9 @@ import msgspec
 
 from tests.golden import golden_inventory
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.agent.cluster_side import ClusterSide
-from vgpu_agent.agent.families_in_force import FamiliesInForce
-from vgpu_agent.agent.offering import Offering
+from vgpu_agent.agent.api_server import ClusterSide
+from vgpu_agent.agent.offers.families import FamiliesInForce
+from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.proof import Testimony

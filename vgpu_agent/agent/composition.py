@@ -19,26 +19,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__, log
-from vgpu_agent.agent.binding_report import BindingReport
-from vgpu_agent.agent.cdi_side import CdiSide
-from vgpu_agent.agent.cluster_report import ClusterReport
-from vgpu_agent.agent.cluster_side import ClusterSide
-from vgpu_agent.agent.families_in_force import FamiliesInForce
-from vgpu_agent.agent.footprint import keep_small, settle
-from vgpu_agent.agent.grant_keeping import GrantKeeping
+from vgpu_agent.agent.api_server import ClusterSide
+from vgpu_agent.agent.devices.cdi import CdiSide
+from vgpu_agent.agent.devices.mig import MigSide
+from vgpu_agent.agent.devices.mps import MpsSide
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.late_web import LateWeb
-from vgpu_agent.agent.limits_watch import LimitsWatch
-from vgpu_agent.agent.mig_side import MigSide
-from vgpu_agent.agent.mps_side import MpsSide
+from vgpu_agent.agent.memory import keep_small, settle
 from vgpu_agent.agent.named_configuration import with_named_configuration
-from vgpu_agent.agent.offering import Offering
+from vgpu_agent.agent.offers.families import FamiliesInForce
+from vgpu_agent.agent.offers.servers import Offering
+from vgpu_agent.agent.records.grant_files import GrantKeeping
+from vgpu_agent.agent.records.limits import LimitsWatch
+from vgpu_agent.agent.records.missing_devices import VanishedDevices
+from vgpu_agent.agent.records.reader import KubeletWitness
+from vgpu_agent.agent.records.starting_pods import StartingPods
+from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.agent.reload import Reload
-from vgpu_agent.agent.report import Report
-from vgpu_agent.agent.starting_pods import StartingPods
-from vgpu_agent.agent.vanished import VanishedDevices
-from vgpu_agent.agent.verification import Verification
-from vgpu_agent.agent.witness import KubeletWitness
+from vgpu_agent.agent.status.binding import BindingReport
+from vgpu_agent.agent.status.cluster import ClusterReport
+from vgpu_agent.agent.status.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.node_families import Families

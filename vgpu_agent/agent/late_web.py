@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Self
 
-from vgpu_agent.agent.footprint import load_http
+from vgpu_agent.agent.memory import load_http
 from vgpu_agent.web.address import bind, parse
 
 if TYPE_CHECKING:

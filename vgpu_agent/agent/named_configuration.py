@@ -13,7 +13,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.agent.footprint import load_http
+from vgpu_agent.agent.memory import load_http
 from vgpu_agent.agent.remembered import Memory
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.credentials import credentials
@@ -43,7 +43,7 @@ class InForce:
 class NamedConfiguration:
     """The choice in force, and why the newest label or directory may not be followed.
 
-    State: the last choice that could be made. It survives a restart by `remembered` (written by `cluster_side`).
+    State: the last choice that could be made. It survives a restart by `remembered` (written by `api_server`).
 
     Attributes:
         choice: what was chosen last.

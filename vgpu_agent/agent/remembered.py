@@ -1,7 +1,7 @@
 """What the agent last read from the API server and needs to offer the same resources again, kept in a file of the node.
 
 A restart during an outage of the API server must not change device ids or the way of binding under running pods, so the last good copy is
-kept in ``stateDirectory``. It is a cache: when it is lost or damaged, the agent waits for the API server instead. Used by `cluster_side`.
+kept in ``stateDirectory``. It is a cache: when it is lost or damaged, the agent waits for the API server instead. Used by `api_server`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Witness(Protocol):
-    """Reads kubelet's records; `agent.witness` is it."""
+    """Reads kubelet's records; `agent.records.reader` is it."""
 
     async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> Testimony:
         """What they say about these ids, read after this call began; it may say more, and with ``whole`` it tells of every pod."""
@@ -39,7 +39,7 @@ class Fetch(Protocol):
 
 
 class Divider(Protocol):
-    """Divides GPUs into MIG instances, one after the other; `agent.mig_side` is it."""
+    """Divides GPUs into MIG instances, one after the other; `agent.devices.mig` is it."""
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
         """Begin; nobody who waits or stops waiting changes anything about it.

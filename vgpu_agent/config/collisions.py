@@ -2,7 +2,7 @@
 
 Each such rule concerns several families, of which one can be served. So an agent starts all the same, withholds what cannot be served and
 logs the sentences from here, and ``config check`` refuses the configuration with the same sentences. What depends on the node's GPUs, on
-Volcano's ConfigMap or on its node configuration is found while the agent runs (`agent.families_in_force`, `agent.mps_side`).
+Volcano's ConfigMap or on its node configuration is found while the agent runs (`agent.offers.families`, `agent.devices.mps`).
 """
 
 from __future__ import annotations

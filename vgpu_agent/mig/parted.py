@@ -2,7 +2,7 @@
 
 The replaced plugin runs it and ends itself when it fails (volcano-vgpu contract §4.3, volcano-vgpu:D16). Here every failure is a `MigError`
 that costs one pod its start: the tool is missing, hangs, prints nonsense, fails, or sees other GPUs than the driver. Whether the GPU was
-divided in the end, only the driver knows; `agent.mig_side`, which calls this, looks there.
+divided in the end, only the driver knows; `agent.devices.mig`, which calls this, looks there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether the MPS control daemon is there that somebody else runs on the host, as far as the agent can tell.
 
 Without it a container that was sent there works all the same, as it did with AWS's plugin: it takes turns, and nothing limits it. So
-what is missing is told and withholds nothing. Asked again and again by `agent.mps_side`, where ``aws.mps`` is ``host``.
+what is missing is told and withholds nothing. Asked again and again by `agent.devices.mps`, where ``aws.mps`` is ``host``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.torture.mixed.judge import Waits
 from tests.torture.mixed.plan import AWS, NVIDIA, REPLICAS, RESOURCES, VOLCANO, gpus_behind
 from tests.torture.mixed.schedulers import NodeStatus
 from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
-from vgpu_agent.agent.verification import Verification
+from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.mode import choose
@@ -248,7 +248,7 @@ class MixedAgent:
         self._lists.publish(self._lists.value + 1)
 
     def _counts(self) -> dict[str, SentCounts]:
-        """Return the counts as `vgpu_agent.agent.offering` does."""
+        """Return the counts as `vgpu_agent.agent.offers.servers` does."""
         offered = self.ledger.offered_ids
         return {name: SentCounts(listed, healthy, min(healthy, offered(name))) for name, (listed, healthy) in self._sent.items()}
 

@@ -25,7 +25,7 @@ from tests.torture.node_files import NodeFiles
 from tests.torture.plan import Ending, PlannedPod
 from tests.torture.story import Story
 from tests.torture.virtual_time import run
-from vgpu_agent.agent import verification
+from vgpu_agent.agent.records import verification
 
 QUIET = Faults()
 TROUBLED = Faults(kubelet=900.0, agent=700.0, reboot=6000.0, api=900.0, pod_resources=1500.0, checkpoint=1500.0)

@@ -1,0 +1,77 @@
+"""How the families of a node are told to tell containers of their devices: settings, what was found, and the way grants are bound."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from tests.families.volcano_vgpu.golden import INVENTORY, U1, decided, main, pod, question
+from tests.golden import SLICES
+from vgpu_agent.agent.devices.cdi import CdiFound
+from vgpu_agent.agent.offers.build import Found, build, list_options
+from vgpu_agent.cdi.imex import Channels
+from vgpu_agent.config.binding import Families as FamilySettings
+from vgpu_agent.config.device_answers import Cdi, Plugin
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
+from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.model import Share
+
+
+def _edits(settings: Settings, found: Found) -> Edits:
+    """What a container of `volcano-vgpu` is told of one card."""
+    settings = msgspec.structs.replace(settings, families=FamilySettings(nvidia=False, volcano_vgpu=True))
+    (family,) = build(settings, found).families.by_pod
+    assert isinstance(family, VolcanoVgpuFamily)
+    family.resources(INVENTORY)
+    about = pod(main(number=1, memory=3000, cores=50), annotations=decided(f"{U1},NVIDIA,3000,50:"))
+    return family.provision(question(about), (Share(U1, 3000, 50),)).edits
+
+
+@pytest.mark.parametrize(("inline", "late", "by_name"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_a_late_bound_grant_needs_no_nvidia_runtime_where_it_is_inlined(*, inline: bool, late: bool, by_name: bool) -> None:
+    """``cdi.inline``: the card is named by CDI alone, and the carrier writes what that stands for; bound early, all is as configured."""
+    edits = _edits(Settings(cdi=Cdi(inline=inline)), Found(late=late))
+    assert edits.cdi_names == (f"k8s.device-plugin.nvidia.com/gpu={U1}",) * by_name
+    assert ("NVIDIA_VISIBLE_DEVICES" in edits.environment) is not by_name
+
+
+def test_the_toolkits_names_are_used_where_it_keeps_the_spec() -> None:
+    """``cdi.source: toolkit`` is another vendor, for every family."""
+    settings = Settings(cdi=Cdi(source="toolkit"), plugin=Plugin(device_list_strategy=("cdi-cri",)))
+    assert _edits(settings, Found()).cdi_names == (f"nvidia.com/gpu={U1}",)
+    by_index = Plugin(device_list_strategy=("envvar", "cdi-cri"), device_id_strategy="index")
+    edits = _edits(msgspec.structs.replace(settings, plugin=by_index), Found())
+    assert edits.environment["NVIDIA_VISIBLE_DEVICES"] == "1"
+    assert edits.cdi_names == (f"nvidia.com/gpu={U1}",), "nobody tells when the toolkit has counted anew"
+
+
+def test_what_was_found_on_the_node_is_told() -> None:
+    """IMEX channels with the root of their device nodes, and those modes by name that have a spec."""
+    settings = Settings(plugin=Plugin(device_list_strategy=("cdi-cri",), gds_enabled=True, mofed_enabled=True))
+    found = Found(cdi=CdiFound(Channels((0,), "/run/nvidia/driver"), ("gds",)))
+    options = list_options(settings, found)
+    assert (options.imex_channels, options.imex_root) == ((0,), "/run/nvidia/driver")
+    assert (options.enabled, options.cdi_modes) == (("gds", "mofed"), ("gds",))
+    assert dataclasses.replace(options, cdi_modes=()) == list_options(
+        settings, dataclasses.replace(found, cdi=CdiFound(found.cdi.channels))
+    )
+
+
+@pytest.mark.parametrize("on", [(), ("nvidia",), ("aws", "volcano_vgpu"), ("nvidia", "aws", "volcano_vgpu")])
+@pytest.mark.parametrize(
+    ("resource", "id_", "device"),
+    [
+        ("nvidia.com/gpu", U1, U1),
+        ("k8s.amazonaws.com/vgpu", f"{U1}-3", U1),
+        ("volcano.sh/mig-1g.5gb", SLICES[0], SLICES[0]),
+    ],
+)
+def test_what_ids_name_is_read_whichever_families_are_on(on: tuple[str, ...], resource: str, id_: str, device: str) -> None:
+    """Pods from before a change of ``families`` still hold what they hold, and kubelet's records say it in the words of then."""
+    switches = {"nvidia": False, **dict.fromkeys(on, True)}
+    families = build(msgspec.structs.replace(Settings(), families=FamilySettings(**switches)), Found()).families
+    readers = [family for family in (*families.by_ids, *families.idle) if family.claims(resource)]
+    assert [[share.device for share in family.shares(resource, [id_], INVENTORY)] for family in readers] == [[device]]

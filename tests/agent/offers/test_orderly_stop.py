@@ -1,0 +1,65 @@
+"""The order in which an agent stops: what may be started without it is put right before kubelet is told that it may."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.agent.composition import Agent
+from vgpu_agent.agent.offers.servers import Offering
+from vgpu_agent.agent.records.grant_files import GrantKeeping
+from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.errors import CarrierError
+
+
+class Steps:
+    """Writes down what the parts are told, instead of doing it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, trouble: str = "") -> None:
+        self.taken: list[str] = []
+        self._trouble = trouble
+        monkeypatch.setattr(GrantKeeping, "withdraw_strangers", self._withdraw)
+        monkeypatch.setattr(Offering, "stop", self._retire)
+
+    async def _withdraw(self) -> None:
+        self.taken.append("strangers' specs are withdrawn")
+        if self._trouble:
+            raise CarrierError(self._trouble)
+
+    async def _retire(self) -> None:
+        self.taken.append("the plugin servers retire")
+
+
+async def stop_at_once(folder: Path) -> None:
+    """Run an agent that is told to stop before it has started."""
+    text = f"""\
+version: v1
+listen: 127.0.0.1:0
+debugListen: 127.0.0.1:0
+stateDirectory: {folder}/state
+binding: {{cdiDirectory: {folder}/cdi}}
+kubelet: {{directory: {folder}/kubelet}}
+cluster: {{enabled: never}}
+gpu: {{eventWaitMilliseconds: 50}}
+"""
+    loaded = await asyncio.to_thread(load_content, Sources({}, {}, "config.yaml"), text.encode())
+    stop = asyncio.Event()
+    stop.set()
+    async with asyncio.timeout(10):
+        await Agent(loaded).run(stop)
+
+
+async def test_strangers_specs_go_before_the_last_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on kubelet starts containers without asking, from whatever stands under their names."""
+    steps = Steps(monkeypatch)
+    await stop_at_once(tmp_path)
+    assert steps.taken == ["strangers' specs are withdrawn", "the plugin servers retire"]
+
+
+async def test_a_spec_that_cannot_be_removed_does_not_keep_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has become read-only: it is said, and the servers still drain instead of being cut off."""
+    steps = Steps(monkeypatch, trouble="cannot remove /var/run/cdi/x.json: Read-only file system")
+    await stop_at_once(tmp_path)
+    assert steps.taken == ["strangers' specs are withdrawn", "the plugin servers retire"]

@@ -1,0 +1,435 @@
+"""When kubelet's records are read, and what the agent does with a kubelet that has just come back; on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.agent.offers.fake_server import FakeServer
+from tests.golden import U0, U1, golden_inventory
+from vgpu_agent.agent.records import verification
+from vgpu_agent.agent.records.pod_ends import PodEnds
+from vgpu_agent.agent.records.verification import Verification
+from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.pod_resources import PodResources
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.model import Holding, KubeletRecords, Owner
+from vgpu_agent.pods import Pod, PodBook
+from vgpu_agent.status import KubeletStatus
+
+GPU = "nvidia.com/gpu"
+HELD = KubeletRecords((Holding(GPU, (U0,), Owner("main", "uid", "default", "train")),))
+TRAIN, SERVE = (Pod(f"0e6e9a8c-1111-4222-8333-00000000000{number}", "default", f"pod-{number}") for number in (1, 2))
+
+
+def held(*pods: Pod) -> KubeletRecords:
+    """kubelet's records in which each pod has a GPU, the first U0."""
+    return KubeletRecords(
+        tuple(Holding(GPU, (id_,), Owner("main", pod.uid, pod.namespace, pod.name)) for id_, pod in zip((U0, U1), pods, strict=False))
+    )
+
+
+class Records:
+    """kubelet's records as the test sets them, and when they were read (loop time)."""
+
+    def __init__(self) -> None:
+        self.now = KubeletRecords()
+        self.read_at: list[float] = []
+
+    async def read(self, *_: object) -> KubeletRecords:
+        """Stands in for `read_records`, which has tests of its own."""
+        self.read_at.append(round(asyncio.get_running_loop().time(), 3))
+        return self.now
+
+
+class Parts:
+    """A verification over the golden node."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.servers: list[FakeServer] = []
+        self.book = PodBook(self._clock)
+        self.ledger, self.journal, self.kubelet = Ledger(clock=self._clock), Journal(), KubeletStatus()
+        self.allocator = Allocator(
+            ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=self.journal
+        )
+        self.allocator.refresh_offer()
+        self.allocator.confirm(KubeletRecords(entries=()), reservation_seconds=60, initial=True)
+        self.verification = Verification(
+            allocator=self.allocator,
+            ledger=self.ledger,
+            settings=Kubelet(),
+            kubelet=self.kubelet,
+            pod_resources=PodResources(Kubelet().pod_resources_socket, timeout_seconds=1),
+            book=self.book,
+            journal=self.journal,
+            servers=lambda: self.servers,
+            clock=self._clock,
+        )
+
+    async def another(self) -> None:
+        """Book an id for one more pod; the one that had it is gone."""
+        for grant in self.ledger.grants:
+            self.ledger.release(grant.number)
+        await self.allocator.allocate(GPU, [U0])
+
+    @staticmethod
+    def _clock() -> float:
+        return 1000.0 + asyncio.get_running_loop().time()
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Records:
+    """kubelet's records, in the place where the verification reads them."""
+    records = Records()
+    monkeypatch.setattr(verification, "read_records", records.read)
+    return records
+
+
+@contextlib.asynccontextmanager
+async def verifying(records: Records) -> AsyncIterator[Parts]:
+    """The parts, with the loop running in the background; begun inside the test, where time is virtual."""
+    parts = Parts(records)
+    task = asyncio.ensure_future(parts.verification.run(lambda: None))
+    try:
+        yield parts
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.looptime
+async def test_when_nothing_happens_the_records_are_read_every_half_minute(records: Records) -> None:
+    """pod-resources is left alone: once soon after the start, then every 30 s."""
+    async with verifying(records):
+        await asyncio.sleep(95)
+        assert records.read_at == [1, 31, 61, 91]
+
+
+@pytest.mark.looptime
+async def test_an_allocate_is_followed_by_a_reading_a_second_later(records: Records) -> None:
+    """Who it was is known soon, and then the pace is the usual one again."""
+    async with verifying(records) as parts:
+        await asyncio.sleep(5)
+        await parts.allocator.allocate(GPU, [U0])
+        records.now = HELD
+        await asyncio.sleep(20)
+        assert records.read_at == [1, 6]
+        assert parts.ledger.grants[0].owner == HELD.holdings[0].owner
+
+
+@pytest.mark.looptime
+async def test_a_burst_of_pods_is_verified_when_it_is_over(records: Records) -> None:
+    """A reading slows down starts that are under way, so it waits until bookings pause for a second; but for ten seconds at most."""
+    async with verifying(records) as parts:
+        await asyncio.sleep(5)
+        for _ in range(5):
+            await parts.another()
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(1)
+        assert records.read_at == [1, 8]
+        await asyncio.sleep(100)  # until nobody is waited for any more
+        del records.read_at[:]
+        began = asyncio.get_running_loop().time()
+        for _ in range(30):
+            await parts.another()
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(2)
+        assert [round(at - began) for at in records.read_at] == [10, 16]
+
+
+@pytest.mark.looptime
+async def test_an_admission_that_failed_is_asked_after_less_and_less_often_until_it_expires(records: Records) -> None:
+    """1, 2, 4, 8… s, and after reservationSeconds the ids are free."""
+    async with verifying(records) as parts:
+        await asyncio.sleep(5)
+        await parts.allocator.allocate(GPU, [U0])
+        await asyncio.sleep(100)
+        pauses = [later - earlier for earlier, later in itertools.pairwise(records.read_at[1:])]
+        assert pauses[:5] == [2, 4, 8, 16, 30]
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_an_admission_that_failed_delays_nobody_else(records: Records) -> None:
+    """While one reservation is waited for in vain, the next pod is still named a second after its Allocate."""
+    async with verifying(records) as parts:
+        await asyncio.sleep(5)
+        await parts.allocator.allocate(GPU, [U0])
+        await asyncio.sleep(40)
+        await parts.allocator.allocate(GPU, [U1])
+        records.now = KubeletRecords((Holding(GPU, (U1,), Owner("main", "uid", "default", "train")),))
+        await asyncio.sleep(1.5)
+        assert [grant.owner and grant.owner.pod for grant in parts.ledger.grants] == [None, "train"]
+
+
+@pytest.mark.looptime
+async def test_what_is_shown_as_drift_is_the_drift(records: Records) -> None:
+    """A pod that ended in the same pass is the normal course, and not what an operator should look into."""
+    async with verifying(records) as parts:
+        records.now = HELD
+        await asyncio.sleep(2)
+        records.now = KubeletRecords()
+        await asyncio.sleep(30)
+        records.now = KubeletRecords((Holding(GPU, (U1,), Owner("main", "other", "default", "serve")),))
+        await asyncio.sleep(3)
+        assert [entry.event for entry in parts.journal.entries][-2:] == ["ledger.adopted", "ledger.released"]
+        assert [text.partition(":")[0] for text in parts.verification.drift_last] == ["ledger.adopted"]
+
+
+@pytest.mark.looptime
+async def test_a_pod_that_ended_is_confirmed_soon_after_it_was_missed(records: Records) -> None:
+    """The second look does not wait half a minute."""
+    async with verifying(records) as parts:
+        records.now = HELD
+        await asyncio.sleep(2)
+        assert len(parts.ledger.grants) == 1
+        records.now = KubeletRecords()
+        await asyncio.sleep(30)
+        assert parts.ledger.in_doubt
+        await asyncio.sleep(2)
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_a_kubelet_that_has_just_come_back_takes_nothing_away(records: Records) -> None:
+    """It lists no pods until it has heard of them again; grants stay for reservationSeconds."""
+    async with verifying(records) as parts:
+        records.now = HELD
+        await asyncio.sleep(2)
+        records.now = KubeletRecords()
+        parts.kubelet.restarts_seen += 1
+        await asyncio.sleep(60)
+        assert len(parts.ledger.grants) == 1
+        await asyncio.sleep(65 + 30)
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_the_rebuild_at_start_is_no_drift(records: Records) -> None:
+    """What kubelet knows at start is in the book, and counted as nothing; what turns up later is counted."""
+    async with verifying(records) as parts:
+        records.now = HELD
+        await parts.verification.rebuild()
+        assert (len(parts.ledger.grants), parts.verification.drift_total) == (1, 0)
+        parts.ledger.release(parts.ledger.grants[0].number)
+        await asyncio.sleep(2)
+        assert parts.verification.drift_total == 1
+        assert "did not know" in parts.verification.drift_last[0]
+
+
+@pytest.mark.looptime
+async def test_trouble_with_the_records_is_said_once(records: Records) -> None:
+    """An hour without pod-resources is one line, not a hundred and twenty."""
+    async with verifying(records) as parts:
+        records.now = KubeletRecords(complete=False, trouble="no socket")
+        await asyncio.sleep(3600)
+        assert [entry.event for entry in parts.journal.entries] == ["kubelet.records_incomplete"]
+        assert parts.kubelet.records_trouble == "no socket"
+        assert parts.verification.verified_at == 0.0
+
+
+@pytest.fixture
+def allocatable(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When kubelet was asked what can be allocated; it answers that nothing can."""
+    asked_at: list[float] = []
+
+    async def nothing(*_: object) -> dict[str, frozenset[str]]:
+        asked_at.append(round(asyncio.get_running_loop().time(), 3))
+        return {}
+
+    monkeypatch.setattr(PodResources, "allocatable", nothing)
+    return asked_at
+
+
+@pytest.mark.looptime
+async def test_ids_that_kubelet_does_not_list_are_looked_at_again_soon_and_registered_again(
+    records: Records, allocatable: list[float]
+) -> None:
+    """A second look 2 s after the first, one new registration, then the usual pace: never more calls than passes."""
+    async with verifying(records) as parts:
+        parts.servers = [FakeServer()]
+        await asyncio.sleep(30)
+        assert allocatable == [1, 3]
+        assert len(parts.servers[0].again) == 1
+        assert set(allocatable) <= set(records.read_at)
+
+
+@pytest.mark.looptime
+async def test_a_silent_pod_resources_is_not_asked_a_second_question(records: Records, allocatable: list[float]) -> None:
+    """The pass whose first call failed makes no second one, so that a timeout costs one."""
+    async with verifying(records) as parts:
+        parts.servers = [FakeServer()]
+        records.now = KubeletRecords(complete=False, trouble="no socket")
+        await asyncio.sleep(60)
+        assert allocatable == []
+
+
+@contextlib.asynccontextmanager
+async def holding(records: Records, *pods: Pod) -> AsyncIterator[Parts]:
+    """A verification that has found each pod with a GPU, in kubelet's records and in the watch; now is second 5."""
+    async with verifying(records) as parts:
+        parts.book.replace(pods)
+        records.now = held(*pods)
+        await asyncio.sleep(5)
+        assert len(parts.ledger.grants) == len(pods)
+        yield parts
+
+
+def holders(parts: Parts) -> list[str]:
+    """The pods that the ledger has something for."""
+    return [grant.owner.pod for grant in parts.ledger.grants if grant.owner]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("gone", [False, True])
+async def test_the_end_of_a_pod_is_looked_for_at_once(records: Records, *, gone: bool) -> None:
+    """API server and kubelet both say that it has ended, so its GPU is everybody's without a second look; the usual pace stays."""
+    async with holding(records, TRAIN) as parts:
+        records.now = KubeletRecords()
+        (parts.book.remove if gone else parts.book.end)(TRAIN)
+        await asyncio.sleep(0.1)
+        assert not parts.ledger.grants
+        await asyncio.sleep(30)
+        assert records.read_at == [1, 5, 31]
+
+
+@pytest.mark.looptime
+async def test_nothing_is_released_while_kubelet_still_has_it(records: Records) -> None:
+    """The API server's word alone is not enough, however long kubelet takes; it is asked less and less often meanwhile."""
+    async with holding(records, TRAIN) as parts:
+        parts.book.end(TRAIN)
+        await asyncio.sleep(1)
+        assert records.read_at == [1, 5, 5.25, 5.75]
+        assert holders(parts) == ["pod-1"]
+        records.now = KubeletRecords()
+        await asyncio.sleep(1)
+        assert records.read_at == [1, 5, 5.25, 5.75, 6.75]
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_an_ended_pod_that_kubelet_keeps_is_asked_for_ever_at_the_usual_pace(records: Records) -> None:
+    """A handful of looks more, and then two a minute as always."""
+    async with holding(records, TRAIN) as parts:
+        parts.book.end(TRAIN)
+        await asyncio.sleep(120)
+        del records.read_at[:]
+        await asyncio.sleep(600)
+        assert len(records.read_at) == 20
+        assert holders(parts) == ["pod-1"]
+
+
+@pytest.mark.looptime
+async def test_a_look_for_an_ended_pod_takes_nothing_from_one_that_runs(records: Records) -> None:
+    """One gap in kubelet's records is no end, and two looks within a second would meet the same gap."""
+    async with holding(records, TRAIN, SERVE) as parts:
+        records.now = held(TRAIN)
+        parts.book.end(TRAIN)
+        await asyncio.sleep(1)
+        assert records.read_at == [1, 5, 5.25, 5.75]
+        records.now = KubeletRecords()
+        await asyncio.sleep(1)
+        assert holders(parts) == ["pod-2"]
+        assert not parts.ledger.in_doubt
+
+
+@pytest.mark.looptime
+async def test_pods_that_end_together_are_looked_for_together(records: Records) -> None:
+    """pod-resources takes ten calls at once from all programs of the node together; sixty ends in two seconds are fewer."""
+    async with holding(records, TRAIN) as parts:
+        began = len(records.read_at)
+        for number in range(60):
+            pod = Pod(f"0e6e9a8c-1111-4222-8333-{number:012}", "default", f"many-{number}")
+            parts.book.put(pod)
+            parts.ledger.reconcile(held(pod), parts.allocator._interpretation, reservation_seconds=60)
+            records.now = KubeletRecords()
+            parts.book.end(pod)
+            await asyncio.sleep(2 / 60)
+        await asyncio.sleep(0.3)
+        assert not parts.ledger.grants
+        assert len(records.read_at) - began <= 9
+
+
+@pytest.mark.looptime
+async def test_a_storm_of_events_is_not_searched_for_ends_one_by_one(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search goes through all grants. A burst of starts changes pods a hundred times a second, and waits for what the event loop does."""
+    searches: list[float] = []
+    search = PodEnds.pending
+
+    def counted(ends: PodEnds) -> frozenset[str]:
+        searches.append(asyncio.get_running_loop().time())
+        return search(ends)
+
+    monkeypatch.setattr(PodEnds, "pending", counted)
+    async with holding(records, TRAIN) as parts:
+        del searches[:]
+        for number in range(100):
+            parts.book.put(dataclasses.replace(SERVE, annotations={"written": str(number)}))
+            await asyncio.sleep(0.01)
+        assert 5 < len(searches) <= 30
+        records.now = KubeletRecords()
+        parts.book.end(TRAIN)
+        await asyncio.sleep(0.25)
+        assert not parts.ledger.grants, "an end in a storm is seen a moment later"
+
+
+@pytest.mark.looptime
+async def test_without_the_watch_the_usual_two_looks_decide(records: Records) -> None:
+    """Where no API server has been asked yet nobody says that a pod has ended, and kubelet's records alone release it as before."""
+    async with verifying(records) as parts:
+        records.now = held(TRAIN)
+        await asyncio.sleep(5)
+        records.now = KubeletRecords()
+        await asyncio.sleep(27)
+        assert holders(parts) == ["pod-1"]
+        await asyncio.sleep(1.5)
+        assert records.read_at == [1, 31, 33]
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_records_that_are_incomplete_release_no_ended_pod(records: Records) -> None:
+    """A checkpoint alone says nothing about who is alive; as soon as pod-resources answers, the pod goes."""
+    async with holding(records, TRAIN) as parts:
+        records.now = KubeletRecords(complete=False, trouble="kubelet was asked too often")
+        parts.book.end(TRAIN)
+        await asyncio.sleep(0.4)
+        assert holders(parts) == ["pod-1"]
+        records.now = KubeletRecords()
+        await asyncio.sleep(0.5)
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_an_end_during_a_restart_of_kubelet_waits_until_its_records_count_again(records: Records) -> None:
+    """A kubelet that has just come back lists nobody, and the API server may be told of an end that kubelet is not through with."""
+    async with holding(records, TRAIN) as parts:
+        parts.kubelet.restarts_seen += 1
+        records.now = KubeletRecords()
+        parts.book.end(TRAIN)
+        await asyncio.sleep(60)
+        assert holders(parts) == ["pod-1"]
+        await asyncio.sleep(35)
+        assert not parts.ledger.grants
+
+
+@pytest.mark.looptime
+async def test_a_static_pod_without_its_mirror_has_not_ended(records: Records) -> None:
+    """Whoever deletes the mirror of a static pod ends nothing: kubelet runs it on, and makes another mirror."""
+    async with verifying(records) as parts:
+        parts.book.replace([])
+        records.now = HELD  # its UID is not one of the API server's
+        await asyncio.sleep(20)
+        assert records.read_at == [1]
+        assert holders(parts) == ["train"]

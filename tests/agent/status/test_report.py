@@ -1,0 +1,350 @@
+"""The verdicts behind ``/readyz`` and ``/livez``, in what words; and what is collected about ledger, binding and API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden import U0, U1, golden_inventory
+from vgpu_agent.agent.api_server import ClusterSide
+from vgpu_agent.agent.lag import LoopLag
+from vgpu_agent.agent.offers.families import FamiliesInForce
+from vgpu_agent.agent.offers.servers import Offering
+from vgpu_agent.agent.records.verification import Verification
+from vgpu_agent.agent.reload import Reload
+from vgpu_agent.agent.remembered import Remembered
+from vgpu_agent.agent.status.binding import BindingReport
+from vgpu_agent.agent.status.cluster import ClusterReport
+from vgpu_agent.agent.status.report import Report
+from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.overcommits import Overcommits
+from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.cluster.config_map import ConfigMapWatch
+from vgpu_agent.cluster.watching import NodeWatch, PodWatch
+from vgpu_agent.concurrency import Latest, Supervisor
+from vgpu_agent.config.binding import Cluster
+from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.volcano import VolcanoVgpu
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
+from vgpu_agent.families.nvidia.family import NvidiaFamily
+from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.gpu.watch import GpuWatch
+from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet.directory import DirectoryWatch
+from vgpu_agent.kubelet.pod_resources import PodResources
+from vgpu_agent.ledger import Ledger
+from vgpu_agent.ledger.claims import Claim
+from vgpu_agent.model import Decider, Inventory, Resource, Share
+from vgpu_agent.pods import Pod, PodBook
+from vgpu_agent.runtime.grants import GrantDirectory
+from vgpu_agent.runtime.region_guard import RegionGuard
+from vgpu_agent.status import ContainerUsage, FamilyStatus, KubeletStatus, NvmlState, PluginState
+
+VGPU = "volcano.sh/vgpu-number"
+
+
+class Parts:
+    """A report over real parts that nobody has started: neither a driver nor a kubelet."""
+
+    def __init__(self, supervisor: Supervisor, directory: Path, config: str = "") -> None:
+        loaded = load_content(Sources({}, {}, "config.yaml"), f"version: v1\nkubelet: {{directory: {directory}}}\n{config}".encode())
+        settings = loaded.settings
+        journal, self.ledger, self.kubelet = Journal(), Ledger(), KubeletStatus()
+        self.supervisor, self.watch = supervisor, GpuWatch(settings.gpu, journal)
+        self.allocator = Allocator(
+            ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=journal
+        )
+        path = settings.kubelet.device_plugin_directory
+        self.offering = Offering(
+            ledger=self.ledger,
+            allocator=self.allocator,
+            settings=settings.kubelet,
+            directory=DirectoryWatch(path, poll_seconds=5, journal=journal, status=self.kubelet),
+            supervisor=supervisor,
+            journal=journal,
+            patience_seconds=30,
+        )
+        self.containers: Latest[tuple[ContainerUsage, ...]] = Latest(())
+        self.cluster, self.refusals = ClusterSide(settings, journal, supervisor), Refusals()
+        self.families = FamiliesInForce(
+            settings,
+            origins={},
+            allocator=self.allocator,
+            offering=self.offering,
+            cluster=self.cluster,
+            inventory=golden_inventory,
+            journal=journal,
+        )
+        self.grants = GrantDirectory("/nowhere/cdi", journal, kept_directory="/nowhere/grants")
+        self.regions = RegionGuard("/nowhere/regions", journal, size=1, pause_seconds=1)
+        self.report = Report(
+            ledger=self.ledger,
+            watch=self.watch,
+            kubelet=self.kubelet,
+            offering=self.offering,
+            verification=Verification(
+                allocator=self.allocator,
+                ledger=self.ledger,
+                settings=settings.kubelet,
+                kubelet=self.kubelet,
+                pod_resources=PodResources(settings.kubelet.pod_resources_socket, timeout_seconds=1),
+                book=PodBook(),
+                journal=journal,
+                servers=tuple,
+            ),
+            reload=Reload(loaded, apply=self._apply, journal=journal),
+            supervisor=supervisor,
+            journal=journal,
+            lag=LoopLag(),
+            binding=BindingReport(self.allocator, self.families, self.offering, self.refusals, Overcommits(), self.grants, self.regions),
+            cluster=ClusterReport(self.cluster),
+            containers=self.containers,
+        )
+        self.report.starting = ""
+        self.watch.status.state = NvmlState.ANSWERING
+
+    @staticmethod
+    async def _apply(_: object) -> None:
+        """No reload happens here."""
+
+    @property
+    def not_ready(self) -> dict[str, str]:
+        """Part → reason."""
+        return {problem.part: problem.reason for problem in self.report.status().not_ready}
+
+    @property
+    def not_alive(self) -> dict[str, str]:
+        """Part → reason."""
+        return {problem.part: problem.reason for problem in self.report.status().not_alive}
+
+
+@contextlib.asynccontextmanager
+async def parts(directory: Path) -> AsyncIterator[Parts]:
+    """The parts, serving both golden GPUs."""
+    async with asyncio.timeout(10), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+        parts = Parts(supervisor, directory)
+        parts.allocator.refresh_offer()
+        await parts.offering.sync()
+        yield parts
+
+
+async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_path: Path) -> None:
+    """Nothing is wrong with the process, so it stays alive."""
+    async with parts(tmp_path) as node:
+        assert node.not_ready == {"resource nvidia.com/gpu": f"waiting for kubelet: there is no {tmp_path}/device-plugins/kubelet.sock"}
+        assert node.not_alive == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "inventory", "reason"),
+    [
+        ("", Inventory(), "this node has no GPU to offer; /debug/devices says which cards did not answer"),
+        (
+            "",
+            golden_inventory(),
+            "nothing of this node's 2 GPUs is offered; /debug/devices shows them, /debug/events?event=config.caution says why",
+        ),
+        (
+            "families: {nvidia: false}\n",
+            golden_inventory(),
+            "no family of resources is on; set one of families.nvidia, volcanoVgpu, volcanoGpushare, aws to true",
+        ),
+    ],
+)
+async def test_why_nothing_is_offered_is_told_apart(tmp_path: Path, config: str, inventory: Inventory, reason: str) -> None:
+    """Whoever switches to another family and forgets to name it has no broken cards to look for."""
+    async with asyncio.timeout(10), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+        node = Parts(supervisor, tmp_path, config)
+        node.watch.inventory.publish(inventory)
+        assert node.not_ready == {"gpus": reason}
+
+
+async def test_a_refused_registration_stays_in_the_verdict(tmp_path: Path) -> None:
+    """kubelet contract V6: the loop has ended for good, and that must be seen without reading the log."""
+    async with parts(tmp_path) as node:
+        (status,) = node.offering.statuses
+        status.state, status.last_error = PluginState.FAILED, "kubelet refuses to register nvidia.com/gpu"
+        assert node.not_ready == {"resource nvidia.com/gpu": "failed; kubelet refuses to register nvidia.com/gpu"}
+        assert node.not_alive == {}
+
+
+async def test_registered_without_a_stream_is_not_ready(tmp_path: Path) -> None:
+    """Kubelet knows the resource and has no devices for it."""
+    async with parts(tmp_path) as node:
+        (status,) = node.offering.statuses
+        status.state = PluginState.REGISTERED
+        assert "has not opened the list" in node.not_ready["resource nvidia.com/gpu"]
+        status.stream_open = True
+        assert node.not_ready == {}
+
+
+async def test_a_hung_driver_is_named_and_no_reason_to_restart(tmp_path: Path) -> None:
+    """A restart does not help against a hung driver, and would take the other GPUs away."""
+    async with parts(tmp_path) as node:
+        node.watch.status.state, node.watch.status.call, node.watch.status.since = NvmlState.HUNG, "nvmlDeviceGetName", time.time() - 7
+        assert node.not_ready["nvml"].startswith("nvmlDeviceGetName has not returned for 7 s")
+        assert node.not_alive == {}
+
+
+async def test_a_stuck_loop_is_named_with_the_time_it_has_been_silent(tmp_path: Path) -> None:
+    """Counted from its last sign of life, not from the end of our patience."""
+    async with parts(tmp_path) as node:
+        node.supervisor.start("watch", asyncio.Event().wait, stuck_after_seconds=12)  # type: ignore[arg-type]  # what it returns is ignored
+        await asyncio.sleep(0)
+        node.supervisor._beats["watch"] -= 11
+        assert node.not_alive == {}
+        node.supervisor._beats["watch"] -= 9
+        assert node.not_alive == {"task watch": "no sign of life for 20 s; it will not come back by itself"}
+
+
+def a_resource(name: str, family: str, ids: Sequence[DeviceId], **changes: Any) -> Resource:
+    """One offer."""
+    return Resource(name, family, ids, **changes)
+
+
+async def test_a_device_may_have_as_many_holders_as_one_family_allows(tmp_path: Path) -> None:
+    """It serves one family at a time, and ids that are only counted are nobody's places."""
+    gpu = golden_inventory().gpus[0].uuid
+    async with parts(tmp_path) as node:
+        node.ledger.offer(
+            (
+                a_resource("nvidia.com/gpu", "nvidia", (DeviceId("n-0", gpu), DeviceId("n-1", gpu)), holders_per_device=2),
+                a_resource(VGPU, "volcano-vgpu", NumberedIds((IdBlock("v-", 10, gpu),)), holders_per_device=10, decided_by=Decider.POD),
+                a_resource("volcano.sh/vgpu-memory", "volcano-vgpu", NumberedIds((IdBlock("m-", 81920, gpu),)), decided_by=Decider.NOBODY),
+            )
+        )
+        ledger = node.report.status().ledger
+    assert ledger.capacity == {gpu: 10}
+    assert ledger.decided_by_pod == {VGPU}
+    assert ledger.sharing == {"nvidia.com/gpu": "none"}
+    assert sorted(ledger.rooms) == ["nvidia.com/gpu", VGPU]
+    assert ledger.rooms[VGPU][0].holders_free == 10
+
+
+async def test_more_ids_than_can_be_looked_at_are_counted_by_block(tmp_path: Path) -> None:
+    """Thousands of millions of replicas are withheld, and the status of everything else is told all the same."""
+    first, second = (gpu.uuid for gpu in golden_inventory().gpus)
+    blocks = tuple(IdBlock(f"{uuid}::", 2**31 - 1, uuid) for uuid in (first, second))
+    async with parts(tmp_path) as node:
+        node.ledger.offer((a_resource("nvidia.com/gpu", "nvidia", NumberedIds(blocks), holders_per_device=2**31 - 1),))
+        ledger = node.report.status().ledger
+    assert ledger.capacity == {first: 2**31 - 1, second: 2**31 - 1}
+
+
+async def test_the_use_of_each_gpu_is_collected_with_those_who_wait(tmp_path: Path) -> None:
+    """Every page and metric reads it there; a claim alone is news as well."""
+    async with parts(tmp_path) as node:
+        node.ledger.observe(golden_inventory())
+        ids = (DeviceId(U0, U0), DeviceId(U1, U1))
+        node.ledger.offer((a_resource("nvidia.com/gpu", "nvidia", ids), a_resource(VGPU, "volcano-vgpu", ids)))
+        node.ledger.reserve("nvidia.com/gpu", [U0], [Share(U0)])
+        before = node.report.status().ledger
+        claim = Claim(U0, "volcano-vgpu", "ml/waits", "uid-waits", 1.0, 1)
+        node.ledger.claim([claim])
+        after = node.report.status().ledger
+    assert [(use.family, use.claims) for use in before.uses] == [("nvidia", ()), ("", ())]
+    assert [(use.family, use.claims) for use in after.uses] == [("nvidia", (claim,)), ("", ())]
+    assert [each.family for each in after.held_back[VGPU]] == ["nvidia"]
+
+
+async def test_what_the_ledger_offers_is_counted_once_for_each_change(tmp_path: Path) -> None:
+    """A scrape or a probe must not count tens of thousands of ids."""
+    gpu = golden_inventory().gpus[0].uuid
+    async with parts(tmp_path) as node:
+        first = node.report.status().ledger
+        assert node.report.status().ledger.rooms is first.rooms
+        node.ledger.reserve("nvidia.com/gpu", [next(entry.id for entry in node.ledger.resource("nvidia.com/gpu").ids)], (Share(gpu),))
+        assert node.report.status().ledger.free["nvidia.com/gpu"] == first.free["nvidia.com/gpu"] - 1
+
+
+async def test_refusals_and_the_binding_mode_are_reported(tmp_path: Path) -> None:
+    """With the counters of the binder, which is not there where ids name GPUs."""
+    async with parts(tmp_path) as node:
+        node.refusals.refuse(Pod("uid-1", "default", "train"), "main", VGPU, "no GPU has 8000 MiB left")
+        node.allocator.mode = BindingMode(late=False, by_annotation=False, reason="binding.mode is early")
+        binding = node.report.status().binding
+    assert [refusal.reason for refusal in binding.refusals] == ["no GPU has 8000 MiB left"]
+    assert binding.mode == node.allocator.mode
+    assert (binding.ambiguities, binding.wrong_guesses, binding.exchanges) == (0, 0, 0)
+
+
+async def test_families_are_reported_with_what_keeps_them_from_being_offered(tmp_path: Path) -> None:
+    """A family whose plugin server runs is offered; of the other one the reason is known."""
+    async with parts(tmp_path) as node:
+        node.families._families = Families((NvidiaFamily(NvidiaOptions()),))
+        assert node.report.status().binding.families == (FamilyStatus("nvidia"),)
+        await node.offering.stop()
+        node.offering.blocked = {"nvidia": "it is switched off"}
+        assert node.report.status().binding.families == (FamilyStatus("nvidia", offered=False, trouble="it is switched off"),)
+
+
+async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> None:
+    """And has neither watches nor writers."""
+    async with parts(tmp_path) as node:
+        await node.cluster.connect()
+        cluster = node.report.status().cluster
+    assert (cluster.connected, cluster.without, cluster.waits_for) == (False, "no family that needs the API server is on", "")
+    assert (cluster.watches, cluster.writers, cluster.requests) == ((), (), {})
+
+
+class Source:
+    """An API server that is asked for nothing here."""
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        """Never answered."""
+        raise AssertionError(path)
+
+    def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """Never answered."""
+        raise AssertionError(path)
+
+    def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """Never answered."""
+        raise AssertionError(path)
+
+
+@pytest.mark.parametrize(("asked", "complained_of"), [("", False), ("volcano-system", False), ("kube-system", True)])
+async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_problem(
+    tmp_path: Path, asked: str, complained_of: bool
+) -> None:
+    """In the two usual namespaces a missing role is as it should be; where somebody has asked for the ConfigMap it is a mistake."""
+    settings = Settings(state_directory=str(tmp_path), volcano_vgpu=VolcanoVgpu(config_map_namespace=asked))
+    cluster = ClusterSide(settings, Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
+    cluster.config_map = ConfigMapWatch(Source(), settings=Cluster(), journal=Journal())
+    cluster.config_map.statuses["kube-system"].errors = 1
+    (watch,) = ClusterReport(cluster).status().watches
+    assert watch.essential is complained_of
+
+
+async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
+    """How long a watch fails, and that what an earlier agent had read stands in for the Node."""
+    async with parts(tmp_path) as node:
+        cluster, journal, settings = node.cluster, Journal(), Cluster()
+        cluster.pods = PodWatch(Source(), "node-a", cluster.book, settings=settings, journal=journal)
+        cluster.nodes = NodeWatch(Source(), "node-a", settings=settings, journal=journal)
+        cluster.config_map = ConfigMapWatch(Source(), settings=settings, journal=journal)
+        cluster.config_map.statuses["kube-system"].lists = 1
+        cluster.remembered = Remembered("node-a", "v1.30.0", "containerd://2.0.1", "version: v1")
+        cluster.pods.status.failing, cluster.pods.status.failing_since = True, 17.0
+        cluster.nodes.status.failing_since = 3.0  # it is over
+        found = node.report.status().cluster
+    assert [(watch.what, watch.failing_since, watch.essential) for watch in found.watches] == [
+        ("pods of this node", 17.0, True),
+        ("this node", 0.0, True),
+        ("ConfigMap kube-system/volcano-vgpu-device-config", 0.0, False),
+    ]
+    assert found.remembered == {
+        "kubelet_version": "v1.30.0",
+        "runtime_version": "containerd://2.0.1",
+        "device_config": True,
+        "in_use": True,
+    }

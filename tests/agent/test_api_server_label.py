@@ -1,0 +1,130 @@
+"""The API server's side for a node of which only a label matters: its Node is watched, nobody's pods, and nothing is written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from blockbuster import BlockBuster
+
+from tests.agent.volcano_parts import NODE, volcano_settings
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
+from vgpu_agent.agent.api_server import ClusterSide
+from vgpu_agent.agent.named_configuration import NamedConfiguration
+from vgpu_agent.agent.status.cluster import ClusterReport
+from vgpu_agent.concurrency import Latest, Supervisor
+from vgpu_agent.config.binding import Families
+from vgpu_agent.config.load import load, load_sources
+from vgpu_agent.config.named_config import NamedConfig
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.journal import Journal
+from vgpu_agent.sim.api_server import ApiServer
+
+LABEL = "nvidia.com/device-plugin.config"
+
+
+@pytest.fixture(autouse=True)
+def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+    """kubernetes-asyncio reads the kubeconfig in a coroutine; the agent runs that in a loop of its own, in a thread."""
+    assert _no_blocked_loop is not None
+    _no_blocked_loop.deactivate()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    """An API server that knows the node, with a label."""
+    async with ApiServer() as running:
+        running.objects.create("nodes", {"metadata": {"name": NODE, "labels": {LABEL: "four"}}})
+        yield running
+
+
+async def settings(tmp_path: Path, server: ApiServer) -> Settings:
+    """As a node has them that offers nvidia.com/gpu by a named configuration."""
+    return await volcano_settings(
+        tmp_path, server, families=Families(), named_config=NamedConfig(directory=str(tmp_path)), listen=":0", debug_listen=":0"
+    )
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: Settings, waited_seconds: float = 0.0, named: NamedConfiguration | None = None) -> AsyncIterator[ClusterSide]:
+    """A cluster side that has connected."""
+    async with Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+        cluster = ClusterSide(settings, Journal(), supervisor, named)
+        await cluster.connect(waited_seconds)
+        try:
+            yield cluster
+        finally:
+            await cluster.close()
+
+
+async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> None:
+    """An admin who gives the agent no right to see pods can still label nodes."""
+    async with connected(await settings(tmp_path, server)) as cluster:
+        assert (cluster.connected, cluster.needed, cluster.config_label) == (True, False, "four")
+        assert [watch.what for watch in ClusterReport(cluster).status().watches] == ["this node"]
+        server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: None}}})
+        nobody: Any = None
+        cluster.write(nobody, nobody, nobody, Latest(0), lambda _: ())
+        assert (cluster.node_publisher, cluster.pod_publisher, cluster.reschedule) == (None, None, None)
+        assert cluster.nodes is not None
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await cluster.nodes.node.newer_than(cluster.nodes.node.version)
+        assert cluster.config_label == ""
+    assert server.writes == []
+
+
+async def test_without_families_and_without_named_configurations_nobody_is_asked(tmp_path: Path, server: ApiServer) -> None:
+    """As ever: a node with nvidia.com/gpu alone needs no API server."""
+    plain = msgspec.structs.replace(await settings(tmp_path, server), named_config=NamedConfig())
+    async with connected(plain) as cluster:
+        assert (cluster.connected, cluster.config_label) == (False, None)
+
+
+async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, server: ApiServer) -> None:
+    """What was read is remembered, with what was chosen by it; and the time that was waited before counts."""
+    quick = await settings(tmp_path, server)
+    named = NamedConfiguration(load({}, {}).sources, quick, Journal())
+    await asyncio.to_thread((tmp_path / "four").write_text, "version: v1\n")
+    async with connected(quick, named=named) as cluster:
+        named.applied(await asyncio.to_thread(load_sources, await named.sources()))
+        await cluster.remember()
+    await server.down()
+    began = time.monotonic()
+    patient = msgspec.structs.replace(quick, cluster=msgspec.structs.replace(quick.cluster, start_wait_seconds=FOR_EVER_SECONDS))
+    async with connected(patient, waited_seconds=FOR_EVER_SECONDS) as cluster:
+        assert time.monotonic() - began < PATIENCE_SECONDS
+        assert cluster.remembered is not None
+        assert (cluster.remembered.config_label, cluster.remembered.named_config) == ("four", "four")
+        assert cluster.remembered.named_text == "version: v1\n"
+
+
+async def test_what_could_not_be_remembered_is_remembered_once_the_disk_takes_it(tmp_path: Path, server: ApiServer) -> None:
+    """The Node may say nothing new for weeks after the disk was full, and then comes an outage with a restart."""
+    quick, state = await settings(tmp_path, server), tmp_path / "state"
+    await asyncio.to_thread(state.write_text, "")  # something stands in the place of the directory
+    async with connected(quick) as cluster:
+        following = asyncio.ensure_future(cluster.follow(_nothing))
+        try:
+            await asyncio.sleep(quick.cluster.backoff_max_seconds)
+            await asyncio.to_thread(state.unlink)
+            await asyncio.to_thread(_until_there, state / "remembered.json")
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def _nothing() -> None:
+    """There are no families here that would hear of something new."""
+
+
+def _until_there(path: Path) -> None:
+    deadline = time.monotonic() + 10
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,364 @@
+"""The API server's part in the agent: what is watched, what is written, and what is remembered for a restart during an outage.
+
+Built by `composition`. Without credentials nothing here runs, and the families that need the API server are not served; with them, an
+outage of any length changes nothing for what is known already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.agent.memory import load_http
+from vgpu_agent.agent.remembered import Memory, Remembered
+from vgpu_agent.allocation.wishes import PROGRESS
+from vgpu_agent.cluster.allocatable import AllocatableWriter
+from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
+from vgpu_agent.cluster.credentials import credentials
+from vgpu_agent.cluster.events import Events
+from vgpu_agent.cluster.failed_pods import FailedPods
+from vgpu_agent.cluster.node_publisher import NodePublisher
+from vgpu_agent.cluster.pod_publisher import PodPublisher
+from vgpu_agent.cluster.reschedule import Reschedule
+from vgpu_agent.cluster.watching import NodeWatch, PodWatch
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.config.volcano_files import read_device_config, told
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.kubelet.waiting import first_of
+from vgpu_agent.pods import PodBook
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+    from vgpu_agent.agent.named_configuration import NamedConfiguration
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.overcommits import Overcommits
+    from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.cluster.client import ApiClient
+    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.nodes import Node, SentCounts
+    from vgpu_agent.pods import Pod
+
+_COMPONENT = "vgpu-agent"
+_NODE_TASK = "writes to this node"
+
+
+class ClusterSide:
+    """Client, watches and writers.
+
+    State: `book` and `changed` are there from the beginning, everything else from `connect` on. What was remembered stands in for what the
+    API server has not said yet.
+
+    Attributes:
+        book: the pods of this node.
+        changed: moves on when Node or ConfigMap say something new.
+        connected: there are credentials.
+        without: why there is no connection; empty when there is one.
+        origin: what the credentials are, for people; empty without any.
+        remembered: what the agent before this one had read; None when there is nothing.
+        node_configs: texts of the mounted node configuration, see `volcano_files.told`; read by `offers.families`, remembered here.
+    """
+
+    def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor, named: NamedConfiguration | None = None) -> None:
+        """Nothing is asked yet; ``named`` is told of the label, and what it chooses is remembered."""
+        self.book = PodBook()
+        self.changed: Latest[int] = Latest(0)
+        self.connected = False
+        self.without = "the agent is starting"
+        self.origin = ""
+        self.pods: PodWatch | None = None
+        self.nodes: NodeWatch | None = None
+        self.node_publisher: NodePublisher | None = None
+        self.pod_publisher: PodPublisher | None = None
+        self.allocatable: AllocatableWriter | None = None
+        self.reschedule: Reschedule | None = None
+        self.events: Events | None = None
+        self.failed_pods: FailedPods | None = None
+        self.client: ApiClient | None = None
+        self._leaving_at = 0.0  # unix seconds; 0 while it stays
+        self._tasks: list[str] = []
+        self._settings = settings
+        self._journal = journal
+        self._supervisor = supervisor
+        self.config_map: ConfigMapWatch | None = None
+        self._memory = Memory(settings.state_directory)
+        self.remembered: Remembered | None = None
+        self.node_configs: tuple[str, ...] = ()
+        self._named = named
+        if named is not None:
+            named.follow(lambda: self.config_label)
+        self._device_configs: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> bool:
+        """Whether a family is on that cannot do without the API server, so that pods are watched and Node and pods are written to."""
+        return self._settings.families.volcano_vgpu or self._settings.families.volcano_gpushare
+
+    @property
+    def asked_namespace(self) -> str:
+        """Where somebody has said that Volcano's ConfigMap is; empty for nowhere but the usual places."""
+        return self._settings.volcano_vgpu.config_map_namespace
+
+    @property
+    def node(self) -> Node | None:
+        """Our Node, or what is remembered of it while it has not been read."""
+        if self.nodes is not None and self.nodes.node.value is not None:
+            return self.nodes.node.value
+        return self.remembered.as_node if self.remembered else None
+
+    @property
+    def config_label(self) -> str | None:
+        """The value of the label that names this node's configuration, empty where it has none; None while the Node is not to be read."""
+        node = self.nodes.node.value if self.nodes is not None else None
+        return None if node is None else node.labels.get(self._settings.named_config.label, "")
+
+    @property
+    def device_config(self) -> str | None:
+        """The text of Volcano's ConfigMap; None when there is none."""
+        if self.config_map is not None and self.config_map.synced.is_set():
+            return self.config_map.text.value
+        return self.remembered.device_config if self.remembered else None
+
+    @property
+    def device_configs(self) -> tuple[str, ...]:
+        """The texts of that ConfigMap that count, also from before a restart, see `volcano_files.told`."""
+        self._device_configs = told(self._device_configs, self.device_config, read_device_config)
+        return self._device_configs
+
+    @property
+    def waits_for(self) -> str:
+        """What must be read before families that need the API server can be offered; empty when it is all there."""
+        if not self.connected:
+            return self.without
+        if self.remembered is None and self.config_map is not None and not self.config_map.synced.is_set():
+            return "the ConfigMap volcano-vgpu-device-config has not been read yet, because the API server does not answer"
+        if self.node is None:
+            return "this node's Node object has not been read yet, because the API server does not answer or does not know it"
+        return ""
+
+    async def load_client(self) -> None:
+        """Import what `connect` needs, where it will be needed; `connect` does without this, only later."""
+        if self.needed or self._settings.named_config.directory:
+            await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
+
+    async def connect(self, waited_seconds: float = 0.0) -> None:
+        """Find credentials, start the watches and wait a while for their first answers; ``waited_seconds`` of that are over already."""
+        if not self.needed and not self._settings.named_config.directory:
+            self.without = "no family that needs the API server is on"
+            return
+        found = await asyncio.to_thread(credentials, self._settings)
+        if found is None:
+            self.without = "there are no credentials for the API server: run with a service account, or set kubeconfig"
+            self._journal.record("cluster.without_credentials", level="warning", remedy=self.without)
+            return
+        name, cluster = self._settings.node_name_or_hostname, self._settings.cluster
+        self.remembered = await self._memory.recall(name)
+        if self.remembered is not None:
+            newest = self.remembered.device_config
+            self._device_configs = () if newest is None else (*self.remembered.device_configs_before, newest)
+            self.node_configs = self.remembered.node_configs
+        self.origin = found.origin
+        await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
+        from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415 - aiohttp, which most nodes need for metrics only
+
+        self.client = client = ApiClient(found, cluster)
+        self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
+        watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [("watch of this node", self.nodes)]
+        if self.needed:  # a label is read without a look at anybody's pods
+            self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
+            watches.append(("watch of pods", self.pods))
+        if self._settings.families.volcano_vgpu and self._settings.volcano_vgpu.read_config_map:
+            looked_in = namespaces(self.asked_namespace)
+            self.config_map = ConfigMapWatch(client, settings=cluster, journal=self._journal, namespaces=looked_in)
+            watches.append(("watch of volcano-vgpu-device-config", self.config_map))
+        for task, watch in watches:
+            self._loop(task, watch.run, watch.longest_silence_seconds)
+        self.connected, self.without = True, ""
+        await self._first_answers(max(0.0, cluster.start_wait_seconds - waited_seconds))
+
+    def write(
+        self,
+        allocator: Allocator,
+        refusals: Refusals,
+        overcommits: Overcommits,
+        wake: Latest[int],
+        tokens: Callable[[str], Sequence[str]],
+        *,
+        starting: Callable[[], bool] = lambda: False,
+        resources: Callable[[], Collection[str]] = lambda: (),
+        sent: Callable[[], Mapping[str, SentCounts]] = dict,
+        lists: Latest[int] | None = None,
+        withdrawn: Latest[int] | None = None,
+    ) -> None:
+        """Start to keep Node and pods as the families wish them; ``tokens`` and ``starting`` as for `PodPublisher`.
+
+        ``resources`` are the names of what this agent offers; ``sent``, ``lists`` and ``withdrawn`` as for `AllocatableWriter`.
+        """
+        if self.client is None or self.nodes is None or not self.needed:
+            return
+        settings = self._settings
+        self.node_publisher = NodePublisher(
+            self.client,
+            settings.node_name_or_hostname,
+            self.nodes.node,
+            lambda node, now: allocator.farewell(self._leaving_at) if self._leaving_at else allocator.node_wishes(node, now),
+            wake,
+            settings.cluster,
+            self._journal,
+        )
+        self.pod_publisher = PodPublisher(
+            self.client,
+            self.book,
+            allocator.pod_wishes,
+            wake,
+            settings.cluster,
+            self._journal,
+            tokens=tokens,
+            starting=starting,
+            progress=PROGRESS,
+        )
+        self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal)
+        self.reschedule = Reschedule(
+            self.client,
+            self.events,
+            lambda: refusals.current,
+            refusals.revision,
+            settings.binding,
+            settings.cluster,
+            self._journal,
+            overcommits=overcommits,
+        )
+        self.allocatable = AllocatableWriter(
+            self.client,
+            settings.node_name_or_hostname,
+            self.nodes.node,
+            sent,
+            lists or Latest(0),
+            withdrawn or Latest(0),
+            settings.cluster,
+            self._journal,
+        )
+        self._loop("allocatable", self.allocatable.run)
+        self._loop(_NODE_TASK, self.node_publisher.run)
+        self._loop("writes to pods", self.pod_publisher.run)
+        self._loop("events", self.events.run)
+        self._loop("refused starts", self.reschedule.run)
+        self.failed_pods = FailedPods(
+            self.client, settings.node_name_or_hostname, lambda: self.node, resources, self.events, settings.cluster, self._journal
+        )
+        self._loop("pods failed while away", self.failed_pods.run)
+
+    async def written_once(self, seconds: float) -> None:
+        """Wait, but not longer than ``seconds``, until the Node says what this node offers (volcano-vgpu contract §9, row 11)."""
+        if self.node_publisher is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.node_publisher.first.wait()
+
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
+        """See `allocation.surroundings.Fetch`."""
+        if self.pods is None:
+            raise ClusterError(self.without)
+        return await self.pods.fetch(namespace, name)
+
+    async def follow(self, apply: Callable[[], Awaitable[None]]) -> None:
+        """Remember what was read, and call ``apply`` whenever it says something new; for ever."""
+        if self.nodes is None:
+            return
+        seen = self._facts()
+        while True:
+            versions = (
+                self.nodes.node.version,
+                self.config_map.text.version if self.config_map else 0,
+                self._named.revision.version if self._named else 0,
+            )
+            facts = self._facts()
+            await self.remember()  # also what could not be written before: the disk was full, or not mounted yet
+            if facts != seen:
+                seen = facts
+                self.changed.publish(self.changed.value + 1)
+                await apply()
+            await first_of(
+                self.nodes.node.newer_than(versions[0]),
+                *([self.config_map.text.newer_than(versions[1])] if self.config_map else []),
+                *([self._named.revision.newer_than(versions[2])] if self._named else []),
+                timeout_seconds=self._settings.cluster.backoff_max_seconds,
+            )
+
+    async def remember(self) -> None:
+        """Keep what was read for the next start."""
+        if self.node is not None:
+            await self._memory.keep(self._facts())
+
+    async def withdraw(self, seconds: float) -> None:
+        """Take back what tells schedulers about this node, where that is wanted; gives up after ``seconds``."""
+        if self.node_publisher is None or not self._settings.cluster.withdraw_at_stop:
+            return
+        self._leaving_at = time.time()
+        await self._supervisor.stop(_NODE_TASK)
+        try:
+            async with asyncio.timeout(seconds):
+                await self.node_publisher.publish_all()
+        except TimeoutError:
+            self._journal.record(
+                "cluster.not_withdrawn",
+                level="warning",
+                gave_up_after_seconds=seconds,
+                error="the API server did not take it",
+                remedy="take annotations volcano.sh/node-vgpu-* and labels vgpu-agent.internal/* off the Node with kubectl",
+            )
+        else:
+            self._journal.record("cluster.withdrawn")
+
+    async def close(self) -> None:
+        """End the loops, then close the connections: a loop that still ran would open new ones."""
+        for name in self._tasks:
+            await self._supervisor.stop(name)
+        if self.client is not None:
+            await self.client.close()
+
+    def _facts(self) -> Remembered:
+        node, named = self.node, self._named.in_force if self._named else None
+        return Remembered(
+            node=self._settings.node_name_or_hostname if node else "",
+            kubelet_version=node.kubelet_version if node else "",
+            runtime_version=node.runtime_version if node else "",
+            device_config=self.device_config,
+            device_configs_before=self.device_configs[:-1],
+            node_configs=self.node_configs,
+            config_label=self._named.label if self._named and self.config_label is None else self.config_label,
+            named_config=named.key if named else None,
+            named_text=named.text if named else "",
+        )
+
+    async def _first_answers(self, seconds: float) -> None:
+        waiting = [self.book.synced.wait()] if self.pods is not None else []
+        if self.nodes is not None:
+            waiting.append(self.nodes.synced.wait())
+        if self.config_map is not None:
+            waiting.append(self.config_map.synced.wait())
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*waiting)
+        except TimeoutError:
+            self._journal.record(
+                "cluster.slow_start",
+                level="warning",
+                waited_seconds=self._settings.cluster.start_wait_seconds,
+                goes_on_with="what was remembered" if self.remembered else "nothing; families that need the API server wait",
+            )
+
+    def _loop(self, name: str, run: Callable[[Callable[[], None]], Awaitable[None]], silence_seconds: float = 0.0) -> None:
+        cluster = self._settings.cluster
+        self._tasks.append(name)
+        longest = max(silence_seconds, cluster.request_timeout_seconds + cluster.backoff_max_seconds)
+        self._supervisor.start(
+            name,
+            functools.partial(run, functools.partial(self._supervisor.beat, name)),
+            stuck_after_seconds=longest + self._settings.tasks.stuck_seconds,
+        )

@@ -1,0 +1,333 @@
+"""CDI names of this node's devices: who keeps their specs, and what must wait until a runtime can resolve them.
+
+A container whose device name no spec has does not start. So a resource is not offered before there are names for it, and a device that has
+none yet (it was cut a moment ago) is not given out. IMEX channels are here as well, because they are looked for below the same roots and a
+node that lacks one that is required offers nothing.
+
+Built by `composition`; `offers.families` shows it every inventory before it is offered, and asks what was found;
+`offers.servers` has its gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from vgpu_agent import log
+from vgpu_agent.agent.devices.named_devices import opens_another, places, shape
+from vgpu_agent.cdi import toolkit_specs
+from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
+from vgpu_agent.cdi.imex import Channels, find_channels
+from vgpu_agent.cdi.inlining import inlined
+from vgpu_agent.cdi.nvidia_ctk import CtkOptions
+from vgpu_agent.cdi.roots import find_roots
+from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
+from vgpu_agent.config.device_answers import Cdi
+from vgpu_agent.errors import CarrierError, CdiError
+from vgpu_agent.families.device_lists import CDI_STRATEGIES, MODES
+from vgpu_agent.ledger.offers import Offers
+from vgpu_agent.model import Decider
+from vgpu_agent.status import CdiStatus, NotYet
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from vgpu_agent.agent.devices.named_devices import Place
+    from vgpu_agent.allocation.carrier import Inlined
+    from vgpu_agent.cdi.roots import Roots
+    from vgpu_agent.concurrency import Latest, Supervisor
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Inventory, Resource
+
+_logger = log.get(__name__)
+
+_TASK = "cdi specs"
+_KEEPER = "cdi"  # of cordons in the ledger
+# NVIDIA's plugin does not even start so (nvidia contract §1).
+_NO_NAME_OF_INTEGRATED = (
+    "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of GPUs are made through NVML; take cdi-cri "
+    "and cdi-annotations out, envvar and volume-mounts work with the NVIDIA runtime in CSV mode"
+)
+
+
+class CdiFound(NamedTuple):
+    """What containers of this node can be told of besides their devices.
+
+    Attributes:
+        channels: IMEX channels.
+        modes: of `device_lists.MODES`, those that are wanted and have a spec.
+    """
+
+    channels: Channels = Channels()
+    modes: tuple[str, ...] = ()
+
+
+NO_CDI = CdiFound()
+
+
+class CdiSide:
+    """Keeps specs, names and offers together.
+
+    State: what was found at the last look, the last inventory, and which devices have no name and are kept back for it.
+    """
+
+    def __init__(
+        self, settings: Settings, *, ledger: Ledger, journal: Journal, supervisor: Supervisor, is_late: Callable[[], bool]
+    ) -> None:
+        """Build it.
+
+        Args:
+            settings: those of the start; `look` gets those in force.
+            ledger: keeps devices back.
+            journal: told of specs and of what is missing.
+            supervisor: runs the loop.
+            is_late: whether grants are bound late.
+        """
+        self._settings = settings
+        self._ledger = ledger
+        self._journal = journal
+        self._supervisor = supervisor
+        self._is_late = is_late
+        directory = settings.binding.cdi_directory
+        self._source: GeneratedSpecs | ToolkitSpecs
+        if settings.cdi.source == "toolkit":
+            self._source = ToolkitSpecs((STATIC_DIRECTORY, directory), journal, look_seconds=settings.gpu.poll_seconds)
+        else:
+            self._source = GeneratedSpecs(
+                directory,
+                journal,
+                look_seconds=settings.gpu.poll_seconds,
+                retry_min_seconds=settings.tasks.backoff_min_seconds,
+                retry_max_seconds=settings.tasks.backoff_max_seconds,
+            )
+        self._kind = toolkit_specs.GPU_KIND if settings.cdi.source == "toolkit" else GPU_KIND
+        self._roots: Roots | None = None
+        self._tool = settings.cdi.nvidia_ctk
+        self._channels = Channels()
+        self._inventory: Inventory | None = None
+        self._nameless: dict[str, str] = {}  # devices that have no name, and why
+        self._kept_back: dict[str, str] = {}
+        self._wrong_names: frozenset[str] = frozenset()  # that are not there, or stand for another device by now
+        self._followed = 0  # version of the names that the offers are in line with
+
+    # -- what is there ----------------------------------------------------------------------------------------------------------------
+
+    async def look(self, settings: Settings) -> CdiFound:
+        """Look at the node for what ``settings``, which are in force from now on, ask for."""
+        self._settings = settings
+        gpu = settings.gpu
+        self._tool = await asyncio.to_thread(_tool, settings)
+        roots = await asyncio.to_thread(
+            find_roots,
+            driver_root=gpu.driver_root,
+            dev_root=gpu.dev_root,
+            container_driver_root="" if settings.simulate else settings.cdi.container_driver_root,
+        )
+        channels = await asyncio.to_thread(find_channels, settings.plugin.imex_channel_ids, roots)
+        if channels.trouble and channels.trouble != self._channels.trouble:
+            required = settings.plugin.imex_required
+            self._journal.record("imex.missing", level="error" if required else "warning", required=required, problem=channels.trouble)
+        self._roots, self._channels = roots, channels
+        self._want()
+        self._keep_back()
+        return CdiFound(channels, tuple(mode for mode in self._modes() if self._source.knows(mode)))
+
+    def observe(self, inventory: Inventory) -> None:
+        """Other devices, perhaps: those without a name are given to nobody from now on, until they have one."""
+        self._inventory = inventory
+        self._want()
+        self._keep_back()
+
+    async def begin(self, settings: Settings, inventory: Inventory) -> None:
+        """The first look; returns when specs were made or tried to, but waits no longer than for anything else at a start."""
+        await self.look(settings)
+        self.observe(inventory)
+        if self._needed() and _namable(inventory):
+            with contextlib.suppress(TimeoutError):  # a tool that hangs must not keep the agent from starting
+                async with asyncio.timeout(settings.cluster.start_wait_seconds):
+                    await self._source.settled.wait()
+            self._keep_back()
+        self._followed = self._source.revision.version  # what is built from now on knows of all until here
+
+    async def watch(self, inventory: Latest[Inventory]) -> None:
+        """For ever: see each inventory at once; whoever offers it may be busy with the one before for seconds."""
+        async for newest in inventory.changes():
+            self.observe(newest)
+
+    async def follow(self, changed: Callable[[], Awaitable[None]]) -> None:
+        """For ever: let ``changed`` bring the offers in line with the names."""
+        while True:
+            await self._source.revision.newer_than(self._followed)
+            version = self._source.revision.version
+            self._keep_back()
+            await changed()
+            self._followed = version
+
+    def why_withheld(self, resource: Resource) -> str:
+        """Why ``resource`` must not be offered now, for `Offering.gates`, a `NotYet` while specs are made; empty when it may."""
+        if self._channels.trouble and self._settings.plugin.imex_required:
+            return f"{self._channels.trouble}, or set plugin.imexRequired: false"
+        return self._why_unnamed(resource) if self._is_told_by_names(resource) else ""
+
+    def _why_unnamed(self, resource: Resource) -> str:
+        if self._inventory is not None and any(gpu.integrated for gpu in self._inventory.gpus):
+            return _NO_NAME_OF_INTEGRATED
+        names = self._source.names
+        if not any(name.startswith(f"{self._kind}=") for name in names):
+            return self._source.error or NotYet("the CDI spec of this node's GPUs is being made")
+        vendor = self._kind.partition("/")[0]
+        for channel in self._channels.ids:
+            if (name := f"{vendor}/imex-channel={channel}") not in names:
+                return f"no CDI spec has the device {name}; let it be made, or take the channel out of plugin.imexChannelIds"
+        if resource.decided_by is Decider.IDS:
+            devices = set(Offers.devices(resource))
+            if devices <= self._nameless.keys():
+                reason = next((self._nameless[device] for device in sorted(devices)), "")
+                return reason if self._source.error or isinstance(self._source, ToolkitSpecs) else NotYet(reason)
+        return ""
+
+    async def inline(self, names: Sequence[str]) -> Inlined:
+        """What stands behind CDI names; waits a moment for a spec that is being made, because a slice was cut for this very container.
+
+        Raises:
+            CarrierError: nothing does now.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.binding.pod_wait_seconds):
+                while not self._can_resolve(names):
+                    await self._source.revision.newer_than(self._source.revision.version)
+                    self._keep_back()
+        if wrong := self._wrong_names.intersection(names):
+            raise CarrierError(f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is now; kubelet will ask again")
+        return inlined(names, self._source.specs)
+
+    def _can_resolve(self, names: Sequence[str]) -> bool:
+        return not self._wrong_names.intersection(names) and self._source.names.issuperset(names)
+
+    def status(self) -> CdiStatus:
+        """For ``/debug/config``."""
+        strategies = self._settings.plugin.device_list_strategy
+        if not self._needed():
+            return CdiStatus(strategies=strategies)
+        return CdiStatus(self._settings.cdi.source, strategies, self._source.statuses, self._source.names)
+
+    async def withdraw(self) -> None:
+        """Remove our specs, where the agent leaves the node for good (cluster.withdrawAtStop); those that somebody else keeps stay."""
+        if self._settings.cluster.withdraw_at_stop and isinstance(self._source, GeneratedSpecs):
+            await self._supervisor.stop(_TASK)
+            try:
+                await self._source.remove()
+            except CdiError as err:
+                _logger.error("cdi.not_removed", error=str(err))
+
+    # -- how it is done ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _by_names(self) -> bool:
+        return any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy)
+
+    def _needed(self) -> bool:
+        return self._settings.cdi.inline or self._by_names
+
+    def _is_told_by_names(self, resource: Resource) -> bool:
+        if self._by_names:
+            return True
+        return self._settings.cdi.inline and resource.decided_by is not Decider.IDS and self._is_late()
+
+    def _modes(self) -> tuple[str, ...]:
+        plugin, vgpu = self._settings.plugin, self._settings.volcano_vgpu
+        wanted = {"gdrcopy": plugin.gdrcopy_enabled, "gds": plugin.gds_enabled, "mofed": plugin.mofed_enabled}
+        if self._settings.families.volcano_vgpu:
+            switches = {"gdrcopy": vgpu.gdrcopy_enabled, "gds": vgpu.gds_enabled, "mofed": vgpu.mofed_enabled}
+            wanted = {mode: wanted[mode] or switches[mode] for mode in wanted}
+        return tuple(mode for mode in MODES if wanted[mode])
+
+    def _want(self) -> None:
+        """Say what is to be made, once it is known and needed."""
+        if not self._needed() or self._roots is None or self._inventory is None or not _namable(self._inventory):
+            return
+        if isinstance(self._source, GeneratedSpecs):
+            cdi = self._settings.cdi
+            ctk = CtkOptions(
+                self._command(), cdi.generate_timeout_seconds, self._roots, cdi.hook_path, cdi.feature_flags, cdi.disable_hooks
+            )
+            driver = self._inventory.driver_version
+            id_strategy = "index" if self._by_index else "uuid"
+            self._source.want(
+                Wanted((shape(self._inventory), driver), driver, id_strategy, self._modes(), self._channels.ids, self._channels.root, ctk)
+            )
+        if not any(report.name == _TASK for report in self._supervisor.reports):
+            self._supervisor.start(_TASK, functools.partial(self._source.run, functools.partial(self._supervisor.beat, _TASK)))
+
+    def _command(self) -> tuple[str, ...]:
+        if self._settings.simulate and self._settings.cdi.nvidia_ctk == Cdi().nvidia_ctk:
+            from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415 - a node with real GPUs never loads the simulator
+
+            return COMMAND
+        return (self._tool,)
+
+    def _keep_back(self) -> None:
+        """Let the ledger give nothing away of devices that have no name; those that have one by now are free again."""
+        names, error = self._source.names, self._source.error
+        if self._settings.cdi.source == "toolkit":
+            error = error or "the container toolkit must make its spec anew (service nvidia-cdi-refresh, or nvidia-ctk cdi generate)"
+        why = f"no CDI spec has its name yet{': ' if error else ''}{error}"
+        # A spec with nothing but a device of that name is one of a Windows subsystem, where containers get all GPUs or none.
+        one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {f"{self._kind}=all"}
+        described, opened = self._described(), self._opened()
+        missing = {
+            uuid: name
+            for uuid, place, name in self._named()
+            if name not in names or (described is not None and described.get(uuid) != place) or opens_another(opened.get(name, ()), place)
+        }
+        self._nameless = dict.fromkeys(missing, why) if self._needed() and not one_for_all else {}
+        self._wrong_names = frozenset(missing.values())
+        wanted = self._nameless if self._by_names else {}
+        for device, reason in wanted.items():
+            if self._kept_back.get(device) != reason:
+                self._ledger.cordon(device, reason, by=_KEEPER)
+        for device in self._kept_back.keys() - wanted.keys():
+            self._ledger.uncordon(device, by=_KEEPER)
+        self._kept_back = dict(wanted)
+
+    def _named(self) -> Iterator[tuple[str, Place, str]]:
+        """UUID, place and qualified name of each device that containers can be given."""
+        for uuid, place in places(shape(self._inventory)) if self._inventory is not None else ():
+            yield uuid, place, f"{self._kind}={place.position if self._by_index else uuid}"
+
+    @property
+    def _by_index(self) -> bool:
+        """Whether CDI names are made of indices; the toolkit's never are, because nobody tells when it has counted anew."""
+        return self._settings.plugin.device_id_strategy == "index" and isinstance(self._source, GeneratedSpecs)
+
+    def _opened(self) -> dict[str, list[str]]:
+        """The device nodes by which each name of a spec gives a container its device."""
+        return {
+            f"{spec.kind}={device.name}": [node.path for node in device.container_edits.device_nodes]
+            for spec in self._source.specs
+            if spec.kind == self._kind
+            for device in spec.devices
+        }
+
+    def _described(self) -> dict[str, Place] | None:
+        """Which devices the names of the spec stand for; None where a name can stand for one device only."""
+        if not self._by_index or not isinstance(self._source, GeneratedSpecs):
+            return None
+        made = self._source.described
+        return dict(places(made[0])) if isinstance(made, tuple) else {}
+
+
+def _namable(inventory: Inventory) -> bool:
+    """Whether there is something that a CDI name could stand for."""
+    return any(not gpu.integrated for gpu in inventory.gpus)
+
+
+def _tool(settings: Settings) -> str:
+    """Where nvidia-ctk is for the agent: at its own path, or at that path in the node's tree; looks at the file system."""
+    own, nodes = settings.cdi.nvidia_ctk, settings.cdi.container_driver_root.rstrip("/") + settings.cdi.nvidia_ctk
+    return nodes if not os.path.exists(own) and os.path.exists(nodes) else own

@@ -1,0 +1,200 @@
+"""The MPS control daemons of what this node offers: which there should be, and whether their resources may be served yet.
+
+What is offered and held stands in the ledger, how a daemon is brought about is `vgpu_agent.mps`'s; here the two meet. Built by
+`composition`; a gate of `offering` asks before each resource is served, `report` for the daemons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.config import collisions
+from vgpu_agent.families.aws.family import FAMILY, PIPE_DIRECTORY, AwsOptions
+from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.isolation.mps import daemon_plan, why_not
+from vgpu_agent.model import SharingMode
+from vgpu_agent.mps import directories
+from vgpu_agent.mps.host_daemon import HostDaemon
+from vgpu_agent.mps.supervision import Supervision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vgpu_agent.agent.offers.servers import Offering
+    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.isolation.mps import DaemonPlan, MpsOptions
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Inventory, Resource
+    from vgpu_agent.status import MpsStatus
+
+_logger = log.get(__name__)
+
+
+class MpsSide:
+    """The daemons, as the ledger's offers call for them.
+
+    State: none but the supervision's and where daemons are by the settings in force.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        ledger: Ledger,
+        offering: Offering,
+        inventory: Callable[[], Inventory],
+        supervisor: Supervisor,
+        journal: Journal,
+    ) -> None:
+        self._ledger, self._offering, self._inventory, self._supervisor = ledger, offering, inventory, supervisor
+        self._journal = journal
+        self._news: Latest[int] = Latest(0)
+        self._started = False
+        self._supervision = Supervision(
+            settings.mps,
+            supervisor,
+            journal,
+            holders=self._holders,
+            changed=lambda: self._news.publish(self._news.version + 1),
+            gpus=lambda: [gpu.uuid for gpu in inventory().gpus],
+            sysfs_root=settings.gpu.sysfs_root,
+            proc_root=settings.gpu.proc_root,
+            share_memory=_share_nothing if settings.simulate else directories.share_memory,
+        )
+        self.apply(settings)
+        offering.gates.append(self._why_not)
+
+    @property
+    def statuses(self) -> tuple[MpsStatus, ...]:
+        """One for each daemon, by resource."""
+        return self._supervision.statuses
+
+    def apply(self, settings: Settings) -> None:
+        """Go by these settings from the next look on."""
+        lists = ListOptions()
+        self._of_aws: MpsOptions = AwsOptions.from_settings(settings, lists=lists).paths
+        self._of_others: MpsOptions = NvidiaOptions.from_settings(settings, lists=lists).mps
+        self._exposed = collisions.exposed_mps_directory(settings)
+        self._of_host, self._probe_seconds = HostDaemon(PIPE_DIRECTORY, settings.mps), settings.mps.probe_seconds
+        if self._started:  # the ledger need not change with it
+            self._refresh()
+
+    def start(self) -> None:
+        """Begin, once the ledger knows who holds what: a daemon with other limits is replaced when nobody does."""
+        self._started = True
+        self._refresh()
+        self._supervisor.start("mps", self._follow)
+        self._supervisor.start("mps offering", self._tell)
+        self._supervisor.start("mps of the host", self._watch_host)
+
+    async def stop(self, seconds: float) -> None:
+        """End the daemons that nobody needs, within so many seconds; the others go on without us."""
+        self._started = False
+        await self._supervisor.stop("mps")
+        await self._supervisor.stop("mps offering")
+        await self._supervisor.stop("mps of the host")
+        try:
+            async with asyncio.timeout(seconds):
+                await self._supervision.stop()
+        except TimeoutError:
+            _logger.warning("mps.stop_incomplete", after_seconds=seconds)
+
+    def _refresh(self) -> None:
+        """Have the daemons that the offers of this moment call for, and lend their GPUs to whoever else holds them."""
+        resources = list(self._shared())
+        if resources or self._supervision.statuses:
+            self._supervision.want(
+                {resource.name: (self._plan(resource), self._lent(resource)) for resource in resources if not self._unfit(resource)}
+            )
+
+    async def _follow(self) -> None:
+        await self._supervision.recall()
+        async for _ in self._ledger.revision.changes():
+            self._refresh()
+
+    async def _tell(self) -> None:
+        async for _ in self._news.changes():
+            await self._offering.sync()
+
+    async def _watch_host(self) -> None:
+        """Look every few seconds, while something is shared through it, whether the daemon is there that somebody else runs."""
+        found: set[str] = set()
+        while True:
+            version = self._ledger.revision.version
+            names = {resource.name for resource in self._ledger.resources if resource.sharing is SharingMode.MPS_OF_HOST}
+            reason = await self._of_host.why_not() if names else ""
+            for name in names | self._offering.cautions.keys():
+                self._offering.caution(name, f"{name}: {_without_host(reason)}" if reason and name in names else "")
+            for name in set() if reason else names - found:
+                self._journal.record("mps.host_daemon_found", resource=name, pipe=PIPE_DIRECTORY)
+            found = set() if reason else names
+            if names:
+                await asyncio.sleep(self._probe_seconds)
+            else:
+                await self._ledger.revision.newer_than(version)
+
+    def _why_not(self, resource: Resource) -> str:
+        if resource.sharing is not SharingMode.MPS:
+            return ""
+        return self._unfit(resource) or self._supervision.why_not(self._plan(resource))
+
+    def _unfit(self, resource: Resource) -> str:
+        """Why there can be no daemon for it, whatever becomes of the others."""
+        if not self._of_others.root:
+            return "mps.root is empty, so there is no place for an MPS control daemon; set it, or share by time-slicing"
+        if self._exposed:
+            return ": ".join(self._exposed)
+        if reason := why_not(resource, self._inventory()):
+            return reason
+        devices = {entry.device for entry in resource.ids}
+        for other in self._shared():
+            if other.name == resource.name:
+                break
+            if common := devices.intersection(entry.device for entry in other.ids):
+                return (
+                    f"{min(common)} has an MPS control daemon for {other.name} already, and takes one only; "
+                    "offer it by one of the two (families, aws.mps, sharing.mps)"
+                )
+        return ""
+
+    def _shared(self) -> Iterator[Resource]:
+        return (resource for resource in self._ledger.resources if resource.sharing is SharingMode.MPS)
+
+    def _plan(self, resource: Resource) -> DaemonPlan:
+        options = self._of_aws if resource.family == FAMILY else self._of_others
+        return daemon_plan(resource, self._inventory(), options)
+
+    def _holders(self, resource: str) -> tuple[str, ...]:
+        if not self._ledger.rebuilt:
+            return ("pods that kubelet has not told of yet",)
+        grants = (grant for grant in self._ledger.grants if grant.resource == resource)
+        return tuple(dict.fromkeys(grant.owner.pod_name if grant.owner else "a pod that starts" for grant in grants))
+
+    def _lent(self, resource: Resource) -> frozenset[str]:
+        """Its GPUs of which somebody has a part on other terms: through another resource, or under earlier settings."""
+        ids, inventory = {entry.id for entry in resource.ids}, self._inventory()
+        strangers = (grant for grant in self._ledger.grants if grant.resource != resource.name or not ids.issuperset(grant.ids))
+        held = {found[0].uuid for grant in strangers for share in grant.shares if (found := inventory.device(share.device))}
+        return frozenset(held.intersection(entry.device for entry in resource.ids))
+
+
+def _without_host(reason: str) -> str:
+    return (
+        f"{reason}, so its containers may take turns without limits although aws.mps is host; run the daemon on this node, and let the "
+        "agent see its pipe (components/mps-host), or set aws.mps to supervised, or to none"
+    )
+
+
+def _share_nothing(root: str, *, size_mib: int, proc_root: str) -> None:
+    """Simulated GPUs run no CUDA program that would need the shared memory, and nobody has to be root to try everything else."""
+
+    def leave(target: str, options: str) -> None:
+        _logger.info("mps.shared_memory_left_out", target=target, options=options, reason="the GPUs are simulated")
+
+    directories.share_memory(root, size_mib=size_mib, proc_root=proc_root, mount=leave)

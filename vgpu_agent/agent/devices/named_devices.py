@@ -1,0 +1,76 @@
+"""What of an inventory a CDI spec of its devices depends on, and whether a name in it still stands for the device that it is read as.
+
+A UUID is one device for ever, but the device nodes beside it in a spec open another one once the driver was loaded anew without a card that
+it had before, and has counted anew. An index is another device as soon as a GPU was unplugged or cut anew. A container with such a name
+would get what it was not given, so `cdi` holds each device against the spec that there is now.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from vgpu_agent.model import Inventory
+
+
+_GPU_NODE = re.compile(r"/dev/nvidia\d+")
+
+
+class Place(NamedTuple):
+    """Where a device is found.
+
+    Attributes:
+        position: its index, ``0`` of a GPU, ``1:3`` of a slice.
+        nodes: the device nodes that open it.
+    """
+
+    position: str
+    nodes: tuple[str, ...]
+
+
+class Card(NamedTuple):
+    """A GPU as far as a spec goes; of each slice UUID, index and capability nodes. Health and use are nothing to a spec."""
+
+    uuid: str
+    number: int
+    minor: int
+    in_mig_mode: bool
+    slices: tuple[tuple[str, int, tuple[str, ...]], ...]
+
+
+def shape(inventory: Inventory) -> tuple[Card, ...]:
+    """The GPUs that a tool would see now."""
+    return tuple(
+        Card(
+            gpu.uuid,
+            gpu.index,
+            gpu.minor,
+            gpu.mig_enabled,
+            tuple((each.uuid, each.index, each.capability_nodes) for each in gpu.mig_instances),
+        )
+        for gpu in inventory.gpus
+        if gpu.present
+    )
+
+
+def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
+    """UUID and place of each device that containers can be given: a GPU that is not in MIG mode, or a slice."""
+    for card in cards:
+        own = (f"/dev/nvidia{card.minor}",) if card.minor >= 0 else ()
+        if not card.in_mig_mode:
+            yield card.uuid, Place(str(card.number), own)
+        for uuid, number, nodes in card.slices:
+            yield uuid, Place(f"{card.number}:{number}", (*own, *nodes))
+
+
+def opens_another(paths: Iterable[str], place: Place) -> bool:
+    """Whether these device nodes, of a spec and as a container has them, open another GPU than the one at ``place``.
+
+    Nobody can tell where the spec names no node of a GPU, or the driver none of this one.
+    """
+    opened = {path for path in paths if _GPU_NODE.fullmatch(path)}
+    own = {node for node in place.nodes if _GPU_NODE.fullmatch(node)}
+    return bool(opened and own) and opened != own

@@ -1,0 +1,284 @@
+"""Which families are in force, how their grants are bound, and why some of them may not be offered now.
+
+One place for everything that can change it while the agent runs: a reloaded configuration, a ConfigMap, the Node, a delivered library, GPUs
+that come and go. Called by `composition`, by `reload` and by the loops that watch those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent.agent.devices.cdi import NO_CDI
+from vgpu_agent.agent.offers import long_status
+from vgpu_agent.agent.offers.build import build, look
+from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
+from vgpu_agent.agent.offers.servers import check_offer
+from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.config.collisions import without
+from vgpu_agent.errors import CarrierError, ConfigError
+from vgpu_agent.families.volcano_vgpu.offer import MIG
+from vgpu_agent.ledger.offers import Offers, alike
+from vgpu_agent.runtime.hami_library import HamiLibrary
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from vgpu_agent.agent.api_server import ClusterSide
+    from vgpu_agent.agent.devices.cdi import CdiSide
+    from vgpu_agent.agent.offers.build import Built
+    from vgpu_agent.agent.offers.servers import Offering
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.family import Family, PodFamily
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.model import Inventory, Resource
+
+
+class FamiliesInForce:
+    """Brings allocator and offering in line with settings and surroundings; one change at a time.
+
+    Attributes:
+        in_force: the settings of volcano-vgpu after everything was laid over them, for ``/debug/config``.
+        origins: of those that one of their files has set, the file.
+        problems: what is wrong with the files of the plugins that are replaced.
+        cautions: what will go wrong for some pods with what is offered.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        origins: Mapping[str, str],
+        allocator: Allocator,
+        offering: Offering,
+        cluster: ClusterSide,
+        inventory: Callable[[], Inventory],
+        journal: Journal,
+        cdi: CdiSide | None = None,
+    ) -> None:
+        self._settings = settings
+        self._origins = origins
+        self._budget_bytes = settings.kubelet.message_budget_bytes  # of the start, also at a reload: it is the one that `offering` goes by
+        self._allocator = allocator
+        self._offering = offering
+        self._cluster = cluster
+        self._inventory = inventory
+        self._journal = journal
+        self._cdi = cdi
+        self._library = HamiLibrary(settings.hami_core.host_directory, settings.hami_core.library, journal)
+        self._changing = asyncio.Lock()
+        self._families = Families()
+        self.in_force: Mapping[str, object] = {}
+        self.origins: Mapping[str, str] = {}
+        self.problems: tuple[str, ...] = ()
+        self.cautions: tuple[str, ...] = ()
+        self._nodes = NONE_FOUND  # those that the families in force were built with
+        self._refused: frozenset[str] = frozenset()  # resources that could not be offered the last time
+        self._outdated = ""  # why the library in use is not the one that was delivered last
+
+    @property
+    def on(self) -> tuple[tuple[str, bool], ...]:
+        """The families that are switched on, and of each whether its pods decide what they get."""
+        families = self._families
+        return (*((family.name, False) for family in families.by_ids), *((family.name, True) for family in families.by_pod))
+
+    async def apply(self, settings: Settings) -> None:
+        """Put ``settings`` in force.
+
+        Raises:
+            ConfigError: the `nvidia` family would offer more than kubelet takes; nothing has changed.
+        """
+        async with self._changing:
+            built, missing = await self._build(settings)
+            self._check(built.families.by_ids)  # before anything changes
+            self._settings = settings
+            self._take_over(built, missing)
+            self._offer()
+
+    async def again(self) -> None:
+        """The same settings, other surroundings: the Node, the ConfigMap or the library may have changed."""
+        async with self._changing:
+            # Not `apply`: a list that GPUs of later have made too long is withheld by itself, and stops no other family.
+            built, missing = await self._build(self._settings)
+            self._take_over(built, missing)
+            self.refresh()
+
+    async def watch_nodes(self, changed: Callable[[], Awaitable[None]], *, pause_seconds: float) -> None:
+        """Poll until cancelled: call ``changed`` when other control nodes are there than the families in force know of."""
+        while True:
+            await asyncio.sleep(pause_seconds)
+            if self._settings.plugin.pass_device_specs and await asyncio.to_thread(find_control_nodes, self._settings) != self._nodes:
+                await changed()
+
+    def refresh(self) -> None:
+        """The same families, other GPUs; what is wrong with an offer is said in the readiness."""
+        self._offer()
+
+    async def _build(self, settings: Settings) -> tuple[Built, str]:
+        """The families of ``settings``, and what is wrong with the library; nothing changes yet."""
+        library, missing = await self._install(settings)
+        mode = choose(settings.binding.mode, self._cluster.node) or self._allocator.mode
+        found = await look(
+            settings,
+            device_configs=self._cluster.device_configs,
+            node_before=self._cluster.node_configs,
+            library_path=library,
+            library_locks=self._library.locks,
+            origins=self._origins,
+            cdi=await self._cdi.look(settings) if self._cdi is not None else NO_CDI,
+            late=mode is not None and mode.late,
+        )
+        return build(settings, found), missing
+
+    def _take_over(self, built: Built, missing: str) -> None:
+        self._families = built.families
+        if built.problems != self.problems:
+            for problem in built.problems:
+                self._journal.record("config.foreign_problem", level="warning", problem=problem)
+        self.problems = built.problems
+        if built.in_force != self.in_force:
+            self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
+            self._allocator.revision.publish(self._allocator.revision.value + 1)  # on the Node stands more than the ledger knows
+        self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
+        hami = self._hami
+        self._nodes = built.nodes
+        self._choose_mode()
+        self._offering.blocked = self._blocked(missing if hami and not self._library.path else "", built)
+        self._outdated = f"{missing}; until then {self._library.path} is used, installed before" if hami and missing else ""
+
+    def _offer(self) -> None:
+        """Offer what can be offered; what cannot stops nothing else, and is withheld with its reason."""
+        inventory = self._inventory()
+        if self._cdi is not None:
+            self._cdi.observe(inventory)  # before anything of it can be given out
+        offered: list[Resource] = []
+        cautions: list[str] = []
+        refused: list[str] = []  # each begins with its resource's name
+        by_ids, by_pod = [], []
+        for family in self._families.by_ids:
+            short = family.shortfall(inventory)
+            cautions += short.cautions
+            problems = self._add(family, inventory, offered)
+            refused += (*short.refused, *problems)
+            by_ids += [] if problems else [family]
+        for pod_family in self._families.by_pod:
+            unfit = _why_unfit(pod_family, inventory)
+            cautions += () if unfit else pod_family.cautions(inventory)
+            problems = unfit or self._add(pod_family, inventory, offered, self._budget_bytes)
+            refused += problems
+            by_pod += [] if problems else [pod_family]
+        reasons = {problem.partition(":")[0]: problem for problem in refused}
+        self._offering.accept([*(resource.name for resource in offered), *self._refused.difference(reasons)])
+        self._refused = frozenset(reasons)
+        for name, problem in reasons.items():
+            self._offering.refuse(name, problem)
+        unserved = [family for family in self._families.by_pod if family not in by_pod or family.name in self._offering.blocked]
+        idle = [*self._families.idle, *(family for family in self._families.by_ids if family not in by_ids)]
+        self._allocator.use_families(Families(tuple(by_ids), tuple(by_pod), tuple(unserved), tuple(idle)))
+        self._allocator.refresh_offer()
+        self._caution(offered, cautions)
+
+    @staticmethod
+    def _add(family: Family, inventory: Inventory, offered: list[Resource], budget_bytes: int | None = None) -> list[str]:
+        """Add to ``offered`` what the family offers; why nothing was added, empty when something could be."""
+        try:
+            resources = family.resources(inventory)
+            if budget_bytes is not None:
+                check_offer(resources, budget_bytes)
+            _check_distinct(offered, resources)
+        except ConfigError as err:
+            return err.problems
+        offered += resources
+        return []
+
+    def _caution(self, offered: list[Resource], others: list[str]) -> None:
+        node = self._cluster.node
+        same = (
+            f"{one.name} and {other.name} have the same ids, as in the plugins that they come from; when a device changes its health, the "
+            "kubelet (feature ResourceHealthStatus) may refresh the status of the other one's pod"
+            for one, other, _ in alike(offered)
+        )
+        library = (self._outdated,) if self._outdated and not self._offering.blocked else ()
+        found = (*long_status.cautions(offered, node.kubelet_version if node else ""), *others, *same, *library)
+        for text in found:
+            if text not in self.cautions:
+                self._journal.record("config.caution", level="warning", problem=text)
+        self.cautions = found
+
+    def _check(self, families: tuple[Family, ...]) -> None:
+        inventory = self._inventory()
+        check_offer((resource for family in families for resource in family.resources(inventory)), self._budget_bytes)
+
+    def _choose_mode(self) -> None:
+        mode = choose(self._settings.binding.mode, self._cluster.node)
+        if mode != self._allocator.mode and mode is not None:
+            how = "late" if mode.late else "early"
+            self._journal.record("binding.mode", mode=how, by_annotation=mode.by_annotation, reason=mode.reason)
+        # Once chosen, a mode stays while the Node is not to be read.
+        self._allocator.mode = mode or self._allocator.mode
+
+    def _blocked(self, missing: str, built: Built) -> dict[str, str]:
+        """Families that must not be served now, and why."""
+        waits = self._cluster.waits_for
+        if not waits and self._allocator.mode is None:
+            waits = "this node's Node object has not been read yet, so it is not known how grants reach containers"
+        # The GPU of a Tegra processor has no such nodes.
+        blocked = {} if any(gpu.integrated for gpu in self._inventory().gpus) else dict.fromkeys(built.without_nodes, built.nodes.trouble)
+        for family in self._families.by_pod:
+            if waits:
+                blocked[family.name] = waits
+            elif missing and family.name == "volcano-vgpu":
+                blocked[family.name] = missing
+            elif family.name == "volcano-vgpu" and self._library.locks and self._hami and not self._is_late:
+                blocked[family.name] = (
+                    f"{self._library.path} makes a lock file in /tmp/vgpulock, which containers would have to share, and one could stop "
+                    "all others; deliver the library of HAMi 2.8.2 or newer, or let containers be bound late (a runtime that resolves CDI "
+                    "names, binding.mode: late), where each gets a place of its own"
+                )
+            elif family.name == "volcano-vgpu" and self.in_force.get("operating_mode") == MIG and not self._is_late:
+                blocked[family.name] = (
+                    "the operating mode mig has GPUs divided before a container starts, which takes late binding: a runtime that resolves "
+                    "CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), or binding.mode: late"
+                )
+        return blocked
+
+    @property
+    def _hami(self) -> bool:
+        """True where shares are limited by the library."""
+        return self.in_force.get("isolation") == "hami-core" and self.in_force.get("operating_mode") != MIG
+
+    @property
+    def _is_late(self) -> bool:
+        return self._allocator.mode is not None and self._allocator.mode.late
+
+    async def _install(self, settings: Settings) -> tuple[str, str]:
+        """The path of the library, and what is wrong with it; empty strings when it is not needed."""
+        if not settings.families.volcano_vgpu or settings.volcano_vgpu.isolation != "hami-core":
+            return "", ""
+        try:
+            return await self._library.install(), ""
+        except CarrierError as err:
+            return self._library.path, str(err)
+
+
+def _why_unfit(family: PodFamily, inventory: Inventory) -> list[str]:
+    """Why the family, which shares memory, cannot serve any of these GPUs; empty when it can."""
+    if not any(gpu.integrated for gpu in inventory.gpus):
+        return []
+    why = (
+        f"{family.name}: the GPU of this node is part of its processor and has no memory of its own to share; offer it by families.nvidia, "
+        "and switch this family off here"
+    )
+    return [why]
+
+
+def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> None:
+    """Raise when something of ``more`` has a name or an id of what is ``offered`` by others, or of one another."""
+    try:
+        Offers().replace([*offered, *more])
+    except ValueError as err:
+        raise ConfigError(
+            [f"{name}: {err}; {without(resource.family)}" for name, resource in {resource.name: resource for resource in more}.items()]
+        ) from err

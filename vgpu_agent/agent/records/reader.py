@@ -1,0 +1,242 @@
+"""What kubelet's records say at this moment, for `allocation`: the checkpoint and pod-resources, side by side and unweighed.
+
+Asked before every start of a container whose pod decides what it gets. The checkpoint says which pods to ask pod-resources about, which
+for one pod is quick and for the whole node is not (4 MB where memory is counted in ids). Both take some milliseconds, so the pod that is
+probably meant is asked about while the checkpoint is being read; the answer counts if the checkpoint then names that pod and no other. The
+whole node is asked about where one pod does not do: kubelet is too old for it or has been asked too often, nobody knows the pod yet, or
+what it holds is not these ids. Starts come in bursts, so everybody who asks while a reading is under way shares the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from vgpu_agent.allocation.proof import Testimony
+from vgpu_agent.errors import CheckpointError, KubeletError
+from vgpu_agent.kubelet import codec
+from vgpu_agent.kubelet.checkpoint import read_checkpoint
+from vgpu_agent.kubelet.records import as_holding
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from pathlib import Path
+
+    from vgpu_agent.agent.records.starting_pods import StartingPods
+    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.kubelet.checkpoint import CheckpointEntry
+    from vgpu_agent.kubelet.pod_resources import PodResources
+    from vgpu_agent.model import Holding
+
+
+Read = TypeVar("Read")
+
+
+class SharedReading(Generic[Read]):
+    """Reads with ``read`` for all who ask at the same time: each gets a reading that began after its question.
+
+    State: the last complete reading and its number, for those who asked before it began. One that was broken off counts for nobody.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Read]]) -> None:
+        self._read = read
+        self._turn = asyncio.Lock()
+        self._begun = 0
+        self._last: tuple[int, Read] | None = None
+
+    @property
+    def last(self) -> Read | None:
+        """What was read last, however long ago; None before the first time."""
+        return self._last[1] if self._last else None
+
+    async def __call__(self) -> Read:
+        """What was read after this call began.
+
+        Raises:
+            Exception: whatever ``read`` raises.
+        """
+        wanted = self._begun + 1
+        async with self._turn:
+            if self._last is None or self._last[0] < wanted:
+                self._begun += 1
+                number = self._begun
+                self._last = number, await self._read()
+            return self._last[1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """One reading of the file; ``entries`` is None when it could not be read.
+
+    ``decoded`` keeps the answers that were looked at, ``holders`` by resource and id the entries of those resources that were asked about.
+    """
+
+    entries: tuple[CheckpointEntry, ...] | None
+    trouble: str = ""
+    decoded: dict[int, Edits] = dataclasses.field(default_factory=dict)
+    holders: dict[str, dict[str, list[CheckpointEntry]]] = dataclasses.field(default_factory=dict)
+
+    def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
+        """The entries that name any of ``ids``, a few of hundreds, in the order of the ids and of the file."""
+        holders = self.of(resource)
+        return list({id(entry): entry for each in sorted(ids) for entry in holders.get(each, ())}.values())
+
+    def of(self, resource: str) -> Mapping[str, list[CheckpointEntry]]:
+        """The entries about ``resource`` by id; an init container's ids are also those of the container that takes them over."""
+        if resource not in self.holders:
+            holders: dict[str, list[CheckpointEntry]] = {}
+            for entry in self.entries or ():
+                if entry.resource_name == resource:
+                    for each in entry.ids:
+                        holders.setdefault(each, []).append(entry)
+            self.holders[resource] = holders
+        return self.holders[resource]
+
+    def answer(self, entry: CheckpointEntry) -> Edits:
+        """What our Allocate once answered for ``entry``, which is one of these.
+
+        Raises:
+            CheckpointError: that cannot be understood.
+        """
+        if id(entry) not in self.decoded:
+            self.decoded[id(entry)] = codec.decode_answer(entry.answer)
+        return self.decoded[id(entry)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Listed:
+    """What pod-resources said; None when it was silent."""
+
+    holdings: tuple[Holding, ...] | None
+    trouble: str = ""
+
+
+class KubeletWitness:
+    """Reads both records; see `allocation.surroundings.Witness`."""
+
+    def __init__(
+        self,
+        pod_resources: PodResources,
+        checkpoint: Path,
+        *,
+        with_answers: Callable[[], bool],
+        pods: StartingPods,
+    ) -> None:
+        """Build it.
+
+        Args:
+            pod_resources: the client of kubelet's socket.
+            checkpoint: the path of kubelet's file.
+            with_answers: whether everybody's stored answers are needed (early binding), not only those for the ids in question.
+            pods: knows their names, who is likely to start, and which resources are of interest; the ids of others are not read at all.
+        """
+        self._pod_resources = pod_resources
+        self._path = checkpoint
+        self._with_answers = with_answers
+        self._pods = pods
+        self._checkpoint = SharedReading(self._read_checkpoint)
+        self._both = SharedReading(self._read_both)
+
+    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> Testimony:
+        """What they say, read after this call began.
+
+        Args:
+            resource: the resource that the ids are of.
+            ids: whose holder is asked for.
+            whole: whether pod-resources has to tell of every pod.
+        """
+        wanted = frozenset(ids)
+        if not whole and (testimony := await self._of_holders(resource, wanted)):
+            return testimony
+        checkpoint, listed = await self._both()
+        return self._testimony(checkpoint, listed, checkpoint.about(resource, wanted), whole=True)
+
+    async def _of_holders(self, resource: str, ids: frozenset[str]) -> Testimony | None:
+        """With pod-resources about those pods only that have ``ids`` by the checkpoint; None where that does not settle it."""
+        checkpoint, about, names, asked = await self._checkpoint_and_expected(resource, ids)
+        known = [name for name in names if name is not None]
+        if not known or len(known) < len(names):
+            return None
+        listed = asked.result() if asked else await self._get(known)
+        if listed is None:
+            return None  # List will do, or say what is wrong
+        live = {(held.owner.namespace, held.owner.pod) for held in listed if _concerns(held, resource, ids)}
+        return self._testimony(checkpoint, _Listed(listed), about, whole=False) if len(live) == 1 else None
+
+    async def _checkpoint_and_expected(
+        self, resource: str, ids: frozenset[str]
+    ) -> tuple[_Checkpoint, list[CheckpointEntry], set[tuple[str, str] | None], asyncio.Task[tuple[Holding, ...] | None] | None]:
+        """The checkpoint, what it has about ``ids``, the names of the pods in that, and pod-resources asked about these: a `_get`, done.
+
+        The last is None where they have not been asked about, because another pod was expected, or none.
+        """
+        had, holders = self._before(resource, ids)
+        expected_now = contextlib.nullcontext(had) if had else self._pods.expected(resource, len(ids), besides=holders)
+        with expected_now as expected:
+            asked: asyncio.Task[tuple[Holding, ...] | None] | None = None
+            async with asyncio.TaskGroup() as both:
+                if expected is not None:
+                    asked = both.create_task(self._get([expected]), name="pod-resources, about the pod that is expected")
+                checkpoint = await self._checkpoint()
+                about = checkpoint.about(resource, ids)
+                names = {self._pods.name(entry.pod_uid) for entry in about}
+                if asked is not None and names != {expected}:
+                    asked.cancel()  # what it says would not count, and it may be silent for seconds
+                    asked = None
+        return checkpoint, about, names, asked
+
+    def _before(self, resource: str, ids: frozenset[str]) -> tuple[tuple[str, str] | None, frozenset[tuple[str, str]]]:
+        """By the last reading, however old: the pod that had ``ids``, and UID and container of all that had any of the resource.
+
+        In a burst the one that had them is the one that starts, and one that had others is not.
+        """
+        if (last := self._checkpoint.last) is None:
+            return None, frozenset()
+        uids = {entry.pod_uid for entry in last.about(resource, ids)}
+        had = self._pods.name(uids.pop(), live=True) if len(uids) == 1 else None
+        return had, frozenset([(entry.pod_uid, entry.container_name) for holders in last.of(resource).values() for entry in holders])
+
+    async def _get(self, pods: Collection[tuple[str, str]]) -> tuple[Holding, ...] | None:
+        """What pod-resources says of ``pods``; None when it says nothing of single ones."""
+        try:
+            return await self._pod_resources.get(pods, self._pods.resources.__contains__)
+        except KubeletError:
+            return None
+
+    async def _read_both(self) -> tuple[_Checkpoint, _Listed]:
+        try:
+            listed = _Listed(await self._pod_resources.list(self._pods.resources.__contains__))
+        except KubeletError as err:
+            listed = _Listed(None, str(err))
+        # After List, which makes kubelet forget ended pods, so that fewer of them are still in the file.
+        return await self._read_checkpoint(), listed
+
+    async def _read_checkpoint(self) -> _Checkpoint:
+        try:
+            return _Checkpoint(await read_checkpoint(self._path, self._pods.resources.__contains__))
+        except CheckpointError as err:
+            return _Checkpoint(None, str(err))
+
+    def _testimony(self, checkpoint: _Checkpoint, listed: _Listed, about: Sequence[CheckpointEntry], *, whole: bool) -> Testimony:
+        trouble = [each for each in (listed.trouble, checkpoint.trouble) if each]
+        answers = {}
+        for entry in checkpoint.entries or () if self._with_answers() else about:
+            if not entry.alloc_resp:
+                continue
+            try:
+                answers[entry.pod_uid, entry.container_name, entry.resource_name] = checkpoint.answer(entry)
+            except CheckpointError as err:
+                trouble.append(str(err))
+        return Testimony(
+            checkpoint=None if checkpoint.entries is None else tuple(as_holding(entry) for entry in about),
+            pod_resources=listed.holdings,
+            answers=answers,
+            trouble="; ".join(trouble),
+            whole=whole,
+        )
+
+
+def _concerns(holding: Holding, resource: str, ids: frozenset[str]) -> bool:
+    return holding.resource == resource and not ids.isdisjoint(holding.ids)

@@ -1,0 +1,119 @@
+"""The pods that kubelet is starting: what they are called, which one a start is probably about, and whether there are any.
+
+`reader` asks for names. Reading kubelet's checkpoint takes as long as asking pod-resources about one pod, so both begin at the same time,
+and for that somebody must say which pod before the checkpoint does. What is expected here decides nothing: what pod-resources says of a pod
+counts only if the checkpoint, read in the same question, names that very pod (DESIGN §5).
+
+`cluster`'s writer of annotations waits while pods are being started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.model import Decider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterator
+
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Resource
+    from vgpu_agent.pods import PodBook
+
+_PENDING = "Pending"  # a pod's phase until its first container runs
+
+
+class StartingPods:
+    """Looks into the book of pods.
+
+    State: which containers' starts are being asked about now, so that those who ask at the same time expect different ones; since when pods
+    have been seen pending.
+    """
+
+    def __init__(
+        self,
+        book: PodBook,
+        ledger: Ledger,
+        *,
+        served: Callable[[], Container[tuple[str, str, str]]],
+        longest_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use ``book``.
+
+        Args:
+            book: the pods of this node.
+            ledger: knows which resources are of interest.
+            served: UID, container and resource of what has been put in force already.
+            longest_seconds: how long a start takes; a pod that `any` has seen pending for longer waits for something else.
+            clock: seconds that only grow.
+        """
+        self._book = book
+        self._ledger = ledger
+        self._served = served
+        self._longest_seconds = longest_seconds
+        self._clock = clock
+        self._offered: tuple[Resource, ...] = ()
+        self._resources = frozenset[str]()  # those of `_offered`, and the same object until others are offered
+        self._asked_about: set[tuple[str, str]] = set()
+        self._pending_since: dict[str, float] = {}
+
+    @property
+    def resources(self) -> frozenset[str]:
+        """The resources of which the pod decides what an id stands for."""
+        if self._offered is not self._ledger.resources:
+            self._offered = self._ledger.resources
+            self._resources = frozenset(offer.name for offer in self._offered if offer.decided_by is Decider.POD)
+        return self._resources
+
+    def any(self) -> bool:
+        """Whether kubelet is starting pods that ask for one of `resources`; those that take too long do not count."""
+        wanted, now = self.resources, self._clock()
+        pending = [
+            pod.kubelet_uid
+            for pod in self._book.pods
+            if pod.phase == _PENDING and not pod.deleting and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
+        ]
+        self._pending_since = {uid: self._pending_since.get(uid, now) for uid in pending}
+        return any(now - since < self._longest_seconds for since in self._pending_since.values())
+
+    def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
+        """(namespace, name) of the pod that kubelet knows under a UID; None when we do not know it, or with ``live`` when it has ended."""
+        pod = self._book.get(pod_uid)
+        return (pod.namespace, pod.name) if pod and not (live and pod.ended) else None
+
+    @contextlib.contextmanager
+    def expected(self, resource: str, count: int, *, besides: Container[tuple[str, str]] = frozenset()) -> Iterator[tuple[str, str] | None]:
+        """(namespace, name) of the pod to which a start with ``count`` ids probably belongs; None when none suits.
+
+        It is the one bound first of those that wait for as many, since kubelet admits pods in about that order. Until the ``with`` is left,
+        that container is expected by nobody else.
+
+        Args:
+            resource: of which the ids are.
+            count: of the ids.
+            besides: UID and container of those that have other ids already.
+        """
+        found = self._longest_waiting(resource, count, besides)
+        if found is None:
+            yield None
+            return
+        self._asked_about.add(found)
+        try:
+            yield self.name(found[0])
+        finally:
+            self._asked_about.discard(found)
+
+    def _longest_waiting(self, resource: str, count: int, besides: Container[tuple[str, str]]) -> tuple[str, str] | None:
+        """UID and container."""
+        served = self._served()
+        for pod in self._book.pods:
+            for container in pod.containers:
+                if container.limits.get(resource) != count or container.started or pod.ended:
+                    continue
+                found = (pod.kubelet_uid, container.name)
+                if found not in self._asked_about and found not in besides and (*found, resource) not in served:
+                    return found
+        return None

@@ -1,0 +1,1 @@
+"""The status of every part, collected for `web`."""

@@ -1,0 +1,66 @@
+"""How the families are doing, for `report`: which are offered, how their grants are bound, and whose start is refused.
+
+A room of its own because allocation, offering and settings each know a part of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.status import BindingStatus, FamilyStatus
+
+if TYPE_CHECKING:
+    from vgpu_agent.agent.offers.families import FamiliesInForce
+    from vgpu_agent.agent.offers.servers import Offering
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.overcommits import Overcommits
+    from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.runtime.grants import GrantDirectory
+    from vgpu_agent.runtime.region_guard import RegionGuard
+
+
+class BindingReport:
+    """Reads the parts; keeps nothing."""
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        families: FamiliesInForce,
+        offering: Offering,
+        refusals: Refusals,
+        overcommits: Overcommits,
+        directory: GrantDirectory,
+        regions: RegionGuard,
+    ) -> None:
+        self._allocator = allocator
+        self._families = families
+        self._offering = offering
+        self._refusals = refusals
+        self._directory = directory
+        self._regions = regions
+        self._overcommits = overcommits
+
+    def status(self) -> BindingStatus:
+        """Everything at this moment."""
+        binder = self._allocator.binder
+        return BindingStatus(
+            mode=self._allocator.mode,
+            families=tuple(self._family(name, by_pod=by_pod) for name, by_pod in self._families.on),
+            refusals=self._refusals.current,
+            ambiguities=binder.ambiguities if binder else 0,
+            wrong_guesses=binder.early.wrong_guesses if binder else 0,
+            exchanges=binder.early.exchanges if binder else 0,
+            overcommitted_starts=self._overcommits.total,
+            volcano_vgpu=dict(self._families.in_force),
+            volcano_vgpu_origins=dict(self._families.origins),
+            foreign_problems=self._families.problems,
+            cautions=(*self._families.cautions, *self._offering.cautions.values()),
+            left_over=dict(self._directory.left_over),
+            regions_cut=self._regions.cuts,
+        )
+
+    def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
+        offered = any(plugin.family == name for plugin in self._offering.statuses)
+        return FamilyStatus(
+            name, by_pod, offered, "" if offered else self._offering.blocked.get(name) or "the reason is that of its resources"
+        )

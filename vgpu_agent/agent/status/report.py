@@ -1,0 +1,200 @@
+"""One status of everything for `web`, and the verdicts behind ``/readyz`` and ``/livez``.
+
+Called for every HTTP request, so it only picks up what is in memory. Ready means that pods can be admitted onto what this node offers;
+alive means that no restart of the process would help.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent import __version__
+from vgpu_agent.config import schema
+from vgpu_agent.device_ids import NumberedIds
+from vgpu_agent.model import Decider
+from vgpu_agent.status import AgentStatus, CdiStatus, LedgerStatus, NvmlState, PluginState, ReadyProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from vgpu_agent.agent.lag import LoopLag
+    from vgpu_agent.agent.offers.servers import Offering
+    from vgpu_agent.agent.records.verification import Verification
+    from vgpu_agent.agent.reload import Reload
+    from vgpu_agent.agent.status.binding import BindingReport
+    from vgpu_agent.agent.status.cluster import ClusterReport
+    from vgpu_agent.concurrency import Latest, Supervisor
+    from vgpu_agent.gpu.source import GpuSource
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Resource
+    from vgpu_agent.status import ContainerUsage, KubeletStatus, MpsStatus, PluginStatus
+
+_COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
+
+
+class Report:
+    """Collects the status of all parts; the `Source` of `web`."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        watch: GpuSource,
+        kubelet: KubeletStatus,
+        offering: Offering,
+        verification: Verification,
+        reload: Reload,
+        supervisor: Supervisor,
+        journal: Journal,
+        lag: LoopLag,
+        binding: BindingReport,
+        cluster: ClusterReport,
+        containers: Latest[tuple[ContainerUsage, ...]],
+        mps: Callable[[], tuple[MpsStatus, ...]] = tuple,
+        cdi: Callable[[], CdiStatus] = CdiStatus,
+    ) -> None:
+        self._ledger = ledger
+        self._watch = watch
+        self._kubelet = kubelet
+        self._offering = offering
+        self._verification = verification
+        self._reload = reload
+        self._supervisor = supervisor
+        self._journal = journal
+        self._lag = lag
+        self._binding = binding
+        self._cluster = cluster
+        self._containers = containers
+        self._mps = mps
+        self._cdi = cdi
+        self._offered = LedgerStatus()
+        self._offered_at = -1
+        self._started_at = time.time()
+        self.starting = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
+
+    def status(self) -> AgentStatus:
+        """Everything at this moment."""
+        loaded, tasks = self._reload.loaded, tuple(self._supervisor.reports)
+        return AgentStatus(
+            node=loaded.settings.node_name_or_hostname,
+            version=__version__,
+            commit=os.environ.get(_COMMIT_VARIABLE, ""),
+            simulated=bool(loaded.settings.simulate) or self._watch.inventory.value.simulated,
+            started_at=self._started_at,
+            inventory=self._watch.inventory.value,
+            inventory_at=self._watch.read_at,
+            usage=self._watch.usage.value,
+            usage_at=self._watch.measured_at,
+            containers=self._containers.value,
+            nvml=self._watch.status,
+            kubelet=self._kubelet,
+            plugins=self._offering.statuses,
+            ledger=self._ledger_status(),
+            binding=self._binding.status(),
+            cluster=self._cluster.status(),
+            mps=self._mps(),
+            cdi=self._cdi(),
+            tasks=tasks,
+            events=tuple(self._journal.entries),
+            loop_lag_seconds=self._lag.percentile_99_seconds,
+            loop_lag_max_seconds=self._lag.max_seconds,
+            config={path: (value, loaded.origins[path]) for path, value in schema.values(loaded.settings)},
+            config_problem=self._reload.problem,
+            config_needs_restart=self._reload.needs_restart,
+            config_collisions=self._reload.loaded.collisions,
+            config_named=self._reload.named.report if self._reload.named else {},
+            not_ready=tuple(self._not_ready()),
+            not_alive=tuple(self._not_alive()),
+        )
+
+    def _ledger_status(self) -> LedgerStatus:
+        return dataclasses.replace(
+            self._booked(),
+            grants=self._ledger.grants,
+            drift_total=self._verification.drift_total,
+            drift_last=self._verification.drift_last,
+            verified_at=self._verification.verified_at,
+        )
+
+    def _booked(self) -> LedgerStatus:
+        """What changes with the ledger only; a node can offer tens of thousands of ids, too many to count for every request."""
+        ledger = self._ledger
+        if self._offered_at != ledger.revision.version:
+            self._offered_at = ledger.revision.version
+            self._offered = LedgerStatus(
+                revision=ledger.revision.value,
+                foreign=ledger.foreign_ids,
+                capacity=_capacity(ledger.resources),
+                free={resource.name: ledger.free_ids(resource.name) for resource in ledger.resources},
+                rooms={
+                    resource.name: ledger.rooms(resource.name) for resource in ledger.resources if resource.decided_by is not Decider.NOBODY
+                },
+                only_counted=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.NOBODY),
+                sharing={resource.name: resource.sharing.value for resource in ledger.resources if resource.decided_by is Decider.IDS},
+                overcommitted=ledger.overcommitted,
+                uses=ledger.uses,
+                held_back={resource.name: found for resource in ledger.resources if (found := ledger.held_back(resource.name))},
+                decided_by_pod=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.POD),
+            )
+        return self._offered
+
+    def _not_ready(self) -> Iterator[ReadyProblem]:
+        if self.starting:
+            yield ReadyProblem("agent", self.starting)
+        nvml = self._watch.status
+        if nvml.state is NvmlState.HUNG:
+            on = f" of {nvml.gpu}" if nvml.gpu else ""
+            yield ReadyProblem("nvml", f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s; see dmesg")
+        elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
+            yield ReadyProblem("nvml", nvml.last_error or f"the driver is {nvml.state.value}")
+        for resource, reason in self._offering.withheld.items():
+            yield ReadyProblem(f"resource {resource}", reason)
+        plugins = self._offering.statuses
+        if not plugins and not self._offering.withheld and not self.starting:
+            yield ReadyProblem("gpus", self._why_nothing())
+        for plugin in plugins:
+            if not plugin.ready:
+                yield ReadyProblem(f"resource {plugin.resource}", self._why_not_ready(plugin))
+
+    def _why_nothing(self) -> str:
+        families = self._reload.loaded.settings.families
+        gpus = len(self._watch.inventory.value.gpus)
+        if not any(msgspec.structs.astuple(families)):
+            return f"no family of resources is on; set one of families.{', '.join(families.__struct_encode_fields__)} to true"
+        if gpus:
+            return f"nothing of this node's {gpus} GPUs is offered; /debug/devices shows them, /debug/events?event=config.caution says why"
+        return "this node has no GPU to offer; /debug/devices says which cards did not answer"
+
+    def _why_not_ready(self, plugin: PluginStatus) -> str:
+        if plugin.state is PluginState.WAITING and not self._kubelet.socket_present:
+            return f"waiting for kubelet: there is no {self._kubelet.directory}/kubelet.sock"
+        state = "registered, but kubelet has not opened the list" if plugin.state is PluginState.REGISTERED else plugin.state.value
+        return f"{state}; {plugin.last_error}" if plugin.last_error else state
+
+    def _not_alive(self) -> Iterator[ReadyProblem]:
+        now = time.time()
+        for report in self._supervisor.reports:
+            if report.stuck_for(now):
+                silent = now - report.last_beat_at
+                yield ReadyProblem(f"task {report.name}", f"no sign of life for {silent:.0f} s; it will not come back by itself")
+
+
+def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
+    """How many holders each device may have. It serves one family at a time, so the family that allows most of them counts."""
+    by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for resource in resources:
+        if resource.decided_by is Decider.IDS and isinstance(resource.ids, NumberedIds):
+            by_family[resource.family].update({block.device: block.count for block in resource.ids.blocks})
+        elif resource.decided_by is Decider.IDS:
+            by_family[resource.family].update(entry.device for entry in resource.ids)
+        elif resource.decided_by is Decider.POD:
+            devices = resource.ids.devices if isinstance(resource.ids, NumberedIds) else {entry.device for entry in resource.ids}
+            by_family[resource.family].update(dict.fromkeys(devices, resource.holders_per_device))
+    return {device: max(held[device] for held in by_family.values()) for held in by_family.values() for device in held}
