@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.api.scripted import QUICK
+from tests.cluster.scripted import QUICK
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.cluster.watching import PodWatch

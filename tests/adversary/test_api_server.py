@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.adversary.api_server_parts import CHUNKED, HEAD, Answer, always, answer, asked, send_chunk
-from tests.api.scripted import IMPATIENT, QUICK, json_event, json_pod, running, until
+from tests.cluster.scripted import IMPATIENT, QUICK, json_event, json_pod, running, until
 from vgpu_agent.cluster import client as client_module
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.client import LONGEST_LINE_BYTES, ApiClient

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.adversary.api_server_parts import CHUNKED, send_chunk, served
-from tests.api.scripted import json_event, json_pod
+from tests.cluster.scripted import json_event, json_pod
 from vgpu_agent.cluster import decode
 from vgpu_agent.families.pod_annotations import ANNOTATIONS
 from vgpu_agent.pods import MOST_BYTES, Pod, PodBook, PodContainer

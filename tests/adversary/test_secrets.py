@@ -18,7 +18,7 @@ import pytest
 from blockbuster import BlockBuster
 
 from tests.adversary.api_server_parts import CHUNKED, Answer, always, answer, asked, send_chunk, served
-from tests.api.scripted import IMPATIENT, json_event, json_pod, running, until
+from tests.cluster.scripted import IMPATIENT, json_event, json_pod, running, until
 from vgpu_agent import log
 from vgpu_agent.cluster import credentials as credentials_module
 from vgpu_agent.cluster.client import ApiClient

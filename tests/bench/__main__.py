@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from tests.bench import drop_in, mixed, nvidia, real_node, storm, volcano
-from tests.cluster.rig.host import missing_requirement
+from tests.real_node.rig.host import missing_requirement
 
 REAL_NODE = "node"
 PARTS = {

@@ -1,7 +1,7 @@
 """How much later pods run because they ask for vGPU, on a real node: the third part of the benchmark, called by `__main__`.
 
 etcd, API server, kubelet and containerd are real (`scripts/cluster`), so this needs root, and some minutes the first time. What is measured
-and why that is fair: `tests.cluster.start_times`, by which the cluster tests judge more leniently.
+and why that is fair: `tests.real_node.start_times`, by which the cluster tests judge more leniently.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import itertools
 from pathlib import Path
 
 from tests.bench.figures import Figure
-from tests.cluster.rig import Rig
-from tests.cluster.start_times import NOTHING, PODS, WITH, WITHOUT, Rounds, with_coarse_units, with_units_of_a_mib
+from tests.real_node.rig import Rig
+from tests.real_node.start_times import NOTHING, PODS, WITH, WITHOUT, Rounds, with_coarse_units, with_units_of_a_mib
 
 _MOST_LATER = 1.2
 

@@ -3,7 +3,7 @@
 Importing any module of that package runs its ``__init__`` files, which load every model of the API: 60 MB that nobody here reads. So the
 packages are registered bare, without running them, and only configuration is loaded below them; urllib3, which it imports for basic
 authentication that no API server takes any more, is left out. Used by `credentials` and nobody else;
-tests/api/test_kubernetes_parts.py notices when a new minor version (pinned in pyproject.toml) has another layout.
+tests/cluster/test_kubernetes_parts.py notices when a new minor version (pinned in pyproject.toml) has another layout.
 
 Transport is aiohttp, used directly: what the package makes of it has no time limits, obeys proxies of the environment and reads a CA once.
 """

@@ -1,0 +1,75 @@
+"""An API server in memory with one Node, its watch, and one publisher of changeable wishes, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from tests.cluster.fake_api import NODE, FakeApi, WatchedNode, node
+from vgpu_agent.cluster.node_publisher import NodePublisher
+from vgpu_agent.concurrency import Latest
+from vgpu_agent.config.binding import Cluster
+from vgpu_agent.journal import Journal
+from vgpu_agent.nodes import Node, NodeWishes
+
+REGISTER, HANDSHAKE, LOCK = "volcano.sh/node-vgpu-register", "volcano.sh/node-vgpu-handshake", "hamivgpu"
+GPUS = "volcano.sh/gpu-number"
+READY = ("True", "AllGpus", "2 GPUs")
+
+
+class World:
+    """An API server with the Node n1, its watch, and one publisher of changeable wishes."""
+
+    def __init__(
+        self, wishes: NodeWishes | None = None, *, delay_seconds: float = 0.05, annotations: Mapping[str, str] | None = None
+    ) -> None:
+        self.api, self.journal, self.wake = FakeApi(), Journal(), Latest(0)
+        self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)
+        self.wishes = wishes or NodeWishes(annotations={REGISTER: "U0,10:"})
+        self.asked_at: list[float] = []
+        self.publisher = self.another()
+        self.api.put(NODE, node(**(annotations or {})))
+
+    def another(self) -> NodePublisher:
+        """A publisher as a new process would build it."""
+        settings = Cluster()
+        return NodePublisher(
+            self.api,
+            "n1",
+            self.watched.latest,
+            self.ask,
+            self.wake,
+            settings,
+            self.journal,
+            lambda: 1000 + asyncio.get_running_loop().time(),
+        )
+
+    def ask(self, seen: Node, now: float) -> NodeWishes:
+        """The families' answer."""
+        self.asked_at.append(now)
+        return self.wishes
+
+    def wish(self, **parts: Any) -> None:
+        """The families wish for something else from now on."""
+        self.wishes = NodeWishes(**parts)
+        self.wake.publish(self.wake.value + 1)
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """What stands on the Node."""
+        found: dict[str, str] = self.api.objects[NODE]["metadata"].get("annotations", {})
+        return found
+
+    @property
+    def patches(self) -> list[Mapping[str, Any]]:
+        """Bodies of the merge patches so far."""
+        return [request.body for request in self.api.requests if request.verb == "patch"]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The facts of the journal's entries of that name."""
+        return [entry.facts for entry in self.journal.entries if entry.event == name]
+
+
+def ignore() -> None:
+    """A sign of life that nobody listens to."""

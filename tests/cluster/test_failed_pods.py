@@ -1,0 +1,123 @@
+"""Pods that the kubelet failed while the agent was away are named once after its start; on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from typing import Any
+
+import pytest
+
+from tests.cluster.fake_api import FakeApi, running
+from tests.cluster.node_world import ignore
+from vgpu_agent.cluster.events import Events
+from vgpu_agent.cluster.failed_pods import REASON, FailedPods
+from vgpu_agent.config.binding import Cluster
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.journal import Journal
+from vgpu_agent.nodes import Node
+
+pytestmark = pytest.mark.looptime
+
+NOW = 1_795_200_692.0
+NUMBER = "volcano.sh/vgpu-number"
+AWAY = (
+    f"Pod was rejected: Allocate failed due to no healthy devices present; cannot allocate unhealthy devices {NUMBER}, which is unexpected"
+)
+GONE = f"Pod was rejected: Allocate failed due to cannot allocate unregistered device {NUMBER}, which is unexpected"
+
+
+def _pod(
+    name: str, message: str = AWAY, *, seconds_ago: float = 5, resource: str = NUMBER, reason: str = "UnexpectedAdmissionError"
+) -> Any:
+    at = dt.datetime.fromtimestamp(NOW - seconds_ago, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "metadata": {"name": name, "namespace": "jobs", "uid": name},
+        "spec": {"containers": [{"name": "main", "resources": {"limits": {resource: "1"}}}]},
+        "status": {"phase": "Failed", "reason": reason, "message": message, "startTime": at},
+    }
+
+
+class Start:
+    """A started agent on a node with these failed pods."""
+
+    def __init__(self, *pods: Any, rest: str = "") -> None:
+        self.api, self.journal = FakeApi(), Journal()
+        self.api.put("/api/v1/pods", {"metadata": {"continue": rest}, "items": list(pods)})
+        self.events = Events(self.api, "vgpu-agent", "n1", Cluster(), self.journal)
+        self.failed = FailedPods(
+            self.api,
+            "n1",
+            lambda: Node("n1", uid="u"),
+            lambda: {NUMBER},
+            self.events,
+            Cluster(),
+            self.journal,
+            lambda: NOW,
+        )
+
+    async def run(self, seconds: float = 10) -> None:
+        """Let that much time pass."""
+        async with running(self.failed.run(ignore), self.events.run(ignore)):
+            await asyncio.sleep(seconds)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The journal's lines about them."""
+        return [entry.facts for entry in self.journal.entries if entry.event == "pods.failed_while_away"]
+
+
+async def test_pods_that_failed_while_the_agent_was_away_are_counted_and_named() -> None:
+    """One line in the log, one event on the Node, and the number for a metric."""
+    start = Start(_pod("b"), _pod("a", GONE))
+    await start.run()
+    (line,) = start.lines
+    assert line["pods"] == ["jobs/a", "jobs/b"]
+    assert start.failed.found == 2
+    (event,) = start.api.below("/api/v1/namespaces/default/events")
+    assert (event["reason"], event["involvedObject"]["kind"]) == (REASON, "Node")
+    assert event["message"] == "2 pods failed at admission while no vgpu-agent was registered on this node: jobs/a, jobs/b"
+
+
+async def test_pods_that_failed_for_other_reasons_are_not_blamed_on_a_restart() -> None:
+    """Long ago, without our resources, refused by us, or failed by themselves."""
+    start = Start(
+        _pod("old", seconds_ago=3600),
+        _pod("others", resource="example.com/fpga"),
+        _pod("refused", "Pod was rejected: Allocate failed due to rpc error: …"),
+        _pod("crashed", reason="Error"),
+        {"metadata": 1},
+    )
+    await start.run()
+    assert start.lines == []
+    assert start.failed.found == 0
+    assert [request.verb for request in start.api.requests] == ["get"]
+
+
+async def test_a_thousand_failed_pods_are_one_short_line() -> None:
+    """One page is asked for, and twenty are named."""
+    start = Start(*(_pod(f"p{number:03}" + "x" * 300) for number in range(500)), rest="more")
+    await start.run()
+    (line,) = start.lines
+    assert line["error"].startswith(
+        "at least 500 pods failed at admission while no vgpu-agent was registered on this node: among them jobs/p000"
+    )
+    assert len(line["pods"]) == 20
+    assert len(line["error"]) < 4096
+    (request,) = [request for request in start.api.requests if request.verb == "get"]
+    assert request.body == {"fieldSelector": "spec.nodeName=n1,status.phase=Failed", "limit": "500"}
+
+
+async def test_an_api_server_that_is_away_is_asked_a_few_times() -> None:
+    """It is a courtesy: never a loop for ever, and an answer counts whenever it comes."""
+    start = Start(_pod("a"))
+    start.api.fault = lambda verb, *_: ClusterError("connection refused") if verb == "get" else None
+    async with running(start.failed.run(ignore)):
+        await asyncio.sleep(20)
+        start.api.fault = None
+        await asyncio.sleep(60)
+    assert start.failed.found == 1
+    gone = Start(_pod("a"))
+    gone.api.fault = lambda *_: ClusterError("connection refused")
+    await gone.run(3600)
+    assert len(gone.api.requests) == 8

@@ -1,0 +1,93 @@
+"""The agent deployed by its manifests on a rig's node, for the tests of the manifests.
+
+The DaemonSet's pod runs on simulated GPUs, and the folders of the backend hami-core lie in a temporary folder instead of in /usr of the
+machine that runs the tests; everything that says how the agent may run and what it may do stays as it is in manifests/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from tests.real_node.rig import Rig, images
+from vgpu_agent.sim.build import build
+from vgpu_agent.sim.state import SimulatedNode
+
+PROJECT = Path(__file__).resolve().parents[2]
+MANIFESTS = PROJECT / "manifests"
+NAMESPACE = "vgpu-agent"
+MERGE = "application/merge-patch+json"
+SLOTS = 3
+
+
+class Deployed(NamedTuple):
+    """A rig on whose node the DaemonSet's pod is Ready, and the folder of the node in which simulated GPUs and hami-core's files lie."""
+
+    rig: Rig
+    folder: Path
+
+
+def kustomized(rig: Rig, folder: Path, components: list[str]) -> list[dict[str, Any]]:
+    """The objects of the base with more ``components``, as a user's own kustomization beside it would have them."""
+    relative = os.path.relpath(MANIFESTS, folder.resolve())
+    kustomization = {"resources": [relative], "components": [f"{relative}/components/{name}" for name in components]}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return list(yaml.safe_load_all(rig.kubectl("kustomize", str(folder))))
+
+
+def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
+    """Simulated GPUs; libvgpu.so out of busybox's image, which has a shell; hami-core's folders inside ``folder``."""
+    (daemon_set,) = [each for each in objects if each["kind"] == "DaemonSet"]
+    daemon_set["spec"]["minReadySeconds"] = 0
+    spec = daemon_set["spec"]["template"]["spec"]
+    (agent,) = spec["containers"]
+    agent["args"] += ["--simulate", str(folder / "gpus")]
+    agent["env"].append({"name": "XDG_CACHE_HOME", "value": str(folder / "cache")})
+    agent["volumeMounts"].append({"name": "simulation", "mountPath": str(folder)})
+    named = {each["name"]: each for each in spec["initContainers"]}
+    slots, library = named["region-slots"], named["hami-core-library"]
+    slots["args"][slots["args"].index("--count") + 1] = str(SLOTS)
+    library.update(image=images.BUSYBOX, imagePullPolicy="Never", env=[{"name": "LIBRARY", "value": "/bin/busybox"}])
+    for volume in spec["volumes"]:
+        if volume["name"].startswith("hami-core"):
+            volume["hostPath"]["path"] = str(folder / volume["name"])
+    spec["volumes"].append({"name": "simulation", "hostPath": {"path": str(folder), "type": "Directory"}})
+
+
+@contextlib.contextmanager
+def deployed_agent(rig: Rig) -> Iterator[Deployed]:
+    """The base and hami-core with slots for regions, applied; gone afterwards with all it left on the node."""
+    # A fixed commit: the image is built anew when what is in it changes, and not for every commit.
+    command = [str(PROJECT / "scripts" / "image"), "--commit", "test"]
+    archive = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    rig.import_image(Path(archive))
+    folder = Path(tempfile.mkdtemp(prefix="vgm", dir="/tmp"))
+    folder.chmod(0o755)
+    SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2)
+    library = build()
+    shutil.copytree(library.parent, folder / "cache" / "vgpu-agent" / "sim" / library.parent.name)
+    objects = kustomized(rig, folder, ["hami-core", "region-slots", "hami-core-library"])
+    _on_simulated_gpus(objects, folder)
+    manifest = yaml.safe_dump_all(objects)
+    try:
+        rig.kubectl("label", "node", rig.node_name(), "nvidia.com/gpu.present=true")
+        rig.kubectl("apply", "-f", "-", stdin=manifest)
+        wait_until_rolled_out(rig)
+        yield Deployed(rig, folder)
+    finally:
+        rig.kubectl("label", "node", rig.node_name(), "nvidia.com/gpu.present-")
+        rig.kubectl("delete", "-f", "-", "--ignore-not-found", "--wait=true", stdin=manifest)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_until_rolled_out(rig: Rig) -> None:
+    """Until the DaemonSet's pod is the one of its template and Ready."""
+    rig.kubectl("rollout", "status", "daemonset/vgpu-agent", "-n", NAMESPACE, "--timeout=60s")

@@ -1,0 +1,260 @@
+"""Was a mixed day on a real node right, fair and prompt? From what containers wrote, what schedulers wrote and what kubelet says.
+
+Nothing is asked of the agent. `day` shows a `Checker` the node again and again; `Checker.report` says what it came to.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.real_node.mixed.jobs import BY_IDS, RESOURCES, UNIT_MIB, VGPU_FAMILY, Job
+from tests.torture.mixed import bounds
+from tests.torture.mixed.judge import percentile
+
+_UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_FAMILY_OF = {resource: family for family, resource in RESOURCES.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """What one container found; times are seconds of uptime.
+
+    Attributes:
+        job: its pod.
+        at: when it started.
+        end: when it ended; None while it runs, or when it was killed before it could say so.
+        found: its environment, and what else it wrote down.
+    """
+
+    job: Job
+    at: float
+    end: float | None
+    found: Mapping[str, str]
+
+    def gpus(self, uuids: Sequence[str]) -> tuple[str, ...]:
+        """The GPUs that it was told of; ``uuids`` are those of the node in the order of their numbers."""
+        told = [text for text in self.found.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if text]
+        return tuple(uuids[int(text)] if text.isdecimal() and int(text) < len(uuids) else text for text in told)
+
+    @property
+    def memory_mib(self) -> int:
+        """The memory that it was told it may use; 0 where its family tells of none."""
+        if self.job.family == VGPU_FAMILY:
+            return int(self.found.get("CUDA_DEVICE_MEMORY_LIMIT_0", "0m").removesuffix("m"))
+        return int(self.found.get("VOLCANO_GPU_ALLOCATED", "0"))
+
+
+@dataclasses.dataclass
+class Report:
+    """What a day came to.
+
+    Attributes:
+        wrong: containers with another share than their ids or annotations say, as sentences.
+        two_families: moments at which containers of two families had one GPU.
+        over_memory: moments at which containers were told of more memory of a GPU than it has.
+        failed: cause → pods that kubelet refused for good.
+        idle: pod → seconds that a GPU which could serve it had been idle while it waited, where that is too long.
+        handovers: seconds from the end of a GPU's last container to healthy ids of another family at kubelet.
+        unfinished: pods that had not ended when the day was over → their status.
+    """
+
+    pods: int = 0
+    started: int = 0
+    seconds: float = 0.0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    two_families: list[str] = dataclasses.field(default_factory=list)
+    over_memory: list[str] = dataclasses.field(default_factory=list)
+    failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    idle: dict[str, float] = dataclasses.field(default_factory=dict)
+    handovers: list[float] = dataclasses.field(default_factory=list)
+    unfinished: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def figures(self) -> dict[str, str]:
+        """What was measured → the figure."""
+        p50, p99 = percentile(self.handovers, 0.5), percentile(self.handovers, 0.99)
+        longest = max(self.idle.values(), default=0.0)
+        by_family = dict(collections.Counter(name.rpartition("-")[0] for name in self.idle))
+        return {
+            "pods": f"{self.pods}, started {self.started}, in {self.seconds:.0f} s",
+            "wrong": f"{len(self.wrong)} {self.wrong[:3]}",
+            "two families on a GPU": f"{len(self.two_families)} {self.two_families[:3]}",
+            "over memory": f"{len(self.over_memory)} {self.over_memory[:3]}",
+            "failed": f"{sum(self.failed.values())} {dict(self.failed)}",
+            "waited beside an idle GPU": f"{len(self.idle)} pods, longest {longest:.1f} s, {by_family}",
+            "handovers": f"{len(self.handovers)}, p50 {p50:.2f} s, p99 {p99:.2f} s",
+            "unfinished": f"{len(self.unfinished)} {dict(itertools.islice(self.unfinished.items(), 3))}",
+        }
+
+    @property
+    def faults(self) -> list[str]:
+        """Everything that must never be, as sentences."""
+        return [*self.wrong, *self.two_families, *self.over_memory]
+
+    @property
+    def violations(self) -> list[str]:
+        """The bounds of `tests.torture.mixed.bounds` that do not hold, as sentences."""
+        found = [f"{pod} waited beside a GPU that had been idle for {seconds:.1f} s" for pod, seconds in self.idle.items()]
+        found += [f"{number} pods failed: {cause}" for cause, number in self.failed.items()]
+        found += [f"{pod} has not ended: {status}" for pod, status in self.unfinished.items()]
+        if (slowest := percentile(self.handovers, 0.99)) > bounds.HANDOVER_P99_SECONDS:
+            found.append(f"{slowest:.1f} s for the 99th of a hundred handovers, at most {bounds.HANDOVER_P99_SECONDS:g}")
+        return found
+
+
+class Checker:
+    """Follows one day.
+
+    State: what containers have written, the ids and annotations of their pods, and since when each GPU is idle.
+    """
+
+    def __init__(self, jobs: Iterable[Job], folder: Path, uuids: Sequence[str], memory_mib: int) -> None:
+        """``folder`` is where the jobs write; ``uuids`` are the node's GPUs by number, each of ``memory_mib``."""
+        self._jobs = {job.name: job for job in jobs}
+        self._folder = folder
+        self._uuids, self._memory_mib = tuple(uuids), memory_mib
+        self.views: dict[str, View] = {}
+        self._by_ids: dict[str, frozenset[str]] = {}  # pod → GPUs of the ids that kubelet gave it
+        self._meant: dict[str, tuple[str, ...]] = {}  # pod → GPUs that a scheduler named
+        self._held: Mapping[str, frozenset[str]] = {}  # GPU → pods that hold ids of it by kubelet's records, those of `BY_IDS`
+        self._claimed: Mapping[str, str] = {}  # GPU → a bound pod that has not started
+        self._waiting_since: dict[str, float] = {}
+        self._idle_since: dict[str, float] = {}
+        self._released: dict[str, tuple[float, str]] = {}
+        self._ended: set[str] = set()
+        self.report = Report(pods=len(self._jobs))
+
+    # -- what the node shows --------------------------------------------------------------------------------------------------------
+
+    def read_views(self) -> None:
+        """Take in what containers have written since the last time."""
+        for path in self._folder.glob("*.start"):
+            name = path.stem
+            if name not in self.views:
+                found = dict(line.split("=", 1) for line in path.read_text().splitlines() if "=" in line)
+                self.views[name] = view = View(self._jobs[name], float(found["AT"]), None, found)
+                for uuid in view.gpus(self._uuids):
+                    self._released.pop(uuid, None)
+        for path in self._folder.glob("*.end"):
+            name, text = path.stem, path.read_text()
+            if name in self.views and name not in self._ended and text.endswith("\n"):
+                self.views[name] = dataclasses.replace(self.views[name], end=float(text))
+                self._end(name, float(text))
+
+    def _end(self, name: str, at: float) -> None:
+        self._ended.add(name)
+        view = self.views[name]
+        running = {uuid for other, each in self.views.items() if other not in self._ended for uuid in each.gpus(self._uuids)}
+        for uuid in set(view.gpus(self._uuids)) - running:
+            self._released[uuid] = at, view.job.family
+
+    def see_pods(self, pods: Iterable[Mapping[str, Any]], holdings: Mapping[str, Mapping[str, Sequence[str]]], now: float) -> None:
+        """Take in the pods that have not ended, as the API server has them, and kubelet's pod-resources: pod → resource → ids."""
+        held: dict[str, set[str]] = collections.defaultdict(set)
+        for name, by_resource in holdings.items():
+            ids = [id_ for resource, listed in by_resource.items() if _FAMILY_OF.get(resource) in BY_IDS for id_ in listed]
+            if gpus := frozenset(found[0] for id_ in ids if (found := _UUID.match(id_))):
+                self._by_ids[name] = gpus
+                for uuid in gpus:
+                    held[uuid].add(name)
+        claimed, waiting, present = dict[str, str](), list[str](), set[str]()
+        for pod in pods:
+            name = pod["metadata"]["name"]
+            if name not in self._jobs:
+                continue
+            present.add(name)
+            meant = self._named(pod["metadata"].get("annotations") or {})
+            if meant:
+                self._meant[name] = meant
+            if not pod["spec"].get("nodeName"):
+                waiting.append(name)
+            elif name not in self.views:
+                claimed |= dict.fromkeys(meant, name)
+        for name in self.views.keys() - self._ended - present:  # it was killed before it could write its end
+            self._end(name, now)
+        self._held, self._claimed = {uuid: frozenset(names) for uuid, names in held.items()}, claimed
+        self._look_for_idle(waiting, now)
+
+    def _named(self, annotations: Mapping[str, str]) -> tuple[str, ...]:
+        """The GPUs that Volcano's scheduler has named in a pod's annotations."""
+        if text := annotations.get("volcano.sh/vgpu-ids-new"):
+            return tuple(_UUID.findall(text))
+        return tuple(self._uuids[int(index)] for index in annotations.get("volcano.sh/gpu-index", "").split(",") if index)
+
+    def _look_for_idle(self, waiting: Sequence[str], now: float) -> None:
+        running = {uuid for name, view in self.views.items() if name not in self._ended for uuid in view.gpus(self._uuids)}
+        for uuid in self._uuids:
+            if uuid in running or self._held.get(uuid) or uuid in self._claimed:
+                self._idle_since.pop(uuid, None)
+            else:
+                self._idle_since.setdefault(uuid, now)
+        idle = max((now - since for since in self._idle_since.values()), default=0.0)
+        for name in waiting:
+            waited = min(idle, now - self._waiting_since.setdefault(name, now))
+            if waited > bounds.IDLE_SECONDS:
+                self.report.idle[name] = max(waited, self.report.idle.get(name, 0.0))
+
+    @property
+    def handing_over(self) -> bool:
+        """Whether a GPU has lost its last holder and is not seen healthy for another family yet."""
+        return bool(self._released)
+
+    def see_healthy(self, healthy: Mapping[str, frozenset[str]], now: float) -> None:
+        """Take in which GPUs have healthy ids at kubelet, by resource."""
+        for uuid, (since, family) in list(self._released.items()):
+            offered = any(uuid in gpus for resource, gpus in healthy.items() if _FAMILY_OF.get(resource, family) != family)
+            again = {self._jobs[name].family for name in self._held.get(uuid, ()) if name not in self._ended}
+            if offered or again - {family}:
+                self.report.handovers.append(max(0.0, now - since))
+                del self._released[uuid]
+            elif again:
+                del self._released[uuid]
+
+    # -- what it came to ------------------------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """Compare what each container found with what was meant, and all of them with each other."""
+        self.report.started = len(self.views)
+        for name, view in sorted(self.views.items()):
+            if problem := self._problem(name, view):
+                self.report.wrong.append(f"{name}: {problem}; it found {view.gpus(self._uuids)}, {view.memory_mib} MiB")
+        for uuid in self._uuids:
+            self._judge_together(uuid, [view for view in self.views.values() if uuid in view.gpus(self._uuids)])
+
+    def _problem(self, name: str, view: View) -> str:
+        gpus, job = view.gpus(self._uuids), view.job
+        if len(gpus) != 1 or gpus[0] not in self._uuids:
+            return "it should have one GPU"
+        if job.family in BY_IDS:
+            nodes, ids_of = view.found["NODES"], self._by_ids.get(name, frozenset(gpus))
+            wrong = {
+                f"its device nodes are {nodes}": nodes != f"/dev/nvidia{self._uuids.index(gpus[0])}",
+                f"kubelet gave it ids of {sorted(ids_of)}": ids_of != set(gpus),
+            }
+        else:
+            region = int(view.found.get("REGION_BYTES", "0"))
+            wrong = {
+                f"its scheduler named {self._meant.get(name)}": gpus != self._meant.get(name),
+                f"it asked for {job.memory * UNIT_MIB} MiB": view.memory_mib != job.memory * UNIT_MIB,
+                f"its region says {region} bytes": job.family == VGPU_FAMILY and region != view.memory_mib << 20,
+            }
+        return ", ".join(problem for problem, is_wrong in wrong.items() if is_wrong)
+
+    def _judge_together(self, uuid: str, views: Sequence[View]) -> None:
+        # One that was killed before it could write its end counts for the moment of its start only.
+        last = {view.job.name: view.at if view.job.name in self._ended else math.inf for view in views}
+        known = [(view.at, last[view.job.name] if view.end is None else view.end, view) for view in views]
+        for at, _, view in known:
+            now = [other for began, end, other in known if began <= at < end or other is view]
+            families = {other.job.family for other in now}
+            if len(families) > 1:
+                names = sorted(other.job.name for other in now)
+                self.report.two_families.append(f"{uuid} at {at:.2f}: {names}")
+            if (told := sum(other.memory_mib for other in now)) > self._memory_mib:
+                self.report.over_memory.append(f"{uuid} at {at:.2f}: {told} MiB")

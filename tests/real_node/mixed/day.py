@@ -1,0 +1,170 @@
+"""One mixed day on a real node: jobs are created, finished, deleted, and a `Checker` is shown the node all the while.
+
+Kubelet, containerd, API server and default scheduler are real, Volcano's scheduler is the stand-in of `vgpu_agent.sim`. Kubelet and agent
+have their defaults: a day with shortened pauses would say nothing about a node that people have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import grpc
+
+from tests.real_node.agents import NodeAgent, wait_allocatable
+from tests.real_node.mixed.checker import Checker, Report
+from tests.real_node.mixed.jobs import AWS, GPUSHARE, NVIDIA, RESOURCES, UNIT_MIB, Job
+from tests.real_node.rig import ApiError, Options, Rig
+from tests.real_node.volcano import VolcanoScheduler
+from tests.real_node.volcano_node import MEMORY_MIB, MODEL
+from vgpu_agent.sim.protocol import podresources_pb2 as pod_resources
+from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
+
+GPUS, REPLICAS = 4, 4
+_LOOK_SECONDS = 0.25
+_PODS_SECONDS = 1.0
+_LONGEST_AFTER_ARRIVALS_SECONDS = 300.0
+_PODS = "/api/v1/namespaces/default/pods"
+_UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+_CONFIG = """\
+version: v1
+families: {{nvidia: true, aws: true, {volcano}: true}}
+sharing: {{timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: {replicas}}}]}}}}
+aws: {{vgpus: {replicas}}}
+plugin: {{passDeviceSpecs: true}}
+{volcano}: {{gpuMemoryFactor: {unit_mib}}}
+stateDirectory: FOLDER/state
+hamiCore: {{hostDirectory: FOLDER/hook}}
+binding: {{mode: late, cdiDirectory: {cdi}}}
+"""
+
+
+def node_options(topology_manager_policy: str) -> Options:
+    """A node whose kubelet writes its status as rarely as kubelets do."""
+    return Options(numa_nodes=2, topology_manager_policy=topology_manager_policy, kubelet={"nodeStatusUpdateFrequency": "10s"})
+
+
+@contextlib.contextmanager
+def mixed_agent(rig: Rig, volcano: str) -> Iterator[NodeAgent]:
+    """An agent with its defaults that offers three families on four GPUs; it is closed at the end."""
+    key = "volcanoGpushare" if volcano == GPUSHARE else "volcanoVgpu"
+    config = _CONFIG.format(volcano=key, replicas=REPLICAS, unit_mib=UNIT_MIB, cdi=rig.cdi_dir())
+    agent = NodeAgent(rig, config, gpus=GPUS, model=MODEL, numa=[0, 0, 1, 1], in_cluster=True)
+    with contextlib.closing(agent):
+        hook = agent.folder / "hook"
+        hook.mkdir()
+        deliver_stand_in_library(hook)
+        agent.start()
+        for family in (NVIDIA, AWS):
+            wait_allocatable(rig, GPUS * REPLICAS, 40, resource=RESOURCES[family])
+        yield agent
+
+
+def play(rig: Rig, agent: NodeAgent, jobs: Sequence[Job], *, volcano: str) -> Report:
+    """Live through one day and return what it came to."""
+    folder = agent.folder / "found"
+    folder.mkdir()
+    checker = Checker(jobs, folder, agent.simulated.uuids, MEMORY_MIB)
+    with VolcanoScheduler(rig, gpushare="share" if volcano == GPUSHARE else "off", policy="binpack"):
+        _Day(rig, jobs, checker, folder).live()
+    checker.judge()
+    return checker.report
+
+
+class _Day:
+    """State: which jobs have been created and deleted."""
+
+    def __init__(self, rig: Rig, jobs: Sequence[Job], checker: Checker, folder: Path) -> None:
+        self._rig, self._checker, self._folder = rig, checker, folder
+        self._coming = sorted(jobs, key=lambda job: job.arrives_seconds)
+        self._deleted: set[str] = set()
+        self._began = _uptime()
+
+    def live(self) -> None:
+        """Create, delete and look until all have ended, or for too long."""
+        until = self._began + self._coming[-1].arrives_seconds + _LONGEST_AFTER_ARRIVALS_SECONDS
+        looked_at, left = 0.0, True
+        while (self._coming or left) and _uptime() < until:
+            self._create_due()
+            self._checker.read_views()
+            if self._checker.handing_over:
+                self._checker.see_healthy(_healthy(self._rig), _uptime())
+            if _uptime() - looked_at >= _PODS_SECONDS:
+                looked_at = _uptime()
+                left = self._look_at_pods()
+            self._delete_due()
+            time.sleep(_LOOK_SECONDS)
+        self._checker.report.seconds = _uptime() - self._began
+        for pod in self._rig.pods():
+            name, status = pod["metadata"]["name"], pod["status"]
+            if status.get("phase") == "Failed" and name not in self._deleted:
+                self._checker.report.failed[_cause(str(status.get("reason", "")), str(status.get("message", "")))] += 1
+            elif status.get("phase") in ("Pending", "Running"):
+                self._checker.report.unfinished[name] = str(status.get("containerStatuses", status))[:300]
+
+    def _create_due(self) -> None:
+        while self._coming and self._began + self._coming[0].arrives_seconds <= _uptime():
+            self._rig.create_pod(self._coming.pop(0).manifest(str(self._folder)))
+
+    def _delete_due(self) -> None:
+        for name, view in self._checker.views.items():
+            if view.job.deleted and name not in self._deleted and _uptime() > view.at + view.job.run_seconds:
+                self._deleted.add(name)
+                with contextlib.suppress(ApiError):  # it has ended meanwhile
+                    self._rig.api.delete(f"{_PODS}/{name}")
+
+    def _look_at_pods(self) -> bool:
+        """Whether any pod has not ended."""
+        pods = self._rig.api.get(f"{_PODS}?fieldSelector=status.phase!=Succeeded,status.phase!=Failed")["items"]
+        self._checker.see_pods(pods, _holdings(self._rig), _uptime())
+        return bool(pods)
+
+
+def _uptime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _holdings(rig: Rig) -> Mapping[str, Mapping[str, Sequence[str]]]:
+    """Pod → resource → ids from pod-resources."""
+    with grpc.insecure_channel(f"unix:{rig.kubelet_dir()}/pod-resources/kubelet.sock") as channel:
+        answer = channel.unary_unary(
+            "/v1.PodResourcesLister/List",
+            request_serializer=pod_resources.ListPodResourcesRequest.SerializeToString,
+            response_deserializer=pod_resources.ListPodResourcesResponse.FromString,
+        )(pod_resources.ListPodResourcesRequest(), timeout=10)
+    found: dict[str, dict[str, list[str]]] = {}
+    for pod in answer.pod_resources:
+        for devices in (devices for container in pod.containers for devices in container.devices):
+            found.setdefault(pod.name, {}).setdefault(devices.resource_name, []).extend(devices.device_ids)
+    return found
+
+
+def _healthy(rig: Rig) -> dict[str, frozenset[str]]:
+    """Resource → GPUs with healthy ids, as kubelet has them."""
+    with grpc.insecure_channel(f"unix:{rig.kubelet_dir()}/pod-resources/kubelet.sock") as channel:
+        answer = channel.unary_unary(
+            "/v1.PodResourcesLister/GetAllocatableResources",
+            request_serializer=pod_resources.AllocatableResourcesRequest.SerializeToString,
+            response_deserializer=pod_resources.AllocatableResourcesResponse.FromString,
+        )(pod_resources.AllocatableResourcesRequest(), timeout=10)
+    found: dict[str, set[str]] = {}
+    for devices in answer.devices:
+        gpus = (matched[0] for id_ in devices.device_ids if (matched := _UUID.match(id_)))
+        found.setdefault(devices.resource_name, set()).update(gpus)
+    return {resource: frozenset(gpus) for resource, gpus in found.items()}
+
+
+_CAUSES = {
+    "which is unexpected": "refused by Allocate",
+    "no healthy devices": "no healthy ids",
+    "devices unavailable": "too few healthy ids",
+}
+
+
+def _cause(reason: str, message: str) -> str:
+    """Why kubelet refused a pod for good, in a few words."""
+    return next((cause for part, cause in _CAUSES.items() if part in message), f"{reason} {message}"[:200])

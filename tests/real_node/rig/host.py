@@ -1,0 +1,94 @@
+"""What the rig takes from this machine: root, and a handful of Debian packages that it installs itself.
+
+Called by conftest.py to say in one line why there are no cluster tests, and by lifecycle.py before a start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.real_node.rig import build
+from tests.real_node.rig.errors import RequirementError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CNI_PLUGINS = Path("/usr/lib/cni")
+BUSYBOX = Path("/bin/busybox")
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PROGRAMS = {
+    "runc": "runc",
+    "ip": "iproute2",
+    "openssl": "openssl",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "mount": "mount",
+}
+_FILES = {CNI_PLUGINS / "bridge": "containernetworking-plugins", BUSYBOX: "busybox-static"}
+
+
+def program_path(*first: Path) -> str:
+    """A PATH for the rig's processes: ``first``, then the system's own folders, which a service or a CI job may lack."""
+    return ":".join([*map(str, first), _SYSTEM_PATH])
+
+
+def missing_requirement() -> str | None:
+    """Why this machine cannot hold a rig, in one sentence with the remedy; None when it can."""
+    if os.geteuid() != 0:
+        return "the cluster tests need root (namespaces, mounts, cgroups); run them with sudo or in CI"
+    if shutil.which("go") is None and not all(build.cached(part) for part in build.BUILDS):
+        return "the cluster tests need Go 1.26 or newer in PATH to build Kubernetes, and nothing is in the cache yet"
+    missing = _missing_packages()
+    if missing and shutil.which("apt-get") is None:
+        return f"the cluster tests need {', '.join(missing)} (Debian's package names), and there is no apt-get to install them"
+    return None
+
+
+def ensure_packages(say: Callable[[str], None]) -> None:
+    """Install what is missing of the rig's packages.
+
+    Raises:
+        RequirementError: not root, no apt-get, or it fails; the message names the packages.
+    """
+    reason = missing_requirement()
+    if reason is not None:
+        raise RequirementError(reason)
+    missing = _missing_packages()
+    if not missing:
+        return
+    say(f"installing {', '.join(missing)}")
+    install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+    attempts = (install, ["apt-get", "update"], install)  # package lists are often absent or stale, and fetching them is slow
+    for command in attempts:
+        result = _apt(command)
+        if command is install and result.returncode == 0:
+            break
+    if still := _missing_packages():
+        raise RequirementError(f"apt-get could not install {', '.join(still)}: {' '.join(result.stderr.strip().splitlines()[-3:])}")
+
+
+def _apt(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, text=True, capture_output=True, check=False)
+
+
+def _missing_packages() -> list[str]:
+    programs = {package for program, package in _PROGRAMS.items() if shutil.which(program, path=_SYSTEM_PATH) is None}
+    files = {package for path, package in _FILES.items() if not path.exists()}
+    if BUSYBOX.exists() and not is_static(BUSYBOX):  # Debian's other busybox is dynamic, and an image has no libc
+        files.add(_FILES[BUSYBOX])
+    return sorted(programs | files)
+
+
+def is_static(program: Path) -> bool:
+    """Whether an ELF program runs without a dynamic linker: it has no PT_INTERP segment (elf(5), 64-bit little-endian layout)."""
+    content = program.read_bytes()
+    table = int.from_bytes(content[32:40], "little")
+    entry_size, entries = int.from_bytes(content[54:56], "little"), int.from_bytes(content[56:58], "little")
+    kinds = [int.from_bytes(content[at : at + 4], "little") for at in range(table, table + entries * entry_size, entry_size)]
+    return 3 not in kinds

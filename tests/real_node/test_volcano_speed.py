@@ -1,0 +1,47 @@
+"""How much later pods run because they ask for vGPU: measured on a real node, all kinds of pods in one run. `start_times` says how.
+
+The limit of 20 % is the benchmark's (``scripts/bench --only node``), which wants a machine of its own. A test has to give the same verdict
+on a machine that others use as well, where the same code was measured between 13 and 24 % later; so here stands what no noise explains. A
+plugin that asks the API server within Allocate, as the reference does, makes such pods several times as late.
+
+Where memory is counted in MiB, which is what the agent does by itself on small nodes, kubelet and API server need far longer for such pods
+than for others, whatever the plugin does: kubelet writes each id into its checkpoint and, with its feature ResourceHealthStatus, into the
+pod's status, at each change. So there the agent is held against a plugin that does nothing (`idle_plugin`) with the same ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from tests.real_node.rig import Rig
+from tests.real_node.start_times import NOTHING, WITH, WITHOUT, with_coarse_units, with_units_of_a_mib
+
+pytestmark = pytest.mark.timeout(1200)
+Report = Callable[[str, object], None]
+
+_MUCH_LATER = 1.5
+_LEAST_ROUNDS = 2
+"""More follow while the verdict is bad. `scripts/bench` plays at least five, for its closer limit."""
+
+
+def _tell(figures: Mapping[str, str], record_property: Report) -> None:
+    """Print the figures; `pytest -rP` shows them."""
+    for name, value in figures.items():
+        record_property(name, value)
+        print(f"{name}: {value}")  # noqa: T201 - what the test is for
+
+
+def test_twenty_unequal_pods_run_about_as_soon_as_pods_without_a_gpu(volcano_rig: Rig, record_property: Report) -> None:
+    """With units of 64 MiB the last of 20 runs little later than without vGPU; every container has its own limit."""
+    rounds = with_coarse_units(volcano_rig, most_later=_MUCH_LATER, least_rounds=_LEAST_ROUNDS)
+    _tell(rounds.told, record_property)
+    assert rounds.later(WITH, WITHOUT) <= _MUCH_LATER, rounds.told
+
+
+def test_with_memory_in_mib_they_run_about_as_soon_as_with_a_plugin_that_does_nothing(volcano_rig: Rig, record_property: Report) -> None:
+    """Configured by nobody, the agent makes the last of 20 little later than a plugin does that does nothing with the same ids."""
+    rounds = with_units_of_a_mib(volcano_rig, most_later=_MUCH_LATER, least_rounds=_LEAST_ROUNDS)
+    _tell(rounds.told, record_property)
+    assert rounds.later(WITH, NOTHING) <= _MUCH_LATER, rounds.told
