@@ -24,7 +24,7 @@ from vgpu_agent.config.load import load, load_sources
 from vgpu_agent.config.named_config import NamedConfig
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.journal import Journal
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 
 LABEL = "nvidia.com/device-plugin.config"
 

@@ -19,7 +19,7 @@ from vgpu_agent.config.load import Loaded, load, load_sources
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.watch import changes
 from vgpu_agent.errors import ConfigError
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 
 NODE, LABEL = "node-a", "nvidia.com/device-plugin.config"
 

@@ -17,7 +17,7 @@ from vgpu_agent.cluster.config_map import KEY, NAME
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.binding import Families as Switches
 from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Inventory
 from vgpu_agent.runtime.grants import GrantDirectory
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 from vgpu_agent.status import KubeletStatus
 
 NODE = "node-a"

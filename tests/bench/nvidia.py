@@ -18,7 +18,7 @@ from tests.bench.figures import Figure, percentile
 from tests.bench.processors import seconds_of
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.sim.agent_process import AgentProcess
-from vgpu_agent.sim.kubelet import SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 from vgpu_agent.sim.state import SimulatedNode
 

@@ -21,7 +21,7 @@ from tests.bench.allocate import timed_calls
 from tests.bench.figures import Figure, percentile
 from tests.bench.volcano_node import MEMORY, NODE, NUMBER, PODS, RESOURCES, VolcanoNode
 from vgpu_agent.config.settings import Kubelet
-from vgpu_agent.sim.kubelet_endpoint import Timing
+from vgpu_agent.sim.kubelet.endpoint import Timing
 
 BURST, ROUNDS, BURSTS, EARLY_ROUNDS = 40, 60, 5, 5
 QUIET_SECONDS = 35.0

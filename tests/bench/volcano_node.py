@@ -19,7 +19,7 @@ from pathlib import Path
 
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cluster import SimulatedCluster
-from vgpu_agent.sim.kubelet_endpoint import Timing
+from vgpu_agent.sim.kubelet.endpoint import Timing
 from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
 from vgpu_agent.sim.state import SimulatedNode
 

@@ -10,7 +10,7 @@ from tests.cluster.scripted import IMPATIENT, QUICK
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.journal import Journal
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 
 
 @pytest.fixture

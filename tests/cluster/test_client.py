@@ -13,8 +13,8 @@ from vgpu_agent.cluster import client as client_module
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.sim.api_faults import Fault, FaultKind
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.faults import Fault, FaultKind
+from vgpu_agent.sim.api.server import ApiServer
 
 _NODE = "/api/v1/nodes/n1"
 _WATCH = {"watch": "true", "resourceVersion": "1", "timeoutSeconds": "1"}

@@ -14,7 +14,7 @@ from tests.cluster.scripted import QUICK, until
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with the openssl command, which is not here")
 

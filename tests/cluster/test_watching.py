@@ -13,8 +13,8 @@ from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.pods import PodBook
-from vgpu_agent.sim.api_faults import Fault, FaultKind
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.faults import Fault, FaultKind
+from vgpu_agent.sim.api.server import ApiServer
 
 _NODE = "volcano.sh/vgpu-node"
 _SELECTOR = "spec.nodeName=n1,status.phase!=Succeeded,status.phase!=Failed"

@@ -22,7 +22,7 @@ from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import NodeWishes
 from vgpu_agent.pods import PodBook
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 
 REGISTER, LOCK, GPUS = "volcano.sh/node-vgpu-register", "hamivgpu", "volcano.sh/gpu-number"
 READY: dict[str, Any] = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "ok"}

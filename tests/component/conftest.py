@@ -17,7 +17,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
-from vgpu_agent.sim.kubelet import Container, Pod, SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import Container, Pod, SimulatedKubelet
 from vgpu_agent.sim.state import SimulatedNode
 
 GPU = "nvidia.com/gpu"

@@ -16,7 +16,7 @@ from tests.patience import FOR_EVER_SECONDS
 from tests.replacing import replace_text
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cdi_reader import Received, received
-from vgpu_agent.sim.kubelet import Pod
+from vgpu_agent.sim.kubelet.kubelet import Pod
 from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
 from vgpu_agent.sim.trees import capability_number
 

@@ -11,8 +11,8 @@ from tests.component.conftest import GPU, QUICK, SHARED, Stage, until_not_ready
 from tests.golden import U0, U1
 from tests.patience import FOR_EVER_SECONDS
 from tests.replacing import replace_text
-from vgpu_agent.sim.kubelet import Container
-from vgpu_agent.sim.kubelet_faults import AdmissionError
+from vgpu_agent.sim.kubelet.faults import AdmissionError
+from vgpu_agent.sim.kubelet.kubelet import Container
 
 RARE_POLLS = QUICK.replace("socketPollSeconds: 1", "socketPollSeconds: 60")  # only inotify tells of a kubelet
 LASTING = QUICK.replace("quietSeconds: 0.5, maxQuietSeconds: 5", "quietSeconds: 60, maxQuietSeconds: 60")

@@ -10,7 +10,7 @@ from tests.component.conftest import GPU, QUICK, SHARED, Stage
 from tests.golden import U0, U1
 from tests.patience import quickest
 from tests.replacing import replace_text
-from vgpu_agent.sim.kubelet_faults import AdmissionError
+from vgpu_agent.sim.kubelet.faults import AdmissionError
 from vgpu_agent.sim.state import SimulatedNode
 
 MIXED = "plugin: {migStrategy: mixed}\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.component.conftest import QUICK, Stage
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 
 NODE, LABEL = "node-a", "nvidia.com/device-plugin.config"
 WAIT_SECONDS = 3.0

@@ -6,7 +6,7 @@ import pytest
 
 from tests.component.conftest import GPU, QUICK, SHARED, Stage
 from tests.golden import U0, U1
-from vgpu_agent.sim.kubelet_faults import AdmissionError
+from vgpu_agent.sim.kubelet.faults import AdmissionError
 
 MEMORY, VGPU = "nvidia.com/gpu-mem-gb", "k8s.amazonaws.com/vgpu"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.component.volcano import GPUSHARE, IDS, NODE, REGISTER, U0, U1, VolcanoStage, asks, volcano_stage
-from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
+from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 
 GPU_MEMORY, GPU_INDEX = "volcano.sh/gpu-memory", "volcano.sh/gpu-index"
 

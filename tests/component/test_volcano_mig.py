@@ -15,8 +15,8 @@ from tests.families.volcano_vgpu.golden import decided
 from tests.families.volcano_vgpu.mig.parts import DEVICE_CONFIG, GROUP2
 from tests.replacing import replace_text
 from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
-from vgpu_agent.sim.volcano_mig import Geometries
-from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
+from vgpu_agent.sim.volcano.mig import Geometries
+from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 # 8000 MiB in units of 64, so that kubelet's lists stay short.

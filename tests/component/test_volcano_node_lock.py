@@ -14,7 +14,7 @@ import pytest
 
 from tests.component.volcano import VGPU, VolcanoStage, asks, volcano_stage
 from tests.replacing import replace_text
-from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
+from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 
 LOCK = "hamivgpu"
 PODS = 20

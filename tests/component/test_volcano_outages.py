@@ -16,8 +16,8 @@ from tests.component.conftest import until_not_ready
 from tests.component.volcano import NODE, NUMBER, REGISTER, VolcanoStage, asks, volcano_stage
 from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim.api_faults import Fault, FaultKind, Request
-from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
+from vgpu_agent.sim.api.faults import Fault, FaultKind, Request
+from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 
 LOCK = "hamivgpu"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.component.volcano import IDS, VolcanoStage, asks, volcano_stage
-from vgpu_agent.sim.volcano_scheduler import VolcanoSettings
+from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 
 HANDSHAKE, LOCK = "volcano.sh/node-vgpu-handshake", "hamivgpu"
 

@@ -21,7 +21,7 @@ from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.model import Resource
-from vgpu_agent.sim.kubelet import SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 from vgpu_agent.status import KubeletStatus
 
 

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet.allowance import Allowance
 from vgpu_agent.kubelet.pod_resources import GetNotPossibleError, KubeletBusyError, PodResources
-from vgpu_agent.sim.kubelet import Container, Pod, SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import Container, Pod, SimulatedKubelet
 
 R = "nvidia.com/gpu.shared"
 P = [("default", "p")]

@@ -16,8 +16,8 @@ from vgpu_agent.kubelet.checkpoint import CheckpointEntry
 from vgpu_agent.kubelet.pod_resources import AllocatableUnsupportedError, KubeletBusyError, PodResources
 from vgpu_agent.kubelet.records import join, read_records
 from vgpu_agent.model import Holding, Owner
-from vgpu_agent.sim.kubelet import Container, Pod, SimulatedKubelet
-from vgpu_agent.sim.kubelet_records import Allocation
+from vgpu_agent.sim.kubelet.kubelet import Container, Pod, SimulatedKubelet
+from vgpu_agent.sim.kubelet.records import Allocation
 
 R = "nvidia.com/gpu.shared"
 

@@ -28,7 +28,7 @@ from vgpu_agent.kubelet.grpc import CallError
 from vgpu_agent.kubelet.registration import NotListeningError
 from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.kubelet.sockets import SocketIdentity
-from vgpu_agent.sim.kubelet import SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 
 LATEST_SECONDS = 0.3
 AWAY_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)

@@ -11,7 +11,7 @@ from tests.kubelet.conftest import Node
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Supervisor, TaskState
 from vgpu_agent.model import Resource
-from vgpu_agent.sim.kubelet import SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 from vgpu_agent.status import PluginState
 
 RESOURCE = "nvidia.com/gpu.shared"

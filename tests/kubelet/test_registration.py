@@ -8,7 +8,7 @@ from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from vgpu_agent.errors import RegistrationRefusedError
 from vgpu_agent.kubelet.grpc import CallError
 from vgpu_agent.kubelet.registration import Backoff, register
-from vgpu_agent.sim.kubelet import SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 
 
 async def _register(kubelet: SimulatedKubelet, resource: str = "nvidia.com/gpu", timeout_seconds: float = PATIENCE_SECONDS) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.kubelet.backend import FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
-from vgpu_agent.sim.kubelet import Container, SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
 from vgpu_agent.status import PluginState
 
 RESOURCE = "nvidia.com/gpu.shared"

@@ -20,8 +20,8 @@ from vgpu_agent.kubelet.grpc import GrpcServer
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.model import Resource
-from vgpu_agent.sim.kubelet import Container, SimulatedKubelet
-from vgpu_agent.sim.kubelet_faults import AdmissionError
+from vgpu_agent.sim.kubelet.faults import AdmissionError
+from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
 from vgpu_agent.status import PluginState
 
 RESOURCE = "nvidia.com/gpu.shared"

@@ -16,8 +16,8 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.model import Resource
-from vgpu_agent.sim.kubelet import Container, SimulatedKubelet
-from vgpu_agent.sim.kubelet_faults import AdmissionError, ContainerStartError
+from vgpu_agent.sim.kubelet.faults import AdmissionError, ContainerStartError
+from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
 
 R = "nvidia.com/gpu.shared"
 
@@ -137,7 +137,7 @@ async def test_the_end_of_a_stream_makes_every_id_unhealthy(kubelet: SimulatedKu
     with pytest.raises(AdmissionError, match="no healthy devices present; cannot allocate unhealthy devices"):
         await kubelet.admit("p", [Container("c", {R: 1})])
     later = time.monotonic() + 301
-    monkeypatch.setattr("vgpu_agent.sim.kubelet.time.monotonic", lambda: later)
+    monkeypatch.setattr("vgpu_agent.sim.kubelet.kubelet.time.monotonic", lambda: later)
     assert kubelet.resource(R).capacity == 0
 
 

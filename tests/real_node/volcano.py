@@ -41,7 +41,7 @@ class VolcanoScheduler:
         node_lock: bool = False,
         min_members: Mapping[str, int] | None = None,
     ) -> None:
-        """The arguments mean what they mean to `vgpu_agent.sim.volcano_scheduler`."""
+        """The arguments mean what they mean to `vgpu_agent.sim.volcano.scheduler`."""
         self._flags = ["--policy", policy, "--gpushare", gpushare]
         self._flags += ["--old"] if old else []
         self._flags += ["--node-lock"] if node_lock else []
@@ -82,7 +82,7 @@ class VolcanoScheduler:
         command = [
             sys.executable,
             "-m",
-            "vgpu_agent.sim.volcano_scheduler",
+            "vgpu_agent.sim.volcano.scheduler",
             "--kubeconfig",
             str(self._rig.layout.kubeconfig()),
             *self._flags,

@@ -28,7 +28,7 @@ from vgpu_agent.errors import AgentError, SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 
 if TYPE_CHECKING:
-    from vgpu_agent.sim.kubelet import Pod, SimulatedKubelet
+    from vgpu_agent.sim.kubelet.kubelet import Pod, SimulatedKubelet
     from vgpu_agent.sim.state import SimulatedNode
 
 _GPU = "nvidia.com/gpu"
@@ -100,7 +100,7 @@ class _Demo:
 
     async def play(self) -> int:
         """Play all scenes; the exit status."""
-        from vgpu_agent.sim.kubelet import SimulatedKubelet  # noqa: PLC0415 - needs the extra packages, see _run
+        from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet  # noqa: PLC0415 - needs the extra packages, see _run
         from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415 - same
 
         _end_gracefully()
@@ -207,7 +207,7 @@ class _Demo:
 
     async def _a_wrong_request_is_refused(self) -> None:
         self._tell.scene("More than there is")
-        from vgpu_agent.sim.kubelet_faults import AdmissionError  # noqa: PLC0415 - needs the extra packages, see _run
+        from vgpu_agent.sim.kubelet.faults import AdmissionError  # noqa: PLC0415 - needs the extra packages, see _run
 
         try:
             await self._admit("greedy", number=3)
@@ -265,7 +265,7 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
             self._tell.say(f"It is ready again and knows the {len(grants)} containers that hold shares.")
 
     async def _admit(self, name: str, *, number: int = 1) -> Pod:
-        from vgpu_agent.sim.kubelet import Container  # noqa: PLC0415 - needs the extra packages, see _run
+        from vgpu_agent.sim.kubelet.kubelet import Container  # noqa: PLC0415 - needs the extra packages, see _run
 
         pod = await self._kubelet.admit(name, [Container("main", {_GPU: number})])
         await self._kubelet.start_container(pod, "main")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vgpu_agent.cli.narrator import Narrator
-    from vgpu_agent.sim.kubelet import SimulatedKubelet
+    from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
     from vgpu_agent.sim.mps_tools import MpsTools
 
 _GPU = "nvidia.com/gpu"
@@ -47,7 +47,7 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
         TimeoutError: something did not happen in time.
     """
     # The kubelet needs the extra packages of the simulation, and this module is imported without them.
-    from vgpu_agent.sim.kubelet import SimulatedKubelet  # noqa: PLC0415
+    from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet  # noqa: PLC0415
     from vgpu_agent.sim.mps_tools import MpsTools, end_daemon  # noqa: PLC0415
     from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415
 
@@ -90,7 +90,7 @@ class _Story:
         await self._the_agent_is_killed()
 
     async def _pods_get_their_shares(self) -> None:
-        from vgpu_agent.sim.kubelet import Container  # noqa: PLC0415 - as in `play_mps`
+        from vgpu_agent.sim.kubelet.kubelet import Container  # noqa: PLC0415 - as in `play_mps`
 
         await self._agent.start()
         await self._agent.until_ready()

@@ -92,7 +92,7 @@ class _Story:
         await self._the_pods_say_that_it_is_done()
 
     async def _the_node_is_offered(self) -> None:
-        from vgpu_agent.sim.volcano_scheduler import VolcanoSettings  # noqa: PLC0415 - as in `play_volcano`
+        from vgpu_agent.sim.volcano.scheduler import VolcanoSettings  # noqa: PLC0415 - as in `play_volcano`
 
         cluster, described = self._cluster, list[bool]()
 

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any, Self
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.pods import MIRROR_POD
-from vgpu_agent.sim.api_objects import ApiRefusalError
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.objects import ApiRefusalError
+from vgpu_agent.sim.api.server import ApiServer
 from vgpu_agent.sim.cdi_reader import Received, received
-from vgpu_agent.sim.kubelet import Container, SimulatedKubelet
-from vgpu_agent.sim.kubelet_faults import AdmissionError, ContainerStartError
+from vgpu_agent.sim.kubelet.faults import AdmissionError, ContainerStartError
+from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
+from vgpu_agent.sim.kubelet.pod_status import Containers
 from vgpu_agent.sim.plain_scheduler import run_plain_scheduler
-from vgpu_agent.sim.pod_status import Containers
-from vgpu_agent.sim.volcano_api import ApiAccess
-from vgpu_agent.sim.volcano_scheduler import VolcanoScheduler, VolcanoSettings
+from vgpu_agent.sim.volcano.api import ApiAccess
+from vgpu_agent.sim.volcano.scheduler import VolcanoScheduler, VolcanoSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from vgpu_agent.sim.api_objects import Object
-    from vgpu_agent.sim.kubelet import Pod
+    from vgpu_agent.sim.api.objects import Object
+    from vgpu_agent.sim.kubelet.kubelet import Pod
 
 _PUBLISH_SECONDS = 0.05
 

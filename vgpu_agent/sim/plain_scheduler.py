@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from vgpu_agent.sim import volcano_resources as resources
-from vgpu_agent.sim.api_objects import ApiRefusalError
+from vgpu_agent.sim.api.objects import ApiRefusalError
+from vgpu_agent.sim.volcano import resources
 
 if TYPE_CHECKING:
-    from vgpu_agent.sim.api_objects import ObjectStore
+    from vgpu_agent.sim.api.objects import ObjectStore
 
 NAME = "default-scheduler"
 

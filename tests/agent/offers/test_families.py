@@ -23,7 +23,7 @@ from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.volcano_vgpu.mig.static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.server import ApiServer
 from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_BYTES, REGION_VARIABLE, deliver_stand_in_library, region_code, shared_object
 
 GPU, MIG, REPLICAS = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", 40

@@ -13,8 +13,8 @@ from tests.agent.volcano_parts import NODE, QUICK, Wired, volcano_settings, wire
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.sim.api_faults import Fault, FaultKind
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.faults import Fault, FaultKind
+from vgpu_agent.sim.api.server import ApiServer
 
 REGISTER, HANDSHAKE = "volcano.sh/node-vgpu-register", "volcano.sh/node-vgpu-handshake"
 LEAVES = msgspec.structs.replace(QUICK, withdraw_at_stop=True)

@@ -13,7 +13,7 @@ from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Gpu, Grant, Health, Inventory, Resource, Share
 from vgpu_agent.nodes import Node
 from vgpu_agent.pods import Pod, PodContainer
-from vgpu_agent.sim.volcano_gpushare import GpushareLedger
+from vgpu_agent.sim.volcano.gpushare import GpushareLedger
 
 UUIDS = ("GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002", "GPU-33333333-aaaa-bbbb-cccc-000000000003")
 CARDS = tuple(Gpu(uuid, index, index, "NVIDIA A10", 24576, f"0000:0{index + 1}:00.0") for index, uuid in enumerate(UUIDS))

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from vgpu_agent.sim.kubelet import Container, SimulatedKubelet
-from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint
-from vgpu_agent.sim.kubelet_faults import AdmissionError
-from vgpu_agent.sim.kubelet_records import CHECKPOINT, ResourceDevices
+from vgpu_agent.sim.kubelet.endpoint import CallFailedError, Endpoint
+from vgpu_agent.sim.kubelet.faults import AdmissionError
+from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
+from vgpu_agent.sim.kubelet.records import CHECKPOINT, ResourceDevices
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from vgpu_agent.sim.kubelet_endpoint import CallFailedError, Endpoint, Timing
-from vgpu_agent.sim.kubelet_faults import AdmissionError, Call, ContainerStartError, Faults
-from vgpu_agent.sim.kubelet_pod_resources import PodResources
-from vgpu_agent.sim.kubelet_records import Records, ResourceDevices
+from vgpu_agent.sim.kubelet.endpoint import CallFailedError, Endpoint, Timing
+from vgpu_agent.sim.kubelet.faults import AdmissionError, Call, ContainerStartError, Faults
+from vgpu_agent.sim.kubelet.pod_resources import PodResources
+from vgpu_agent.sim.kubelet.records import Records, ResourceDevices
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 
 if TYPE_CHECKING:

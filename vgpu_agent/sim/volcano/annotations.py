@@ -1,6 +1,6 @@
 """What Volcano's scheduler reads from and writes to annotations of nodes and pods, in the words of the simulated scheduler.
 
-Called by the ledgers (`volcano_ledger`, `volcano_gpushare`) and by `volcano_scheduler`. The agent's families speak the same language from
+Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families speak the same language from
 the other side of the wire; nothing is shared with them, so that a misreading on one side shows as a failing test and not as agreement.
 Source of every format: contract volcano-vgpu §2 and §3, volcano-gpushare §2 and §3.
 """

@@ -1,6 +1,6 @@
 """The GPU-share ledger of the simulated Volcano scheduler: whole pods on one card by memory, or whole cards by number.
 
-Made anew for every round of `volcano_scheduler` from the node's capacity and the pods' `gpu-index`. Rules: contract volcano-gpushare §2,
+Made anew for every round of `scheduler` from the node's capacity and the pods' `gpu-index`. Rules: contract volcano-gpushare §2,
 §3 and §8, golden vectors volcano-gpushare:S2, S5, S6, S7. Where the real one walks its cards in random order, this one goes by index.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Literal
 
-from vgpu_agent.sim import volcano_annotations as words
-from vgpu_agent.sim.volcano_ledger import Placed
-from vgpu_agent.sim.volcano_resources import Object, amount, annotations_of, is_terminated, limits
+from vgpu_agent.sim.volcano import annotations as words
+from vgpu_agent.sim.volcano.ledger import Placed
+from vgpu_agent.sim.volcano.resources import Object, amount, annotations_of, is_terminated, limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,8 +1,8 @@
 """The vGPU ledger of the simulated Volcano scheduler: which share of which card is whose, and where the next pod fits.
 
-Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `volcano_scheduler`, so it knows nothing that the
+Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`, so it knows nothing that the
 API server does not. Rules: contract volcano-vgpu §8, golden vectors G3, G6, G7, G8 and G13 there; for cards in the mode ``mig`` whose
-geometry is known, `volcano_mig`. The reference's accounting mistakes (its §9, row 17) are not imitated.
+geometry is known, `mig`. The reference's accounting mistakes (its §9, row 17) are not imitated.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from vgpu_agent.sim import volcano_annotations as words
-from vgpu_agent.sim.volcano_annotations import Card, Claim
-from vgpu_agent.sim.volcano_mig import InstanceUse
-from vgpu_agent.sim.volcano_resources import Object, amount, annotations_of, is_terminated, limits
+from vgpu_agent.sim.volcano import annotations as words
+from vgpu_agent.sim.volcano.annotations import Card, Claim
+from vgpu_agent.sim.volcano.mig import InstanceUse
+from vgpu_agent.sim.volcano.resources import Object, amount, annotations_of, is_terminated, limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vgpu_agent.sim.volcano_mig import Geometries
+    from vgpu_agent.sim.volcano.mig import Geometries
 
 NUMBER = "volcano.sh/vgpu-number"
 MEMORY = "volcano.sh/vgpu-memory"

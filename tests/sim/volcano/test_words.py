@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sim.volcano_objects import gpushare_node, node, pod
-from vgpu_agent.sim import volcano_annotations as words
-from vgpu_agent.sim import volcano_resources as resources
-from vgpu_agent.sim.volcano_gpushare import GpushareLedger, Strategy
-from vgpu_agent.sim.volcano_ledger import Placed
+from tests.sim.volcano.objects import gpushare_node, node, pod
+from vgpu_agent.sim.volcano import annotations as words
+from vgpu_agent.sim.volcano import resources
+from vgpu_agent.sim.volcano.gpushare import GpushareLedger, Strategy
+from vgpu_agent.sim.volcano.ledger import Placed
 
 NOW = 1795200692.0  # 2026-11-20 18:51:32 UTC
 

@@ -1,6 +1,6 @@
 """Reading a request of the simulated API server: which resource its path means, what it asks for, and which objects its selector takes.
 
-Called by `sim.api_server` for each request. What the stand-in does not know is refused by name rather than guessed, so that a test never
+Called by `sim.api.server` for each request. What the stand-in does not know is refused by name rather than guessed, so that a test never
 passes because a selector was ignored.
 """
 
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from vgpu_agent.sim.api_faults import Request
-from vgpu_agent.sim.api_objects import KINDS, ApiRefusalError
+from vgpu_agent.sim.api.faults import Request
+from vgpu_agent.sim.api.objects import KINDS, ApiRefusalError
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from vgpu_agent.sim.api_objects import Object
+    from vgpu_agent.sim.api.objects import Object
 
 _PATH = re.compile(
     r"/(?:api/v1|apis/events\.k8s\.io/v1)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?"

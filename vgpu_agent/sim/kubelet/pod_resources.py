@@ -16,9 +16,9 @@ from vgpu_agent.sim.protocol import podresources_pb2 as messages
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from vgpu_agent.sim.kubelet import Pod
-    from vgpu_agent.sim.kubelet_faults import Faults
-    from vgpu_agent.sim.kubelet_records import Allocation, Records, ResourceDevices
+    from vgpu_agent.sim.kubelet.faults import Faults
+    from vgpu_agent.sim.kubelet.kubelet import Pod
+    from vgpu_agent.sim.kubelet.records import Allocation, Records, ResourceDevices
 
 _CALLS_A_SECOND, _BURST = 100.0, 10.0
 

@@ -9,10 +9,10 @@ import contextlib
 import datetime as dt
 from typing import TYPE_CHECKING, Any
 
-from vgpu_agent.sim.api_objects import ApiRefusalError
+from vgpu_agent.sim.api.objects import ApiRefusalError
 
 if TYPE_CHECKING:
-    from vgpu_agent.sim.api_objects import Object, ObjectStore
+    from vgpu_agent.sim.api.objects import Object, ObjectStore
 
 
 class Containers:

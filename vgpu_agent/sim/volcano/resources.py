@@ -1,6 +1,6 @@
 """Plain resource arithmetic of the simulated Volcano scheduler: what pods ask for, what a node has left, and where a pod may go at all.
 
-Called by `volcano_node` and by the device ledgers. Objects are the API's JSON. As far as the two Volcano contracts need it: taints,
+Called by `node` and by the device ledgers. Objects are the API's JSON. As far as the two Volcano contracts need it: taints,
 affinities and ports are not looked at.
 """
 

@@ -1,6 +1,6 @@
 """What the simulated API server keeps: objects, their versions, and the changes that watches are fed from.
 
-Used by `sim.api_server`, which puts HTTP in front of it, and directly by tests and the demo that want to look or change something without
+Used by `sim.api.server`, which puts HTTP in front of it, and directly by tests and the demo that want to look or change something without
 a request. It knows as much of Kubernetes' rules as a node agent and a scheduler can meet: versions, preconditions, a Binding that sets
 node and annotations at once, deletion with grace, status as a subresource. Whatever it refuses, it refuses with the code and the reason of
 the real one.

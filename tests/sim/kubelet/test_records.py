@@ -6,7 +6,7 @@ import concurrent.futures
 import json
 from pathlib import Path
 
-from vgpu_agent.sim.kubelet_records import CHECKPOINT, Records, ResourceDevices
+from vgpu_agent.sim.kubelet.records import CHECKPOINT, Records, ResourceDevices
 
 
 def test_writers_of_the_checkpoint_do_not_meet(tmp_path: Path) -> None:

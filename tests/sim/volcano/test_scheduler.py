@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
-from tests.sim.volcano_objects import U0, U1, asking, gpushare_node, node, pod
+from tests.sim.volcano.objects import U0, U1, asking, gpushare_node, node, pod
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim.api_faults import Fault, FaultKind
-from vgpu_agent.sim.api_server import ApiServer
-from vgpu_agent.sim.volcano_api import ApiAccess
-from vgpu_agent.sim.volcano_scheduler import VolcanoScheduler, VolcanoSettings, main
+from vgpu_agent.sim.api.faults import Fault, FaultKind
+from vgpu_agent.sim.api.server import ApiServer
+from vgpu_agent.sim.volcano.api import ApiAccess
+from vgpu_agent.sim.volcano.scheduler import VolcanoScheduler, VolcanoSettings, main
 
 Object = dict[str, Any]
 IDS = "volcano.sh/vgpu-ids-new"

@@ -1,6 +1,6 @@
-"""How the simulated Volcano scheduler talks to an API server, a real one or `sim.api_server`: requests, and lists kept up to date.
+"""How the simulated Volcano scheduler talks to an API server, a real one or `sim.api.server`: requests, and lists kept up to date.
 
-Called by `volcano_scheduler`. Simple on purpose, and independent of the agent's own client: whatever looks wrong ends in a new list.
+Called by `scheduler`. Simple on purpose, and independent of the agent's own client: whatever looks wrong ends in a new list.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vgpu_agent.errors import ClusterError, SimulationError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
-    from vgpu_agent.sim.volcano_resources import Object
+    from vgpu_agent.sim.volcano.resources import Object
 
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.sim.volcano_objects import ALLOCATABLE, U0, U1, asking, bound, node, pod
-from vgpu_agent.sim.volcano_ledger import VgpuLedger
-from vgpu_agent.sim.volcano_mig import Geometries
-from vgpu_agent.sim.volcano_resources import Object
+from tests.sim.volcano.objects import ALLOCATABLE, U0, U1, asking, bound, node, pod
+from vgpu_agent.sim.volcano.ledger import VgpuLedger
+from vgpu_agent.sim.volcano.mig import Geometries
+from vgpu_agent.sim.volcano.resources import Object
 
 DEVICE_CONFIG = """
 nvidia:

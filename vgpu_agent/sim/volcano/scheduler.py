@@ -5,7 +5,7 @@ master of August 2026 (annotations inside the Binding), with ``old`` like 1.13 t
 bound, node handshake). Golden vectors: volcano-vgpu:G3, G6, G7, G8, G13; volcano-gpushare:S2. It keeps no state but what the API server
 has, so it may be killed and started anywhere.
 
-    python -m vgpu_agent.sim.volcano_scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare share] [--node-lock]
+    python -m vgpu_agent.sim.volcano.scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare share] [--node-lock]
 
 Differences from the real one, on purpose: a pod counts as placed from the moment its Binding was accepted; a gang is patched and bound only
 when it is complete, and takes each node's lock once; stamps are UTC. Queues, priorities, preemption and pipelining do not exist here.
@@ -26,18 +26,18 @@ from typing import TYPE_CHECKING, Literal
 from vgpu_agent import log
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import ClusterError, SimulationError
-from vgpu_agent.sim import volcano_annotations as words
-from vgpu_agent.sim import volcano_resources as resources
-from vgpu_agent.sim.volcano_api import MERGE_PATCH, STRATEGIC_MERGE_PATCH, ApiAccess, ApiClient, Collection
-from vgpu_agent.sim.volcano_gpushare import GpushareLedger
-from vgpu_agent.sim.volcano_ledger import Placed, Policy, VgpuLedger, group_of
-from vgpu_agent.sim.volcano_node import NodeRoom
+from vgpu_agent.sim.volcano import annotations as words
+from vgpu_agent.sim.volcano import resources
+from vgpu_agent.sim.volcano.api import MERGE_PATCH, STRATEGIC_MERGE_PATCH, ApiAccess, ApiClient, Collection
+from vgpu_agent.sim.volcano.gpushare import GpushareLedger
+from vgpu_agent.sim.volcano.ledger import Placed, Policy, VgpuLedger, group_of
+from vgpu_agent.sim.volcano.node import NodeRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from vgpu_agent.sim.volcano_mig import Geometries
-    from vgpu_agent.sim.volcano_resources import Object
+    from vgpu_agent.sim.volcano.mig import Geometries
+    from vgpu_agent.sim.volcano.resources import Object
 
 _logger = log.get(__name__)
 
@@ -359,7 +359,7 @@ def _path(pod: Object) -> str:
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m vgpu_agent.sim.volcano_scheduler", description="A stand-in for Volcano's scheduler.")
+    parser = argparse.ArgumentParser(prog="python -m vgpu_agent.sim.volcano.scheduler", description="A stand-in for Volcano's scheduler.")
     parser.add_argument("--kubeconfig", type=Path, required=True, help="where the API server is")
     parser.add_argument("--scheduler-name", default="volcano", help="whose pods to take")
     parser.add_argument("--policy", choices=("none", "binpack", "spread"), default="none", help="which card is taken first")

@@ -1,6 +1,6 @@
 """One node as the simulated Volcano scheduler sees it in one round: what is left of it, by plain arithmetic and card by card.
 
-Called by `volcano_scheduler`, which makes one of these for each node from what its watches show, tries pods on copies of it, and keeps the
+Called by `scheduler`, which makes one of these for each node from what its watches show, tries pods on copies of it, and keeps the
 copy that it decides for.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.sim import volcano_resources as resources
-from vgpu_agent.sim.volcano_ledger import Placed
+from vgpu_agent.sim.volcano import resources
+from vgpu_agent.sim.volcano.ledger import Placed
 
 if TYPE_CHECKING:
-    from vgpu_agent.sim.volcano_gpushare import GpushareLedger
-    from vgpu_agent.sim.volcano_ledger import VgpuLedger
-    from vgpu_agent.sim.volcano_resources import Amounts, Object
+    from vgpu_agent.sim.volcano.gpushare import GpushareLedger
+    from vgpu_agent.sim.volcano.ledger import VgpuLedger
+    from vgpu_agent.sim.volcano.resources import Amounts, Object
 
 
 @dataclasses.dataclass

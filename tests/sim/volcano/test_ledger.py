@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.sim.volcano_objects import ALLOCATABLE, REGISTER, U0, U1, asking, bound, node, pod
-from vgpu_agent.sim.volcano_ledger import Placed, Policy, VgpuLedger
+from tests.sim.volcano.objects import ALLOCATABLE, REGISTER, U0, U1, asking, bound, node, pod
+from vgpu_agent.sim.volcano.ledger import Placed, Policy, VgpuLedger
 
 NOW = 1795200692.7
 Object = dict[str, Any]

@@ -4,7 +4,7 @@ Whoever simulates a cluster starts one, puts a Node and pods into `ApiServer.obj
 hands the agent the file that `ApiServer.kubeconfig` writes. It shares no code with the agent's own client, so that the two cannot share a
 mistake. What goes wrong is said by ``faults``, `down`, `cut` and ``latency_seconds``; what was asked stands in ``requests``.
 
-Rules of objects are in `sim.api_objects`; here are HTTP, selectors, pages, and watches.
+Rules of objects are in `sim.api.objects`; here are HTTP, selectors, pages, and watches.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import msgspec
 from aiohttp import web
 
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim.api_faults import Fault, FaultKind, Request, take
-from vgpu_agent.sim.api_objects import KINDS, ApiRefusalError, ObjectStore
-from vgpu_agent.sim.api_requests import Selector, understood
+from vgpu_agent.sim.api.faults import Fault, FaultKind, Request, take
+from vgpu_agent.sim.api.objects import KINDS, ApiRefusalError, ObjectStore
+from vgpu_agent.sim.api.requests import Selector, understood
 
 if TYPE_CHECKING:
     import os
     import ssl
     from collections.abc import Awaitable, Callable, Sequence
 
-    from vgpu_agent.sim.api_objects import Change, Object
+    from vgpu_agent.sim.api.objects import Change, Object
 
     Hook = Callable[[Request], Awaitable[None] | None]
 
@@ -47,7 +47,7 @@ class ApiServer:
 
     Attributes:
         requests: every request since the start, or since a test cleared the list.
-        faults: what goes wrong; see `sim.api_faults`.
+        faults: what goes wrong; see `sim.api.faults`.
         tokens: the bearer tokens that are accepted; empty accepts everybody.
         before_write: called with each write before anything is changed, and awaited when it can be; what it raises is a 500.
         after_write: the same after the change, before the answer is sent.

@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from vgpu_agent.sim.api_faults import Fault, FaultKind, Request
-from vgpu_agent.sim.api_objects import ApiRefusalError, ObjectStore
-from vgpu_agent.sim.api_server import ApiServer
+from vgpu_agent.sim.api.faults import Fault, FaultKind, Request
+from vgpu_agent.sim.api.objects import ApiRefusalError, ObjectStore
+from vgpu_agent.sim.api.server import ApiServer
 
 _PODS = "/api/v1/namespaces/default/pods"
 _MERGE = {"Content-Type": "application/merge-patch+json"}

@@ -1,0 +1,1 @@
+"""A stand-in kubelet on another gRPC library than the agent's."""
