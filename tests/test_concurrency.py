@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.concurrency import Latest, Supervisor, TaskState
+from vgpu_agent.concurrency import Latest, Revision, Supervisor, TaskState
 
 
 async def test_a_reader_gets_the_newest_value_and_skips_the_ones_between() -> None:
@@ -39,6 +39,18 @@ async def test_changes_begin_with_the_current_value() -> None:
     latest.publish("then")
     assert await anext(changes) == "then"
     await changes.aclose()
+
+
+async def test_a_revision_counts_changes_and_wakes_its_readers() -> None:
+    """The publishers need not know what the count is."""
+    revision = Revision()
+    reader = asyncio.ensure_future(revision.newer_than(0))
+    await asyncio.sleep(0)
+    revision.advance()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert await reader == 1
+    revision.advance()
+    assert (revision.value, revision.version) == (2, 2)
 
 
 @pytest.mark.looptime
@@ -115,20 +127,6 @@ async def test_a_loop_that_returns_has_ended() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert supervisor.reports[0].state is TaskState.ENDED
-
-
-async def test_a_fatal_error_ends_the_loop_and_says_why() -> None:
-    """What no restart can mend is not tried again."""
-
-    async def refused() -> None:
-        raise ValueError("version refused")
-
-    async with _supervisor() as supervisor:
-        supervisor.start("plugin", refused, fatal=(ValueError,))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        (report,) = supervisor.reports
-        assert (report.state, report.last_error, report.restarts) == (TaskState.FAILED, "version refused", 0)
 
 
 async def test_a_silent_loop_counts_as_stuck_until_it_beats() -> None:

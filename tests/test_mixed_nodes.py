@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vgpu_agent.config import schema
-from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.load import Contents, Sources, load_contents
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "mixed-nodes.md").read_text()
@@ -27,14 +27,16 @@ def test_the_settings_of_the_page_are_those_of_the_agent() -> None:
 def test_the_example_of_the_page_is_a_configuration_without_collisions() -> None:
     """It is what an operator copies first."""
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    loaded = load_content(Sources({}, {}, "c.yaml"), "\n".join(["version: v1", *(line[4:] for line in example.splitlines())]).encode())
+    loaded = load_contents(
+        Sources({}, {}, "c.yaml"), Contents("\n".join(["version: v1", *(line[4:] for line in example.splitlines())]).encode())
+    )
     assert (loaded.settings.families.nvidia, loaded.settings.families.volcano_vgpu) == (True, True)
     assert loaded.collisions == loaded.warnings == ()
 
 
 def test_whole_gpus_under_two_names_are_no_collision() -> None:
     """Both families have one id a GPU, its UUID. It works, and every page says so."""
-    assert load_content(Sources({}, {}, "c.yaml"), f"version: v1\n{BOTH_WHOLE}".encode()).collisions == ()
+    assert load_contents(Sources({}, {}, "c.yaml"), Contents(f"version: v1\n{BOTH_WHOLE}".encode())).collisions == ()
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)

@@ -73,13 +73,23 @@ class Latest(Generic[T]):
                 await asyncio.sleep(gathering_seconds)
 
 
+class Revision(Latest[int]):
+    """A count of changes: tells readers that something is new, and leaves it to them to look what."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def advance(self) -> None:
+        """Count one more change and wake all who wait for it."""
+        self.publish(self.value + 1)
+
+
 class TaskState(enum.StrEnum):
-    """What a supervised loop is doing."""
+    """The state of a supervised loop."""
 
     RUNNING = "running"
     BACKING_OFF = "backing off"
     ENDED = "ended"
-    FAILED = "failed"
 
 
 @dataclasses.dataclass
@@ -142,7 +152,6 @@ class Supervisor:
         loop: Callable[[], Awaitable[None]],
         *,
         stuck_after_seconds: float | None = None,
-        fatal: tuple[type[Exception], ...] = (),
     ) -> None:
         """Run ``loop`` under ``name`` until it returns or `stop` is called.
 
@@ -150,7 +159,6 @@ class Supervisor:
             name: what ``/debug/tasks``, the log and the metric call it; a running task of that name must not exist.
             loop: called again after each failure, so it must begin with a clean slate.
             stuck_after_seconds: how long the loop may go without calling `beat` before it counts as stuck; None when it makes no promise.
-            fatal: exceptions that no restart can mend; they end the loop (state ``failed``) and leave the agent running.
 
         Raises:
             RuntimeError: the supervisor was not entered, or the name is in use.
@@ -161,7 +169,7 @@ class Supervisor:
             raise RuntimeError(f"a task named {name!r} is already running")
         report = self._reports[name] = TaskReport(name, started_at=time.time(), stuck_after_seconds=stuck_after_seconds)
         self._beats[name] = time.monotonic()
-        self._tasks[name] = self._group.create_task(self._look_after(report, loop, fatal), name=name)
+        self._tasks[name] = self._group.create_task(self._look_after(report, loop), name=name)
 
     def beat(self, name: str) -> None:
         """Give a sign of life for the loop ``name``."""
@@ -178,7 +186,7 @@ class Supervisor:
             # `wait` does not pass the task's own end on, so a cancellation that arrives here is the caller's and must reach it.
             await asyncio.wait({task})
 
-    async def _look_after(self, report: TaskReport, loop: Callable[[], Awaitable[None]], fatal: tuple[type[Exception], ...]) -> None:
+    async def _look_after(self, report: TaskReport, loop: Callable[[], Awaitable[None]]) -> None:
         delay = self._min
         while True:
             began = time.monotonic()
@@ -186,10 +194,6 @@ class Supervisor:
             self.beat(report.name)
             try:
                 await loop()
-            except fatal as err:
-                report.state, report.last_error = TaskState.FAILED, str(err)
-                _logger.error("task.failed", task=report.name, error=str(err))
-                return
             # A loop's bug must not end the other loops; it is logged whole and counted. One of the bugs is to be cancelled by nobody: a
             # future that the loop waited for was.
             except (Exception, asyncio.CancelledError) as err:

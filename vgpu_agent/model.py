@@ -140,7 +140,6 @@ class Inventory:
         cuda_version: e.g. ``13.0``.
         simulated: the library under NVML is `sim`'s.
         failures: cards that did not answer at enumeration: ``index: text``.
-        taken_at: unix seconds of the reading in which it changed.
     """
 
     version: int = 0
@@ -150,7 +149,6 @@ class Inventory:
     cuda_version: str = ""
     simulated: bool = False
     failures: tuple[str, ...] = ()
-    taken_at: float = 0.0
 
     def gpu(self, uuid: str) -> Gpu | None:
         """The GPU of that UUID, or None."""

@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import UnusableNameError, quoted
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class PodBook:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.left_out = self.ends = 0
         self._clock = clock
-        self.revision: Latest[int] = Latest(0)
+        self.revision = Revision()
         self.synced = asyncio.Event()
         self._pods: dict[str, Pod] = {}  # by the API server's UID
         self._sizes: dict[str, int] = {}  # of `_pods`, in bytes
@@ -428,4 +428,4 @@ class PodBook:
         while self._ended and (len(self._ended) > _MOST_ENDED or now - next(iter(self._ended.values()))[1] > _ENDED_SECONDS):
             self._ended.popitem(last=False)
         self._in_order = self._static = None
-        self.revision.publish(self.revision.value + 1)
+        self.revision.advance()

@@ -27,7 +27,7 @@ from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
-from vgpu_agent.concurrency import Latest, Supervisor
+from vgpu_agent.concurrency import Latest, Revision, Supervisor
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
@@ -133,10 +133,10 @@ class Agent:
         book.put(Pod("uid-a", "default", "a", node="n1"))
         nodes: Latest[Node | None] = Latest(node)
         watches = [PodWatch(self.api, "n1", PodBook(), settings=IMPATIENT, journal=self.journal)]
-        pods = PodPublisher(self.api, book, lambda: {"uid-a": {"a": "b"}}, Latest(0), IMPATIENT, self.journal)
+        pods = PodPublisher(self.api, book, lambda: {"uid-a": {"a": "b"}}, Revision(), IMPATIENT, self.journal)
         conditions = {"Vgpu": ("True", "r", "m")}
         wishes = NodeWishes(annotations={"a": "b", "c": None}, capacity={"volcano.sh/x": "1"}, conditions=conditions)
-        publisher = NodePublisher(self.api, "n1", nodes, lambda *_: wishes, Latest(0), IMPATIENT, self.journal)
+        publisher = NodePublisher(self.api, "n1", nodes, lambda *_: wishes, Revision(), IMPATIENT, self.journal)
         events = Events(self.api, "vgpu-agent", "n1", IMPATIENT, self.journal)
         events.raise_event(node, "Reason", "message")
         node_watch = NodeWatch(self.api, "n1", settings=IMPATIENT, journal=self.journal)

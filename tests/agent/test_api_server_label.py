@@ -18,7 +18,7 @@ from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.named_configuration import NamedConfiguration
 from vgpu_agent.agent.status.cluster import ClusterReport
-from vgpu_agent.concurrency import Latest, Supervisor
+from vgpu_agent.concurrency import Revision, Supervisor
 from vgpu_agent.config.binding import Families
 from vgpu_agent.config.load import load, load_sources
 from vgpu_agent.config.named_config import NamedConfig
@@ -70,7 +70,7 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
         assert [watch.what for watch in ClusterReport(cluster).status().watches] == ["this node"]
         server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: None}}})
         nobody: Any = None
-        cluster.write(nobody, nobody, nobody, Latest(0), lambda _: ())
+        cluster.write(nobody, nobody, nobody, Revision(), lambda _: ())
         assert (cluster.node_publisher, cluster.pod_publisher, cluster.reschedule) == (None, None, None)
         assert cluster.nodes is not None
         async with asyncio.timeout(PATIENCE_SECONDS):

@@ -9,7 +9,7 @@ import structlog
 
 from vgpu_agent import log
 from vgpu_agent.agent.reload import Reload
-from vgpu_agent.config.load import Loaded, Sources, load_content
+from vgpu_agent.config.load import Contents, Loaded, Sources, load_contents
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.journal import Journal
@@ -17,7 +17,7 @@ from vgpu_agent.journal import Journal
 
 def loaded(text: str = "") -> Loaded:
     """The settings of a file with this text after its version."""
-    return load_content(Sources({}, {}, "config.yaml"), b"version: v1\n" + text.encode())
+    return load_contents(Sources({}, {}, "config.yaml"), Contents(b"version: v1\n" + text.encode()))
 
 
 class Applied:

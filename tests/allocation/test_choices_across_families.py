@@ -15,7 +15,7 @@ from tests.families.volcano_vgpu.mig.parts import GROUP2, ask, mig_family
 from tests.families.volcano_vgpu.mig.parts import node as divided
 from vgpu_agent.allocation.claims import Claims
 from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
@@ -164,6 +164,8 @@ def test_an_instance_is_taken_of_a_gpu_that_serves_the_family(others: tuple[int,
 
 def test_the_setting_auto_is_the_default_and_any_other_is_a_choice() -> None:
     """NVIDIA's default written out by an operator is a setting, the same default of ours is none."""
-    written = load_content(Sources({}, {}, "c.yaml"), b"version: v1\nplugin: {sharedDevicesAllocationPolicy: distributed}\n").settings
+    written = load_contents(
+        Sources({}, {}, "c.yaml"), Contents(b"version: v1\nplugin: {sharedDevicesAllocationPolicy: distributed}\n")
+    ).settings
     read = [NvidiaOptions.from_settings(settings, lists=ListOptions()) for settings in (Settings(), written)]
     assert [(options.policy, options.policy_is_set) for options in read] == [("distributed", False), ("distributed", True)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.cluster.fake_api import NODE, FakeApi, WatchedNode, node
 from vgpu_agent.cluster.node_publisher import NodePublisher
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import Node, NodeWishes
@@ -24,7 +24,7 @@ class World:
     def __init__(
         self, wishes: NodeWishes | None = None, *, delay_seconds: float = 0.05, annotations: Mapping[str, str] | None = None
     ) -> None:
-        self.api, self.journal, self.wake = FakeApi(), Journal(), Latest(0)
+        self.api, self.journal, self.wake = FakeApi(), Journal(), Revision()
         self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)
         self.wishes = wishes or NodeWishes(annotations={REGISTER: "U0,10:"})
         self.asked_at: list[float] = []
@@ -53,7 +53,7 @@ class World:
     def wish(self, **parts: Any) -> None:
         """The families wish for something else from now on."""
         self.wishes = NodeWishes(**parts)
-        self.wake.publish(self.wake.value + 1)
+        self.wake.advance()
 
     @property
     def annotations(self) -> dict[str, str]:

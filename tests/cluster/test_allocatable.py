@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.fake_api import NODE, FakeApi, WatchedNode, node, running, unavailable
 from vgpu_agent.cluster.allocatable import AllocatableWriter
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
@@ -25,7 +25,7 @@ class World:
     """A Node n1 whose kubelet has 4 GPUs and 40 shares of them, all healthy, and one writer."""
 
     def __init__(self, *, delay_seconds: float = 0.05) -> None:
-        self.api, self.journal, self.lists, self.withdrawn = FakeApi(), Journal(), Latest(0), Latest(0)
+        self.api, self.journal, self.lists, self.withdrawn = FakeApi(), Journal(), Revision(), Revision()
         self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)
         self.sent = {GPU: SentCounts(4, 4, 4), VGPU: SentCounts(40, 40, 40)}
         self.writer = AllocatableWriter(
@@ -42,7 +42,7 @@ class World:
     def send(self, **healthy: int) -> None:
         """Kubelet is sent lists in which so many are healthy."""
         self.sent |= {resource: SentCounts(self.sent[resource].listed, count, count) for resource, count in healthy.items()}
-        self.lists.publish(self.lists.value + 1)
+        self.lists.advance()
 
     @property
     def allocatable(self) -> dict[str, str]:

@@ -71,7 +71,7 @@ async def test_a_write_is_not_repeated_while_the_watch_lags() -> None:
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(12)
         for _ in range(5):
-            world.wake.publish(world.wake.value + 1)
+            world.wake.advance()
             await asyncio.sleep(1)
         await asyncio.sleep(60)
     assert len(world.patches) == 1

@@ -117,7 +117,7 @@ async def test_a_removed_lock_is_not_removed_again_while_the_watch_is_late() -> 
         await asyncio.sleep(1)
         assert LOCK not in world.annotations
         world.api.change(NODE, {"metadata": {"annotations": {LOCK: "10:00:00"}}})
-        world.wake.publish(world.wake.value + 1)
+        world.wake.advance()
         await asyncio.sleep(5)
         assert len(world.api.requests) == 1
         await asyncio.sleep(7)

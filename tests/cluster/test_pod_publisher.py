@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.fake_api import FakeApi, WatchedPods, pod, pod_at, running, unavailable
 from vgpu_agent.cluster.pod_publisher import PodPublisher
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
@@ -27,7 +27,7 @@ class World:
     """An API server with pods, their watch, and one publisher of changeable wishes."""
 
     def __init__(self, *names: str, delay_seconds: float = 0.05) -> None:
-        self.api, self.journal, self.wake = FakeApi(), Journal(), Latest(0)
+        self.api, self.journal, self.wake = FakeApi(), Journal(), Revision()
         self.watched = WatchedPods(self.api, delay_seconds=delay_seconds)
         self.wishes: dict[str, Mapping[str, str | None]] = {f"uid-{name}": DONE for name in names}
         self.publisher = self.another()
@@ -41,7 +41,7 @@ class World:
     def wish(self, name: str, **annotations: str | None) -> None:
         """The families wish for something else from now on; dots and slashes stand as they are in ``annotations``."""
         self.wishes[f"uid-{name}"] = annotations
-        self.wake.publish(self.wake.value + 1)
+        self.wake.advance()
 
     def annotations(self, name: str) -> dict[str, str]:
         """What stands on the pod."""

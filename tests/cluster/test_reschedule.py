@@ -12,7 +12,7 @@ from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.reschedule import Reschedule
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
@@ -312,7 +312,7 @@ async def test_a_missing_permission_is_named_once() -> None:
 async def test_nothing_is_requested_while_nothing_is_refused() -> None:
     """Ten virtual minutes with signs of life."""
     world = World(evict_seconds=60)
-    wake: Latest[int] = world.refusals.revision
+    wake: Revision = world.refusals.revision
     beats: list[int] = []
     async with running(world.reschedule.run(lambda: beats.append(1))):
         wake.publish(7)

@@ -16,7 +16,7 @@ from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
@@ -42,7 +42,7 @@ async def test_the_node_stands_as_wished_through_a_deletion_of_the_node(server: 
         guarded=frozenset({LOCK}),
     )
     watch = NodeWatch(client, "n1", settings=QUICK, journal=journal)
-    publisher = NodePublisher(client, "n1", watch.node, lambda _node, _now: wishes, Latest(0), QUICK, journal)
+    publisher = NodePublisher(client, "n1", watch.node, lambda _node, _now: wishes, Revision(), QUICK, journal)
 
     def stands() -> bool:
         node = watch.node.value
@@ -66,7 +66,7 @@ async def test_the_node_stands_as_wished_through_a_deletion_of_the_node(server: 
 
 async def test_a_pods_annotations_stand_after_an_outage(server: ApiServer, client: ApiClient, journal: Journal) -> None:
     """The container was let go while the API server was away; what is written later is one patch of this very pod."""
-    book, wake = PodBook(), Latest(0)
+    book, wake = PodBook(), Revision()
     wishes: dict[str, Mapping[str, str | None]] = {}
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
     publisher = PodPublisher(client, book, lambda: wishes, wake, QUICK, journal)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from vgpu_agent.config.load import Loaded, Sources, load_content
+from vgpu_agent.config.load import Contents, Loaded, Sources, load_contents
 from vgpu_agent.errors import ConfigError
 
 Load = Callable[..., Loaded]
@@ -15,7 +15,7 @@ Problems = Callable[..., list[str]]
 
 def _load(text: str | bytes = "", *, flags: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
     content = text if isinstance(text, bytes) else (text or "version: v1\n").encode()
-    return load_content(Sources(flags or {}, environment or {}, "config.yaml"), content)
+    return load_contents(Sources(flags or {}, environment or {}, "config.yaml"), Contents(content))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.config.conftest import Load
 from tests.golden import golden_inventory, golden_slices, with_slices
 from vgpu_agent.config import collisions
-from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.config.problems import Problems
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.device_lists import ListOptions
@@ -209,7 +209,7 @@ def test_every_name_that_nvidia_offers_is_known_beforehand(
             for name, (rename, everything) in shared.items()
         )
         lines.append(f"sharing: {{timeSlicing: {{renameByDefault: {str(suffix).lower()}, resources: [{entries}]}}}}")
-    settings = load_content(Sources({}, {}, "c.yaml"), "\n".join(lines).encode()).settings
+    settings = load_contents(Sources({}, {}, "c.yaml"), Contents("\n".join(lines).encode())).settings
     inventory = with_slices(golden_inventory(), U0=golden_slices()) if divided else golden_inventory()
     offered = {each.name for each in NvidiaFamily(NvidiaOptions.from_settings(settings, lists=ListOptions())).resources(inventory)}
     known = list(collisions._nvidia_names(settings))

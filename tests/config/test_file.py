@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.patience import quickest_call
 from vgpu_agent.config import options, schema
-from vgpu_agent.config.load import LARGEST_FILE_BYTES, Contents, Sources, load, load_content, load_contents, read
+from vgpu_agent.config.load import LARGEST_FILE_BYTES, Contents, Sources, load, load_contents, read
 from vgpu_agent.errors import ConfigError
 
 
@@ -134,7 +134,7 @@ def test_a_billion_laughs_are_not_laughed() -> None:
 
 def _loads_or_is_refused(content: bytes, flags: dict[str, str], environment: dict[str, str]) -> None:
     with contextlib.suppress(ConfigError):
-        load_content(Sources(flags, environment, "config.yaml"), content)
+        load_contents(Sources(flags, environment, "config.yaml"), Contents(content))
 
 
 @given(st.one_of(st.binary(), st.text().map(lambda text: text.encode("utf-8", "surrogatepass"))))

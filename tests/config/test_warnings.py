@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.config.conftest import Load
-from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.load import Contents, Sources, load_contents
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ sharing:
       - {name: nvidia.com/mig-1g.5gb, replicas: 2}
       - {name: nvidia.com/gpu, replicas: 2}
 """
-    (warning,) = load_content(Sources({}, {}, "config.yaml"), text.encode()).warnings
+    (warning,) = load_contents(Sources({}, {}, "config.yaml"), Contents(text.encode())).warnings
     assert warning == (
         'sharing.timeSlicing.resources[0].name: "nvidia.com/gpus" is no resource of any node; expected nvidia.com/gpu, '
         "nvidia.com/mig-<profile>, or a name from resources:"

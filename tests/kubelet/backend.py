@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import Resource
@@ -23,7 +23,7 @@ class FakeBackend:
     """Answers like the allocator without a ledger; set `failure` to let every call fail with it."""
 
     def __init__(self, *resources: Resource) -> None:
-        self.revision: Latest[int] = Latest(0)
+        self.revision = Revision()
         self.resources = {resource.name: resource for resource in resources}
         self.unhealthy: set[str] = set()
         self.allocated: list[tuple[str, tuple[str, ...]]] = []
@@ -45,7 +45,7 @@ class FakeBackend:
 
     def touch(self) -> None:
         """Say that something may have changed."""
-        self.revision.publish(self.revision.value + 1)
+        self.revision.advance()
 
     def listing(self, resource: str) -> list[ListedDevice]:
         return [ListedDevice(device, device.device not in self.unhealthy) for device in self.resources[resource].ids]

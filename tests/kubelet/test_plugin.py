@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
 from tests.patience import quickest
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import CapacityError, KubeletError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.kubelet.plugin import PluginService
 from vgpu_agent.model import Resource
@@ -30,7 +30,7 @@ class Asked:
     def __init__(self, resource: Resource) -> None:
         self.backend = FakeBackend(resource)
         self.status = PluginStatus(resource.name, resource.family)
-        self.lists = Latest(0)
+        self.lists = Revision()
         self.service = PluginService(resource, self.backend, self.status, coalesce_seconds=COALESCE_SECONDS, lists=self.lists)
 
     async def call(self, method: str, request: Any, response: Callable[[bytes], Any]) -> Any:

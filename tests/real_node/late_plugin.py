@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vgpu_agent import log
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.errors import RequestRefusedError
@@ -37,7 +37,7 @@ class LateBackend:
     """Answers Allocate without knowing anybody, and PreStartContainer from kubelet's records."""
 
     def __init__(self, resource: Resource, settings: Kubelet, cdi_directory: Path) -> None:
-        self.revision: Latest[int] = Latest(0)
+        self.revision = Revision()
         self._resource = resource
         self._settings = settings
         self._cdi_directory = cdi_directory

@@ -112,7 +112,6 @@ def node() -> AgentStatus:
             driver_version="580.65.06",
             cuda_version="13.0",
             failures=("2: GPU is lost",),
-            taken_at=NOW - 100,
         ),
         usage=(GpuUsage("GPU-0", 1024, 81920, 55, 41, 250.5, 2, ((4711, 512),)), GpuUsage("GPU-1")),
         inventory_at=NOW - 100,

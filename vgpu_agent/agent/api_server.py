@@ -24,7 +24,7 @@ from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.volcano_files import read_device_config, told
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.kubelet.waiting import first_of
@@ -67,7 +67,7 @@ class ClusterSide:
     def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor, named: NamedConfiguration | None = None) -> None:
         """Nothing is asked yet; ``named`` is told of the label, and what it chooses is remembered."""
         self.book = PodBook()
-        self.changed: Latest[int] = Latest(0)
+        self.changed = Revision()
         self.connected = False
         self.without = "the agent is starting"
         self.origin = ""
@@ -186,14 +186,14 @@ class ClusterSide:
         allocator: Allocator,
         refusals: Refusals,
         overcommits: Overcommits,
-        wake: Latest[int],
+        wake: Revision,
         tokens: Callable[[str], Sequence[str]],
         *,
         starting: Callable[[], bool] = lambda: False,
         resources: Callable[[], Collection[str]] = lambda: (),
         sent: Callable[[], Mapping[str, SentCounts]] = dict,
-        lists: Latest[int] | None = None,
-        withdrawn: Latest[int] | None = None,
+        lists: Revision | None = None,
+        withdrawn: Revision | None = None,
     ) -> None:
         """Start to keep Node and pods as the families wish them; ``tokens`` and ``starting`` as for `PodPublisher`.
 
@@ -238,8 +238,8 @@ class ClusterSide:
             settings.node_name_or_hostname,
             self.nodes.node,
             sent,
-            lists or Latest(0),
-            withdrawn or Latest(0),
+            lists or Revision(),
+            withdrawn or Revision(),
             settings.cluster,
             self._journal,
         )
@@ -281,7 +281,7 @@ class ClusterSide:
             await self.remember()  # also what could not be written before: the disk was full, or not mounted yet
             if facts != seen:
                 seen = facts
-                self.changed.publish(self.changed.value + 1)
+                self.changed.advance()
                 await apply()
             await first_of(
                 self.nodes.node.newer_than(versions[0]),

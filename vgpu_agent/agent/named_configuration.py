@@ -17,7 +17,7 @@ from vgpu_agent.agent.memory import load_http
 from vgpu_agent.agent.remembered import Memory
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.credentials import credentials
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config import load
 from vgpu_agent.config.named import Choice, Shelf, choose, keys_in
 from vgpu_agent.errors import ClusterError, ConfigError
@@ -61,7 +61,7 @@ class NamedConfiguration:
         self.choice = Choice()
         self.problem = ""
         self.in_force: InForce | None = None
-        self.revision: Latest[int] = Latest(0)
+        self.revision = Revision()
         self.label: str | None = None
         self.waited_seconds = 0.0
         self._read: Callable[[], str | None] = lambda: None
@@ -107,7 +107,7 @@ class NamedConfiguration:
         """``loaded`` is in force from now on, and what a restart falls back upon."""
         named, content = loaded.contents.nvidia_file, loaded.contents.nvidia or b""
         self.in_force = InForce(os.path.basename(named), content.decode(errors="replace"))
-        self.revision.publish(self.revision.value + 1)
+        self.revision.advance()
 
     async def sources(self) -> Sources:
         """What the configuration is made of now: the agent's own sources, and the file that label and directory choose."""

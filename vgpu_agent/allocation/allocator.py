@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.mode import BindingMode
     from vgpu_agent.allocation.node_families import Families
     from vgpu_agent.allocation.surroundings import Surroundings
-    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.concurrency import Revision
     from vgpu_agent.device_ids import ListedDevice
     from vgpu_agent.families.family import Decision, Family, IdFamily, PodFamily, Question
     from vgpu_agent.journal import Journal
@@ -94,7 +94,7 @@ class Allocator:
             )
 
     @property
-    def revision(self) -> Latest[int]:
+    def revision(self) -> Revision:
         """Moves on whenever a list that kubelet should see may have changed."""
         return self._ledger.revision
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING, NamedTuple
 
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +39,7 @@ class Overcommits:
     """
 
     def __init__(self) -> None:
-        self.revision: Latest[int] = Latest(0)
+        self.revision = Revision()
         self.total = 0
         self._untold: collections.deque[Notice] = collections.deque(maxlen=_MOST_UNTOLD)
 

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import shortened, with_advice
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Refusals:
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self.revision: Latest[int] = Latest(0)
+        self.revision = Revision()
         self._clock = clock
         self._refusals: dict[tuple[str, str], Refusal] = {}  # by kubelet's UID and container
 
@@ -97,4 +97,4 @@ class Refusals:
             self._changed()
 
     def _changed(self) -> None:
-        self.revision.publish(self.revision.value + 1)
+        self.revision.advance()

@@ -18,7 +18,7 @@ from vgpu_agent.cdi import earlier_spec, spec_files
 from vgpu_agent.cdi.document import Spec, encode
 from vgpu_agent.cdi.imex import channel_spec
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Latest, Revision
 from vgpu_agent.errors import CdiError
 from vgpu_agent.status import CdiSpecStatus
 
@@ -105,7 +105,7 @@ class GeneratedSpecs:
         self._stuck = Stuck()
         self._knows_earlier = False
         self.settled = asyncio.Event()  # what is wanted now was tried at least once
-        self.revision: Latest[int] = Latest(0)  # of the names and errors
+        self.revision = Revision()  # of the names and errors
 
     def want(self, wanted: Wanted) -> None:
         """Have the specs made for this, unless they are."""
@@ -188,7 +188,7 @@ class GeneratedSpecs:
         wanted_kinds = set(self._kinds(wanted))
         self._made = {kind: made for kind, made in self._made.items() if kind in wanted_kinds}
         if self.statuses != before:
-            self.revision.publish(self.revision.value + 1)
+            self.revision.advance()
         return not errors
 
     async def _go_by_earlier(self, wanted: Wanted) -> None:

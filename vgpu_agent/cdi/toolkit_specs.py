@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.cdi import rules
 from vgpu_agent.cdi.document import LARGEST_BYTES, Spec, decode
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import CdiError
 from vgpu_agent.status import CdiSpecStatus
 
@@ -61,7 +61,7 @@ class ToolkitSpecs:
         self._files: dict[str, _Read] = {}
         self._ambiguous: dict[str, tuple[str, ...]] = {}  # names that files of one directory both have
         self.settled = asyncio.Event()  # they were looked at
-        self.revision: Latest[int] = Latest(0)
+        self.revision = Revision()
 
     @property
     def names(self) -> frozenset[str]:
@@ -125,7 +125,7 @@ class ToolkitSpecs:
         self._files, self._ambiguous = files, _ambiguous(files)
         self.settled.set()
         if changed:
-            self.revision.publish(self.revision.value + 1)
+            self.revision.advance()
 
     def _look(self) -> dict[str, _Read]:
         files: dict[str, _Read] = {}

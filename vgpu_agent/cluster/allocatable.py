@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.cluster.api import Api
-    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.concurrency import Latest, Revision
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
@@ -75,8 +75,8 @@ class AllocatableWriter:
         node_name: str,
         node: Latest[Node | None],
         sent: Callable[[], Mapping[str, SentCounts]],
-        lists: Latest[int],
-        withdrawn: Latest[int],
+        lists: Revision,
+        withdrawn: Revision,
         settings: Cluster,
         journal: Journal,
     ) -> None:

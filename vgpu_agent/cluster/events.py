@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vgpu_agent.cluster.api import events_path, timestamp
 from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting
 from vgpu_agent.cluster.waiting import Versions
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import Pod
 
@@ -98,7 +98,7 @@ class Events:
         self._said: dict[tuple[str, str, str], _Event] = {}  # by object, reason and message; the one that began first comes first
         self._queue: collections.deque[_Event] = collections.deque()
         self._backoff = Backoff(settings)
-        self._raised: Latest[int] = Latest(0)
+        self._raised = Revision()
         self.counts = WriteCounts()
 
     def raise_event(self, regarding: Pod | Node, reason: str, message: str, kind: Literal["Warning", "Normal"] = "Warning") -> None:
@@ -193,7 +193,7 @@ class Events:
         self._queue.append(event)
         if len(self._queue) > self._longest_queue:
             self._drop(self._queue[0])
-        self._raised.publish(self._raised.value + 1)
+        self._raised.advance()
 
     def _drop(self, event: _Event) -> None:
         """Give the event up; it stays among what was said, so that it is not tried again at once."""

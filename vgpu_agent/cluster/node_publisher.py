@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.cluster.api import Api
-    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.concurrency import Latest, Revision
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, NodeWishes
@@ -75,7 +75,7 @@ class NodePublisher:
         node_name: str,
         node: Latest[Node | None],
         wishes: Callable[[Node, float], NodeWishes],
-        wake: Latest[int],
+        wake: Revision,
         settings: Cluster,
         journal: Journal,
         clock: Callable[[], float] = time.time,

@@ -25,7 +25,7 @@ from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting
 from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.cluster.written import Written
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class PodPublisher:
         api: Api,
         book: PodBook,
         wishes: Callable[[], Mapping[str, Mapping[str, str | None]]],
-        wake: Latest[int],
+        wake: Revision,
         settings: Cluster,
         journal: Journal,
         *,
@@ -109,7 +109,7 @@ class PodPublisher:
         self._complaints = Complaints(journal, "pods")
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff(settings)  # shared by all pods, beside the one of each
-        self._done: Latest[int] = Latest(0)  # requests that have ended
+        self._done = Revision()  # requests that have ended
         self._backlog = False  # whether some are due that were not begun
         self.counts = WriteCounts()
 
@@ -221,7 +221,7 @@ class PodPublisher:
             self._journal.record("pods.written", **self._about(pod), annotations=sorted(changes), seconds=round(waited, 3))
         finally:
             writing.busy = False
-            self._done.publish(self._done.value + 1)
+            self._done.advance()
 
     def _note(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing) -> None:
         for key, value in changes.items():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.refusals import Refusal
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.cluster.events import Events
-    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.concurrency import Revision
     from vgpu_agent.config.binding import Binding, Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import Pod
@@ -67,7 +67,7 @@ class Reschedule:
         api: Api,
         events: Events,
         refusals: Callable[[], Iterable[Refusal]],
-        wake: Latest[int],
+        wake: Revision,
         binding: Binding,
         settings: Cluster,
         journal: Journal,

@@ -121,15 +121,6 @@ def load_sources(sources: Sources) -> Loaded:
     return load_contents(sources, Contents(own, file, read(file, nvidia_file_named_by(sources)) if file else None))
 
 
-def load_content(sources: Sources, content: bytes | None) -> Loaded:
-    """As `load`, with our file's content already read, and without a file of NVIDIA's plugin.
-
-    Raises:
-        ConfigError: as for `load`.
-    """
-    return load_contents(sources, Contents(content))
-
-
 def load_contents(sources: Sources, contents: Contents) -> Loaded:
     """As `load`, with everything already read.
 

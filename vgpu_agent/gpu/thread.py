@@ -94,13 +94,12 @@ class NvmlThread:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def call(self, name: str, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
+    async def call(self, name: str, function: Callable[[], T]) -> T:
         """Run ``function`` in the thread and wait for its result; its exceptions come out here.
 
         Args:
             name: what an error calls it.
             function: may use NVML; nothing on the event loop.
-            timeout_seconds: how long to wait at most, whatever the thread is doing; None to wait as long as the driver answers.
 
         Raises:
             NvmlHungError: a driver call hangs, now or before this job had its turn; the job may still run later, or never.
@@ -113,17 +112,14 @@ class NvmlThread:
         future: asyncio.Future[T] = self._loop.create_future()
         self._waiting.add(future)
         self._jobs.put(_Job(name, function, future))
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         try:
             while not future.done():
-                await asyncio.wait({future}, timeout=self._until_next_look(deadline))
+                await asyncio.wait({future}, timeout=self._until_next_look())
                 if not future.done():
                     self._listener.waiting()
                     self.look()
                     if self._ended.is_set():
                         raise NvmlHungError(f"{name}: the NVML thread has ended")
-                    if deadline is not None and time.monotonic() >= deadline and not future.done():
-                        raise NvmlHungError(f"{name}: no answer from the driver within {timeout_seconds:g} s")
             return future.result()
         finally:
             self._waiting.discard(future)
@@ -154,12 +150,10 @@ class NvmlThread:
                 await self._ended.wait()
         return self._ended.is_set()
 
-    def _until_next_look(self, deadline: float | None) -> float:
+    def _until_next_look(self) -> float:
         now = time.monotonic()
         running = self._nvml.in_flight
         until_hung = self.call_timeout_seconds if running is None else running.started + self.call_timeout_seconds - now
-        if deadline is not None:
-            until_hung = min(until_hung, deadline - now)
         return max(until_hung, 0.01)  # a call that began a moment after the look is caught by the next one
 
     @staticmethod

@@ -356,7 +356,7 @@ class GpuWatch:
         old = self.inventory.value
         if new != old:
             changes.record(self._journal, old, new)
-            self.inventory.publish(dataclasses.replace(new, version=old.version + 1, taken_at=time.time()))
+            self.inventory.publish(dataclasses.replace(new, version=old.version + 1))
 
     # ---- time
 

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent import log
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.device_ids import NumberedIds, NumberedList
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.kubelet import codec
@@ -39,7 +39,7 @@ class Backend(Protocol):
     """What the plugin servers ask of the rest of the agent; `allocation.Allocator` is it."""
 
     @property
-    def revision(self) -> Latest[int]:
+    def revision(self) -> Revision:
         """Moves on whenever a list may have changed."""
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
@@ -97,7 +97,7 @@ class PluginService:
         *,
         coalesce_seconds: float,
         pre_start_required: bool | None = None,
-        lists: Latest[int] | None = None,
+        lists: Revision | None = None,
     ) -> None:
         """Serve ``resource``.
 
@@ -119,7 +119,7 @@ class PluginService:
         self._open = 0
         self._sent: tuple[Sequence[ListedDevice], float] | None = None  # the last list, and when (monotonic)
         self._lists = lists
-        self.activity = Latest(0)  # moves on when a stream is opened, sends a list, or ends
+        self.activity = Revision()  # moves on when a stream is opened, sends a list, or ends
         self.streams_opened = 0
         self.lists_sent = 0
 
@@ -163,7 +163,7 @@ class PluginService:
         self.streams_opened += 1
         self._status.streams_opened += 1
         self._status.stream_open = True
-        self.activity.publish(self.activity.value + 1)
+        self.activity.advance()
         _logger.info("stream.opened", resource=self._resource.name, endpoint=self._status.endpoint)
         try:
             await self._send_lists(send)
@@ -211,9 +211,9 @@ class PluginService:
         self._note_activity()
 
     def _note_activity(self) -> None:
-        self.activity.publish(self.activity.value + 1)
+        self.activity.advance()
         if self._lists is not None:
-            self._lists.publish(self._lists.value + 1)
+            self._lists.advance()
 
     async def _prefer(self, request: bytes) -> bytes:
         # An error here would fail the pod's admission (kubelet contract §6), while a poor choice only costs some speed.

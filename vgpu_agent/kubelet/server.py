@@ -22,7 +22,7 @@ from vgpu_agent.status import PluginState, PluginStatus
 if TYPE_CHECKING:
     import socket
 
-    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.concurrency import Revision
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
@@ -53,7 +53,7 @@ class DevicePlugin:
         settings: Kubelet,
         directory: DirectoryWatch,
         journal: Journal,
-        lists: Latest[int] | None = None,
+        lists: Revision | None = None,
     ) -> None:
         """Build it; ``lists`` is moved on with each list that kubelet is sent, and with the end of each stream."""
         self.resource = resource
@@ -264,7 +264,7 @@ class _Instance:
         directory: DirectoryWatch,
         *,
         pre_start_required: bool | None = None,
-        lists: Latest[int] | None = None,
+        lists: Revision | None = None,
     ) -> None:
         self.name = sockets.unused_name(resource.name)
         self._resource = resource
@@ -289,7 +289,7 @@ class _Instance:
     def leave(self, reason: str) -> None:
         """Let `until_lost` return ``reason``."""
         self._left = reason
-        self._service.activity.publish(self._service.activity.value + 1)
+        self._service.activity.advance()
 
     async def start(self) -> None:
         """Create the socket and serve.

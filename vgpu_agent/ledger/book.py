@@ -13,7 +13,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
 from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError, listed
 from vgpu_agent.ledger import accounting, availability
@@ -58,8 +58,8 @@ class Ledger:
             clock: seconds that only grow; it decides when a reservation is too old.
             wall_clock: unix seconds, for what is shown.
         """
-        self.revision: Latest[int] = Latest(0)
-        self.withdrawn: Latest[int] = Latest(0)
+        self.revision = Revision()
+        self.withdrawn = Revision()
         self._clock, self._wall_clock = clock, wall_clock
         self._devices: dict[str, Device] = {}
         self.slices: dict[str, Device] = {}
@@ -668,7 +668,7 @@ class Ledger:
         """Bring turns and withdrawals in line with what is held and claimed."""
         self._turns.follow(self._in_use(), self._candidates)
         if self._withdrawals.follow(self._offered_to(), listed=self._listed):
-            self.withdrawn.publish(self.withdrawn.value + 1)
+            self.withdrawn.advance()
 
     def _changed(self) -> None:
         # On a node with one family nobody races, and each change would cost a look at all grants.
@@ -677,7 +677,7 @@ class Ledger:
         elif self._shared_out:
             self._turns, self._withdrawals = Turns(self._clock), Withdrawals(self._clock)
         self._shared_out = self.serves_several_families
-        self.revision.publish(self.revision.value + 1)
+        self.revision.advance()
 
 
 def _never(_gpu: str, _family: str) -> str:

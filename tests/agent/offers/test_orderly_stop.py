@@ -10,7 +10,7 @@ import pytest
 from vgpu_agent.agent.composition import Agent
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.agent.records.grant_files import GrantKeeping
-from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.errors import CarrierError
 
 
@@ -44,7 +44,7 @@ kubelet: {{directory: {folder}/kubelet}}
 cluster: {{enabled: never}}
 gpu: {{eventWaitMilliseconds: 50}}
 """
-    loaded = await asyncio.to_thread(load_content, Sources({}, {}, "config.yaml"), text.encode())
+    loaded = await asyncio.to_thread(load_contents, Sources({}, {}, "config.yaml"), Contents(text.encode()))
     stop = asyncio.Event()
     stop.set()
     async with asyncio.timeout(10):

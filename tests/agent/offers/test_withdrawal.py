@@ -12,7 +12,7 @@ from blockbuster import BlockBuster
 from tests.agent.volcano_parts import NODE, QUICK, Wired, volcano_settings, wired
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.allocation.overcommits import Overcommits
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.sim.api.faults import Fault, FaultKind
 from vgpu_agent.sim.api.server import ApiServer
 
@@ -37,7 +37,7 @@ def on_the_node(server: ApiServer) -> dict[str, Any]:
 async def published(parts: Wired) -> None:
     """The Node says what it offers."""
     await parts.families.apply(parts.settings)
-    parts.cluster.write(parts.allocator, parts.refusals, Overcommits(), Latest(0), lambda _: ())
+    parts.cluster.write(parts.allocator, parts.refusals, Overcommits(), Revision(), lambda _: ())
     await parts.cluster.written_once(PATIENCE_SECONDS)
 
 

@@ -31,7 +31,7 @@ from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Cluster
-from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
@@ -56,7 +56,9 @@ class Parts:
     """A report over real parts that nobody has started: neither a driver nor a kubelet."""
 
     def __init__(self, supervisor: Supervisor, directory: Path, config: str = "") -> None:
-        loaded = load_content(Sources({}, {}, "config.yaml"), f"version: v1\nkubelet: {{directory: {directory}}}\n{config}".encode())
+        loaded = load_contents(
+            Sources({}, {}, "config.yaml"), Contents(f"version: v1\nkubelet: {{directory: {directory}}}\n{config}".encode())
+        )
         settings = loaded.settings
         journal, self.ledger, self.kubelet = Journal(), Ledger(), KubeletStatus()
         self.supervisor, self.watch = supervisor, GpuWatch(settings.gpu, journal)

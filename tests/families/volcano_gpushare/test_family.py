@@ -29,7 +29,7 @@ from tests.families.volcano_gpushare.parts import (
     question_of,
     view_of,
 )
-from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
 from vgpu_agent.families.device_lists import ListOptions
@@ -310,4 +310,6 @@ def _eight_large() -> Inventory:
 
 def _configured(line: str) -> VolcanoGpushareOptions:
     content = f"version: v1\nvolcanoGpushare:\n  {line}\n".encode()
-    return VolcanoGpushareOptions.from_settings(load_content(Sources({}, {}, "config.yaml"), content).settings, lists=ListOptions())
+    return VolcanoGpushareOptions.from_settings(
+        load_contents(Sources({}, {}, "config.yaml"), Contents(content)).settings, lists=ListOptions()
+    )

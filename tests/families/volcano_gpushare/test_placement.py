@@ -27,7 +27,7 @@ from tests.families.volcano_gpushare.parts import (
     question_of,
     recalled,
 )
-from vgpu_agent.config.load import Sources, load_content
+from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareOptions
@@ -114,7 +114,7 @@ def test_a_running_container_is_recalled_from_its_pod() -> None:
 
 def test_a_card_is_told_by_cdi_name_where_asked_for() -> None:
     """The specs of this node name cards by UUID, whatever the variable would show; what the card is shared as is told as ever."""
-    settings = load_content(Sources({}, {}, "config.yaml"), b"version: v1\n").settings
+    settings = load_contents(Sources({}, {}, "config.yaml"), Contents(b"version: v1\n")).settings
     options = VolcanoGpushareOptions.from_settings(settings, lists=ListOptions(strategies=("cdi-cri",)))
     of = family_of(options)
     asked = question_of(pod_of(2000, annotations=SCHEDULED | {INDEX: "1"}))

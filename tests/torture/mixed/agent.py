@@ -28,7 +28,7 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.api import Api
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Latest, Revision
 from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import ListedDevice
@@ -173,7 +173,7 @@ class MixedAgent:
         self._registered = False
         self._node: Latest[Node | None] = Latest(None)
         self._sent: dict[str, tuple[int, int]] = {}  # resource → ids that kubelet was sent last, and how many of them are healthy
-        self._lists: Latest[int] = Latest(0)
+        self._lists = Revision()
         self._allocatable = AllocatableWriter(
             cast(Api, _ModelApi(world)), NODE, self._node, self._counts, self._lists, self.ledger.withdrawn, Cluster(), journal
         )
@@ -245,7 +245,7 @@ class MixedAgent:
 
     def _note_sent(self, resource: str, devices: Sequence[ListedDevice]) -> None:
         self._sent[resource] = len(devices), len(_healthy(devices))
-        self._lists.publish(self._lists.value + 1)
+        self._lists.advance()
 
     def _counts(self) -> dict[str, SentCounts]:
         """Return the counts as `vgpu_agent.agent.offers.servers` does."""

@@ -16,7 +16,7 @@ from tests.torture.api_model import NODE, LivePod
 from tests.torture.mixed.plan import CARDS, VOLCANO, family_of
 from tests.torture.plan import PlannedPod
 from tests.torture.scheduler_model import Placement, SchedulerModel
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 
 STATUS_SECONDS = 10.0
 """Kubelet's default ``nodeStatusUpdateFrequency``."""
@@ -38,7 +38,7 @@ class NodeStatus:
         self.capacity: Mapping[str, int] = {}
         self.allocatable: Mapping[str, int] = {}
         self.register = ""
-        self.revision: Latest[int] = Latest(0)
+        self.revision = Revision()
 
     def healthy_for_volcano(self) -> frozenset[str]:
         """The cards that take new pods by the register annotation (volcano-vgpu contract §2.1)."""
@@ -51,7 +51,7 @@ class NodeStatus:
         self.allocatable = {**self.allocatable, **allocatable}
         self.capacity = {**self.capacity, **(capacity or {})}
         if (self.allocatable, self.capacity) != before:
-            self.revision.publish(self.revision.value + 1)
+            self.revision.advance()
 
     async def kubelet_writes(self, world: World) -> None:
         """Kubelet's part: how many ids of each resource are healthy, every ten seconds, until cancelled."""

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.config import collisions
 from vgpu_agent.families.aws.family import FAMILY, PIPE_DIRECTORY, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
@@ -54,7 +54,7 @@ class MpsSide:
     ) -> None:
         self._ledger, self._offering, self._inventory, self._supervisor = ledger, offering, inventory, supervisor
         self._journal = journal
-        self._news: Latest[int] = Latest(0)
+        self._news = Revision()
         self._started = False
         self._supervision = Supervision(
             settings.mps,

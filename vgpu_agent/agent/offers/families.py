@@ -140,7 +140,7 @@ class FamiliesInForce:
         self.problems = built.problems
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
-            self._allocator.revision.publish(self._allocator.revision.value + 1)  # on the Node stands more than the ledger knows
+            self._allocator.revision.advance()  # on the Node stands more than the ledger knows
         self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
         hami = self._hami
         self._nodes = built.nodes

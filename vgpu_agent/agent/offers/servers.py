@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.kubelet.codec import check_budget
 from vgpu_agent.kubelet.server import DevicePlugin
@@ -75,7 +75,7 @@ class Offering:
         self._plugins: dict[str, DevicePlugin] = {}
         self._changing = asyncio.Lock()
         self._closed = False
-        self.lists: Latest[int] = Latest(0)  # moves on with each list that kubelet is sent, and each stream that ends
+        self.lists = Revision()  # moves on with each list that kubelet is sent, and each stream that ends
         self.withheld: dict[str, str] = {}
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
         self.gates: list[Callable[[Resource], str]] = []  # each says why a resource must not be served now, or ""; `sync` asks again

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.agent.records.advertised import Server
     from vgpu_agent.allocation.allocator import Allocator
-    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.concurrency import Revision
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.pod_resources import PodResources
@@ -113,7 +113,7 @@ class Verification:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         first_at: float | None = None
-        revision: Latest[int] = self._ledger.revision
+        revision: Revision = self._ledger.revision
         newest, woken = self._ledger.newest, False
         while (left := until - loop.time()) > 0:
             version, pods = revision.version, self._book.revision.version
