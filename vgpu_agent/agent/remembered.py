@@ -6,22 +6,10 @@ kept in ``stateDirectory``. It is a cache: when it is lost or damaged, the agent
 
 from __future__ import annotations
 
-import asyncio
-import os
-from pathlib import Path
-
 import msgspec
 
-from vgpu_agent import log
+from vgpu_agent.agent.state_file import StateFile
 from vgpu_agent.nodes import Node
-
-_logger = log.get(__name__)
-
-_FILE = "remembered.json"
-_REMEDY = (
-    "make stateDirectory a directory with room in which the agent can write; until then a restart during an outage of the API server "
-    "offers nothing that needs it"
-)
 
 
 class Remembered(msgspec.Struct, frozen=True, rename="camel"):
@@ -54,41 +42,22 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Memory:
-    """The file in ``directory``; what cannot be written is logged once and tried again; nothing else depends on it."""
+    """The file in ``directory``."""
 
     def __init__(self, directory: str) -> None:
-        self._path = Path(directory) / _FILE
-        self._written: Remembered | None = None
-        self._complained = False
+        self._file = StateFile(
+            directory,
+            "remembered.json",
+            Remembered,
+            when_unreadable="it is written anew from the API server",
+            when_not_written="a restart during an outage of the API server offers nothing that needs it",
+        )
 
     async def recall(self, node: str) -> Remembered | None:
-        """What was remembered about ``node``; None when there is nothing, or it is damaged or another node's."""
-        try:
-            content = await asyncio.to_thread(self._path.read_bytes)
-            found = msgspec.json.decode(content, type=Remembered)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-            _logger.warning("memory.unreadable", path=str(self._path), error=str(err), remedy="it is written anew from the API server")
-            return None
-        return found if found.node == node else None
+        """Read what was remembered about ``node``; None when there is nothing, or it is damaged or another node's."""
+        found = await self._file.read()
+        return found if found is not None and found.node == node else None
 
     async def keep(self, facts: Remembered) -> None:
         """Write ``facts``, when they differ from what was written last."""
-        if facts == self._written:
-            return
-        try:
-            await asyncio.to_thread(self._write, msgspec.json.encode(facts))
-        except OSError as err:
-            if not self._complained:
-                _logger.warning("memory.not_written", path=str(self._path), error=str(err), remedy=_REMEDY)
-            self._complained = True
-            return
-        self._written, self._complained = facts, False
-
-    def _write(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".new")  # always the same, so that nothing can pile up
-        unfinished.write_bytes(content)
-        unfinished.chmod(0o600)
-        os.replace(unfinished, self._path)
+        await self._file.write(facts)

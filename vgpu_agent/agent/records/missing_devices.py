@@ -9,14 +9,11 @@ follow it is written down from here.
 
 from __future__ import annotations
 
-import asyncio
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent import log
+from vgpu_agent.agent.state_file import StateFile
 from vgpu_agent.ledger.accounting import Device
 
 if TYPE_CHECKING:
@@ -27,14 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
 
-_logger = log.get(__name__)
-
 _GATHERING_SECONDS = 0.1  # a start of a container books several times, and nobody waits for what is told here
-_FILE = "slices.json"
-_REMEDY = (
-    "make stateDirectory a directory with room in which the agent can write; until then a restart forgets of which GPU a MIG instance was "
-    "that is gone"
-)
 
 
 class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
@@ -46,49 +36,35 @@ class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class SliceMemory:
-    """The file in ``directory``; what cannot be written is logged once, and tried again at the next change."""
+    """The file in ``directory`` that says of which GPU each MIG instance was.
+
+    The kubelet's records name an instance by its UUID only, and somebody may cut its GPU anew while a pod holds it. Where the file is lost,
+    an instance that is gone holds up nothing.
+    """
 
     def __init__(self, directory: str) -> None:
-        self._path = Path(directory) / _FILE
-        self._written: tuple[RememberedSlice, ...] = ()
-        self._complained = False
+        self._file = StateFile(
+            directory,
+            "slices.json",
+            tuple[RememberedSlice, ...],
+            when_unreadable="it is written anew; pods on MIG instances that were cut away hold up nothing until then",
+            when_not_written="a restart forgets of which GPU a MIG instance was that is gone",
+        )
+        self._written: frozenset[str] = frozenset()  # UUIDs; what an instance was never changes
 
     async def recall(self) -> dict[str, Device]:
-        """The instances that were written last, the newest last; none where there is no file or it is damaged."""
-        try:
-            content = await asyncio.to_thread(self._path.read_bytes)
-            self._written = msgspec.json.decode(content, type=tuple[RememberedSlice, ...])
-        except FileNotFoundError:
-            return {}
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-            remedy = "it is written anew; pods on MIG instances that were cut away hold up nothing until then"
-            _logger.warning("memory.unreadable", path=str(self._path), error=str(err), remedy=remedy)
-            return {}
-        return {each.uuid: Device(each.uuid, each.gpu, each.memory_mib) for each in self._written}
+        """Read the instances that were written last, the newest last; none where there is no file or it is damaged."""
+        found = await self._file.read() or ()
+        self._written = frozenset(each.uuid for each in found)
+        return {each.uuid: Device(each.uuid, each.gpu, each.memory_mib) for each in found}
 
     async def keep(self, slices: Mapping[str, Device]) -> None:
         """Write ``slices``, when they differ from what was written last."""
-        if slices.keys() == {each.uuid for each in self._written}:  # what an instance was never changes
+        if slices.keys() == self._written:
             return
-        facts = tuple(_facts(slices.values()))
-        try:
-            await asyncio.to_thread(self._write, msgspec.json.encode(facts))
-        except OSError as err:
-            if not self._complained:
-                _logger.warning("memory.not_written", path=str(self._path), error=str(err), remedy=_REMEDY)
-            self._complained = True
-            return
-        self._written, self._complained = facts, False
-
-    def _write(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".new")
-        unfinished.write_bytes(content)
-        os.replace(unfinished, self._path)
-
-
-def _facts(slices: Iterable[Device]) -> Iterable[RememberedSlice]:
-    return (RememberedSlice(each.uuid, each.gpu, each.memory_mib) for each in slices)
+        facts = tuple(RememberedSlice(each.uuid, each.gpu, each.memory_mib) for each in slices.values())
+        if await self._file.write(facts):
+            self._written = frozenset(each.uuid for each in facts)
 
 
 class VanishedDevices:

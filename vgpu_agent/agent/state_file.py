@@ -1,0 +1,78 @@
+"""JSON files in ``stateDirectory``: what a restart would otherwise have forgotten.
+
+Each is a cache. A file that is lost or damaged is logged once and written anew; nothing else depends on it. Used by `remembered` and by
+`records.missing_devices`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from vgpu_agent import log
+
+_logger = log.get(__name__)
+
+Facts = TypeVar("Facts")
+
+
+class StateFile(Generic[Facts]):
+    """One file.
+
+    State: the file, replaced atomically, so that a crash leaves the old or the new content. Facts that were written last are not written
+    again.
+    """
+
+    def __init__(self, directory: str, name: str, facts: type[Facts], *, when_unreadable: str, when_not_written: str) -> None:
+        """Define the file; nothing is read yet.
+
+        Args:
+            directory: ``stateDirectory``; made when it is missing.
+            name: of the file in it.
+            facts: the type that is encoded.
+            when_unreadable: what the log says follows from a damaged file.
+            when_not_written: what the log says is lost until the file can be written.
+        """
+        self._path = Path(directory) / name
+        self._type = facts
+        self._when_unreadable = when_unreadable
+        self._remedy = f"make stateDirectory a directory with room in which the agent can write; until then {when_not_written}"
+        self._written: Facts | None = None
+        self._complained = False
+
+    async def read(self) -> Facts | None:
+        """Read what was written last, by this process or an earlier one; None when there is no file or it is damaged."""
+        try:
+            content = await asyncio.to_thread(self._path.read_bytes)
+            self._written = msgspec.json.decode(content, type=self._type)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+            _logger.warning("memory.unreadable", path=str(self._path), error=str(err), remedy=self._when_unreadable)
+            return None
+        return self._written
+
+    async def write(self, facts: Facts) -> bool:
+        """Write ``facts`` when they are new; True when the file has them. A failure is logged once, and the next call tries again."""
+        if facts == self._written:
+            return True
+        try:
+            await asyncio.to_thread(self._replace, msgspec.json.encode(facts))
+        except OSError as err:
+            if not self._complained:
+                _logger.warning("memory.not_written", path=str(self._path), error=str(err), remedy=self._remedy)
+            self._complained = True
+            return False
+        self._written, self._complained = facts, False
+        return True
+
+    def _replace(self, content: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_suffix(".new")  # always the same, so that nothing can pile up
+        unfinished.write_bytes(content)
+        unfinished.chmod(0o600)
+        os.replace(unfinished, self._path)
