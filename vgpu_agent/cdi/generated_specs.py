@@ -19,6 +19,7 @@ from vgpu_agent.cdi.document import Spec, encode
 from vgpu_agent.cdi.imex import channel_spec
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
 from vgpu_agent.concurrency import Latest, Revision
+from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.errors import CdiError
 from vgpu_agent.status import CdiSpecStatus
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 VENDOR = "k8s.device-plugin.nvidia.com"
 GPU_KIND = f"{VENDOR}/gpu"
 _CHANNEL_KIND = f"{VENDOR}/imex-channel"
-_MODES = ("gdrcopy", "gds", "mofed")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Wanted:
         devices: all that the GPUs' spec depends on: the spec is made anew when it differs.
         driver_version: of the driver that runs now; empty when nobody knows.
         id_strategy: ``uuid`` or ``index``: how GPUs and slices are named.
-        modes: of `gdrcopy`, `gds` and `mofed`.
+        modes: of `config.types.DEVICE_MODES`.
         channels: IMEX channels.
         channel_root: directory on the node below which their device nodes are.
         ctk: how the tool is run.
@@ -165,7 +165,7 @@ class GeneratedSpecs:
         Raises:
             CdiError: one cannot be removed.
         """
-        for kind in (GPU_KIND, _CHANNEL_KIND, *(f"{VENDOR}/{mode}" for mode in _MODES)):
+        for kind in (GPU_KIND, _CHANNEL_KIND, *(f"{VENDOR}/{mode}" for mode in DEVICE_MODES)):
             await asyncio.to_thread(spec_files.remove, self._path(kind))
         self._made = {}
 
@@ -236,7 +236,7 @@ class GeneratedSpecs:
         if wanted is None:
             return []
         channels = [_CHANNEL_KIND] if wanted.channels else []
-        return [GPU_KIND, *channels, *(f"{VENDOR}/{mode}" for mode in _MODES if mode in wanted.modes)]
+        return [GPU_KIND, *channels, *(f"{VENDOR}/{mode}" for mode in DEVICE_MODES if mode in wanted.modes)]
 
     def _made_for(self, kind: str, wanted: Wanted) -> Hashable:
         if kind == GPU_KIND:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, Seconds
+from vgpu_agent.config.types import Directory, Seconds, enabled_modes
 
 ListStrategy = Literal["envvar", "volume-mounts", "cdi-annotations", "cdi-cri"]
 CdiFeatureFlag = Literal[
@@ -81,6 +81,11 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
     imex_required: Annotated[
         bool, Meta(description="A node without the channel's device node: true offers nothing and says why, false goes on without it.")
     ] = False
+
+    @property
+    def device_modes(self) -> tuple[str, ...]:
+        """The kinds of other devices that are switched on, of `types.DEVICE_MODES`."""
+        return enabled_modes(gdrcopy=self.gdrcopy_enabled, gds=self.gds_enabled, mofed=self.mofed_enabled)
 
 
 class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -24,3 +24,11 @@ Factor = Annotated[float, Meta(ge=0.01, le=100)]
 Program = Annotated[
     str, Meta(pattern=r"\A(/[^\0]*[^/\0]|[A-Za-z0-9_][A-Za-z0-9._-]*)\Z", extra={"expected": "the name of a program or its absolute path"})
 ]
+
+DEVICE_MODES = ("gdrcopy", "gds", "mofed")
+"""Other devices that NVIDIA's runtime and nvidia-ctk can add beside GPUs."""
+
+
+def enabled_modes(**enabled: bool) -> tuple[str, ...]:
+    """Return those of `DEVICE_MODES` that are true, in that order."""
+    return tuple(mode for mode in DEVICE_MODES if enabled[mode])

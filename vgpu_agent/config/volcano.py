@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, Factor, OptionalPath, Program, Seconds
+from vgpu_agent.config.types import Directory, Factor, OptionalPath, Program, Seconds, enabled_modes
 
 _VOLCANO_NAME = r"\Avolcano\.sh/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
 VolcanoName = Annotated[str, Meta(pattern=_VOLCANO_NAME, extra={"expected": "a resource name that begins with volcano.sh/"})]
@@ -113,6 +113,11 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     mig_retry_seconds: Annotated[
         Seconds, Meta(description="For how long a change of a GPU's division that has failed is not tried again.")
     ] = 60.0
+
+    @property
+    def device_modes(self) -> tuple[str, ...]:
+        """The kinds of other devices that are switched on, of `types.DEVICE_MODES`."""
+        return enabled_modes(gdrcopy=self.gdrcopy_enabled, gds=self.gds_enabled, mofed=self.mofed_enabled)
 
 
 class VolcanoGpushare(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ import hashlib
 import uuid
 from typing import TYPE_CHECKING
 
+from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ VOLUME_MOUNTS = "/var/run/nvidia-container-devices"
 
 GENERATED_KIND = "k8s.device-plugin.nvidia.com/gpu"  # of the specs that the agent generates
 TOOLKIT_KIND = "nvidia.com/gpu"  # of a spec that the container toolkit keeps
-
-# Further devices that the NVIDIA runtime adds when asked for, in the order of their CDI names: mode → variable.
-MODES: Mapping[str, str] = {"gdrcopy": "NVIDIA_GDRCOPY", "gds": "NVIDIA_GDS", "mofed": "NVIDIA_MOFED"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class ListOptions:
         control_nodes: those of NVIDIA's control nodes that exist on this node.
         imex_channels: those that exist on this node and are to be given to each container.
         imex_root: directory on the node below which their device nodes are; empty for ``device_root``.
-        enabled: keys of `MODES`.
+        enabled: of `config.types.DEVICE_MODES`.
         cdi_modes: those of ``enabled`` for which there is a CDI spec.
     """
 
@@ -108,7 +106,7 @@ def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, number: 
         options: of this node.
         number: tells annotations of several resources of one container apart; see `answer_number`.
     """
-    edits = Edits({MODES[mode]: ENABLED for mode in MODES if mode in options.enabled})
+    edits = Edits({f"NVIDIA_{mode.upper()}": ENABLED for mode in DEVICE_MODES if mode in options.enabled})
     for name, strategy in STRATEGIES.items():
         if name in options.strategies:
             edits = edits.joined(strategy(devices, options, number))
@@ -129,7 +127,7 @@ def cdi_names(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[s
     return (
         *(f"{options.cdi_kind}={_id_of(device, options.cdi_id_strategy or options.id_strategy)}" for device in devices),
         *(f"{vendor}/imex-channel={channel}" for channel in options.imex_channels),
-        *(f"{vendor}/{mode}=all" for mode in MODES if mode in options.enabled and mode in options.cdi_modes),
+        *(f"{vendor}/{mode}=all" for mode in DEVICE_MODES if mode in options.enabled and mode in options.cdi_modes),
     )
 
 

@@ -26,8 +26,9 @@ from vgpu_agent.cdi.nvidia_ctk import CtkOptions
 from vgpu_agent.cdi.roots import find_roots
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
 from vgpu_agent.config.device_answers import Cdi
+from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.errors import CarrierError, CdiError
-from vgpu_agent.families.device_lists import CDI_STRATEGIES, MODES
+from vgpu_agent.families.device_lists import CDI_STRATEGIES
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider
 from vgpu_agent.status import CdiStatus, NotYet
@@ -60,7 +61,7 @@ class CdiFound(NamedTuple):
 
     Attributes:
         channels: IMEX channels.
-        modes: of `device_lists.MODES`, those that are wanted and have a spec.
+        modes: of `config.types.DEVICE_MODES`, those that are wanted and have a spec.
     """
 
     channels: Channels = Channels()
@@ -241,11 +242,8 @@ class CdiSide:
 
     def _modes(self) -> tuple[str, ...]:
         plugin, vgpu = self._settings.plugin, self._settings.volcano_vgpu
-        wanted = {"gdrcopy": plugin.gdrcopy_enabled, "gds": plugin.gds_enabled, "mofed": plugin.mofed_enabled}
-        if self._settings.families.volcano_vgpu:
-            switches = {"gdrcopy": vgpu.gdrcopy_enabled, "gds": vgpu.gds_enabled, "mofed": vgpu.mofed_enabled}
-            wanted = {mode: wanted[mode] or switches[mode] for mode in wanted}
-        return tuple(mode for mode in MODES if wanted[mode])
+        wanted = {*plugin.device_modes, *(vgpu.device_modes if self._settings.families.volcano_vgpu else ())}
+        return tuple(mode for mode in DEVICE_MODES if mode in wanted)
 
     def _want(self) -> None:
         """Say what is to be made, once it is known and needed."""

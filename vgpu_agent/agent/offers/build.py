@@ -19,7 +19,7 @@ from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.collisions import static_mig_strategy
 from vgpu_agent.config.volcano_files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config, told
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
-from vgpu_agent.families.device_lists import GENERATED_KIND, MODES, TOOLKIT_KIND, ListOptions
+from vgpu_agent.families.device_lists import GENERATED_KIND, TOOLKIT_KIND, ListOptions
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
@@ -159,7 +159,6 @@ def build(settings: Settings, found: Found) -> Built:
 def list_options(settings: Settings, found: Found) -> ListOptions:
     """How containers of every family are told of their devices."""
     plugin = settings.plugin
-    switches = {"gdrcopy": plugin.gdrcopy_enabled, "gds": plugin.gds_enabled, "mofed": plugin.mofed_enabled}
     return ListOptions(
         strategies=plugin.device_list_strategy,
         id_strategy=plugin.device_id_strategy,
@@ -171,7 +170,7 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
         control_nodes=found.nodes.paths,
         imex_channels=found.cdi.channels.ids,
         imex_root=found.cdi.channels.root,
-        enabled=tuple(mode for mode in MODES if switches[mode]),
+        enabled=plugin.device_modes,
         cdi_modes=found.cdi.modes,
     )
 

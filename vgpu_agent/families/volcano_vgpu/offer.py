@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import ConfigError
-from vgpu_agent.families.device_lists import MODES, ListOptions
+from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.volcano_vgpu.mig.layouts import groups_of
 from vgpu_agent.families.volcano_vgpu.requests import Names
@@ -30,7 +31,7 @@ FAMILY = "volcano-vgpu"
 _SETTINGS = "volcanoVgpu"
 
 # The replaced plugin asks for all that there may be.
-ALL_MODES = ListOptions(enabled=tuple(MODES))
+ALL_MODES = ListOptions(enabled=DEVICE_MODES)
 
 # The operating modes, as they stand in the register annotation (contract §2.1).
 HAMI_CORE, MIG = "hami-core", "mig"
@@ -116,7 +117,6 @@ class VolcanoVgpuOptions:
             geometries: those of the ConfigMap.
         """
         vgpu = settings.volcano_vgpu
-        switches = {"gdrcopy": vgpu.gdrcopy_enabled, "gds": vgpu.gds_enabled, "mofed": vgpu.mofed_enabled}
         return cls(
             names=Names(vgpu.number_resource, vgpu.memory_resource, vgpu.cores_resource, vgpu.memory_percentage_resource),
             offer_percentage=vgpu.offer_memory_percentage,
@@ -130,7 +130,7 @@ class VolcanoVgpuOptions:
             policy=settings.binding.policy,
             handshake_seconds=settings.cluster.handshake_min_seconds,
             message_budget_bytes=settings.kubelet.message_budget_bytes,
-            lists=dataclasses.replace(lists, enabled=tuple(mode for mode in MODES if switches[mode])),
+            lists=dataclasses.replace(lists, enabled=vgpu.device_modes),
             mode=vgpu.operating_mode,
             geometries=geometries,
         )
