@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from vgpu_agent import log
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.config import collisions
-from vgpu_agent.families.aws.family import FAMILY, PIPE_DIRECTORY, AwsOptions
+from vgpu_agent.families.aws import family as aws
+from vgpu_agent.families.aws.family import AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.isolation.mps import daemon_plan, why_not
@@ -81,7 +82,7 @@ class MpsSide:
         self._of_aws: MpsOptions = AwsOptions.from_settings(settings, lists=lists).paths
         self._of_others: MpsOptions = NvidiaOptions.from_settings(settings, lists=lists).mps
         self._exposed = collisions.exposed_mps_directory(settings)
-        self._of_host, self._probe_seconds = HostDaemon(PIPE_DIRECTORY, settings.mps), settings.mps.probe_seconds
+        self._of_host, self._probe_seconds = HostDaemon(aws.PIPE_DIRECTORY, settings.mps), settings.mps.probe_seconds
         if self._started:  # the ledger need not change with it
             self._refresh()
 
@@ -132,7 +133,7 @@ class MpsSide:
             for name in names | self._offering.cautions.keys():
                 self._offering.caution(name, f"{name}: {_without_host(reason)}" if reason and name in names else "")
             for name in set() if reason else names - found:
-                self._journal.record("mps.host_daemon_found", resource=name, pipe=PIPE_DIRECTORY)
+                self._journal.record("mps.host_daemon_found", resource=name, pipe=aws.PIPE_DIRECTORY)
             found = set() if reason else names
             if names:
                 await asyncio.sleep(self._probe_seconds)
@@ -167,7 +168,7 @@ class MpsSide:
         return (resource for resource in self._ledger.resources if resource.sharing is SharingMode.MPS)
 
     def _plan(self, resource: Resource) -> DaemonPlan:
-        options = self._of_aws if resource.family == FAMILY else self._of_others
+        options = self._of_aws if resource.family == aws.FAMILY else self._of_others
         return daemon_plan(resource, self._inventory(), options)
 
     def _holders(self, resource: str) -> tuple[str, ...]:
