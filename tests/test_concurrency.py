@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.concurrency import Latest, Revision, Supervisor, TaskState
+from vgpu_agent.concurrency import Backoff, Latest, Revision, Supervisor, TaskState
 
 
 async def test_a_reader_gets_the_newest_value_and_skips_the_ones_between() -> None:
@@ -127,6 +127,17 @@ async def test_a_loop_that_returns_has_ended() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert supervisor.reports[0].state is TaskState.ENDED
+
+
+def test_pauses_double_up_to_a_limit_and_begin_again() -> None:
+    """0.2 to 30 seconds with the default settings."""
+    backoff = Backoff(0.2, 1.0)
+
+    pauses = [backoff.pause() for _ in range(5)]
+    backoff.reset()
+
+    assert pauses == [0.2, 0.4, 0.8, 1.0, 1.0]
+    assert backoff.pause() == 0.2
 
 
 async def test_a_silent_loop_counts_as_stuck_until_it_beats() -> None:

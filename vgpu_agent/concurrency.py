@@ -1,4 +1,4 @@
-"""The two pieces of asyncio that every room of the agent shares: a value that can be awaited, and a loop that is looked after.
+"""The pieces of asyncio that every room of the agent shares: a value that can be awaited, a back-off, and a loop that is looked after.
 
 State flows through the agent as immutable snapshots held by a `Latest`; a reader waits for "something newer than version N", so any number
 of readers (each ListAndWatch stream, metrics, the health watch) see every final state and none of them can hold another up.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import functools
 import time
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
@@ -84,6 +85,23 @@ class Revision(Latest[int]):
         self.publish(self.value + 1)
 
 
+class Backoff:
+    """Pauses in seconds that double from ``minimum`` to ``maximum`` with each failure in a row."""
+
+    def __init__(self, minimum: float, maximum: float) -> None:
+        self._minimum, self._maximum = minimum, maximum
+        self._next = minimum
+
+    def pause(self) -> float:
+        """Return the pause after one more failure."""
+        pause, self._next = self._next, min(self._next * 2, self._maximum)
+        return pause
+
+    def reset(self) -> None:
+        """Begin again with the shortest pause."""
+        self._next = self._minimum
+
+
 class TaskState(enum.StrEnum):
     """The state of a supervised loop."""
 
@@ -119,7 +137,8 @@ class Supervisor:
     """
 
     def __init__(self, *, backoff_min_seconds: float, backoff_max_seconds: float, healthy_seconds: float = 60.0) -> None:
-        self._min, self._max, self._healthy = backoff_min_seconds, backoff_max_seconds, healthy_seconds
+        self._new_backoff = functools.partial(Backoff, backoff_min_seconds, backoff_max_seconds)
+        self._healthy_seconds = healthy_seconds
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: dict[str, TaskReport] = {}
@@ -187,7 +206,7 @@ class Supervisor:
             await asyncio.wait({task})
 
     async def _look_after(self, report: TaskReport, loop: Callable[[], Awaitable[None]]) -> None:
-        delay = self._min
+        backoff = self._new_backoff()
         while True:
             began = time.monotonic()
             report.state = TaskState.RUNNING
@@ -199,13 +218,13 @@ class Supervisor:
             except (Exception, asyncio.CancelledError) as err:
                 if isinstance(err, asyncio.CancelledError) and _is_being_cancelled():
                     raise
-                if time.monotonic() - began > self._healthy:
-                    delay = self._min
+                if time.monotonic() - began > self._healthy_seconds:
+                    backoff.reset()
                 report.restarts += 1
+                pause = backoff.pause()
                 report.state, report.last_error = TaskState.BACKING_OFF, f"{type(err).__name__}: {err}"
-                _logger.error("task.restarting", task=report.name, restarts=report.restarts, in_seconds=delay, exc_info=err)
-                await asyncio.sleep(delay)
-                delay = min(delay * 2, self._max)
+                _logger.error("task.restarting", task=report.name, restarts=report.restarts, in_seconds=pause, exc_info=err)
+                await asyncio.sleep(pause)
             else:
                 report.state = TaskState.ENDED
                 return

@@ -7,7 +7,7 @@ import pytest
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from vgpu_agent.errors import RegistrationRefusedError
 from vgpu_agent.kubelet.grpc import CallError
-from vgpu_agent.kubelet.registration import Backoff, register
+from vgpu_agent.kubelet.registration import register
 from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 
 
@@ -46,14 +46,3 @@ async def test_a_kubelet_that_does_not_answer_is_not_final(kubelet: SimulatedKub
 
     with pytest.raises(CallError, match=r"not answered within|DEADLINE_EXCEEDED"):
         await _register(kubelet, timeout_seconds=0.05)
-
-
-def test_pauses_double_up_to_a_limit_and_begin_again() -> None:
-    """0.2 to 30 seconds with the default settings."""
-    backoff = Backoff(0.2, 1.0)
-
-    pauses = [backoff.pause() for _ in range(5)]
-    backoff.reset()
-
-    assert pauses == [0.2, 0.4, 0.8, 1.0, 1.0]
-    assert backoff.pause() == 0.2

@@ -18,7 +18,7 @@ from vgpu_agent.cdi import earlier_spec, spec_files
 from vgpu_agent.cdi.document import Spec, encode
 from vgpu_agent.cdi.imex import channel_spec
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
-from vgpu_agent.concurrency import Latest, Revision
+from vgpu_agent.concurrency import Backoff, Latest, Revision
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.errors import CdiError
 from vgpu_agent.status import CdiSpecStatus
@@ -146,18 +146,19 @@ class GeneratedSpecs:
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Make what is wanted, for ever."""
-        pause = self._retry_min_seconds
+        backoff = Backoff(self._retry_min_seconds, self._retry_max_seconds)
         while True:
             beat()
             version, wanted = self._wanted.version, self._wanted.value
             well = wanted is None or await self._bring_about(wanted, beat)
             if version == self._wanted.version and wanted is not None:
                 self.settled.set()
-            wait, pause = (self._look_seconds, self._retry_min_seconds) if well else (pause, min(pause * 2, self._retry_max_seconds))
+            if well:
+                backoff.reset()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
+                async with asyncio.timeout(self._look_seconds if well else backoff.pause()):
                     await self._wanted.newer_than(version)
-                    pause = self._retry_min_seconds
+                    backoff.reset()
 
     async def remove(self) -> None:
         """Remove all files that this or an earlier agent has made here; for a node that the agent leaves for good.

@@ -15,11 +15,11 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent.concurrency import Backoff
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet import codec, grpc
 from vgpu_agent.kubelet.allowance import Allowance
 from vgpu_agent.kubelet.held_ids import PodResourcesReader, decode_allocatable, decode_pod_resources
-from vgpu_agent.kubelet.registration import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

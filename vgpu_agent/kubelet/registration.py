@@ -75,20 +75,3 @@ class ListenBackoff:
     def reset(self) -> None:
         """Begin again with the shortest pause: there is another socket."""
         self._since = None
-
-
-class Backoff:
-    """Pauses in seconds that double from ``minimum`` to ``maximum`` with each failure in a row."""
-
-    def __init__(self, minimum: float, maximum: float) -> None:
-        self._minimum, self._maximum = minimum, maximum
-        self._next = minimum
-
-    def pause(self) -> float:
-        """The pause after one more failure."""
-        pause, self._next = self._next, min(self._next * 2, self._maximum)
-        return pause
-
-    def reset(self) -> None:
-        """Begin again with the shortest pause."""
-        self._next = self._minimum

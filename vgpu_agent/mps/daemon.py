@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent import log
+from vgpu_agent.concurrency import Backoff
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.mps import directories, processes
 from vgpu_agent.mps.compute_mode import Claims, ComputeModes
@@ -93,7 +94,7 @@ class Daemon:
     async def run(self) -> None:
         """Have a daemon as long as one is wanted; returns when none is and the last holder is gone."""
         clock = asyncio.get_running_loop().time
-        delay = self._settings.backoff_min_seconds
+        backoff = Backoff(self._settings.backoff_min_seconds, self._settings.backoff_max_seconds)
         while True:
             began = clock()
             try:
@@ -112,9 +113,8 @@ class Daemon:
             except MpsError as err:
                 await self._fail(err)
                 if clock() - began > self._settings.backoff_max_seconds:
-                    delay = self._settings.backoff_min_seconds
-                await self._pause(delay)
-                delay = min(2 * delay, self._settings.backoff_max_seconds)
+                    backoff.reset()
+                await self._pause(backoff.pause())
 
     async def retire(self) -> None:
         """End the daemon and give its GPUs back; only while nobody holds a share.

@@ -16,9 +16,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent import log
+from vgpu_agent.concurrency import Backoff
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet.pod_resources import AllocatableUnsupportedError
-from vgpu_agent.kubelet.registration import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
