@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.component.conftest import folder, stage
+from tests.kubelet.conftest import grpcio_stays_initialised
 
-__all__ = ["folder", "stage"]
+__all__ = ["folder", "grpcio_stays_initialised", "stage"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ from vgpu_agent.status import KubeletStatus
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _grpcio_stays_initialised() -> Iterator[None]:
+def grpcio_stays_initialised() -> Iterator[None]:
     """grpcio joins a thread when its last object goes, which in the middle of a test would count as blocking the loop."""
     loop = asyncio.new_event_loop()  # grpcio binds itself to "the" loop when it is initialised
     asyncio.set_event_loop(loop)
