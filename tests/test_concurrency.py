@@ -59,7 +59,7 @@ async def test_a_reader_in_no_hurry_sees_a_burst_of_changes_once() -> None:
     latest, seen = Latest(0), list[int]()
 
     async def read() -> None:
-        async for value in latest.changes(gathering_seconds=1.0):
+        async for value in latest.changes(coalesce_seconds=1.0):
             seen.append(value)
 
     async with asyncio.TaskGroup() as group:

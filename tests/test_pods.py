@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vgpu_agent import pods
-from vgpu_agent.pods import Pod, PodBook
+from vgpu_agent.pods import Pod, PodCache
 
 
 def pod(name: str, uid: str = "", created_at: float = 0.0) -> Pod:
@@ -15,7 +15,7 @@ def pod(name: str, uid: str = "", created_at: float = 0.0) -> Pod:
 
 def test_pods_are_kept_in_the_order_in_which_they_were_seen_bound() -> None:
     """The first list by creation, later ones as they come; a change moves nobody."""
-    book = PodBook()
+    book = PodCache()
     book.replace([pod("b", created_at=2), pod("a", created_at=1)])
     book.put(pod("0"))
     book.put(Pod("uid-a", "default", "a", phase="Running", created_at=1))
@@ -24,7 +24,7 @@ def test_pods_are_kept_in_the_order_in_which_they_were_seen_bound() -> None:
 
 def test_readers_are_woken_by_changes_only() -> None:
     """What is written again as it was wakes nobody."""
-    book = PodBook()
+    book = PodCache()
     book.replace([pod("a")])
     version = book.revision.version
     book.put(pod("a"))
@@ -39,7 +39,7 @@ def test_readers_are_woken_by_changes_only() -> None:
 def test_a_late_word_about_a_predecessor_removes_nobody() -> None:
     """The API server's UID decides, also where a static pod's successor has its hash."""
     mirror = {pods.MIRROR_POD: "x", pods.STATIC_POD_HASH: "hash"}
-    book = PodBook()
+    book = PodCache()
     book.put(Pod("first", "default", "static", annotations=mirror, reported=True))
     book.put(Pod("second", "default", "static", annotations=mirror, reported=True))
     book.remove(Pod("first", "default", "static", annotations=mirror))
@@ -50,7 +50,7 @@ def test_a_late_word_about_a_predecessor_removes_nobody() -> None:
 
 def test_a_name_that_was_used_again_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """kubelet may still have the predecessor; only so many names are kept."""
-    book = PodBook()
+    book = PodCache()
     book.replace([pod("web", "old")])
     assert book.one_of_its_name(pod("web", "old"))
     book.replace([pod("web", "new")])
@@ -62,7 +62,7 @@ def test_a_name_that_was_used_again_is_remembered(monkeypatch: pytest.MonkeyPatc
 
 def test_of_two_pods_of_one_name_the_later_one_is_found_by_it() -> None:
     """Both may be in the book for a moment."""
-    book = PodBook()
+    book = PodCache()
     book.put(pod("web", "old"))
     book.put(pod("web", "new"))
     found = book.named("default", "web")
@@ -73,7 +73,7 @@ def test_of_two_pods_of_one_name_the_later_one_is_found_by_it() -> None:
 
 def test_every_change_is_seen_by_who_has_looked_before() -> None:
     """A pod that comes, one that changes, one that goes, and a whole list."""
-    book = PodBook()
+    book = PodCache()
     assert not book.pods
     book.put(pod("a"))
     assert [each.name for each in book.pods] == ["a"]
@@ -88,7 +88,7 @@ def test_every_change_is_seen_by_who_has_looked_before() -> None:
 def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its share would be given to somebody else while it runs."""
     monkeypatch.setattr(pods, "MOST_PODS", 1)
-    book = PodBook()
+    book = PodCache()
     book.replace([Pod("a", "default", "a", scheduled=True), Pod("b", "default", "b", scheduled=True)])
     (kept,) = book.pods
     beyond = {"a": "b", "b": "a"}[kept.uid]
@@ -100,7 +100,7 @@ def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(monkeypatch: py
 
 def test_a_pod_that_is_displaced_in_vain_is_gone_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers wait for the revision, and compare what `pods` and `get` say."""
-    book = PodBook()
+    book = PodCache()
     book.replace([Pod("a", "default", "a", scheduled=False)])
     before = book.revision.version
     monkeypatch.setattr(pods, "MOST_BYTES", 1)
@@ -112,7 +112,7 @@ def test_a_pod_that_is_displaced_in_vain_is_gone_everywhere(monkeypatch: pytest.
 def test_an_ended_pod_is_forgotten_in_time_and_when_it_is_deleted() -> None:
     """It is remembered for its last annotations only."""
     now = 0.0
-    book = PodBook(clock=lambda: now)
+    book = PodCache(clock=lambda: now)
     ended = [Pod(name, "default", name, scheduled=True) for name in ("a", "b", "c")]
     book.replace(ended)
     for pod in ended:
@@ -128,7 +128,7 @@ def test_a_pod_has_ended_when_the_api_server_says_so_and_not_before_it_was_asked
     """Grants are released by it, so an absent pod counts only where it would have been seen."""
     monkeypatch.setattr(pods, "MOST_PODS", 2)
     uids = [f"0e6e9a8c-1111-4222-8333-00000000000{number}" for number in range(5)]
-    book = PodBook()
+    book = PodCache()
     assert not book.has_ended(uids[0])
     book.replace([pod("a", uids[0]), pod("b", uids[1])])
     assert not book.has_ended(uids[0])
@@ -141,6 +141,6 @@ def test_a_pod_has_ended_when_the_api_server_says_so_and_not_before_it_was_asked
 
 def test_a_static_pod_has_not_ended_because_its_mirror_is_gone() -> None:
     """kubelet runs it from a file and makes another mirror; anybody who may delete pods in its namespace can delete that one."""
-    book = PodBook()
+    book = PodCache()
     book.replace([])
     assert not book.has_ended("c0ffee00c0ffee00c0ffee00c0ffee00")

@@ -59,19 +59,19 @@ class Latest(Generic[T]):
             await self._newer.wait()
         return self._value
 
-    async def changes(self, *, gathering_seconds: float = 0.0) -> AsyncGenerator[T, None]:
+    async def changes(self, *, coalesce_seconds: float = 0.0) -> AsyncGenerator[T, None]:
         """The current value, then each later one that the reader is quick enough to see.
 
         Args:
-            gathering_seconds: how long to wait after each one; what comes meanwhile is one change. For readers who are in no hurry.
+            coalesce_seconds: how long to wait after each one; what comes meanwhile is one change. For readers who are in no hurry.
         """
         version = -1
         while True:
             value = await self.newer_than(version)
             version = self._version
             yield value
-            if gathering_seconds:
-                await asyncio.sleep(gathering_seconds)
+            if coalesce_seconds:
+                await asyncio.sleep(coalesce_seconds)
 
 
 class Revision(Latest[int]):

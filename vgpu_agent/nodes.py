@@ -52,7 +52,7 @@ class SentCounts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NodeWishes:
+class DesiredNode:
     """What should stand on our Node; whatever is not mentioned is nobody's business of ours.
 
     Attributes:
@@ -71,9 +71,9 @@ class NodeWishes:
     unhurried: Mapping[str, float] = dataclasses.field(default_factory=dict)
     guarded: frozenset[str] = frozenset()
 
-    def joined(self, other: NodeWishes) -> NodeWishes:
+    def joined(self, other: DesiredNode) -> DesiredNode:
         """Both together; where they speak of the same key, ``other`` wins."""
-        return NodeWishes(
+        return DesiredNode(
             {**self.annotations, **other.annotations},
             {**self.labels, **other.labels},
             {**self.capacity, **other.capacity},

@@ -126,7 +126,7 @@ class Pod:
         scheduler: ``spec.schedulerName``.
         reported: kubelet has written its status, which nobody else may. It never does so for a pod that imitates a mirror pod.
         scheduled: a scheduler has bound it, or kubelet has reported it; otherwise whoever made it has chosen the node (``spec.nodeName``).
-        static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodBook` once it believes the mirror.
+        static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodCache` once it believes the mirror.
     """
 
     uid: str
@@ -191,7 +191,7 @@ class Pod:
         return next((container for container in self.containers if container.name == name), None)
 
 
-class PodBook:
+class PodCache:
     """The pods of this node as far as our watch has come.
 
     A pod is known by the UID that the API server gave it. kubelet keeps a static pod under another one, which only the annotations of its

@@ -19,7 +19,7 @@ from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.cluster.watching import PodWatch
 from vgpu_agent.journal import Journal
-from vgpu_agent.pods import PodBook
+from vgpu_agent.pods import PodCache
 
 
 def _resident_bytes() -> int:
@@ -40,7 +40,7 @@ class _Peak(threading.Thread):
 
 
 async def _measure(url: str, pods: int) -> dict[str, object]:
-    api, book, journal = ApiClient(Credentials(lambda: Access(url), "test"), QUICK), PodBook(), Journal()
+    api, book, journal = ApiClient(Credentials(lambda: Access(url), "test"), QUICK), PodCache(), Journal()
     watch = PodWatch(api, "n1", book, settings=QUICK, journal=journal)
     gc.collect()
     before, peak = _resident_bytes(), _Peak()

@@ -46,7 +46,7 @@ def _only_our_errors(asked: Callable[[], object]) -> None:
 def _asked(family: PodFamily, question: Question) -> None:
     _only_our_errors(lambda: family.provision(question, family.decide(question).shares))
     _only_our_errors(lambda: family.recall(question))
-    _only_our_errors(lambda: family.pod_wishes(question.pod, {}, failed=True))
+    _only_our_errors(lambda: family.desired_pod(question.pod, {}, failed=True))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -22,7 +22,7 @@ from vgpu_agent.cluster.client import LONGEST_LINE_BYTES, ApiClient
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
-from vgpu_agent.pods import PodBook
+from vgpu_agent.pods import PodCache
 
 MIB = 1024 * 1024
 NODE = "/api/v1/nodes/n1"
@@ -136,7 +136,7 @@ async def test_no_endless_header_fills_the_memory() -> None:
 async def _trouble_of_list(answers: Answer) -> tuple[PodWatch, float]:
     """The watch of pods after its first failure, and the peak of what it took."""
     async with asked(answers) as api:
-        watch = PodWatch(api, "n1", PodBook(), settings=QUICK, journal=Journal())
+        watch = PodWatch(api, "n1", PodCache(), settings=QUICK, journal=Journal())
         tracemalloc.start()
         try:
             async with running(watch.run):
@@ -260,7 +260,7 @@ async def test_no_flood_of_tiny_events_starves_the_agent() -> None:
             await send_chunk(writer, line * 1000)
 
     async with asked(_watched(stream)) as api:
-        watch = PodWatch(api, "n1", PodBook(), settings=QUICK, journal=Journal())
+        watch = PodWatch(api, "n1", PodCache(), settings=QUICK, journal=Journal())
         beats: list[float] = []
         task = asyncio.ensure_future(watch.run(lambda: beats.append(time.monotonic())))
         await until(lambda: len(beats) > 200)

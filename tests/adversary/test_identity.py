@@ -15,7 +15,7 @@ from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
-from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod, PodBook
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod, PodCache
 
 VICTIM = "5b2f1c5e-8f5f-4f64-9d3b-0d5f5a3c9b11"
 STATIC = "9f86d081884c7d659a2feaa0c55ad015"
@@ -69,7 +69,7 @@ async def test_a_tenant_cannot_take_over_another_pods_record() -> None:
     place.allocator.confirm(KubeletRecords((), entries=()), reservation_seconds=60)
     place.book.remove(liar)
     assert place.book.get(VICTIM) is not None
-    assert place.allocator.pod_wishes().keys() == {VICTIM}
+    assert place.allocator.desired_pod().keys() == {VICTIM}
 
 
 async def test_a_tenants_pod_that_ends_cannot_free_what_another_pod_holds() -> None:
@@ -139,7 +139,7 @@ async def test_a_static_pod_is_served_before_kubelet_has_written_its_mirrors_sta
 
 def test_no_hash_that_a_tenant_writes_becomes_a_uid() -> None:
     """Directories are named by kubelet's UID; a text with a slash in it would lead out of the folder they lie in."""
-    book = PodBook()
+    book = PodCache()
     for place, text in enumerate(("../../../../etc", "a/b", "..", ".", "", "x" * 300, "a\0b", "a\n", "ü", "a_b")):
         book.put(dataclasses.replace(imitation(f"liar-{place}", text), reported=True))
     assert all(pod.kubelet_uid == pod.uid for pod in book.pods)

@@ -15,7 +15,7 @@ from tests.adversary.api_server_parts import CHUNKED, send_chunk, served
 from tests.cluster.scripted import json_event, json_pod
 from vgpu_agent.cluster import decode
 from vgpu_agent.families.pod_annotations import ANNOTATIONS
-from vgpu_agent.pods import MOST_BYTES, Pod, PodBook, PodContainer
+from vgpu_agent.pods import MOST_BYTES, Pod, PodCache, PodContainer
 
 PODS, ENDED = 110, 200
 MOST_GROWN_MIB = 40
@@ -124,7 +124,7 @@ def test_a_tenant_cannot_push_others_out_of_the_book() -> None:
         return Pod(f"uid-{name}", "team", name, annotations={"volcano.sh/vgpu-ids-new": text}, containers=(PodContainer("main"),))
 
     large, small = [pod(f"a{number}", "x" * 100_000) for number in range(500)], [pod(f"z{number}") for number in range(110)]
-    book = PodBook()
+    book = PodCache()
     book.replace([*large, *small])
     assert all(book.get(each.uid) for each in small)
     assert sum(each.size_bytes for each in book.pods) <= MOST_BYTES
@@ -140,7 +140,7 @@ def test_a_tenant_cannot_push_others_out_of_the_book() -> None:
 
 def test_a_tenant_cannot_grow_the_memory_of_names() -> None:
     """A pod that is deleted and created anew under its name for ever; that there was another is all that is remembered."""
-    book = PodBook()
+    book = PodCache()
     for number in range(5000):
         pod = Pod(f"uid-{number}", "team", "again")
         book.put(pod)

@@ -31,8 +31,8 @@ from vgpu_agent.concurrency import Latest, Revision, Supervisor
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
-from vgpu_agent.nodes import Node, NodeWishes
-from vgpu_agent.pods import Pod, PodBook
+from vgpu_agent.nodes import DesiredNode, Node
+from vgpu_agent.pods import Pod, PodCache
 from vgpu_agent.redaction import HIDDEN, conceal, redacted
 from vgpu_agent.web import debug
 
@@ -129,14 +129,14 @@ class Agent:
 
     async def drive(self) -> None:
         """Every request there is, once at least, with its errors; a task that dies of one, with a traceback."""
-        node, book = Node("n1", "uid"), PodBook()
+        node, book = Node("n1", "uid"), PodCache()
         book.put(Pod("uid-a", "default", "a", node="n1"))
         nodes: Latest[Node | None] = Latest(node)
-        watches = [PodWatch(self.api, "n1", PodBook(), settings=IMPATIENT, journal=self.journal)]
+        watches = [PodWatch(self.api, "n1", PodCache(), settings=IMPATIENT, journal=self.journal)]
         pods = PodPublisher(self.api, book, lambda: {"uid-a": {"a": "b"}}, Revision(), IMPATIENT, self.journal)
         conditions = {"Vgpu": ("True", "r", "m")}
-        wishes = NodeWishes(annotations={"a": "b", "c": None}, capacity={"volcano.sh/x": "1"}, conditions=conditions)
-        publisher = NodePublisher(self.api, "n1", nodes, lambda *_: wishes, Revision(), IMPATIENT, self.journal)
+        desired_state = DesiredNode(annotations={"a": "b", "c": None}, capacity={"volcano.sh/x": "1"}, conditions=conditions)
+        publisher = NodePublisher(self.api, "n1", nodes, lambda *_: desired_state, Revision(), IMPATIENT, self.journal)
         events = Events(self.api, "vgpu-agent", "n1", IMPATIENT, self.journal)
         events.raise_event(node, "Reason", "message")
         node_watch = NodeWatch(self.api, "n1", settings=IMPATIENT, journal=self.journal)

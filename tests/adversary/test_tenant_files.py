@@ -27,7 +27,7 @@ from vgpu_agent.isolation.edits import HostFile, Mount, Provision
 from vgpu_agent.isolation.hami_core import HamiCore, uses_lock
 from vgpu_agent.journal import Journal
 from vgpu_agent.model import Gpu, Owner, Share
-from vgpu_agent.pods import Pod, PodBook, PodContainer
+from vgpu_agent.pods import Pod, PodCache, PodContainer
 from vgpu_agent.runtime import container_usage, host_files
 from vgpu_agent.runtime.container_usage import ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
@@ -312,7 +312,7 @@ async def test_a_shortened_region_hurts_nobody_but_its_container(node: Node) -> 
 
 def usages_of(node: Node) -> ContainerUsages:
     """The reader behind the metrics, of directories from before, too."""
-    book = PodBook()
+    book = PodCache()
     book.put(Pod("uid", "default", "pod", phase="Running", containers=(PodContainer("main"),)))
     directories = [str(node.host / "vgpu" / "regions"), str(node.host / "vgpu" / "containers")]
     return ContainerUsages(book, directories, node.journal, pause_seconds=5, proc_root=str(node.folder / "proc"))

@@ -183,7 +183,7 @@ async def test_a_missing_library_withholds_its_family_until_it_is_delivered(tmp_
             await parts.families.apply(settings)
             assert "libvgpu.so" in parts.offering.blocked["volcano-vgpu"]
             assert parts.cluster.node is not None
-            register = parts.allocator.node_wishes(parts.cluster.node, 0.0).annotations["volcano.sh/node-vgpu-register"]
+            register = parts.allocator.desired_node(parts.cluster.node, 0.0).annotations["volcano.sh/node-vgpu-register"]
             assert register is not None
             assert [entry.split(",")[1] for entry in register.split(":") if "," in entry] == ["0", "0"]
 

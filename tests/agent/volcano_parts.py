@@ -15,10 +15,10 @@ from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.dependencies import Dependencies
 from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.allocation.proof import Testimony
+from vgpu_agent.allocation.proof import KubeletEvidence
 from vgpu_agent.allocation.refusals import Refusals
-from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Cluster
@@ -69,10 +69,10 @@ class Wired:
             families=Families(),
             inventory=lambda: self.inventory,
             journal=self.journal,
-            surroundings=Surroundings(
+            dependencies=Dependencies(
                 node=NODE,
                 book=self.cluster.book,
-                witness=self._nothing,
+                read_records=self._nothing,
                 fetch=self.cluster.fetch,
                 carrier=self.directory,
                 refusals=self.refusals,
@@ -100,8 +100,8 @@ class Wired:
         )
 
     @staticmethod
-    async def _nothing(resource: str, ids: Sequence[str], *, whole: bool = False) -> Testimony:
-        return Testimony((), ())
+    async def _nothing(resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
+        return KubeletEvidence((), ())
 
     @property
     def offered(self) -> dict[str, int]:

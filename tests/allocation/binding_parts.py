@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.dependencies import Dependencies
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.overcommits import Overcommits
-from vgpu_agent.allocation.proof import Testimony
+from vgpu_agent.allocation.proof import KubeletEvidence
 from vgpu_agent.allocation.refusals import Refusals
-from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.errors import CarrierError, ClusterError, RequestRefusedError
@@ -22,8 +22,8 @@ from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Grant, Holding, Inventory, KubeletRecords, Owner, Resource, Share
-from vgpu_agent.nodes import NodeWishes
-from vgpu_agent.pods import ContainerKind, Pod, PodBook, PodContainer
+from vgpu_agent.nodes import DesiredNode
+from vgpu_agent.pods import ContainerKind, Pod, PodCache, PodContainer
 
 NUMBER, MEMORY = "example.com/number", "example.com/memory"
 NODE = "node-a"
@@ -89,14 +89,14 @@ class NumberFamily:
         environment = {"GPU": ",".join(share.device for share in shares), "MIB": ",".join(str(share.memory_mib) for share in shares)}
         return Provision(Edits(environment, (Mount("/own", own),)), collected=own)
 
-    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
         return {"example.com/done": ",".join(sorted(grants)) or ("failed" if failed else "")}
 
-    def farewell(self, now: float) -> NodeWishes:
-        return NodeWishes(annotations={"example.com/allocated": None})
+    def cleanup(self, now: float) -> DesiredNode:
+        return DesiredNode(annotations={"example.com/allocated": None})
 
-    def node_wishes(self, view: NodeView) -> NodeWishes:
-        return NodeWishes(annotations={"example.com/allocated": str(view.allocated_at.get(NUMBER, 0))})
+    def desired_node(self, view: NodeView) -> DesiredNode:
+        return DesiredNode(annotations={"example.com/allocated": str(view.allocated_at.get(NUMBER, 0))})
 
 
 class MemoryCarrier:
@@ -135,13 +135,13 @@ class Place:
         *,
         late: bool = True,
         carrier: MemoryCarrier | None = None,
-        book: PodBook | None = None,
+        book: PodCache | None = None,
         family: PodFamily | None = None,
         resource: str = NUMBER,
         binding: Binding | None = None,
     ) -> None:
         self.ledger, self.journal, self.refusals = Ledger(), Journal(), Refusals()
-        self.carrier, self.book = carrier or MemoryCarrier(), book or PodBook()
+        self.carrier, self.book = carrier or MemoryCarrier(), book or PodCache()
         self.checkpoint: list[Holding] | None = []
         self.pod_resources: list[Holding] | None = []
         self.answers: dict[tuple[str, str, str], Edits] = {}
@@ -158,10 +158,10 @@ class Place:
             families=Families(by_pod=(family or self.family,)),
             inventory=golden_inventory,
             journal=self.journal,
-            surroundings=Surroundings(
+            dependencies=Dependencies(
                 node=NODE,
                 book=self.book,
-                witness=self.testify,
+                read_records=self.read_evidence,
                 fetch=self.fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
@@ -174,12 +174,12 @@ class Place:
         # kubelet has told that nobody holds anything
         self.ledger.reconcile(KubeletRecords(entries=()), lambda _: None, reservation_seconds=60)
 
-    async def testify(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
+    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
         self.readings += 1
         listed = self.pod_resources
         if listed is not None and self.can_get and not whole:
             listed = [entry for entry in listed if entry.resource == resource and not set(ids).isdisjoint(entry.ids)]
-        return Testimony(
+        return KubeletEvidence(
             None if self.checkpoint is None else tuple(self.checkpoint),
             None if listed is None else tuple(listed),
             dict(self.answers),
@@ -221,10 +221,10 @@ class Place:
 class SlowPlace(Place):
     """kubelet answers what is asked about one pod, and never says which pods there are."""
 
-    async def testify(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
+    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
         if whole:
             await asyncio.sleep(3600)
-        return await super().testify(resource, ids, whole=whole)
+        return await super().read_evidence(resource, ids, whole=whole)
 
 
 def a_pod(

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 from tests.allocation.binding_parts import NODE, MemoryCarrier
 from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.dependencies import Dependencies
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.allocation.proof import Testimony
+from vgpu_agent.allocation.proof import KubeletEvidence
 from vgpu_agent.allocation.refusals import Refusals
-from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import AgentError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner
-from vgpu_agent.pods import Pod, PodBook, PodContainer
+from vgpu_agent.pods import Pod, PodCache, PodContainer
 
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 
@@ -85,7 +85,7 @@ class MixedNode:
 
     def __init__(self, families: Families, inventory: Inventory, rng: random.Random) -> None:
         self.families, self.inventory, self.rng = families, inventory, rng
-        self.kubelet, self.book, self.carrier = Kubelet(rng), PodBook(), MemoryCarrier()
+        self.kubelet, self.book, self.carrier = Kubelet(rng), PodCache(), MemoryCarrier()
         self.book.replace(())
         self._pods = 0
         self.now = 0.0
@@ -100,10 +100,10 @@ class MixedNode:
             families=self.families,
             inventory=lambda: self.inventory,
             journal=self.journal,
-            surroundings=Surroundings(
+            dependencies=Dependencies(
                 node=NODE,
                 book=self.book,
-                witness=self._testify,
+                read_records=self._read_evidence,
                 fetch=self._fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
@@ -212,12 +212,12 @@ class MixedNode:
 
     # -- what the agent asks --------------------------------------------------------------------------------------------------------
 
-    async def _testify(self, resource: str = "", ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
+    async def _read_evidence(self, resource: str = "", ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
         del whole
         holdings = self.kubelet.records().holdings
         asked = [each for each in holdings if each.resource == resource and not set(each.ids).isdisjoint(ids)]
         checkpoint = tuple(Holding(each.resource, each.ids, Owner("main", each.owner.pod_uid)) for each in asked)
-        return Testimony(checkpoint, tuple(Holding(each.resource, each.ids, _named(each.owner)) for each in holdings))
+        return KubeletEvidence(checkpoint, tuple(Holding(each.resource, each.ids, _named(each.owner)) for each in holdings))
 
     async def _fetch(self, namespace: str, name: str) -> Pod | None:
         return next((pod for pod in self.book.pods if (pod.namespace, pod.name) == (namespace, name)), None)

@@ -13,10 +13,10 @@ from tests.families.volcano_vgpu.golden import MEMORY, NODE, NUMBER, U0, U1, dec
 from tests.families.volcano_vgpu.mig.parts import GEOMETRIES, GROUP2, a_gpu
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import grant_token
+from vgpu_agent.allocation.dependencies import Dependencies
 from vgpu_agent.allocation.division import Division
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import CapacityError, LedgerError, MigError, RequestRefusedError
 from vgpu_agent.families.family import MigLayout
@@ -43,10 +43,10 @@ class MigPlace(Place):
             families=Families(by_pod=(VolcanoVgpuMigFamily(VolcanoVgpuOptions(factor=64, mode=MIG, geometries=GEOMETRIES)),)),
             inventory=lambda: self.inventory,
             journal=self.journal,
-            surroundings=Surroundings(
+            dependencies=Dependencies(
                 node=NODE,
                 book=self.book,
-                witness=self.testify,
+                read_records=self.read_evidence,
                 fetch=self.fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,

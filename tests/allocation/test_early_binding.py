@@ -18,7 +18,7 @@ from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.family import Question
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
-from vgpu_agent.pods import PodBook, PodContainer
+from vgpu_agent.pods import PodCache, PodContainer
 
 
 async def test_the_only_candidate_gets_a_complete_answer() -> None:
@@ -188,7 +188,7 @@ async def test_every_container_that_has_the_ids_must_have_been_answered_rightly(
 
 def test_only_pods_that_can_be_meant_are_candidates() -> None:
     """Pending, on this node, not being deleted, and the next container asks for just as many."""
-    book = PodBook()
+    book = PodCache()
     pods = [
         a_pod("two", number=2),
         a_pod("running", phase="Running"),

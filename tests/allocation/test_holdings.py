@@ -9,7 +9,7 @@ import pytest
 from tests.allocation.binding_parts import NUMBER, a_pod, init
 from vgpu_agent.allocation.holdings import ended_before, is_over, told_apart
 from vgpu_agent.model import Grant, Holding, KubeletRecords, Owner
-from vgpu_agent.pods import ContainerKind, Pod, PodBook, PodContainer
+from vgpu_agent.pods import ContainerKind, Pod, PodCache, PodContainer
 
 OTHER = Holding("nvidia.com/gpu", ("g",), Owner("main", "uid-other", "default", "other"))
 
@@ -24,14 +24,14 @@ def listed(pod: Pod, container: str, *ids: str) -> Holding:
     return Holding(NUMBER, ids, Owner(container, pod.uid, pod.namespace, pod.name))
 
 
-def book(*pods: Pod) -> PodBook:
+def book(*pods: Pod) -> PodCache:
     """A book that has listed these pods."""
-    known = PodBook()
+    known = PodCache()
     known.replace(pods)
     return known
 
 
-def held(records: KubeletRecords, known: PodBook) -> dict[tuple[str, str], tuple[str, ...]]:
+def held(records: KubeletRecords, known: PodCache) -> dict[tuple[str, str], tuple[str, ...]]:
     """(UID, container) → ids, after they were told apart."""
     found = told_apart(records, {NUMBER}, known)
     assert [holding for holding in found.holdings if holding.resource != NUMBER] == [OTHER]
@@ -61,14 +61,14 @@ def test_an_unseen_pod_counts_only_where_nobody_could_speak_for_it(
 ) -> None:
     """Before the first list, and without pod-resources, an entry may be a live pod's; otherwise it is what an ended one left."""
     records = KubeletRecords((OTHER,), complete=complete, entries=(line(a_pod("train"), "main", "a"),))
-    assert held(records, PodBook()) == expected
+    assert held(records, PodCache()) == expected
 
 
 def test_the_smaller_entry_of_an_unknown_pod_is_the_later_one() -> None:
     """Without the pod nobody knows which is the init container; one that asks for more is likelier to be it."""
     pod = a_pod("train")
     entries = (line(pod, "a-large", "a", "b"), line(pod, "small", "a"))
-    assert held(KubeletRecords((OTHER,), complete=False, entries=entries), PodBook()) == {
+    assert held(KubeletRecords((OTHER,), complete=False, entries=entries), PodCache()) == {
         (pod.uid, "small"): ("a",),
         (pod.uid, "a-large"): ("b",),
     }

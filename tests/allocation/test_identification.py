@@ -32,9 +32,9 @@ class DeletedSpecs(MemoryCarrier):
 class SilentPlace(Place):
     """kubelet's records cannot be read for a very long time."""
 
-    async def testify(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> proof.Testimony:
+    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> proof.KubeletEvidence:
         await asyncio.sleep(3600)
-        return await super().testify(resource, ids, whole=whole)
+        return await super().read_evidence(resource, ids, whole=whole)
 
 
 async def in_an_outage(carrier: MemoryCarrier | None = None) -> Place:

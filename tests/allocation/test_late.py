@@ -319,13 +319,13 @@ async def test_node_and_pods_are_wished_what_was_done() -> None:
     pod = a_pod("train", annotations=wants(main=f"{U0} 1"))
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
-    assert place.allocator.pod_wishes() == {}
+    assert place.allocator.desired_pod() == {}
     await place.start(IDS[:1])
     place.ledger.release(place.ledger.grants[0].number)
-    assert place.allocator.pod_wishes() == {"uid-train": {"example.com/done": "main"}}
+    assert place.allocator.desired_pod() == {"uid-train": {"example.com/done": "main"}}
     place.book.replace([])
     place.allocator.confirm(KubeletRecords(()), reservation_seconds=60)
-    assert place.allocator.pod_wishes() == {}
+    assert place.allocator.desired_pod() == {}
 
 
 async def test_a_lock_from_before_the_start_is_given_back() -> None:

@@ -19,7 +19,7 @@ from vgpu_agent.errors import CapacityError
 from vgpu_agent.pods import Pod
 
 if TYPE_CHECKING:
-    from vgpu_agent.allocation.proof import Testimony  # a class that pytest would take for tests
+    from vgpu_agent.allocation.proof import KubeletEvidence  # a class that pytest would take for tests
 
 GPU_MIB = 40960
 
@@ -32,8 +32,8 @@ class UnhurriedPlace(Place):
         self.can_get = True
         self.delays = collections.deque(delays)
 
-    async def testify(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
-        said = await super().testify(resource, ids, whole=whole)
+    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
+        said = await super().read_evidence(resource, ids, whole=whole)
         await asyncio.sleep(self.delays.popleft() if self.delays else 0.005)
         return said
 

@@ -13,7 +13,7 @@ from typing import Any
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.nodes import Node
-from vgpu_agent.pods import Pod, PodBook
+from vgpu_agent.pods import Pod, PodCache
 
 Fault = Callable[[str, str, Mapping[str, Any]], ClusterError | None]
 
@@ -138,7 +138,7 @@ class WatchedPods:
     """All pods as a watch with some delay shows them."""
 
     def __init__(self, api: FakeApi, *, delay_seconds: float = 0.05) -> None:
-        self.book = PodBook()
+        self.book = PodCache()
         self.delay_seconds = delay_seconds
         self._last: dict[str, Pod] = {}
         api.watchers.append(self._changed)

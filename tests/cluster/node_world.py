@@ -11,7 +11,7 @@ from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.journal import Journal
-from vgpu_agent.nodes import Node, NodeWishes
+from vgpu_agent.nodes import DesiredNode, Node
 
 REGISTER, HANDSHAKE, LOCK = "volcano.sh/node-vgpu-register", "volcano.sh/node-vgpu-handshake", "hamivgpu"
 GPUS = "volcano.sh/gpu-number"
@@ -22,11 +22,11 @@ class World:
     """An API server with the Node n1, its watch, and one publisher of changeable wishes."""
 
     def __init__(
-        self, wishes: NodeWishes | None = None, *, delay_seconds: float = 0.05, annotations: Mapping[str, str] | None = None
+        self, desired_state: DesiredNode | None = None, *, delay_seconds: float = 0.05, annotations: Mapping[str, str] | None = None
     ) -> None:
         self.api, self.journal, self.wake = FakeApi(), Journal(), Revision()
         self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)
-        self.wishes = wishes or NodeWishes(annotations={REGISTER: "U0,10:"})
+        self.desired_state = desired_state or DesiredNode(annotations={REGISTER: "U0,10:"})
         self.asked_at: list[float] = []
         self.publisher = self.another()
         self.api.put(NODE, node(**(annotations or {})))
@@ -45,14 +45,14 @@ class World:
             lambda: 1000 + asyncio.get_running_loop().time(),
         )
 
-    def ask(self, seen: Node, now: float) -> NodeWishes:
+    def ask(self, seen: Node, now: float) -> DesiredNode:
         """The families' answer."""
         self.asked_at.append(now)
-        return self.wishes
+        return self.desired_state
 
-    def wish(self, **parts: Any) -> None:
+    def desire(self, **parts: Any) -> None:
         """The families wish for something else from now on."""
-        self.wishes = NodeWishes(**parts)
+        self.desired_state = DesiredNode(**parts)
         self.wake.advance()
 
     @property

@@ -9,14 +9,14 @@ import pytest
 
 from tests.cluster.fake_api import NODE, node, running, unavailable
 from tests.cluster.node_world import GPUS, HANDSHAKE, LOCK, READY, REGISTER, World, ignore
-from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.nodes import DesiredNode
 
 pytestmark = pytest.mark.looptime
 
 
 async def test_annotations_and_labels_are_one_patch_and_set_first() -> None:
     """`agent` may register with kubelet as soon as the scheduler can see the node."""
-    world = World(NodeWishes(annotations={REGISTER: "U0,10:"}, labels={"vgpu-agent.io/isolation": "none"}))
+    world = World(DesiredNode(annotations={REGISTER: "U0,10:"}, labels={"vgpu-agent.io/isolation": "none"}))
     async with running(world.publisher.run(ignore)):
         await asyncio.wait_for(world.publisher.first.wait(), 5)
     assert world.patches == [{"metadata": {"annotations": {REGISTER: "U0,10:"}, "labels": {"vgpu-agent.io/isolation": "none"}}}]
@@ -24,7 +24,9 @@ async def test_annotations_and_labels_are_one_patch_and_set_first() -> None:
 
 async def test_an_agent_that_leaves_tries_until_everything_is_written() -> None:
     """Three refusals cost pauses and no wish; what stands already costs no request."""
-    world = World(NodeWishes(annotations={REGISTER: None, HANDSHAKE: "Deleted_x"}, labels={"ours": None}), annotations={REGISTER: "U0,10:"})
+    world = World(
+        DesiredNode(annotations={REGISTER: None, HANDSHAKE: "Deleted_x"}, labels={"ours": None}), annotations={REGISTER: "U0,10:"}
+    )
     times = itertools.count(1)
     world.api.fault = lambda verb, path, body: unavailable(verb, path, body) if next(times) <= 3 else None
     await asyncio.sleep(1)
@@ -35,7 +37,7 @@ async def test_an_agent_that_leaves_tries_until_everything_is_written() -> None:
 
 async def test_an_agent_that_leaves_is_not_done_before_its_node_has_been_read() -> None:
     """It cannot know what stands there."""
-    world = World(NodeWishes(annotations={REGISTER: None}), delay_seconds=20, annotations={REGISTER: "U0,10:"})
+    world = World(DesiredNode(annotations={REGISTER: None}), delay_seconds=20, annotations={REGISTER: "U0,10:"})
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(world.publisher.publish_all(), 5)
     assert world.patches == []
@@ -45,7 +47,7 @@ async def test_an_agent_that_leaves_is_not_done_before_its_node_has_been_read() 
 
 async def test_nothing_is_requested_while_nothing_changes() -> None:
     """Ten virtual minutes after everything stands: not one request, not even the first one of a new process."""
-    wishes = NodeWishes(
+    desired_state = DesiredNode(
         annotations={REGISTER: "U0,10:", LOCK: None},
         labels={"a": "b"},
         capacity={GPUS: "1000"},
@@ -53,7 +55,7 @@ async def test_nothing_is_requested_while_nothing_changes() -> None:
         unhurried={REGISTER: 15},
         guarded=frozenset({LOCK}),
     )
-    world = World(wishes)
+    world = World(desired_state)
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(60)
     world.api.change(NODE, {"status": {"capacity": {GPUS: "1k"}}})  # as the API server writes the number
@@ -92,7 +94,7 @@ async def test_an_annotation_that_somebody_removes_is_written_again() -> None:
 
 async def test_a_node_that_was_deleted_and_made_anew_gets_everything_again_at_once() -> None:
     """A re-created Node has nothing of ours, and pauses of the one before do not count."""
-    world = World(NodeWishes(annotations={HANDSHAKE: "Reported"}, capacity={GPUS: "2"}, unhurried={HANDSHAKE: 3600}))
+    world = World(DesiredNode(annotations={HANDSHAKE: "Reported"}, capacity={GPUS: "2"}, unhurried={HANDSHAKE: 3600}))
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(5)
         world.api.delete(NODE)
@@ -117,7 +119,7 @@ async def test_while_there_is_no_node_nothing_is_requested() -> None:
 
 async def test_an_unhurried_key_is_not_written_more_often_than_it_may() -> None:
     """volcano-vgpu §2.3: the scheduler asks at each Node event, and is answered every 15 seconds."""
-    world = World(NodeWishes(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 15}))
+    world = World(DesiredNode(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 15}))
 
     async def scheduler() -> None:
         while True:
@@ -133,10 +135,10 @@ async def test_an_unhurried_key_is_not_written_more_often_than_it_may() -> None:
 
 async def test_conditions_of_others_stay_and_times_move_only_with_a_change() -> None:
     """A merge patch replaces the list: kubelet's Ready must be in it, as it was."""
-    world = World(NodeWishes(conditions={"GpuReady": READY}))
+    world = World(DesiredNode(conditions={"GpuReady": READY}))
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(100)
-        world.wish(conditions={"GpuReady": ("True", "AllGpus", "1 GPU")})
+        world.desire(conditions={"GpuReady": ("True", "AllGpus", "1 GPU")})
         await asyncio.sleep(100)
     kubelets, ours = world.api.objects[NODE]["status"]["conditions"]
     assert kubelets == node()["status"]["conditions"][0]
@@ -148,7 +150,7 @@ async def test_conditions_of_others_stay_and_times_move_only_with_a_change() -> 
 async def test_a_wish_that_depends_on_the_time_is_noticed_without_any_event() -> None:
     """A lock of a scheduler that has died is removed when it is old enough."""
     world = World(annotations={LOCK: "10:00:00"})
-    world.publisher._wishes = lambda _seen, now: NodeWishes(annotations={LOCK: None} if now > 1300 else {})
+    world.publisher._desired_state = lambda _seen, now: DesiredNode(annotations={LOCK: None} if now > 1300 else {})
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(299)
         assert LOCK in world.annotations

@@ -9,22 +9,22 @@ import pytest
 from tests.cluster.fake_api import NODE, running
 from tests.cluster.node_world import LOCK, READY, World, ignore
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.nodes import DesiredNode
 
 pytestmark = pytest.mark.looptime
 
 
 async def test_a_guarded_removal_fails_when_somebody_wrote_meanwhile() -> None:
     """A scheduler has taken the lock anew: the removal carries the version that was seen, and the new lock stays."""
-    world = World(NodeWishes(), annotations={LOCK: "10:00:00"})
+    world = World(DesiredNode(), annotations={LOCK: "10:00:00"})
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(1)
         world.watched.delay_seconds = 5
         world.api.change(NODE, {"metadata": {"annotations": {LOCK: "10:00:07"}}})  # the watch has not shown it yet
-        world.wish(annotations={LOCK: None}, guarded=frozenset({LOCK}))
+        world.desire(annotations={LOCK: None}, guarded=frozenset({LOCK}))
         await asyncio.sleep(1)
         assert world.annotations == {LOCK: "10:00:07"}
-        world.wish()
+        world.desire()
         await asyncio.sleep(60)
     assert world.annotations == {LOCK: "10:00:07"}
     assert len(world.api.requests) == 1
@@ -32,18 +32,18 @@ async def test_a_guarded_removal_fails_when_somebody_wrote_meanwhile() -> None:
 
 async def test_a_guarded_removal_is_tried_again_on_the_node_as_it_is_then() -> None:
     """Still wished for on the newer Node, it succeeds there, without a pause in between."""
-    world = World(NodeWishes(), annotations={LOCK: "10:00:00"})
+    world = World(DesiredNode(), annotations={LOCK: "10:00:00"})
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(1)
         world.api.change(NODE, {"metadata": {"annotations": {"other": "x"}}})
-        world.wish(annotations={LOCK: None}, guarded=frozenset({LOCK}))
+        world.desire(annotations={LOCK: None}, guarded=frozenset({LOCK}))
         await asyncio.sleep(0.2)
     assert world.annotations == {"other": "x"}
 
 
 async def test_a_conflict_storm_slows_the_writer_down_and_ends_with_the_write() -> None:
     """The Node changes ten times a second and each guarded removal conflicts, for a minute."""
-    world = World(NodeWishes(), annotations={LOCK: "10:00:00"})
+    world = World(DesiredNode(), annotations={LOCK: "10:00:00"})
     storming = True
 
     def conflict(*_: object) -> ClusterError | None:
@@ -56,7 +56,7 @@ async def test_a_conflict_storm_slows_the_writer_down_and_ends_with_the_write() 
 
     world.api.fault = conflict
     async with running(world.publisher.run(ignore), others()):
-        world.wish(annotations={LOCK: None}, guarded=frozenset({LOCK}))
+        world.desire(annotations={LOCK: None}, guarded=frozenset({LOCK}))
         await asyncio.sleep(61)
         tried = len(world.api.requests)
         storming = False
@@ -67,7 +67,7 @@ async def test_a_conflict_storm_slows_the_writer_down_and_ends_with_the_write() 
 
 async def test_a_condition_that_conflicts_is_written_into_the_newer_list() -> None:
     """kubelet changed its own conditions between our reading and our writing; its change is kept."""
-    world = World(NodeWishes(conditions={"GpuReady": READY}))
+    world = World(DesiredNode(conditions={"GpuReady": READY}))
     changed = False
 
     def kubelet(verb: str, *_: object) -> None:
@@ -87,7 +87,7 @@ async def test_a_condition_that_conflicts_is_written_into_the_newer_list() -> No
 
 async def test_each_lock_of_a_burst_is_removed_at_once_although_they_look_the_same() -> None:
     """A scheduler takes the next lock as soon as the last is gone, twenty times within seconds, and the text has whole seconds."""
-    world = World(NodeWishes(annotations={LOCK: None}, guarded=frozenset({LOCK})))
+    world = World(DesiredNode(annotations={LOCK: None}, guarded=frozenset({LOCK})))
     stood: list[float] = []
 
     async def scheduler() -> None:
@@ -110,7 +110,7 @@ async def test_each_lock_of_a_burst_is_removed_at_once_although_they_look_the_sa
 
 async def test_a_removed_lock_is_not_removed_again_while_the_watch_is_late() -> None:
     """The watch shows the old Node for ten seconds: one request, no conflict, and the lock taken meanwhile goes when it is shown."""
-    world = World(NodeWishes(annotations={LOCK: None}, guarded=frozenset({LOCK})), annotations={LOCK: "10:00:00"})
+    world = World(DesiredNode(annotations={LOCK: None}, guarded=frozenset({LOCK})), annotations={LOCK: "10:00:00"})
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(0.06)
         world.watched.delay_seconds = 10
@@ -127,7 +127,7 @@ async def test_a_removed_lock_is_not_removed_again_while_the_watch_is_late() -> 
 
 async def test_a_removal_that_meets_a_conflict_does_not_delay_the_registration() -> None:
     """Somebody writes the Node in the moment in which we begin: what this node offers stands there all the same."""
-    world = World(NodeWishes(annotations={LOCK: None, "register": "U0"}, guarded=frozenset({LOCK})), annotations={LOCK: "10:00:00"})
+    world = World(DesiredNode(annotations={LOCK: None, "register": "U0"}, guarded=frozenset({LOCK})), annotations={LOCK: "10:00:00"})
     world.api.fault = lambda _verb, _path, body: (
         ClusterError("the object has been modified", status=409) if "resourceVersion" in body["metadata"] else None
     )
@@ -138,7 +138,7 @@ async def test_a_removal_that_meets_a_conflict_does_not_delay_the_registration()
 
 async def test_a_lock_that_stood_through_an_outage_goes_when_the_api_server_is_back() -> None:
     """Nobody can schedule while it is away; nothing is forgotten either."""
-    world = World(NodeWishes(annotations={LOCK: None}, guarded=frozenset({LOCK})), annotations={LOCK: "10:00:00"})
+    world = World(DesiredNode(annotations={LOCK: None}, guarded=frozenset({LOCK})), annotations={LOCK: "10:00:00"})
     world.api.fault = lambda *_: ClusterError("connection refused")
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(600)

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.fake_api import NODE, running, unavailable
 from tests.cluster.node_world import GPUS, HANDSHAKE, READY, REGISTER, World, ignore
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.nodes import Node, NodeWishes
+from vgpu_agent.nodes import DesiredNode, Node
 
 pytestmark = pytest.mark.looptime
 
@@ -48,7 +48,7 @@ async def test_a_second_writer_is_met_with_growing_pauses_and_one_warning() -> N
 @pytest.mark.parametrize(("minutes", "alarms"), [(5, []), (10, [f"allocatable/{GPUS}"])])
 async def test_a_kubelet_that_has_yet_to_forget_an_ended_resource_is_no_second_writer(minutes: int, alarms: list[str]) -> None:
     """After a change of strategy it writes 0 of the resource that our plugin offered before, for five minutes. Others never stop."""
-    world = World(NodeWishes(capacity={GPUS: "2"}))
+    world = World(DesiredNode(capacity={GPUS: "2"}))
 
     async def kubelet() -> None:
         for _ in range(6 * minutes):
@@ -63,7 +63,7 @@ async def test_a_kubelet_that_has_yet_to_forget_an_ended_resource_is_no_second_w
 
 async def test_a_scheduler_that_asks_again_and_again_is_no_second_writer() -> None:
     """An old scheduler writes Requesting into the handshake for reasons of its own; answering is no contest."""
-    world = World(NodeWishes(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 0.2}))
+    world = World(DesiredNode(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 0.2}))
 
     async def scheduler() -> None:
         while True:
@@ -81,9 +81,9 @@ async def test_an_outage_of_an_hour_costs_few_requests_and_loses_nothing() -> No
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(10)
         world.api.fault = unavailable
-        world.wish(annotations={REGISTER: "U0,5:"})
+        world.desire(annotations={REGISTER: "U0,5:"})
         await asyncio.sleep(1800)
-        world.wish(annotations={REGISTER: "U0,7:"}, capacity={GPUS: "1"})
+        world.desire(annotations={REGISTER: "U0,7:"}, capacity={GPUS: "1"})
         await asyncio.sleep(1800)
         tried = len(world.api.requests)
         world.api.fault = None
@@ -112,7 +112,7 @@ async def test_a_busy_api_server_is_left_alone_for_as_long_as_it_asks() -> None:
 
 async def test_a_missing_permission_is_named_once_and_does_not_hold_up_the_rest() -> None:
     """Annotations need patch on nodes, quantities need patch on nodes/status."""
-    world = World(NodeWishes(annotations={REGISTER: "U0,10:"}, capacity={GPUS: "2"}))
+    world = World(DesiredNode(annotations={REGISTER: "U0,10:"}, capacity={GPUS: "2"}))
     world.api.fault = lambda _verb, path, _body: ClusterError("forbidden", status=403) if path.endswith("/status") else None
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(3600)
@@ -124,7 +124,7 @@ async def test_a_missing_permission_is_named_once_and_does_not_hold_up_the_rest(
 
 async def test_a_value_that_the_api_server_refuses_does_not_keep_the_others_away() -> None:
     """A label that is no label spoils only itself, is named, and is tried again when it changes."""
-    world = World(NodeWishes(annotations={REGISTER: "U0,10:"}, labels={"bad": "not a label"}))
+    world = World(DesiredNode(annotations={REGISTER: "U0,10:"}, labels={"bad": "not a label"}))
 
     def strict(_verb: str, _path: str, body: Mapping[str, Any]) -> ClusterError | None:
         wrong = body["metadata"].get("labels", {}).get("bad") == "not a label"
@@ -136,14 +136,14 @@ async def test_a_value_that_the_api_server_refuses_does_not_keep_the_others_away
         assert world.annotations == {REGISTER: "U0,10:"}
         assert len(world.api.requests) == 3
         assert [facts["key"] for facts in world.events("node.refused")] == ["labels/bad"]
-        world.wish(annotations={REGISTER: "U0,10:"}, labels={"bad": "good"})
+        world.desire(annotations={REGISTER: "U0,10:"}, labels={"bad": "good"})
         await asyncio.sleep(1)
     assert world.api.objects[NODE]["metadata"]["labels"] == {"bad": "good"}
 
 
 async def test_an_answer_that_is_no_node_is_an_error_like_any_other() -> None:
     """A proxy's page instead of the Node: nothing is written into the list of conditions."""
-    world = World(NodeWishes(conditions={"GpuReady": READY}))
+    world = World(DesiredNode(conditions={"GpuReady": READY}))
     world.api.objects[NODE]["status"]["conditions"] = "<html>"
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(5)
@@ -153,7 +153,7 @@ async def test_an_answer_that_is_no_node_is_an_error_like_any_other() -> None:
 
 async def test_a_new_process_finishes_what_a_crash_left_between_two_writes() -> None:
     """Metadata was written, the quantities were not; nothing but the Node itself remembers that."""
-    world = World(NodeWishes(annotations={REGISTER: "U0,10:"}, capacity={GPUS: "2"}))
+    world = World(DesiredNode(annotations={REGISTER: "U0,10:"}, capacity={GPUS: "2"}))
 
     def crash(_verb: str, path: str, _body: object) -> None:
         if path.endswith("/status"):
@@ -175,15 +175,15 @@ async def test_a_new_process_finishes_what_a_crash_left_between_two_writes() -> 
 async def test_wishes_that_raise_are_reported_once_and_asked_for_again() -> None:
     """A family's bug stops neither the loop nor its sign of life."""
     world = World()
-    good, beats = world.publisher._wishes, []
+    good, beats = world.publisher._desired_state, []
 
-    def broken(seen: Node, now: float) -> NodeWishes:
+    def broken(seen: Node, now: float) -> DesiredNode:
         raise KeyError("minor")
 
-    world.publisher._wishes = broken
+    world.publisher._desired_state = broken
     async with running(world.publisher.run(lambda: beats.append(1))):
         await asyncio.sleep(60)
-        world.publisher._wishes = good
+        world.publisher._desired_state = good
         await asyncio.sleep(11)
     assert [facts["error"] for facts in world.events("node.wishes_failed")] == ["KeyError: 'minor'"]
     assert world.annotations == {REGISTER: "U0,10:"}

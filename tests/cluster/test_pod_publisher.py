@@ -29,18 +29,18 @@ class World:
     def __init__(self, *names: str, delay_seconds: float = 0.05) -> None:
         self.api, self.journal, self.wake = FakeApi(), Journal(), Revision()
         self.watched = WatchedPods(self.api, delay_seconds=delay_seconds)
-        self.wishes: dict[str, Mapping[str, str | None]] = {f"uid-{name}": DONE for name in names}
+        self.desired_state: dict[str, Mapping[str, str | None]] = {f"uid-{name}": DONE for name in names}
         self.publisher = self.another()
         for name in names:
             self.api.put(pod_at(name), pod(name, **{PHASE: "allocating", TODO: "U0,NVIDIA,1,0:;"}))
 
     def another(self) -> PodPublisher:
         """A publisher as a new process would build it."""
-        return PodPublisher(self.api, self.watched.book, lambda: self.wishes, self.wake, Cluster(), self.journal)
+        return PodPublisher(self.api, self.watched.book, lambda: self.desired_state, self.wake, Cluster(), self.journal)
 
-    def wish(self, name: str, **annotations: str | None) -> None:
+    def desire(self, name: str, **annotations: str | None) -> None:
         """The families wish for something else from now on; dots and slashes stand as they are in ``annotations``."""
-        self.wishes[f"uid-{name}"] = annotations
+        self.desired_state[f"uid-{name}"] = annotations
         self.wake.advance()
 
     def annotations(self, name: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ def _ignore() -> None:
 async def test_only_what_differs_is_written_and_only_to_that_pod() -> None:
     """volcano-vgpu §3.3: the phase changes, the todo list goes; what already stands and what is not ours is not sent."""
     world = World("a")
-    world.wishes["uid-a"] = {**DONE, TIME: None}
+    world.desired_state["uid-a"] = {**DONE, TIME: None}
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
     (request,) = world.api.requests
@@ -73,7 +73,13 @@ async def test_the_last_line_about_a_start_bears_the_tokens_of_the_pods_grants()
     world = World("a")
     world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
     publisher = PodPublisher(
-        world.api, world.watched.book, lambda: world.wishes, world.wake, Cluster(), world.journal, tokens=lambda uid: [f"token of {uid}"]
+        world.api,
+        world.watched.book,
+        lambda: world.desired_state,
+        world.wake,
+        Cluster(),
+        world.journal,
+        tokens=lambda uid: [f"token of {uid}"],
     )
     async with running(publisher.run(_ignore)):
         await asyncio.sleep(2)
@@ -132,9 +138,9 @@ async def test_several_pods_are_written_at_once_and_not_too_many() -> None:
 
 def patient(world: World, starting: Callable[[], bool]) -> PodPublisher:
     """A publisher who knows that pods are being started, for 3 s at most, and which annotations only say how far one has come."""
-    wishes, settings = (lambda: world.wishes), Cluster(starts_first_seconds=3)
+    desired_state, settings = (lambda: world.desired_state), Cluster(starts_first_seconds=3)
     return PodPublisher(
-        world.api, world.watched.book, wishes, world.wake, settings, world.journal, starting=starting, progress={PHASE, TIME, TODO}
+        world.api, world.watched.book, desired_state, world.wake, settings, world.journal, starting=starting, progress={PHASE, TIME, TODO}
     )
 
 
@@ -167,11 +173,11 @@ async def test_writes_wait_for_starts_only_for_seconds() -> None:
 async def test_each_pod_waits_for_starts_once() -> None:
     """Not anew when another one has come, nor when its write has failed."""
     world = World("a", "b")
-    second = world.wishes.pop("uid-b")
+    second = world.desired_state.pop("uid-b")
     world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
     async with running(patient(world, lambda: True).run(_ignore)):
         await asyncio.sleep(2)
-        world.wish("b", **second)
+        world.desire("b", **second)
         await asyncio.sleep(2.5)
         assert world.annotations("a") == {PHASE: "success"}
         assert world.annotations("b")[PHASE] == "allocating"
@@ -180,7 +186,7 @@ async def test_each_pod_waits_for_starts_once() -> None:
 async def test_what_schedulers_count_by_waits_for_no_start() -> None:
     """Until it stands there, they would give away again what the pod has; also when the first write fails, and beside pods that wait."""
     world = World("a", "b")
-    world.wishes["uid-a"] = {**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
+    world.desired_state["uid-a"] = {**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
     world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
     async with running(patient(world, lambda: True).run(_ignore)):
         await asyncio.sleep(2)
@@ -194,7 +200,7 @@ async def test_writes_of_one_pod_are_in_order() -> None:
     world.api.request_seconds = 5
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
-        world.wishes["uid-a"] = {PHASE: "failed", TODO: None}
+        world.desired_state["uid-a"] = {PHASE: "failed", TODO: None}
         world.wake.publish(1)
         await asyncio.sleep(15)
     assert world.api.most_under_way == 1
@@ -209,7 +215,7 @@ async def test_a_hung_pod_does_not_hold_up_the_others() -> None:
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
         world.api.request_seconds = 0.02
-        world.wishes["uid-quick"] = DONE
+        world.desired_state["uid-quick"] = DONE
         world.api.put(pod_at("quick"), pod("quick"))
         await asyncio.sleep(1)
         assert world.annotations("quick") == {PHASE: "success"}
@@ -287,7 +293,7 @@ async def test_a_pod_whose_writes_always_fail_does_not_keep_the_others_waiting()
     world.api.fault = lambda _verb, path, _body: ClusterError("webhook", status=500) if path == pod_at("bad") else None
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(5)
-        world.wish("a", more="x")
+        world.desire("a", more="x")
         await asyncio.sleep(40)
     assert world.annotations("a")["more"] == "x"
     assert world.annotations("c") == {PHASE: "success"}
@@ -301,7 +307,7 @@ async def test_what_the_api_server_refuses_is_said_once_and_tried_again_when_it_
         await asyncio.sleep(250)
         assert [request.verb for request in world.api.requests].count("patch") == 2
         world.api.fault = None
-        world.wish("a", other="value")
+        world.desire("a", other="value")
         await asyncio.sleep(1)
     assert [facts["pod"] for facts in world.events("pods.refused")] == ["default/a"]
     assert world.annotations("a")["other"] == "value"
@@ -311,7 +317,7 @@ async def test_what_the_api_server_refuses_is_said_once_and_tried_again_when_it_
 async def test_a_static_pod_is_wished_for_by_its_hash_and_written_by_its_uid() -> None:
     """kubelet and ledger know it by the hash of its file, the API server's mirror of it has a UID of its own."""
     world = World()
-    world.wishes["hash"] = {PHASE: "success"}
+    world.desired_state["hash"] = {PHASE: "success"}
     mirror = pod("static", uid="mirror-uid", **{MIRROR_POD: "hash", STATIC_POD_HASH: "hash"})
     world.api.put(pod_at("static"), mirror | {"status": {"startTime": "2026-01-01T00:00:00Z"}})
     async with running(world.publisher.run(_ignore)):
@@ -404,10 +410,10 @@ async def test_wishes_that_raise_are_reported_once_and_asked_for_again() -> None
     def broken() -> Mapping[str, Mapping[str, str | None]]:
         raise KeyError("minor")
 
-    world.publisher._wishes = broken
+    world.publisher._desired_state = broken
     async with running(world.publisher.run(lambda: beats.append(1))):
         await asyncio.sleep(60)
-        world.publisher._wishes = lambda: world.wishes
+        world.publisher._desired_state = lambda: world.desired_state
         await asyncio.sleep(11)
     assert len(world.events("pods.wishes_failed")) == 1
     assert world.annotations("a") == {PHASE: "success"}

@@ -14,7 +14,7 @@ from vgpu_agent.cluster.reflector import Reflector, Scope
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
-from vgpu_agent.pods import Pod, PodBook
+from vgpu_agent.pods import Pod, PodCache
 
 pytestmark = pytest.mark.looptime
 
@@ -31,7 +31,7 @@ class Node1:
     def __init__(self, journal: Journal, scope: Scope = _SCOPE) -> None:
         self.script = Script()
         self.script.lists = [json_list()]
-        self.book = PodBook()
+        self.book = PodCache()
         self.journal = journal
         self.reflector: Reflector[Pod] = Reflector(
             self.script, scope, decode.pod, self.book, settings=Cluster(), journal=journal, uniform=_largest

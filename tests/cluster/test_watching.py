@@ -12,7 +12,7 @@ from vgpu_agent.cluster.config_map import KEY, NAME, ConfigMapWatch, namespaces
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
-from vgpu_agent.pods import PodBook
+from vgpu_agent.pods import PodCache
 from vgpu_agent.sim.api.faults import Fault, FaultKind
 from vgpu_agent.sim.api.server import ApiServer
 
@@ -25,13 +25,13 @@ def _pod(name: str, node: str = "n1") -> dict[str, Any]:
 
 
 @pytest.fixture
-def book() -> PodBook:
+def book() -> PodCache:
     """An empty one."""
-    return PodBook()
+    return PodCache()
 
 
 @pytest.fixture
-def pods(client: ApiClient, book: PodBook, journal: Journal) -> PodWatch:
+def pods(client: ApiClient, book: PodCache, journal: Journal) -> PodWatch:
     """Of node n1."""
     return PodWatch(client, "n1", book, settings=QUICK, journal=journal)
 
@@ -48,12 +48,12 @@ def config_map(client: ApiClient, journal: Journal) -> ConfigMapWatch:
     return ConfigMapWatch(client, settings=QUICK, journal=journal)
 
 
-def _names(book: PodBook) -> list[str]:
+def _names(book: PodCache) -> list[str]:
     return [pod.name for pod in book.pods]
 
 
 async def test_the_book_follows_the_pods_of_this_node_in_the_order_of_their_bindings(
-    server: ApiServer, pods: PodWatch, book: PodBook
+    server: ApiServer, pods: PodWatch, book: PodCache
 ) -> None:
     """Others are never asked for."""
     server.objects.create("pods", _pod("there"))
@@ -70,7 +70,9 @@ async def test_the_book_follows_the_pods_of_this_node_in_the_order_of_their_bind
     assert {request.query["fieldSelector"] for request in server.requests} == {_SELECTOR}
 
 
-async def test_a_pod_that_ended_leaves_the_watch_and_is_ended_in_the_book_a_while(server: ApiServer, pods: PodWatch, book: PodBook) -> None:
+async def test_a_pod_that_ended_leaves_the_watch_and_is_ended_in_the_book_a_while(
+    server: ApiServer, pods: PodWatch, book: PodCache
+) -> None:
     """Its annotations are still to be written; its event shows it as it was before it ended."""
     for name in ("short", "long", "deleted"):
         server.objects.create("pods", _pod(name))
@@ -89,7 +91,7 @@ async def test_a_pod_that_ended_leaves_the_watch_and_is_ended_in_the_book_a_whil
 
 
 async def test_pods_that_went_while_the_api_server_was_away_are_gone_from_the_book(
-    server: ApiServer, pods: PodWatch, book: PodBook
+    server: ApiServer, pods: PodWatch, book: PodCache
 ) -> None:
     """Its history was compacted meanwhile, so only a list can tell."""
     for name in ("a", "b"):
@@ -105,7 +107,7 @@ async def test_pods_that_went_while_the_api_server_was_away_are_gone_from_the_bo
         await until(lambda: _names(book) == ["b", "c"])
 
 
-async def test_a_reset_connection_costs_no_list(server: ApiServer, pods: PodWatch, book: PodBook) -> None:
+async def test_a_reset_connection_costs_no_list(server: ApiServer, pods: PodWatch, book: PodCache) -> None:
     """The watch goes on from where it was, and what happened in between comes."""
     async with running(pods.run):
         await until(lambda: pods.status.watches == 1 and any(request.verb == "watch" for request in server.requests))
@@ -120,7 +122,7 @@ async def test_a_reset_connection_costs_no_list(server: ApiServer, pods: PodWatc
     "kind", [FaultKind.CLOSE, FaultKind.ERROR_EVENT, FaultKind.RESET, FaultKind.HTML, FaultKind.GARBAGE, FaultKind.TRUNCATED]
 )
 async def test_whatever_happens_to_a_watch_the_book_is_right_afterwards(
-    server: ApiServer, pods: PodWatch, book: PodBook, kind: FaultKind
+    server: ApiServer, pods: PodWatch, book: PodCache, kind: FaultKind
 ) -> None:
     """Three times in a row."""
     server.faults = [Fault(kind, verb="watch", times=3)]
@@ -130,7 +132,7 @@ async def test_whatever_happens_to_a_watch_the_book_is_right_afterwards(
         await until(lambda: server.faults[0].times == 0 and _names(book) == ["a"])
 
 
-async def test_one_pod_can_be_fetched(server: ApiServer, pods: PodWatch, book: PodBook) -> None:
+async def test_one_pod_can_be_fetched(server: ApiServer, pods: PodWatch, book: PodCache) -> None:
     """By one GET; a pod that does not exist is None, an API server that is away is an error, and the book is left alone."""
     server.objects.create("pods", _pod("a"))
     found = await pods.fetch("default", "a")
@@ -190,7 +192,7 @@ async def test_a_node_that_does_not_exist_yet_is_waited_for(server: ApiServer, n
         await until(lambda: node.node.value is not None)
 
 
-async def test_nothing_changes_and_nothing_is_asked(server: ApiServer, node: NodeWatch, pods: PodWatch, book: PodBook) -> None:
+async def test_nothing_changes_and_nothing_is_asked(server: ApiServer, node: NodeWatch, pods: PodWatch, book: PodCache) -> None:
     """One GET, one list and two watches, and then silence; none of them is a write."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     async with running(node.run), running(pods.run):

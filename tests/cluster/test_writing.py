@@ -20,8 +20,8 @@ from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
-from vgpu_agent.nodes import NodeWishes
-from vgpu_agent.pods import PodBook
+from vgpu_agent.nodes import DesiredNode
+from vgpu_agent.pods import PodCache
 from vgpu_agent.sim.api.server import ApiServer
 
 REGISTER, LOCK, GPUS = "volcano.sh/node-vgpu-register", "hamivgpu", "volcano.sh/gpu-number"
@@ -34,7 +34,7 @@ def _pod(name: str) -> dict[str, Any]:
 
 async def test_the_node_stands_as_wished_through_a_deletion_of_the_node(server: ApiServer, client: ApiClient, journal: Journal) -> None:
     """Annotations, label, quantities and condition beside kubelet's; a lock removed; all of it again on a new Node."""
-    wishes = NodeWishes(
+    desired_state = DesiredNode(
         annotations={REGISTER: "U0,10:", LOCK: None},
         labels={"vgpu-agent.io/isolation": "none"},
         capacity={GPUS: "2"},
@@ -42,14 +42,14 @@ async def test_the_node_stands_as_wished_through_a_deletion_of_the_node(server: 
         guarded=frozenset({LOCK}),
     )
     watch = NodeWatch(client, "n1", settings=QUICK, journal=journal)
-    publisher = NodePublisher(client, "n1", watch.node, lambda _node, _now: wishes, Revision(), QUICK, journal)
+    publisher = NodePublisher(client, "n1", watch.node, lambda _node, _now: desired_state, Revision(), QUICK, journal)
 
     def stands() -> bool:
         node = watch.node.value
         return (
             node is not None
             and node.annotations == {REGISTER: "U0,10:"}
-            and node.labels == wishes.labels
+            and node.labels == desired_state.labels
             and node.capacity.get(GPUS) == node.allocatable.get(GPUS) == "2"
             and list(node.conditions) == ["Ready", "GpuReady"]
         )
@@ -66,15 +66,15 @@ async def test_the_node_stands_as_wished_through_a_deletion_of_the_node(server: 
 
 async def test_a_pods_annotations_stand_after_an_outage(server: ApiServer, client: ApiClient, journal: Journal) -> None:
     """The container was let go while the API server was away; what is written later is one patch of this very pod."""
-    book, wake = PodBook(), Revision()
-    wishes: dict[str, Mapping[str, str | None]] = {}
+    book, wake = PodCache(), Revision()
+    desired_state: dict[str, Mapping[str, str | None]] = {}
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
-    publisher = PodPublisher(client, book, lambda: wishes, wake, QUICK, journal)
+    publisher = PodPublisher(client, book, lambda: desired_state, wake, QUICK, journal)
     pod = server.objects.create("pods", _pod("a"))
     async with running(watch.run), running(publisher.run):
         await until(lambda: len(book.pods) == 1)
         await server.down()
-        wishes[pod["metadata"]["uid"]] = {"volcano.sh/bind-phase": "success", "volcano.sh/devices-to-allocate": None}
+        desired_state[pod["metadata"]["uid"]] = {"volcano.sh/bind-phase": "success", "volcano.sh/devices-to-allocate": None}
         wake.publish(1)
         await until(lambda: publisher.counts.failed > 0)
         await server.up()
@@ -84,7 +84,7 @@ async def test_a_pods_annotations_stand_after_an_outage(server: ApiServer, clien
 
 async def test_a_refused_pod_is_told_of_and_evicted(server: ApiServer, client: ApiClient, journal: Journal) -> None:
     """The event is the pod's, the eviction carries its UID."""
-    book, refusals = PodBook(), Refusals()
+    book, refusals = PodCache(), Refusals()
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
     events = Events(client, "vgpu-agent", "n1", QUICK, journal)
     binding = Binding(refused_event_seconds=0.05, refused_evict_seconds=0.1)

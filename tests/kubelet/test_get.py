@@ -14,8 +14,8 @@ from tests.kubelet.backend import FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import KubeletError
-from vgpu_agent.kubelet.allowance import Allowance
 from vgpu_agent.kubelet.pod_resources import GetNotPossibleError, KubeletBusyError, PodResources
+from vgpu_agent.kubelet.rate_limiter import RateLimiter
 from vgpu_agent.sim.kubelet.kubelet import Container, Pod, SimulatedKubelet
 
 R = "nvidia.com/gpu.shared"
@@ -127,13 +127,13 @@ async def test_the_stand_in_refuses_what_kubelet_would_refuse(kubelet: Simulated
 def test_an_allowance_fills_up_with_time() -> None:
     """So many at once, so many a second; what is made in any case counts as well, and is never owed."""
     now = 50.0
-    allowance = Allowance(4, 10.0, lambda: now)
-    assert [allowance.take_all(3), allowance.take_all(2), allowance.take_all(1)] == [True, False, True]
-    allowance.take(5)
+    limiter = RateLimiter(4, 10.0, lambda: now)
+    assert [limiter.take_all(3), limiter.take_all(2), limiter.take_all(1)] == [True, False, True]
+    limiter.take(5)
     now += 0.1
-    assert [allowance.take_all(1), allowance.take_all(1)] == [True, False]
+    assert [limiter.take_all(1), limiter.take_all(1)] == [True, False]
     now += 100
-    assert [allowance.take_all(5), allowance.take_all(4)] == [False, True]
+    assert [limiter.take_all(5), limiter.take_all(4)] == [False, True]
     now += 100
-    allowance.spend()
-    assert not allowance.take_all(1)
+    limiter.spend()
+    assert not limiter.take_all(1)

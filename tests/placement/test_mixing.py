@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vgpu_agent.model import DeviceRoom, Link
 from vgpu_agent.placement.mixing import ALONE, FREE, OTHERS, OWN, Neighbours, neighbours
-from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, POLICIES, SPREAD, Wish, choose
+from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, POLICIES, SPREAD, IdRequest, choose
 from vgpu_agent.placement.rooms import Want, choose_rooms
 from vgpu_agent.placement.sharing import DISTRIBUTED, PACKED
 
@@ -18,10 +18,10 @@ ROOMS = tuple(DeviceRoom(str(gpu), "", 24576, 24576, 100, 0, 10) for gpu in rang
 WANT = Want(1, lambda _: 1000, 0, "1 share")
 
 
-def wish(ranks: dict[str, int], replicas: int, size: int, *, required: tuple[str, ...] = ()) -> Wish:
+def request(ranks: dict[str, int], replicas: int, size: int, *, required: tuple[str, ...] = ()) -> IdRequest:
     """Of as many GPUs as there are ranks, each with as many free ids."""
     every = {f"{gpu}::{number}": gpu for gpu in ranks for number in range(replicas)}
-    return Wish(list(every), required, size, every, collections.Counter(every.values()), ranks=ranks)
+    return IdRequest(list(every), required, size, every, collections.Counter(every.values()), ranks=ranks)
 
 
 def test_a_family_has_four_kinds_of_gpus() -> None:
@@ -48,30 +48,30 @@ def test_a_family_that_shares_no_gpu_chooses_as_if_it_were_alone() -> None:
 )
 def test_one_id_is_of_a_gpu_of_the_lowest_rank(policy: str, ranks: dict[str, int], expected: str) -> None:
     """By every policy: most containers want one."""
-    assert choose(policy, wish(ranks, 1, 1)) == [f"{expected}::0"]
+    assert choose(policy, request(ranks, 1, 1)) == [f"{expected}::0"]
 
 
 @pytest.mark.parametrize("policy", [DISTRIBUTED, PACKED, ONE_GPU])
 def test_several_ids_stay_on_the_own_gpu_while_it_has_them(policy: str) -> None:
     """A second GPU would be one less for the other families."""
-    assert choose(policy, wish({"0": FREE, "1": OWN, "2": OTHERS}, 3, 3)) == ["1::0", "1::1", "1::2"]
+    assert choose(policy, request({"0": FREE, "1": OWN, "2": OTHERS}, 3, 3)) == ["1::0", "1::1", "1::2"]
 
 
 def test_the_policy_decides_among_gpus_of_one_rank() -> None:
     """Two GPUs serve the family already: distributed spreads over the two."""
-    assert choose(DISTRIBUTED, wish({"0": FREE, "1": OWN, "2": OWN}, 3, 2)) == ["1::0", "2::0"]
-    assert choose(PACKED, wish({"0": FREE, "1": OWN, "2": OWN}, 3, 2)) == ["1::0", "1::1"]
+    assert choose(DISTRIBUTED, request({"0": FREE, "1": OWN, "2": OWN}, 3, 2)) == ["1::0", "2::0"]
+    assert choose(PACKED, request({"0": FREE, "1": OWN, "2": OWN}, 3, 2)) == ["1::0", "1::1"]
 
 
 def test_what_the_own_gpus_lack_comes_from_free_ones_before_those_of_others() -> None:
     """A request that is larger than what is left on the own GPU is still answered."""
-    assert choose(DISTRIBUTED, wish({"0": OTHERS, "1": FREE, "2": OWN}, 2, 3)) == ["2::0", "2::1", "1::0"]
+    assert choose(DISTRIBUTED, request({"0": OTHERS, "1": FREE, "2": OWN}, 2, 3)) == ["2::0", "2::1", "1::0"]
 
 
 def test_spreading_takes_several_gpus_but_none_of_another_family() -> None:
     """Several replicas under iktos's rule are of several GPUs, which is what the container has asked for."""
-    assert choose(SPREAD, wish({"0": OTHERS, "1": FREE, "2": OWN}, 2, 2)) == ["1::0", "2::0"]
-    assert choose(SPREAD, wish({"0": OTHERS, "1": OTHERS, "2": OWN}, 2, 2)) == ["2::0", "2::1"]
+    assert choose(SPREAD, request({"0": OTHERS, "1": FREE, "2": OWN}, 2, 2)) == ["1::0", "2::0"]
+    assert choose(SPREAD, request({"0": OTHERS, "1": OTHERS, "2": OWN}, 2, 2)) == ["2::0", "2::1"]
 
 
 def test_whole_gpus_are_aligned_among_those_of_the_lowest_ranks() -> None:
@@ -79,7 +79,7 @@ def test_whole_gpus_are_aligned_among_those_of_the_lowest_ranks() -> None:
     ranks = {"0": OWN, "1": OTHERS, "2": OWN, "3": OWN}
     links = {("0", "1"): Link(0, 8), ("1", "0"): Link(0, 8), ("2", "3"): Link(0, 4), ("3", "2"): Link(0, 4)}
     every = {gpu: gpu for gpu in ranks}
-    asked = {size: Wish(list(every), (), size, every, dict.fromkeys(every, 1), links, ranks) for size in (2, 4)}
+    asked = {size: IdRequest(list(every), (), size, every, dict.fromkeys(every, 1), links, ranks) for size in (2, 4)}
     assert choose(ALIGNED, asked[2]) == ["2", "3"]
     assert choose(ALIGNED, asked[4]) == ["0", "1", "2", "3"]
 
@@ -87,7 +87,7 @@ def test_whole_gpus_are_aligned_among_those_of_the_lowest_ranks() -> None:
 def test_a_required_id_is_in_the_answer_whatever_its_rank() -> None:
     """The kubelet insists on it: an init container had it."""
     for policy in POLICIES:
-        assert "0::0" in choose(policy, wish({"0": OTHERS, "1": OWN}, 2, 2, required=("0::0",)))
+        assert "0::0" in choose(policy, request({"0": OTHERS, "1": OWN}, 2, 2, required=("0::0",)))
 
 
 @given(
@@ -96,7 +96,7 @@ def test_a_required_id_is_in_the_answer_whatever_its_rank() -> None:
 def test_equal_ranks_change_no_answer(policy: str, rank: int, replicas: int, size: int) -> None:
     """What was held by others or by nobody before is chosen from as ever."""
     replicas = 1 if policy == ALIGNED else max(replicas, size)
-    one_rank, none = (wish(dict.fromkeys("0123", each), replicas, size) for each in (rank, OWN))
+    one_rank, none = (request(dict.fromkeys("0123", each), replicas, size) for each in (rank, OWN))
     assert choose(policy, one_rank) == choose(policy, none)
 
 

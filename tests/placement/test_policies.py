@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgpu_agent.errors import CapacityError
-from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, POLICIES, SPREAD, Wish, choose
+from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, POLICIES, SPREAD, IdRequest, choose
 from vgpu_agent.placement.sharing import DISTRIBUTED, PACKED
 
 
-def wish(gpus: int, replicas: int, size: int, *, available: list[str] | None = None, required: tuple[str, ...] = ()) -> Wish:
+def request(gpus: int, replicas: int, size: int, *, available: list[str] | None = None, required: tuple[str, ...] = ()) -> IdRequest:
     """On GPUs 0, 1… with ids 0::0, 0::1…"""
     every = {f"{gpu}::{number}": str(gpu) for gpu in range(gpus) for number in range(replicas)}
-    return Wish(list(every) if available is None else available, required, size, every, collections.Counter(every.values()))
+    return IdRequest(list(every) if available is None else available, required, size, every, collections.Counter(every.values()))
 
 
 def test_there_is_an_entry_for_each_policy() -> None:
@@ -35,13 +35,13 @@ def test_there_is_an_entry_for_each_policy() -> None:
 )
 def test_each_policy_by_name(policy: str, expected: list[str]) -> None:
     """Three of three GPUs with three replicas each, nothing held."""
-    assert choose(policy, wish(3, 3, 3)) == expected
+    assert choose(policy, request(3, 3, 3)) == expected
 
 
 def test_spread_and_distributed_differ_where_gpus_have_different_numbers_of_replicas() -> None:
     """Of a GPU with 1 of 1 free and one with 3 of 4 free, spread takes that with more free and distributed that with fewer held."""
     every = {"0::0": "0", **{f"1::{number}": "1" for number in range(4)}}
-    asked = Wish(["0::0", "1::1", "1::2", "1::3"], (), 1, every, collections.Counter(every.values()))
+    asked = IdRequest(["0::0", "1::1", "1::2", "1::3"], (), 1, every, collections.Counter(every.values()))
     assert choose(SPREAD, asked) == ["1::1"]
     assert choose(DISTRIBUTED, asked) == ["0::0"]
 
@@ -49,14 +49,14 @@ def test_spread_and_distributed_differ_where_gpus_have_different_numbers_of_repl
 def test_a_gpu_that_the_container_has_comes_last_in_spreading() -> None:
     """However many replicas it has free."""
     available = ["0::0", "0::1", "0::2", "1::0"]
-    assert choose(SPREAD, wish(2, 3, 2, available=available, required=("0::2",))) == ["0::2", "1::0"]
+    assert choose(SPREAD, request(2, 3, 2, available=available, required=("0::2",))) == ["0::2", "1::0"]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_an_id_that_nobody_knows_is_said(policy: str) -> None:
     """Instead of a KeyError, which would fail the pod for a preference."""
     with pytest.raises(CapacityError, match="GPU-x cannot be had"):
-        choose(policy, wish(2, 1, 1, required=("GPU-x",)))
+        choose(policy, request(2, 1, 1, required=("GPU-x",)))
 
 
 @given(policy=st.sampled_from(sorted(POLICIES)), gpus=st.integers(1, 5), replicas=st.integers(1, 4), data=st.data())
@@ -67,7 +67,7 @@ def test_any_answer_is_complete_and_the_same_again(policy: str, gpus: int, repli
     available = sorted(data.draw(st.sets(st.sampled_from(every), min_size=1)))
     size = data.draw(st.integers(1, len(available)))
     required = tuple(available[: data.draw(st.integers(0, size))])
-    asked = wish(gpus, count, size, available=available, required=required)
+    asked = request(gpus, count, size, available=available, required=required)
     try:
         chosen = choose(policy, asked)
     except CapacityError:

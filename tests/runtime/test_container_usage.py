@@ -12,7 +12,7 @@ from tests.regions import Device, Slot, v0, v1
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.isolation.hami_usage import read_region
 from vgpu_agent.journal import Journal
-from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod, PodBook, PodContainer
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod, PodCache, PodContainer
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.status import ContainerUsage
 
@@ -25,7 +25,7 @@ class Host:
 
     def __init__(self, folder: Path, journal: Journal) -> None:
         self.new, self.old, self.proc = folder / "vgpu" / "containers", folder / "tmp" / "containers", folder / "proc"
-        self.book = PodBook()
+        self.book = PodCache()
         self.journal = journal
         self.usages = ContainerUsages(self.book, [str(self.new), str(self.old)], journal, pause_seconds=5, proc_root=str(self.proc))
 

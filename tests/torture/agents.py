@@ -18,7 +18,7 @@ from tests.torture.kubelet_model import KubeletModel
 from tests.torture.node_files import NodeFiles
 from tests.torture.plan import NUMBER, Card
 from tests.torture.story import Story
-from vgpu_agent.allocation.proof import Testimony
+from vgpu_agent.allocation.proof import KubeletEvidence
 from vgpu_agent.isolation.edits import Edits
 
 
@@ -41,7 +41,7 @@ class World:
     pod_resources_silent: bool = False
     checkpoint_unreadable: bool = False
 
-    async def witness(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> Testimony:
+    async def read_records(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
         """Kubelet's records of ``resources``: pod-resources first, since a List makes kubelet forget ended pods.
 
         Every other time pod-resources is asked about those pods only that have one of the ids, unless the whole is wanted.
@@ -57,7 +57,7 @@ class World:
         await asyncio.sleep(rng.random() * 0.001)
         if self.checkpoint_unreadable:
             trouble.append("the checkpoint cannot be understood")
-            return Testimony(None, listed, {}, "; ".join(trouble))
+            return KubeletEvidence(None, listed, {}, "; ".join(trouble))
         lines, wanted = devices.checkpoint(*self.resources), frozenset(ids)
         asked = [line for line in lines if line.resource == resource and not wanted.isdisjoint(line.ids)]
         holders = {(line.owner.pod_uid, line.owner.container, resource) for line in asked}
@@ -65,8 +65,8 @@ class World:
         if not whole and listed is not None:
             about = tuple(held for held in listed if held.resource == resource and not wanted.isdisjoint(held.ids))
             if len({(holding.owner.namespace, holding.owner.pod) for holding in about}) == 1:
-                return Testimony(lines, about, answers, whole=False)
-        return Testimony(lines, listed, answers, "; ".join(trouble))
+                return KubeletEvidence(lines, about, answers, whole=False)
+        return KubeletEvidence(lines, listed, answers, "; ".join(trouble))
 
 
 class Backend(Protocol):

@@ -1,6 +1,6 @@
 """The API server as far as the torture test needs one: pods, their annotations, and a watch that is late, unordered and sometimes gone.
 
-`episode` binds pods here, `kubelet_model` reports their status here, and an agent's life subscribes its `PodBook`. Events about one pod
+`episode` binds pods here, `kubelet_model` reports their status here, and an agent's life subscribes its `PodCache`. Events about one pod
 keep their order, as those of a real watch do; between pods any order may come about, because what the agent sees of two pods that were
 bound at the same moment must not matter.
 """
@@ -16,7 +16,7 @@ from tests.torture.plan import Ending, Kind, Origin, PlannedContainer, PlannedPo
 from tests.torture.scheduler_model import Slice
 from tests.torture.story import Story
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, ContainerKind, Pod, PodBook, PodContainer
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, ContainerKind, Pod, PodCache, PodContainer
 
 _KINDS = {Kind.INIT: ContainerKind.INIT, Kind.SIDECAR: ContainerKind.SIDECAR, Kind.MAIN: ContainerKind.MAIN}
 
@@ -88,7 +88,7 @@ class LivePod:
             phase=self.phase,
             annotations={**self.annotations, STATIC_POD_HASH: self.uid, MIRROR_POD: self.uid} if static else dict(self.annotations),
             containers=tuple(
-                PodContainer(each.name, _KINDS[each.kind], each.wish.limits if each.wish else {}, started=each.name in self.starts)
+                PodContainer(each.name, _KINDS[each.kind], each.request.limits if each.request else {}, started=each.name in self.starts)
                 for each in self.plan.containers
             ),
             deleting=self.deleting,
@@ -108,7 +108,7 @@ class ApiModel:
 
     def __init__(self, rng: random.Random, story: Story) -> None:
         self._rng, self._story = rng, story
-        self._book: PodBook | None = None
+        self._book: PodCache | None = None
         self._connection = 0
         self._version = 0
         self.pods: dict[str, LivePod] = {}
@@ -129,7 +129,7 @@ class ApiModel:
         pod.listed = True
         self.pods[pod.uid] = pod
         self._names[pod.name] = pod.uid
-        self._emit(pod, PodBook.put)
+        self._emit(pod, PodCache.put)
 
     def remove(self, pod: LivePod) -> None:
         """The object is deleted."""
@@ -137,11 +137,11 @@ class ApiModel:
             pod.listed = False
             if self._names.get(pod.name) == pod.uid:
                 del self._names[pod.name]
-            self._emit(pod, PodBook.remove)
+            self._emit(pod, PodCache.remove)
 
     # -- the agent's side -----------------------------------------------------------------------------------------------------------
 
-    def connect(self, book: PodBook) -> None:
+    def connect(self, book: PodCache) -> None:
         """An agent starts its watch: a complete list after a while, events from then on."""
         self._book = book
         self._reconnect()
@@ -183,7 +183,7 @@ class ApiModel:
             for pod in self.pods.values():
                 pod.heard_at = 0.0
 
-    def _emit(self, pod: LivePod, change: Callable[[PodBook, Pod], None]) -> None:
+    def _emit(self, pod: LivePod, change: Callable[[PodCache, Pod], None]) -> None:
         if self._book is None or self.away:
             return
         loop = asyncio.get_running_loop()
@@ -191,6 +191,6 @@ class ApiModel:
         pod.heard_at = max(pod.heard_at, loop.time() + self._rng.random() * longest) + 1e-6
         loop.call_at(pod.heard_at, self._hear, self._connection, pod.shown(), change)
 
-    def _hear(self, connection: int, shown: Pod, change: Callable[[PodBook, Pod], None]) -> None:
+    def _hear(self, connection: int, shown: Pod, change: Callable[[PodCache, Pod], None]) -> None:
         if self._book is not None and connection == self._connection:
             change(self._book, shown)

@@ -150,7 +150,7 @@ class DeviceManager:
         Raises:
             AdmissionError: as kubelet words it; what was allocated before stays until the next clean-up.
         """
-        wanted = list(container.wish.limits.items()) if container.wish else []
+        wanted = list(container.request.limits.items()) if container.request else []
         self._rng.shuffle(wanted)
         for resource, number in wanted:
             self.clean_up()
@@ -177,7 +177,7 @@ class DeviceManager:
             answer = await endpoint.plugin.allocate(ids)
         except Exception as err:  # kubelet knows only one kind of failure, and it is final
             raise AdmissionError(f"Allocate failed due to {err}, which is unexpected") from err
-        self.allocated += container.wish is not None and resource == container.wish.resource
+        self.allocated += container.request is not None and resource == container.request.resource
         self._insert(pod, container, resource, tuple(ids), answer)
 
     async def _choose(self, endpoint: Endpoint, resource: str, number: int, reusable: set[str]) -> list[str]:

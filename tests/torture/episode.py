@@ -285,5 +285,5 @@ def hopeless(pod: LivePod) -> bool:
     """Whether the pod asks for what it can never have: an init container with more cards than were decided for the whole pod."""
     cards = {part.uuid for parts in pod.slices.values() for part in parts}
     return bool(pod.slices) and any(
-        each.kind is Kind.INIT and each.wish is not None and each.wish.number > len(cards) for each in pod.plan.containers
+        each.kind is Kind.INIT and each.request is not None and each.request.number > len(cards) for each in pod.plan.containers
     )

@@ -12,7 +12,7 @@ import os.path
 from collections.abc import Iterable, Sequence
 
 from tests.torture.api_model import LivePod
-from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT, Card, Kind, PlannedContainer, Wish
+from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT, Card, Kind, PlannedContainer, Request
 from tests.torture.scheduler_model import Slice
 from tests.torture.story import Story
 from vgpu_agent.isolation.edits import Edits
@@ -104,8 +104,8 @@ class Judge:
         if served.kind is Kind.INIT and pod.slices:
             right = self._of_its_pod(pod, served, got.slices)
         else:
-            right = _as_large(served.wish, got.slices, self._units)
-        return "" if right else f"asked was {served.wish} by {served.name} of a pod with {pod.slices}, it got {_text(got.slices)}"
+            right = _as_large(served.request, got.slices, self._units)
+        return "" if right else f"asked was {served.request} by {served.name} of a pod with {pod.slices}, it got {_text(got.slices)}"
 
     def _alone_in_directory(self, got: Got) -> bool:
         """Whether no other running container has been told of the same directory; only then is an exchange of equal shares harmless."""
@@ -116,14 +116,14 @@ class Judge:
 
         Compute is left out: the variable has one value for all cards, and what was decided may differ from card to card.
         """
-        wish = container.wish
-        if wish is None or len(slices) != wish.number:
+        request = container.request
+        if request is None or len(slices) != request.number:
             return False
         for each in slices:
             decided = [part for parts in pod.slices.values() for part in parts if part.uuid == each.uuid]
             units = sum(part.units for part in decided)
             whole = self._units[each.uuid]
-            asked = whole if wish.memory is None else wish.memory
+            asked = whole if request.memory is None else request.memory
             if not decided or each.units != min(asked, units, whole):
                 return False
         return True
@@ -140,12 +140,12 @@ class Judge:
         return ""
 
 
-def _as_large(wish: Wish | None, slices: frozenset[Slice], units: dict[str, int]) -> bool:
+def _as_large(request: Request | None, slices: frozenset[Slice], units: dict[str, int]) -> bool:
     return (
-        wish is not None
-        and len(slices) == wish.number
-        and all(each.cores == wish.cores for each in slices)
-        and all(each.units == (units[each.uuid] if wish.memory is None else wish.memory) for each in slices)
+        request is not None
+        and len(slices) == request.number
+        and all(each.cores == request.cores for each in slices)
+        and all(each.units == (units[each.uuid] if request.memory is None else request.memory) for each in slices)
     )
 
 
@@ -155,10 +155,10 @@ def _text(slices: Iterable[Slice]) -> str:
 
 def _booked(pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]) -> frozenset[Slice]:
     """What an init container of a scheduled pod takes of each card: its variable for compute speaks of the first one only."""
-    wish = container.wish
-    if container.kind is not Kind.INIT or not pod.slices or wish is None:
+    request = container.request
+    if container.kind is not Kind.INIT or not pod.slices or request is None:
         return slices
     decided = collections.Counter[str]()
     for part in (part for parts in pod.slices.values() for part in parts):
         decided[part.uuid] += part.cores
-    return frozenset(dataclasses.replace(each, cores=min(each.cores, wish.cores, decided[each.uuid])) for each in slices)
+    return frozenset(dataclasses.replace(each, cores=min(each.cores, request.cores, decided[each.uuid])) for each in slices)

@@ -250,17 +250,17 @@ class KubeletModel:
         """
         ids: tuple[str, ...] = ()
         edits = Edits()
-        if container.wish is not None:
-            for resource in container.wish.limits:
+        if container.request is not None:
+            for resource in container.request.limits:
                 await self._pre_start(pod, container, resource)
             await asyncio.sleep(self._rng.random() * self._rng.choice((0.02, 0.2, 2.0)))
-            answers = [entry for resource in container.wish.limits if (entry := self.devices.entry(pod, container.name, resource))]
-            ids = next((entry.ids for entry in answers if entry.resource == container.wish.resource), ())
+            answers = [entry for resource in container.request.limits if (entry := self.devices.entry(pod, container.name, resource))]
+            ids = next((entry.ids for entry in answers if entry.resource == container.request.resource), ())
             edits = self._create(entry.answer for entry in answers)
         pod.running.add(container.name)
         pod.starts[container.name] = pod.starts.get(container.name, 0) + 1
         pod.refusal, pod.stuck_since = "", 0.0
-        if container.wish is not None:
+        if container.request is not None:
             self._story.tell("started", pod.uid, container.name, ids)
             self._judge.starts(pod, container, edits, ids, unasked=(pod.uid, container.name) in self.unasked)
 

@@ -56,7 +56,7 @@ class Card:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wish:
+class Request:
     """A container's limits: cards, memory units on each (None: all of it), percent of the compute of each.
 
     ``resource`` is the one that counts the cards.
@@ -88,7 +88,7 @@ class PlannedContainer:
 
     name: str
     kind: Kind
-    wish: Wish | None
+    request: Request | None
     pull_seconds: float
     run_seconds: float
     crashes: int = 0
@@ -114,7 +114,7 @@ class PlannedPod:
         """How many ids kubelet needs for the pod: those of plain init containers are used again by later ones."""
         needed, reusable = collections.Counter[str](), collections.Counter[str]()
         for container in sorted(self.containers, key=lambda each: each.kind is Kind.MAIN):
-            for resource, number in (container.wish.limits if container.wish else {}).items():
+            for resource, number in (container.request.limits if container.request else {}).items():
                 reused = min(number, reusable[resource])
                 needed[resource] += number - reused
                 reusable[resource] += number - reused if container.kind is Kind.INIT else -reused
@@ -190,7 +190,7 @@ class Planner:
         """A pod of the same shape whose memory differs, so that a mix-up is seen."""
         self._drawn += 1
         containers = tuple(
-            dataclasses.replace(each, wish=each.wish and self._wish(each.wish.number), pull_seconds=self._pull())
+            dataclasses.replace(each, request=each.request and self._request(each.request.number), pull_seconds=self._pull())
             for each in model.containers
         )
         return dataclasses.replace(model, name=f"pod-{self._drawn}", containers=containers, run_seconds=self._short(200.0))
@@ -198,38 +198,38 @@ class Planner:
     def _containers(self, origin: Origin) -> Iterator[PlannedContainer]:
         rng, mix = self._rng, self._mix
         gpu = origin is not Origin.OTHER
-        first = self._wish()
+        first = self._request()
         if rng.random() < mix.init:
             for place in range(rng.choice((1, 1, 2, 3))):
-                wish = self._init_wish(first) if gpu and rng.random() < 0.6 else None
-                yield PlannedContainer(f"init-{place}", Kind.INIT, wish, self._pull(), self._short(20.0))
+                request = self._init_request(first) if gpu and rng.random() < 0.6 else None
+                yield PlannedContainer(f"init-{place}", Kind.INIT, request, self._pull(), self._short(20.0))
         if rng.random() < mix.sidecar:
-            wish = Wish(1, 1, 0) if gpu and origin is not Origin.VOLCANO and rng.random() < 0.2 else None
-            yield PlannedContainer("side", Kind.SIDECAR, wish, self._pull(), self._short(30.0), rng.choice((0, 0, 0, 1)))
+            request = Request(1, 1, 0) if gpu and origin is not Origin.VOLCANO and rng.random() < 0.2 else None
+            yield PlannedContainer("side", Kind.SIDECAR, request, self._pull(), self._short(30.0), rng.choice((0, 0, 0, 1)))
         if rng.random() < 0.2:
             yield PlannedContainer("proxy", Kind.MAIN, None, self._pull(), 5.0)
         if gpu:
             several = rng.choice((2, 2, 3)) if rng.random() < mix.several else 1
             for place in range(several):
-                wish = first if place == 0 else self._wish()
+                request = first if place == 0 else self._request()
                 if origin is not Origin.VOLCANO and several > 1:
-                    wish = Wish(1, 1, 0)  # small, so that two half-started pods never wait for each other's rest
+                    request = Request(1, 1, 0)  # small, so that two half-started pods never wait for each other's rest
                 crashes = rng.choice((0, 0, 0, 0, 0, 1, 2, 5))
-                yield PlannedContainer(f"work-{place}", Kind.MAIN, wish, self._pull(), self._short(20.0), crashes)
+                yield PlannedContainer(f"work-{place}", Kind.MAIN, request, self._pull(), self._short(20.0), crashes)
         else:
             yield PlannedContainer("main", Kind.MAIN, None, self._pull(), 5.0)
 
-    def _wish(self, number: int | None = None) -> Wish:
+    def _request(self, number: int | None = None) -> Request:
         rng = self._rng
         number = number or rng.choices((1, 2, 3), (85, 12, 3))[0]
         memory = None if rng.random() < 0.02 else rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
-        return Wish(number, memory, rng.choice((0, 0, 0, 0, 10, 25, 30, 50)))
+        return Request(number, memory, rng.choice((0, 0, 0, 0, 10, 25, 30, 50)))
 
-    def _init_wish(self, main: Wish) -> Wish:
+    def _init_request(self, main: Request) -> Request:
         """As large as the main container's, smaller, or larger."""
         rng = self._rng
         number = rng.choice((main.number, main.number, max(1, main.number - 1), main.number + 1))
-        return Wish(number, rng.choice((main.memory or 1, 1, 2)), rng.choice((0, main.cores)))
+        return Request(number, rng.choice((main.memory or 1, 1, 2)), rng.choice((0, main.cores)))
 
     def _pull(self) -> float:
         return self._rng.random() * self._rng.choices((0.0, 2.0, 30.0, 300.0), (30, 40, 24, 6))[0]

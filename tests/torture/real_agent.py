@@ -13,10 +13,10 @@ from tests.torture.api_model import NODE
 from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, SPLIT
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.dependencies import Dependencies
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
-from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.hami_core import HamiCore
@@ -24,7 +24,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.records import join
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Gpu, Inventory, KubeletRecords
-from vgpu_agent.pods import PodBook
+from vgpu_agent.pods import PodCache
 
 _EPOCH = 1_800_000_000.0
 _RESERVATION_SECONDS = 60.0
@@ -65,7 +65,7 @@ class RealAgent:
                 for place, card in enumerate(world.cards)
             ),
         )
-        self._book = PodBook()
+        self._book = PodCache()
         self.ledger = Ledger(clock=clock)
         settings = Binding(mode="early" if world.early else "late", policy=world.rng.choice(("binpack", "spread")))
         options = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
@@ -75,10 +75,10 @@ class RealAgent:
             families=Families(by_pod=(family,)),
             inventory=lambda: self._inventory,
             journal=_QuietJournal(world),
-            surroundings=Surroundings(
+            dependencies=Dependencies(
                 node=NODE,
                 book=self._book,
-                witness=world.witness,
+                read_records=world.read_records,
                 fetch=world.api.fetch,
                 carrier=world.files,
                 refusals=Refusals(clock),
@@ -138,12 +138,15 @@ class RealAgent:
 
     async def _verify(self, *, initial: bool = False) -> None:
         newest = self.ledger.newest
-        testimony = await self._world.witness()
-        entries = self._world.kubelet.devices.checkpoint_entries(NUMBER) if testimony.checkpoint is not None else ()
-        holdings = join(testimony.pod_resources, entries)
+        kubelet_evidence = await self._world.read_records()
+        entries = self._world.kubelet.devices.checkpoint_entries(NUMBER) if kubelet_evidence.checkpoint is not None else ()
+        holdings = join(kubelet_evidence.pod_resources, entries)
         settled = asyncio.get_running_loop().time() - self._kubelet_restarted_at > _RESERVATION_SECONDS
         records = KubeletRecords(
-            holdings, complete=testimony.pod_resources is not None, trouble=testimony.trouble, entries=testimony.checkpoint
+            holdings,
+            complete=kubelet_evidence.pod_resources is not None,
+            trouble=kubelet_evidence.trouble,
+            entries=kubelet_evidence.checkpoint,
         )
         self.allocator.confirm(records, reservation_seconds=_RESERVATION_SECONDS, newest=newest, initial=initial, may_release=settled)
         for problem in self.ledger.audit():

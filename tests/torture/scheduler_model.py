@@ -9,7 +9,7 @@ import dataclasses
 import random
 from collections.abc import Collection, Sequence
 
-from tests.torture.plan import SPLIT, Card, Kind, PlannedPod, Wish
+from tests.torture.plan import SPLIT, Card, Kind, PlannedPod, Request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class _Used:
     cores: int = 0
     pods: int = 0
 
-    def fits(self, wish: Wish) -> bool:
-        units = self.card.units if wish.memory is None else wish.memory
-        alone = wish.cores < 100 or self.pods == 0
-        return self.pods < SPLIT and self.card.units - self.units >= units and self.cores + wish.cores <= 100 and alone
+    def fits(self, request: Request) -> bool:
+        units = self.card.units if request.memory is None else request.memory
+        alone = request.cores < 100 or self.pods == 0
+        return self.pods < SPLIT and self.card.units - self.units >= units and self.cores + request.cores <= 100 and alone
 
 
 class SchedulerModel:
@@ -59,19 +59,21 @@ class SchedulerModel:
         before = [dataclasses.replace(used) for used in self._cards]
         slices: dict[str, tuple[Slice, ...]] = {}
         for container in pod.containers:
-            if container.kind is not Kind.MAIN or container.wish is None:
+            if container.kind is not Kind.MAIN or container.request is None:
                 continue
-            wish = container.wish
-            chosen = [used for used in self._ordered() if used.fits(wish) and (usable is None or used.card.uuid in usable)][: wish.number]
-            if len(chosen) < wish.number:
+            request = container.request
+            chosen = [used for used in self._ordered() if used.fits(request) and (usable is None or used.card.uuid in usable)][
+                : request.number
+            ]
+            if len(chosen) < request.number:
                 self._cards = before
                 return None
             for used in chosen:
-                used.units += used.card.units if wish.memory is None else wish.memory
-                used.cores += wish.cores
+                used.units += used.card.units if request.memory is None else request.memory
+                used.cores += request.cores
                 used.pods += 1
             slices[container.name] = tuple(
-                Slice(used.card.uuid, used.card.units if wish.memory is None else wish.memory, wish.cores) for used in chosen
+                Slice(used.card.uuid, used.card.units if request.memory is None else request.memory, request.cores) for used in chosen
             )
         text = ";".join("".join(f"{each.uuid},NVIDIA,{each.units},{each.cores}:" for each in container) for container in slices.values())
         annotations = {

@@ -13,7 +13,7 @@ from tests.torture.plan import CORES, MEMORY, MEMORY_FACTOR_MIB, NUMBER, SPLIT
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.model import Owner
-from vgpu_agent.pods import ContainerKind, Pod, PodBook
+from vgpu_agent.pods import ContainerKind, Pod, PodCache
 
 
 class _StandIn:
@@ -24,7 +24,7 @@ class _StandIn:
     def __init__(self, world: World) -> None:
         self.world = world
         self.life = Life()
-        self.book = PodBook()
+        self.book = PodCache()
         cards = world.cards
         self._offers = (
             Offer(NUMBER, [f"{card.uuid}-{place}" for card in cards for place in range(SPLIT)], self.asked_at_start, prefers=False),
@@ -108,9 +108,9 @@ class Reader(_StandIn):
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
         """Whose they are, or an error."""
-        testimony = await self.world.witness()
-        holders = [each.owner for each in testimony.checkpoint or () if each.resource == resource and set(each.ids) == set(ids)]
-        listed = [each.owner for each in testimony.pod_resources or () if each.resource == resource and set(each.ids) == set(ids)]
+        kubelet_evidence = await self.world.read_records()
+        holders = [each.owner for each in kubelet_evidence.checkpoint or () if each.resource == resource and set(each.ids) == set(ids)]
+        listed = [each.owner for each in kubelet_evidence.pod_resources or () if each.resource == resource and set(each.ids) == set(ids)]
         names = {(owner.namespace, owner.pod) for owner in listed}
         pods = [(pod, owner.container) for owner in holders if (pod := self.book.get(owner.pod_uid)) is not None and not pod.ended]
         certain = [(pod, container) for pod, container in pods if (pod.namespace, pod.name) in names]

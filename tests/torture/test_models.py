@@ -11,7 +11,7 @@ from tests.torture.agents import Life
 from tests.torture.episode import play
 from tests.torture.faults import Faults
 from tests.torture.judge import Got
-from tests.torture.plan import MEMORY, NUMBER, Card, Ending, Kind, Mix, Origin, PlannedContainer, PlannedPod, Wish
+from tests.torture.plan import MEMORY, NUMBER, Card, Ending, Kind, Mix, Origin, PlannedContainer, PlannedPod, Request
 from tests.torture.scheduler_model import SchedulerModel, Slice
 from tests.torture.stand_ins import Guesser, Reader
 from tests.torture.virtual_time import run
@@ -45,8 +45,8 @@ def test_the_same_seed_tells_the_same_story() -> None:
 def test_the_schedulers_annotations_are_those_of_the_contract() -> None:
     """Sizes and segments as in volcano-vgpu:G8: containers without a request leave no trace."""
     cards = (Card("GPU-0", 24), Card("GPU-1", 24))
-    wishes = (None, Wish(1, 3, 0), None, Wish(1, 4, 30))
-    containers = tuple(PlannedContainer(f"c{place}", Kind.MAIN, wish, 0.0, 0.0) for place, wish in enumerate(wishes))
+    requests = (None, Request(1, 3, 0), None, Request(1, 4, 30))
+    containers = tuple(PlannedContainer(f"c{place}", Kind.MAIN, request, 0.0, 0.0) for place, request in enumerate(requests))
     scheduler = SchedulerModel(random.Random(1), cards, node="node-a")
     placement = scheduler.place("uid", PlannedPod("p", Origin.VOLCANO, containers, 1.0, Ending.COMPLETES), now=1795200692.7)
     assert placement is not None
@@ -58,9 +58,9 @@ def test_the_schedulers_annotations_are_those_of_the_contract() -> None:
 def test_kubelet_needs_no_more_ids_for_init_containers_that_come_before() -> None:
     """Ids of a plain init container are used again; only the largest of them counts."""
     containers = (
-        PlannedContainer("init", Kind.INIT, Wish(2, 1, 0), 0.0, 0.0),
-        PlannedContainer("main", Kind.MAIN, Wish(1, 3, 0), 0.0, 0.0),
-        PlannedContainer("other", Kind.MAIN, Wish(1, 1, 0), 0.0, 0.0),
+        PlannedContainer("init", Kind.INIT, Request(2, 1, 0), 0.0, 0.0),
+        PlannedContainer("main", Kind.MAIN, Request(1, 3, 0), 0.0, 0.0),
+        PlannedContainer("other", Kind.MAIN, Request(1, 1, 0), 0.0, 0.0),
     )
     assert PlannedPod("p", Origin.VOLCANO, containers, 1.0, Ending.COMPLETES).needs == {NUMBER: 2, MEMORY: 4}
 

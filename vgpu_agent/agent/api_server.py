@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.memory import load_http
 from vgpu_agent.agent.remembered import Memory, Remembered
-from vgpu_agent.allocation.wishes import PROGRESS
+from vgpu_agent.allocation.desired_state import PROGRESS
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
 from vgpu_agent.cluster.credentials import credentials
@@ -28,7 +28,7 @@ from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.volcano_files import read_device_config, told
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.kubelet.waiting import first_of
-from vgpu_agent.pods import PodBook
+from vgpu_agent.pods import PodCache
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -66,7 +66,7 @@ class ClusterSide:
 
     def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor, named: NamedConfiguration | None = None) -> None:
         """Nothing is asked yet; ``named`` is told of the label, and what it chooses is remembered."""
-        self.book = PodBook()
+        self.book = PodCache()
         self.changed = Revision()
         self.connected = False
         self.without = "the agent is starting"
@@ -206,7 +206,7 @@ class ClusterSide:
             self.client,
             settings.node_name_or_hostname,
             self.nodes.node,
-            lambda node, now: allocator.farewell(self._leaving_at) if self._leaving_at else allocator.node_wishes(node, now),
+            lambda node, now: allocator.cleanup(self._leaving_at) if self._leaving_at else allocator.desired_node(node, now),
             wake,
             settings.cluster,
             self._journal,
@@ -214,7 +214,7 @@ class ClusterSide:
         self.pod_publisher = PodPublisher(
             self.client,
             self.book,
-            allocator.pod_wishes,
+            allocator.desired_pod,
             wake,
             settings.cluster,
             self._journal,

@@ -32,7 +32,7 @@ from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.agent.records.grant_files import GrantKeeping
 from vgpu_agent.agent.records.limits import LimitsWatch
 from vgpu_agent.agent.records.missing_devices import VanishedDevices
-from vgpu_agent.agent.records.reader import KubeletWitness
+from vgpu_agent.agent.records.reader import KubeletRecordsReader
 from vgpu_agent.agent.records.starting_pods import StartingPods
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.agent.reload import Reload
@@ -41,10 +41,10 @@ from vgpu_agent.agent.status.cluster import ClusterReport
 from vgpu_agent.agent.status.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
+from vgpu_agent.allocation.dependencies import Dependencies
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
-from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
@@ -154,10 +154,10 @@ class Agent:
             families=Families(),
             inventory=lambda: self._watch.inventory.value,
             journal=self._journal,
-            surroundings=Surroundings(
+            dependencies=Dependencies(
                 node=settings.node_name_or_hostname,
                 book=self._cluster.book,
-                witness=KubeletWitness(
+                read_records=KubeletRecordsReader(
                     self._pod_resources,
                     kubelet.checkpoint_path,
                     with_answers=lambda: self._allocator.mode is not None and not self._allocator.mode.late,

@@ -13,7 +13,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.allocation import advice, early, wishes
+from vgpu_agent.allocation import advice, desired_state, early
 from vgpu_agent.allocation.binder import Binder
 from vgpu_agent.allocation.carrier import CDI_KIND, cdi_name, grant_token
 from vgpu_agent.allocation.claims import Claims
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.allocation.dependencies import Dependencies
     from vgpu_agent.allocation.mode import BindingMode
     from vgpu_agent.allocation.node_families import Families
-    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.concurrency import Revision
     from vgpu_agent.device_ids import ListedDevice
     from vgpu_agent.families.family import Decision, Family, IdFamily, PodFamily, Question
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.ledger.reconciliation import Correction
     from vgpu_agent.model import Grant, Inventory, KubeletRecords, Resource, Share
-    from vgpu_agent.nodes import Node, NodeWishes
+    from vgpu_agent.nodes import DesiredNode, Node
     from vgpu_agent.pods import Pod
 
 
@@ -59,7 +59,7 @@ class Allocator:
         families: Families,
         inventory: Callable[[], Inventory],
         journal: Journal,
-        surroundings: Surroundings | None = None,
+        dependencies: Dependencies | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Answer from ``ledger``; without ``surroundings`` only families whose ids name the device can be served."""
@@ -67,30 +67,30 @@ class Allocator:
         self._families = families
         self._inventory = inventory
         self._journal = journal
-        self._around = surroundings
+        self._around = dependencies
         self._clock = clock
         self._siblings = early.Siblings()
-        self._pod_wishes = wishes.PodWishes()
+        self._desired_pod = desired_state.DesiredPods()
         self._tokens: tuple[int, dict[str, Grant]] | None = None  # the ledger's version, and its grants by token
         self._interpretation = Interpretation(
-            ledger=ledger, families=lambda: self._families, inventory=inventory, surroundings=surroundings
+            ledger=ledger, families=lambda: self._families, inventory=inventory, dependencies=dependencies
         )
         self.mode: BindingMode | None = None
         self.allocated_at: dict[str, float] = {}
         self._locks = NodeLocks()
         self._claims: Claims | None = None
         self.binder: Binder | None = None
-        if surroundings:
+        if dependencies:
             self._claims = Claims(
                 ledger=ledger,
-                book=surroundings.book,
-                refusals=surroundings.refusals,
+                book=dependencies.book,
+                refusals=dependencies.refusals,
                 families=lambda: self._families,
                 inventory=inventory,
                 wall_clock=clock,
             )
             self.binder = Binder(
-                ledger=ledger, inventory=inventory, journal=journal, surroundings=surroundings, claims=self._claims, clock=clock
+                ledger=ledger, inventory=inventory, journal=journal, dependencies=dependencies, claims=self._claims, clock=clock
             )
 
     @property
@@ -276,20 +276,20 @@ class Allocator:
 
     # -- wishes ---------------------------------------------------------------------------------------------------------------------
 
-    def node_wishes(self, node: Node, now: float) -> NodeWishes:
+    def desired_node(self, node: Node, now: float) -> DesiredNode:
         """What should stand on our Node, for all families together."""
-        return wishes.node_wishes(self._families, self._ledger, node, self._inventory(), self.allocated_at, now, self._locks)
+        return desired_state.desired_node(self._families, self._ledger, node, self._inventory(), self.allocated_at, now, self._locks)
 
-    def farewell(self, now: float) -> NodeWishes:
+    def cleanup(self, now: float) -> DesiredNode:
         """What should stand on our Node when the agent leaves it for good."""
-        return wishes.farewell(self._families, now)
+        return desired_state.cleanup(self._families, now)
 
-    def pod_wishes(self) -> dict[str, Mapping[str, str | None]]:
+    def desired_pod(self) -> dict[str, Mapping[str, str | None]]:
         """What should stand on our pods, by kubelet's UID; only pods with something to be said about."""
         if self._around is None or self.binder is None:
             return {}
         failed = {refusal.pod.kubelet_uid for refusal in self._around.refusals.current if refusal.final}
-        return self._pod_wishes(self._families, self._ledger, self._around.book, self.binder.served.values(), failed)
+        return self._desired_pod(self._families, self._ledger, self._around.book, self.binder.served.values(), failed)
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
         """See `Binder.deliveries`; none in early mode, where kubelet keeps the answers itself."""

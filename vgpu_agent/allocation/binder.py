@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.allocation.claims import Claims
-    from vgpu_agent.allocation.surroundings import Surroundings
+    from vgpu_agent.allocation.dependencies import Dependencies
     from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
@@ -80,7 +80,7 @@ class Binder:
         ledger: Ledger,
         inventory: Callable[[], Inventory],
         journal: Journal,
-        surroundings: Surroundings,
+        dependencies: Dependencies,
         claims: Claims,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -88,16 +88,16 @@ class Binder:
         self._claims = claims
         self._inventory = inventory
         self._journal = journal
-        self._around = surroundings
-        self._identification = Identification(surroundings)
-        self._division = Division(ledger=ledger, inventory=inventory, journal=journal, divider=surroundings.divider)
-        self._ended = EndedPods(ledger=ledger, journal=journal, surroundings=surroundings)
+        self._around = dependencies
+        self._identification = Identification(dependencies)
+        self._division = Division(ledger=ledger, inventory=inventory, journal=journal, divider=dependencies.divider)
+        self._ended = EndedPods(ledger=ledger, journal=journal, dependencies=dependencies)
         self._clock = clock
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
         self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
         self._unmade: dict[str, str] = {}  # token → why its delivery could not be made the last time
         self.guesses = Guesses()
-        self.early = EarlyProof(ledger=ledger, inventory=inventory, surroundings=surroundings, guesses=self.guesses)
+        self.early = EarlyProof(ledger=ledger, inventory=inventory, dependencies=dependencies, guesses=self.guesses)
         self.handed_out: set[str] = set()  # names that Allocate has given since they were last put in force
         self.served: dict[tuple[str, str, str], Grant] = {}  # by UID, container and resource
         self.ambiguities = 0
@@ -131,7 +131,7 @@ class Binder:
                     raise type(err)(f"{who.owner.pod_name}, container {who.owner.container}: {err}") from err
                 return
             pod, owner = who.pod, who.owner
-            start = Start(offered, tuple(ids), token, family, pod, owner, who.found, who.testimony, until)
+            start = Start(offered, tuple(ids), token, family, pod, owner, who.found, who.kubelet_evidence, until)
             try:
                 self._refuse_before_rebuilt()
                 grant = await (self._bind_late(start) if self._is_late(start, late=late) else self._prove_early(start))
@@ -152,7 +152,7 @@ class Binder:
                 token=token,
                 devices=[f"{share.device} {share.memory_mib} MiB {share.cores_percent} %" for share in grant.shares],
                 evidence=list(grant.evidence),
-                all_pods_listed=who.testimony.whole,
+                all_pods_listed=who.kubelet_evidence.whole,
                 milliseconds=round((time.perf_counter() - began) * 1000, 1),
             )
 
@@ -244,7 +244,9 @@ class Binder:
         Node or settings may have changed since it was given, so they only decide where the answer cannot be read.
         """
         name, key = cdi_name(start.token), start.owner.pod_uid
-        stored = [start.testimony.answers.get((key, container, start.offered.name)) for container in start.found.containers.get(key, ())]
+        stored = [
+            start.kubelet_evidence.answers.get((key, container, start.offered.name)) for container in start.found.containers.get(key, ())
+        ]
         answers = [answer for answer in stored if answer is not None]
         if not answers:
             return late and start.token not in self.guesses.given

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.family import PodFamily
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Inventory, Resource
-    from vgpu_agent.pods import Pod, PodBook, PodContainer
+    from vgpu_agent.pods import Pod, PodCache, PodContainer
 
 _AHEAD = 2**40  # more pods than a process ever sees: the claims of pods that have a part of what they need come before all others
 
@@ -48,7 +48,7 @@ class Claims:
         self,
         *,
         ledger: Ledger,
-        book: PodBook,
+        book: PodCache,
         refusals: Refusals,
         families: Callable[[], Families],
         inventory: Callable[[], Inventory],

@@ -17,7 +17,7 @@ from vgpu_agent.errors import MigError, listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vgpu_agent.allocation.surroundings import Divider
+    from vgpu_agent.allocation.dependencies import Divider
     from vgpu_agent.families.family import MigLayout
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger

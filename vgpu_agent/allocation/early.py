@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from vgpu_agent.allocation.dependencies import Dependencies
     from vgpu_agent.allocation.guesses import Guesses
-    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.pods import Pod, PodContainer
 
 
@@ -138,7 +138,7 @@ class Guess:
 
 
 async def awaited_guess(
-    around: Surroundings,
+    around: Dependencies,
     guesses: Guesses,
     siblings: Siblings,
     resource: str,

@@ -21,9 +21,9 @@ from vgpu_agent.pods import ContainerKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from vgpu_agent.allocation.dependencies import Dependencies
     from vgpu_agent.allocation.guesses import Guesses
     from vgpu_agent.allocation.starting import Start
-    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import Question
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.ledger import Ledger
@@ -37,10 +37,10 @@ class WrongPodError(RequestRefusedError):
 class EarlyProof:
     """Judges answers; what was answered is in ``guesses``, and its own state are two counters for metrics."""
 
-    def __init__(self, *, ledger: Ledger, inventory: Callable[[], Inventory], surroundings: Surroundings, guesses: Guesses) -> None:
+    def __init__(self, *, ledger: Ledger, inventory: Callable[[], Inventory], dependencies: Dependencies, guesses: Guesses) -> None:
         self._ledger = ledger
         self._inventory = inventory
-        self._around = surroundings
+        self._around = dependencies
         self._guesses = guesses
         self.wrong_guesses = 0
         self.exchanges = 0
@@ -64,13 +64,13 @@ class EarlyProof:
         if self._around.settings.pod_variables != "allow":
             _refuse_own_variables(start, expected)
         own = {(start.owner.pod_uid, name, start.offered.name) for name in expected}
-        answers = {key[1]: answer for key, answer in start.testimony.answers.items() if key in own}
+        answers = {key[1]: answer for key, answer in start.kubelet_evidence.answers.items() if key in own}
         evidence = Evidence(
             key=start.key,
             shares=shares,
             expected=expected,
             answers=answers,
-            elsewhere=[answer for key, answer in start.testimony.answers.items() if key not in own],
+            elsewhere=[answer for key, answer in start.kubelet_evidence.answers.items() if key not in own],
             handed_on=any(each.kind is ContainerKind.INIT and each.limits.get(start.offered.name) for each in start.pod.containers),
         )
         exchanged = ""

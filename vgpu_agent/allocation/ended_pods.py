@@ -19,9 +19,9 @@ from vgpu_agent.pods import ContainerKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vgpu_agent.allocation.proof import Testimony
+    from vgpu_agent.allocation.dependencies import Dependencies
+    from vgpu_agent.allocation.proof import KubeletEvidence
     from vgpu_agent.allocation.starting import Start
-    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Holding
@@ -51,10 +51,10 @@ class _Listed:
 class EndedPods:
     """Releases grants of ended pods; no state of its own."""
 
-    def __init__(self, *, ledger: Ledger, journal: Journal, surroundings: Surroundings) -> None:
+    def __init__(self, *, ledger: Ledger, journal: Journal, dependencies: Dependencies) -> None:
         self._ledger = ledger
         self._journal = journal
-        self._around = surroundings
+        self._around = dependencies
 
     async def with_room(self, start: Start, attempt: Callable[[], T]) -> T:
         """The result of ``attempt``, which is made again after ended pods have left the book.
@@ -94,8 +94,8 @@ class EndedPods:
         except _NO_ROOM:
             pass  # an error that was true before kubelet was asked is not told after it
         before = {grant.number: grant for grant in self._ledger.grants}
-        testimony = await self._all_pods(start)
-        if testimony is None:
+        kubelet_evidence = await self._all_pods(start)
+        if kubelet_evidence is None:
             try:
                 return attempt()
             except _NO_ROOM as err:
@@ -103,16 +103,18 @@ class EndedPods:
                     f"no room, and kubelet has not said within {self._around.settings.start_seconds:g} s which pods have ended; "
                     f"kubelet will ask again ({err})"
                 ) from err
-        return await self._tried_again(start, attempt, testimony, before)
+        return await self._tried_again(start, attempt, kubelet_evidence, before)
 
-    async def _tried_again(self, start: Start, attempt: Callable[[], T], testimony: Testimony, before: Mapping[int, Grant]) -> T:
+    async def _tried_again(
+        self, start: Start, attempt: Callable[[], T], kubelet_evidence: KubeletEvidence, before: Mapping[int, Grant]
+    ) -> T:
         """The result of ``attempt`` after each release.
 
         The API server may show the end of a pod a moment after kubelet has let go of it, so such a pod is waited for.
         """
         now = asyncio.get_running_loop().time
         until = min(start.until, now() + self._around.settings.pod_wait_seconds)
-        listed, pods = self._listed(start, testimony.pod_resources), self._around.book.revision
+        listed, pods = self._listed(start, kubelet_evidence.pod_resources), self._around.book.revision
         while True:
             version, ending = pods.version, self._release(listed, before)
             try:
@@ -125,11 +127,11 @@ class EndedPods:
                     await pods.newer_than(version)
                     await asyncio.sleep(_PAUSE_SECONDS)
 
-    async def _all_pods(self, start: Start) -> Testimony | None:
+    async def _all_pods(self, start: Start) -> KubeletEvidence | None:
         """Kubelet's records about every pod, read now; None when it has not answered in time."""
         try:
             async with asyncio.timeout_at(start.until):
-                return await self._around.witness(start.offered.name, start.ids, whole=True)
+                return await self._around.read_records(start.offered.name, start.ids, whole=True)
         except TimeoutError:
             return None
 

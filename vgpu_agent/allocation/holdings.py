@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.model import Grant, KubeletRecords
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 
 def told_apart(
-    records: KubeletRecords, resources: Collection[str], book: PodBook, at_work: Collection[tuple[str, str]] = ()
+    records: KubeletRecords, resources: Collection[str], book: PodCache, at_work: Collection[tuple[str, str]] = ()
 ) -> KubeletRecords:
     """``records`` with the holders of ``resources`` sorted out; unchanged where the checkpoint was not read.
 
@@ -91,7 +91,7 @@ def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int
     return ended
 
 
-def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodBook) -> bool:
+def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodCache) -> bool:
     if uid in alive:
         return True
     pod = book.get(uid)

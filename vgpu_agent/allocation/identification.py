@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
-    from vgpu_agent.allocation.proof import Claim, Testimony
-    from vgpu_agent.allocation.surroundings import Surroundings
+    from vgpu_agent.allocation.dependencies import Dependencies
+    from vgpu_agent.allocation.proof import Claim, KubeletEvidence
     from vgpu_agent.model import Owner
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 _REREAD_SECONDS = 0.05  # kubelet writes its records before it calls us; once in a while a reader is quicker than the disk
 
@@ -32,14 +32,14 @@ class Identified:
     pod: Pod
     owner: Owner
     found: Claim
-    testimony: Testimony
+    kubelet_evidence: KubeletEvidence
 
 
 class Identification:
     """Identifies containers; no state of its own."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._around = surroundings
+    def __init__(self, dependencies: Dependencies) -> None:
+        self._around = dependencies
 
     async def identify(self, resource: str, ids: Sequence[str], token: str) -> Identified | GrantRecord:
         """The container that is about to start with ``ids``, or the record of its earlier start when its pod cannot be asked about.
@@ -62,18 +62,18 @@ class Identification:
         fetched: Pod | None = None
         while True:
             version = book.revision.version
-            testimony = await self._around.witness(resource, ids)
+            kubelet_evidence = await self._around.read_records(resource, ids)
             try:
-                found = claim(resource, ids, testimony)
+                found = claim(resource, ids, kubelet_evidence)
             except NotProvenError as err:
                 if err.ambiguous or loop.time() + _REREAD_SECONDS >= until:
-                    err.suspects = suspects(resource, ids, testimony, book)
+                    err.suspects = suspects(resource, ids, kubelet_evidence, book)
                     raise
                 await asyncio.sleep(_REREAD_SECONDS)
                 continue
             try:
                 if named := holder(found, book, fetched):
-                    return Identified(*named, found, testimony)
+                    return Identified(*named, found, kubelet_evidence)
                 if fetched is None:
                     record = self._before(found, token)
                     # While the first list is read, which takes seconds with the largest pods, nothing says when this one will appear.
@@ -84,7 +84,7 @@ class Identification:
                         return record
                     fetched = await self._ask_for(found)
             except NotProvenError as err:
-                err.suspects = suspects(resource, ids, testimony, book)
+                err.suspects = suspects(resource, ids, kubelet_evidence, book)
                 raise
 
     def _before(self, found: Claim, token: str) -> GrantRecord | None:
@@ -113,7 +113,7 @@ class Identification:
         return pod
 
 
-async def _newer(book: PodBook, version: int, seconds: float) -> bool:
+async def _newer(book: PodCache, version: int, seconds: float) -> bool:
     """Wait for a change of the book; False when there is none in time."""
     if seconds <= 0:
         return False

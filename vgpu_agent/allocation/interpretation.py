@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.allocation.dependencies import Dependencies
     from vgpu_agent.allocation.node_families import Families
-    from vgpu_agent.allocation.surroundings import Surroundings
     from vgpu_agent.families.family import PodFamily
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Holding, Inventory, KubeletRecords, Owner, Resource
@@ -41,12 +41,12 @@ class Interpretation:
         ledger: Ledger,
         families: Callable[[], Families],
         inventory: Callable[[], Inventory],
-        surroundings: Surroundings | None,
+        dependencies: Dependencies | None,
     ) -> None:
         self._ledger = ledger
         self._families = families
         self._inventory = inventory
-        self._around = surroundings
+        self._around = dependencies
         self._index: tuple[tuple[GrantRecord, ...], _Index] | None = None
 
     def sorted_out(self, records: KubeletRecords) -> KubeletRecords:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.model import Holding
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 
 class NotProvenError(AgentError):
@@ -37,7 +37,7 @@ class NotProvenError(AgentError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Testimony:
+class KubeletEvidence:
     """What kubelet's records said at one moment, after the question was asked.
 
     Attributes:
@@ -73,17 +73,17 @@ class Claim:
     evidence: tuple[str, ...]
 
 
-def claim(resource: str, ids: Sequence[str], testimony: Testimony) -> Claim:
+def claim(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence) -> Claim:
     """What kubelet's records say about exactly these ids.
 
     Raises:
         NotProvenError: they say nothing about them, or name two live pods at once.
     """
     wanted = set(ids)
-    if testimony.checkpoint is None and testimony.pod_resources is None:
-        raise NotProvenError(f"neither of kubelet's records can be read ({testimony.trouble}); kubelet will ask again")
-    exact = [entry for entry in testimony.checkpoint or () if _has_exactly(entry, resource, wanted)]
-    listed = [entry for entry in testimony.pod_resources or () if entry.resource == resource and not wanted.isdisjoint(entry.ids)]
+    if kubelet_evidence.checkpoint is None and kubelet_evidence.pod_resources is None:
+        raise NotProvenError(f"neither of kubelet's records can be read ({kubelet_evidence.trouble}); kubelet will ask again")
+    exact = [entry for entry in kubelet_evidence.checkpoint or () if _has_exactly(entry, resource, wanted)]
+    listed = [entry for entry in kubelet_evidence.pod_resources or () if entry.resource == resource and not wanted.isdisjoint(entry.ids)]
     live = {(entry.owner.namespace, entry.owner.pod) for entry in listed}
     if len(live) > 1:
         pods = " and ".join(sorted("/".join(pod) for pod in live))
@@ -98,24 +98,24 @@ def claim(resource: str, ids: Sequence[str], testimony: Testimony) -> Claim:
         evidence.append("checkpoint: " + ", ".join(f"pod {uid} container {'/'.join(names)}" for uid, names in containers.items()))
     if named:
         evidence.append(f"pod-resources: {'/'.join(named)}" + (f" container {whole[0]}" if whole else ""))
-    if testimony.trouble:
-        evidence.append(f"silent: {testimony.trouble}")
+    if kubelet_evidence.trouble:
+        evidence.append(f"silent: {kubelet_evidence.trouble}")
     if whole and containers:
         # What is listed alive by name must be what the checkpoint has by UID.
         containers = {uid: names for uid, names in containers.items() if set(whole) <= set(names)}
     if not containers:
-        if testimony.checkpoint is not None or not whole:
+        if kubelet_evidence.checkpoint is not None or not whole:
             raise NotProvenError(
                 f"kubelet's records do not say yet who holds {_some(ids)} of {resource}"
-                + (f" ({testimony.trouble})" if testimony.trouble else "")
+                + (f" ({kubelet_evidence.trouble})" if kubelet_evidence.trouble else "")
                 + "; kubelet will ask again"
             )
-        _refuse_namesakes(resource, wanted, named, testimony)
+        _refuse_namesakes(resource, wanted, named, kubelet_evidence)
         containers = {"": tuple(whole)}
     return Claim(tuple(uid for uid in containers if uid), named, containers, tuple(evidence))
 
 
-def holder(found: Claim, book: PodBook, fetched: Pod | None = None) -> tuple[Pod, Owner] | None:
+def holder(found: Claim, book: PodCache, fetched: Pod | None = None) -> tuple[Pod, Owner] | None:
     """The pod and container that the claim is about; None while the pod is not known.
 
     Args:
@@ -153,7 +153,7 @@ def holder(found: Claim, book: PodBook, fetched: Pod | None = None) -> tuple[Pod
     return pod, _owner(pod, found.containers[uid], uid)
 
 
-def _holder_by_name(found: Claim, book: PodBook, fetched: Pod) -> tuple[Pod, Owner]:
+def _holder_by_name(found: Claim, book: PodCache, fetched: Pod) -> tuple[Pod, Owner]:
     """The same without the checkpoint: only a pod that the API server has just named is certain to be the one of that name.
 
     Raises:
@@ -169,10 +169,10 @@ def _holder_by_name(found: Claim, book: PodBook, fetched: Pod) -> tuple[Pod, Own
     return pod, _owner(pod, found.containers[""])
 
 
-def suspects(resource: str, ids: Sequence[str], testimony: Testimony, book: PodBook) -> tuple[tuple[Pod, str], ...]:
+def suspects(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence, book: PodCache) -> tuple[tuple[Pod, str], ...]:
     """The pods and containers that the records name for any of ``ids``, as far as they are known and have not ended."""
     wanted, found = set(ids), {}
-    for entry in (*(testimony.checkpoint or ()), *(testimony.pod_resources or ())):
+    for entry in (*(kubelet_evidence.checkpoint or ()), *(kubelet_evidence.pod_resources or ())):
         if entry.resource == resource and not wanted.isdisjoint(entry.ids):
             owner = entry.owner
             pod = book.get(owner.pod_uid) if owner.pod_uid else book.named(owner.namespace, owner.pod)
@@ -181,11 +181,11 @@ def suspects(resource: str, ids: Sequence[str], testimony: Testimony, book: PodB
     return tuple(found.values())
 
 
-def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | None, testimony: Testimony) -> None:
+def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | None, kubelet_evidence: KubeletEvidence) -> None:
     """Without UIDs two pods of one name, the older of them deleted by force, cannot be told apart."""
-    mine = [entry for entry in testimony.pod_resources or () if entry.resource == resource and set(entry.ids) == wanted]
+    mine = [entry for entry in kubelet_evidence.pod_resources or () if entry.resource == resource and set(entry.ids) == wanted]
     same = {(entry.owner.namespace, entry.owner.pod, entry.owner.container) for entry in mine}
-    for entry in testimony.pod_resources or ():
+    for entry in kubelet_evidence.pod_resources or ():
         owner = entry.owner
         if entry.resource == resource and (owner.namespace, owner.pod, owner.container) in same and set(entry.ids) != wanted:
             raise NotProvenError(
@@ -194,7 +194,7 @@ def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | 
             )
 
 
-def _known(uid: str, named: tuple[str, str] | None, book: PodBook, fetched: Pod | None) -> Pod | None:
+def _known(uid: str, named: tuple[str, str] | None, book: PodCache, fetched: Pod | None) -> Pod | None:
     """The pod that kubelet knows as ``uid``; for a static pod, its mirror.
 
     What a pod says of itself is no proof. A mirror is believed when kubelet has written its status, which the book knows, or when

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vgpu_agent.allocation.proof import Claim, Testimony
+    from vgpu_agent.allocation.proof import Claim, KubeletEvidence
     from vgpu_agent.families.family import PodFamily
     from vgpu_agent.model import Owner, Resource
     from vgpu_agent.pods import Pod
@@ -29,7 +29,7 @@ class Start:
     pod: Pod
     owner: Owner
     found: Claim
-    testimony: Testimony
+    kubelet_evidence: KubeletEvidence
     until: float
 
     @property

@@ -15,7 +15,7 @@ from vgpu_agent.cluster.quantities import whole_number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from vgpu_agent.nodes import Node, NodeWishes
+    from vgpu_agent.nodes import DesiredNode, Node
 
 
 class Section(enum.StrEnum):
@@ -29,7 +29,7 @@ class Section(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wish:
+class DesiredEntry:
     """One key of the Node.
 
     Attributes:
@@ -42,7 +42,7 @@ class Wish:
     section: Section
     key: str
     shown: Any
-    wished: Any
+    desired: Any
     apart_seconds: float = 0.0
     guarded: bool = False
 
@@ -52,52 +52,54 @@ class Wish:
         return f"{self.section}/{self.key}"
 
 
-def compared(node: Node, wishes: NodeWishes) -> Iterator[Wish]:
+def compared(node: Node, desired_state: DesiredNode) -> Iterator[DesiredEntry]:
     """Everything that is wished for, beside what ``node`` shows of it."""
-    for key, value in wishes.annotations.items():
-        guarded = value is None and key in wishes.guarded
-        yield Wish(Section.ANNOTATIONS, key, node.annotations.get(key), value, wishes.unhurried.get(key, 0.0), guarded)
-    for key, value in wishes.labels.items():
-        yield Wish(Section.LABELS, key, node.labels.get(key), value)
-    for resource, quantity in wishes.capacity.items():
-        yield Wish(Section.CAPACITY, resource, _as_wished(node.capacity.get(resource), quantity), quantity)
-        yield Wish(Section.ALLOCATABLE, resource, _as_wished(node.allocatable.get(resource), quantity), quantity)
-    for kind, condition in wishes.conditions.items():
-        yield Wish(Section.CONDITIONS, kind, node.conditions.get(kind), condition)
+    for key, value in desired_state.annotations.items():
+        guarded = value is None and key in desired_state.guarded
+        yield DesiredEntry(Section.ANNOTATIONS, key, node.annotations.get(key), value, desired_state.unhurried.get(key, 0.0), guarded)
+    for key, value in desired_state.labels.items():
+        yield DesiredEntry(Section.LABELS, key, node.labels.get(key), value)
+    for resource, quantity in desired_state.capacity.items():
+        yield DesiredEntry(Section.CAPACITY, resource, _as_desired(node.capacity.get(resource), quantity), quantity)
+        yield DesiredEntry(Section.ALLOCATABLE, resource, _as_desired(node.allocatable.get(resource), quantity), quantity)
+    for kind, condition in desired_state.conditions.items():
+        yield DesiredEntry(Section.CONDITIONS, kind, node.conditions.get(kind), condition)
 
 
-def metadata_patch(wishes: Iterable[Wish], *, resource_version: str = "") -> dict[str, Any]:
+def metadata_patch(desired_state: Iterable[DesiredEntry], *, resource_version: str = "") -> dict[str, Any]:
     """Annotations and labels as one merge patch; with ``resource_version``, only of the Node as it was then."""
     metadata: dict[str, Any] = {"resourceVersion": resource_version} if resource_version else {}
-    for wish in wishes:
-        metadata.setdefault(wish.section.value, {})[wish.key] = wish.wished
+    for entry in desired_state:
+        metadata.setdefault(entry.section.value, {})[entry.key] = entry.desired
     return {"metadata": metadata}
 
 
-def capacity_patch(wishes: Iterable[Wish]) -> dict[str, Any]:
+def capacity_patch(desired_state: Iterable[DesiredEntry]) -> dict[str, Any]:
     """Capacity and allocatable as one merge patch of the status subresource."""
     status: dict[str, Any] = {}
-    for wish in wishes:
-        status.setdefault(wish.section.value, {})[wish.key] = wish.wished
+    for entry in desired_state:
+        status.setdefault(entry.section.value, {})[entry.key] = entry.desired
     return {"status": status}
 
 
-def with_conditions(standing: Sequence[Mapping[str, Any]], wishes: Iterable[Wish], now: float) -> list[dict[str, Any]] | None:
+def with_conditions(
+    standing: Sequence[Mapping[str, Any]], desired_state: Iterable[DesiredEntry], now: float
+) -> list[dict[str, Any]] | None:
     """The complete list of conditions with ours in it, for a merge patch replaces the list; None when they all stand already.
 
     Args:
         standing: the conditions of the Node as the API server has them, those of others as they are.
-        wishes: ours, each (status, reason, message).
+        desired_state: ours, each (status, reason, message).
         now: unix seconds; the transition time moves with the status only (API conventions, conditions).
     """
     complete = [dict(condition) for condition in standing]
     by_type = {condition.get("type"): condition for condition in complete}
     changed = False
-    for wish in wishes:
-        status, reason, message = wish.wished
-        condition = by_type.get(wish.key)
+    for entry in desired_state:
+        status, reason, message = entry.desired
+        condition = by_type.get(entry.key)
         if condition is None:
-            condition = {"type": wish.key}
+            condition = {"type": entry.key}
             complete.append(condition)
         if (condition.get("status"), condition.get("reason"), condition.get("message")) == (status, reason, message):
             continue
@@ -116,5 +118,5 @@ def same_quantity(one: str, other: str) -> bool:
     return number is not None and number == whole_number(other)
 
 
-def _as_wished(shown: str | None, wished: str) -> str | None:
-    return wished if shown is not None and same_quantity(shown, wished) else shown
+def _as_desired(shown: str | None, desired: str) -> str | None:
+    return desired if shown is not None and same_quantity(shown, desired) else shown

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.cluster.api import node_path
-from vgpu_agent.cluster.node_difference import Section, Wish, capacity_patch, compared, metadata_patch, with_conditions
+from vgpu_agent.cluster.node_difference import DesiredEntry, Section, capacity_patch, compared, metadata_patch, with_conditions
 from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting, slow_seconds
 from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.cluster.written import Written
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vgpu_agent.concurrency import Latest, Revision
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
-    from vgpu_agent.nodes import Node, NodeWishes
+    from vgpu_agent.nodes import DesiredNode, Node
 
 # Conflicts in a row after which trying at once gives way to pauses.
 _CONFLICTS = 3
@@ -74,7 +74,7 @@ class NodePublisher:
         api: Api,
         node_name: str,
         node: Latest[Node | None],
-        wishes: Callable[[Node, float], NodeWishes],
+        desired_state: Callable[[Node, float], DesiredNode],
         wake: Revision,
         settings: Cluster,
         journal: Journal,
@@ -88,14 +88,14 @@ class NodePublisher:
             api: the API server.
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
-            wishes: what should stand there, given the Node as it is and unix seconds.
+            desired_state: what should stand there, given the Node as it is and unix seconds.
             wake: moves on whenever ``wishes`` may say something new.
             settings: the pauses.
             journal: troubles and their end are recorded there.
             clock: unix seconds.
             look_seconds: how often wishes that depend on the time are asked for; asking makes no request.
         """
-        self._api, self._name, self._node, self._wishes, self._wake = api, node_name, node, wishes, wake
+        self._api, self._name, self._node, self._desired_state, self._wake = api, node_name, node, desired_state, wake
         self._settings, self._clock, self._look_seconds = settings, clock, look_seconds
         self._complaints = Complaints(journal, "node")
         self._journal = journal
@@ -149,45 +149,45 @@ class NodePublisher:
             self._written.forget()
             self._refused.clear()
             self._removed = frozenset()
-        wished = self._wished(node)
-        if wished is None:
+        desired = self._desired_entries(node)
+        if desired is None:
             return self._look_seconds
         pause, due, later = self._look_seconds, [], False
-        for wish in wished:
-            seconds = self._seconds_until_due(wish)
+        for entry in desired:
+            seconds = self._seconds_until_due(entry)
             if seconds == 0.0:
-                due.append(wish)
+                due.append(entry)
             elif seconds is not None:
                 pause, later = min(pause, seconds), True
-            self._say_why_it_waits(wish, seconds)
+            self._say_why_it_waits(entry, seconds)
         left = await self._write(node, due)
         self._all_written = not left and not later
         # A removal that met a conflict says nothing about what this node offers.
-        if not self._refused and all(wish.guarded or wish.section not in {Section.ANNOTATIONS, Section.LABELS} for wish in left):
+        if not self._refused and all(entry.guarded or entry.section not in {Section.ANNOTATIONS, Section.LABELS} for entry in left):
             self.first.set()
         self._counted(len(left))
         waits = [backoff.seconds_left for backoff in self._backoffs.values() if backoff.seconds_left] if left else []
         return max(min(pause, *waits) if waits else pause, _SHORTEST_WAIT_SECONDS)
 
-    def _wished(self, node: Node) -> Sequence[Wish] | None:
+    def _desired_entries(self, node: Node) -> Sequence[DesiredEntry] | None:
         """What should stand; None when nobody can say now."""
         try:
-            wished = list(compared(node, self._wishes(node, self._clock())))
+            desired = list(compared(node, self._desired_state(node, self._clock())))
         except Exception as err:  # noqa: BLE001 - a family's bug must not take the other wishes' writer down with it
             text = f"{type(err).__name__}: {err}"
             self._complaints.say("wishes", "node.wishes_failed", text, level="error", error=text)
             return None
         self._complaints.over("wishes")
-        return wished
+        return desired
 
-    def _seconds_until_due(self, wish: Wish) -> float | None:
-        if wish.guarded:
+    def _seconds_until_due(self, entry: DesiredEntry) -> float | None:
+        if entry.guarded:
             # What stands there once the removal is shown is a new lock, whatever its text: the next one of a burst, not ours come back.
-            return None if wish.shown is None or wish.name in self._removed_from(self._node.value) else 0.0
-        seconds = self._written.seconds_until_due(wish.name, wish.shown, wish.wished, apart_seconds=wish.apart_seconds)
-        value, until = self._refused.get(wish.name, (None, 0.0))
-        if seconds is None or value != wish.wished:
-            self._refused.pop(wish.name, None)
+            return None if entry.shown is None or entry.name in self._removed_from(self._node.value) else 0.0
+        seconds = self._written.seconds_until_due(entry.name, entry.shown, entry.desired, apart_seconds=entry.apart_seconds)
+        value, until = self._refused.get(entry.name, (None, 0.0))
+        if seconds is None or value != entry.desired:
+            self._refused.pop(entry.name, None)
             return seconds
         return max(seconds, until - asyncio.get_running_loop().time())
 
@@ -197,26 +197,26 @@ class NodePublisher:
         late = node is not None and node.resource_version == version and asyncio.get_running_loop().time() < until
         return self._removed if late else frozenset()
 
-    def _say_why_it_waits(self, wish: Wish, seconds: float | None) -> None:
+    def _say_why_it_waits(self, entry: DesiredEntry, seconds: float | None) -> None:
         """Record why a write is held back for longer than a moment; the same reason now and then only."""
-        why = self._refused_why(wish) or self._written.why_later(wish.name, wish.shown, wish.wished) if seconds else ""
+        why = self._refused_why(entry) or self._written.why_later(entry.name, entry.shown, entry.desired) if seconds else ""
         if not why or (seconds or 0.0) < _WORTH_A_LINE_SECONDS:
             return
         now = asyncio.get_running_loop().time()
-        said, at = self._held_back.get(wish.name, ("", 0.0))
+        said, at = self._held_back.get(entry.name, ("", 0.0))
         if said != why or now - at >= _SAID_AGAIN_SECONDS:
-            self._held_back[wish.name] = (why, now)
-            self._journal.record("node.write_waits", key=wish.name, reason=why, seconds=round(seconds or 0.0, 1))
+            self._held_back[entry.name] = (why, now)
+            self._journal.record("node.write_waits", key=entry.name, reason=why, seconds=round(seconds or 0.0, 1))
 
-    def _refused_why(self, wish: Wish) -> str:
-        return "the API server refuses this value" if wish.name in self._refused else ""
+    def _refused_why(self, entry: DesiredEntry) -> str:
+        return "the API server refuses this value" if entry.name in self._refused else ""
 
-    async def _write(self, node: Node, due: Sequence[Wish]) -> list[Wish]:
+    async def _write(self, node: Node, due: Sequence[DesiredEntry]) -> list[DesiredEntry]:
         """Send what is due; those that could not be written."""
-        guarded = [wish for wish in due if wish.guarded]
-        metadata = [wish for wish in due if wish.section in {Section.ANNOTATIONS, Section.LABELS} and not wish.guarded]
-        quantities = [wish for wish in due if wish.section in {Section.CAPACITY, Section.ALLOCATABLE}]
-        conditions = [wish for wish in due if wish.section is Section.CONDITIONS]
+        guarded = [entry for entry in due if entry.guarded]
+        metadata = [entry for entry in due if entry.section in {Section.ANNOTATIONS, Section.LABELS} and not entry.guarded]
+        quantities = [entry for entry in due if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}]
+        conditions = [entry for entry in due if entry.section is Section.CONDITIONS]
         path = node_path(self._name)
         left = []
         # Guarded first: a write of our own would make the version old that they depend on.
@@ -231,37 +231,42 @@ class NodePublisher:
         return left
 
     async def _patch(
-        self, kind: str, permission: str, path: str, wishes: Sequence[Wish], body: Callable[[Sequence[Wish]], Mapping[str, Any]]
-    ) -> Sequence[Wish]:
+        self,
+        kind: str,
+        permission: str,
+        path: str,
+        desired_state: Sequence[DesiredEntry],
+        body: Callable[[Sequence[DesiredEntry]], Mapping[str, Any]],
+    ) -> Sequence[DesiredEntry]:
         """One merge patch for all of ``wishes``, or one for each when one of them spoils it; those that could not be written."""
         if self._backoffs[kind].seconds_left:
-            return wishes
-        err = await self._send(path, body(wishes))
+            return desired_state
+        err = await self._send(path, body(desired_state))
         if err is None:
-            self._done(kind, wishes)
+            self._done(kind, desired_state)
             return []
         if err.status == 403 or not lasting(err):
             self._failed(kind, permission, err)
-            return wishes
-        if len(wishes) > 1:
-            return [left for wish in wishes for left in await self._patch(kind, permission, path, [wish], body)]
-        (wish,) = wishes
-        self._refused[wish.name] = (wish.wished, asyncio.get_running_loop().time() + slow_seconds(self._settings))
-        self._complaints.failed(wish.name, err, permission, key=wish.name)
-        return wishes
+            return desired_state
+        if len(desired_state) > 1:
+            return [left for entry in desired_state for left in await self._patch(kind, permission, path, [entry], body)]
+        (entry,) = desired_state
+        self._refused[entry.name] = (entry.desired, asyncio.get_running_loop().time() + slow_seconds(self._settings))
+        self._complaints.failed(entry.name, err, permission, key=entry.name)
+        return desired_state
 
-    async def _remove_guarded(self, node: Node, wishes: Sequence[Wish]) -> bool:
+    async def _remove_guarded(self, node: Node, desired_state: Sequence[DesiredEntry]) -> bool:
         """Remove annotations only if the Node is still as it was seen; whether that was done."""
         loop = asyncio.get_running_loop()
         version, until = self._outdated
         if self._backoffs["guarded"].seconds_left or (node.resource_version == version and loop.time() < until):
             return False
-        err = await self._send(node_path(self._name), metadata_patch(wishes, resource_version=node.resource_version))
+        err = await self._send(node_path(self._name), metadata_patch(desired_state, resource_version=node.resource_version))
         if err is None:
             self._conflicts = 0
             self._outdated = (node.resource_version, loop.time() + self._settings.request_timeout_seconds)
-            self._removed = frozenset(wish.name for wish in wishes)
-            self._done("guarded", wishes)
+            self._removed = frozenset(entry.name for entry in desired_state)
+            self._done("guarded", desired_state)
             return True
         if err.status == 409 and self._conflicts < _CONFLICTS:
             # Somebody wrote in between; what is wished may be something else on the newer Node, which the watch is about to show.
@@ -272,7 +277,7 @@ class NodePublisher:
             self._failed("guarded", "patch nodes", err)
         return False
 
-    async def _write_conditions(self, path: str, wishes: Sequence[Wish]) -> bool:
+    async def _write_conditions(self, path: str, desired_state: Sequence[DesiredEntry]) -> bool:
         """Put ours among the conditions of others, which a merge patch can only send all together; whether they stand then."""
         if self._backoffs["conditions"].seconds_left:
             return False
@@ -282,7 +287,7 @@ class NodePublisher:
             try:
                 answer = _decoded(await self._api.get(path), path)
                 permission = "patch nodes/status"
-                conditions = with_conditions(answer.status.conditions, wishes, self._clock())
+                conditions = with_conditions(answer.status.conditions, desired_state, self._clock())
                 if conditions is not None:
                     body = {"metadata": {"resourceVersion": answer.metadata.resource_version}, "status": {"conditions": conditions}}
                     await self._api.patch(path + "/status", body)
@@ -293,7 +298,7 @@ class NodePublisher:
                 if err.status != 409:
                     break
             else:
-                self._done("conditions", wishes)
+                self._done("conditions", desired_state)
                 return True
         self._failed("conditions", permission, failure)
         return False
@@ -308,17 +313,17 @@ class NodePublisher:
         self.counts.written += 1
         return None
 
-    def _done(self, kind: str, wishes: Sequence[Wish]) -> None:
+    def _done(self, kind: str, desired_state: Sequence[DesiredEntry]) -> None:
         self._backoffs[kind].succeeded()
         self._complaints.over(kind)
-        for wish in wishes:
-            self._complaints.over(wish.name)
+        for entry in desired_state:
+            self._complaints.over(entry.name)
             # A guarded or an unhurried annotation is a conversation: the other side writes it for reasons of its own.
-            patience = _KUBELET_FORGETS_SECONDS if wish.section in {Section.CAPACITY, Section.ALLOCATABLE} else 0.0
-            contested = not wish.guarded and self._written.note(wish.name, wish.shown, wish.wished, patience_seconds=patience)
-            if contested and not wish.apart_seconds:
-                text = f"somebody keeps changing {wish.name} of Node {self._name}; find out who else writes it (a second device plugin?)"
-                self._complaints.say(f"contest of {wish.name}", "node.contested", text, level="warning", key=wish.name, error=text)
+            patience = _KUBELET_FORGETS_SECONDS if entry.section in {Section.CAPACITY, Section.ALLOCATABLE} else 0.0
+            contested = not entry.guarded and self._written.note(entry.name, entry.shown, entry.desired, patience_seconds=patience)
+            if contested and not entry.apart_seconds:
+                text = f"somebody keeps changing {entry.name} of Node {self._name}; find out who else writes it (a second device plugin?)"
+                self._complaints.say(f"contest of {entry.name}", "node.contested", text, level="warning", key=entry.name, error=text)
 
     def _failed(self, kind: str, permission: str, err: ClusterError) -> None:
         self._backoffs[kind].failed(err)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 PERMISSION = "patch pods"
 _SHORTEST_WAIT_SECONDS = 0.01
@@ -75,8 +75,8 @@ class PodPublisher:
     def __init__(
         self,
         api: Api,
-        book: PodBook,
-        wishes: Callable[[], Mapping[str, Mapping[str, str | None]]],
+        book: PodCache,
+        desired_state: Callable[[], Mapping[str, Mapping[str, str | None]]],
         wake: Revision,
         settings: Cluster,
         journal: Journal,
@@ -92,7 +92,7 @@ class PodPublisher:
         Args:
             api: the API server.
             book: our pods as the watch shows them.
-            wishes: kubelet's UID of a pod → annotation → value, None for one that should not stand.
+            desired_state: kubelet's UID of a pod → annotation → value, None for one that should not stand.
             wake: moves on whenever ``wishes`` may say something new.
             settings: the pauses.
             journal: troubles and their end are recorded there, and that a pod says all that it should.
@@ -102,7 +102,7 @@ class PodPublisher:
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop gives a sign of life.
         """
-        self._api, self._book, self._wishes, self._wake = api, book, wishes, wake
+        self._api, self._book, self._desired_state, self._wake = api, book, desired_state, wake
         self._settings, self._journal = settings, journal
         self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
         self._starting, self._progress = starting, frozenset(progress)
@@ -150,19 +150,19 @@ class PodPublisher:
     def _due(self) -> tuple[float, list[tuple[Pod, dict[str, str | None], _Writing]]]:
         """Seconds after which more may be due, and what is now: the pod and what to write there."""
         try:
-            wishes = self._wishes()
+            desired_state = self._desired_state()
         except Exception as err:  # noqa: BLE001 - a family's bug must not take the other wishes' writer down with it
             text = f"{type(err).__name__}: {err}"
             self._complaints.say("wishes", "pods.wishes_failed", text, level="error", error=text)
             return self._look_seconds, []
         self._complaints.over("wishes")
-        present = [(pod, wishes[pod.kubelet_uid]) for pod in self._book.pods if pod.kubelet_uid in wishes]
+        present = [(pod, desired_state[pod.kubelet_uid]) for pod in self._book.pods if pod.kubelet_uid in desired_state]
         self._forget_absent({pod.uid for pod, _ in present})
         pause, due = self._look_seconds, []
         starting = functools.cache(self._starting)
-        for pod, wished in present:
+        for pod, desired in present:
             writing = self._writings.setdefault(pod.uid, _Writing(Written(self._settings), Backoff(self._settings)))
-            seconds, changes = self._compared(pod, wished, writing)
+            seconds, changes = self._compared(pod, desired, writing)
             if changes and not seconds and changes.keys() <= self._progress and starting():
                 seconds = self._seconds_held_back(writing)
             if changes and not seconds:
@@ -178,13 +178,13 @@ class PodPublisher:
         since = now if writing.pending_since is None else writing.pending_since
         return max(0.0, min(_GATHERING_SECONDS, since + self._settings.starts_first_seconds - now))
 
-    def _compared(self, pod: Pod, wishes: Mapping[str, str | None], writing: _Writing) -> tuple[float, dict[str, str | None]]:
+    def _compared(self, pod: Pod, desired_state: Mapping[str, str | None], writing: _Writing) -> tuple[float, dict[str, str | None]]:
         """What should be written to ``pod`` now; when that is nothing, after how many seconds there may be something (0: no idea)."""
         changes, wait = {}, 0.0
-        for key, wished in wishes.items():
-            seconds = writing.written.seconds_until_due(key, pod.annotations.get(key), wished)
+        for key, desired in desired_state.items():
+            seconds = writing.written.seconds_until_due(key, pod.annotations.get(key), desired)
             if seconds == 0.0:
-                changes[key] = wished
+                changes[key] = desired
             elif seconds is not None:
                 wait = min(wait or seconds, seconds)
         if not changes or writing.gone:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 _NOT_FOUND = 404
 _NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
@@ -36,7 +36,7 @@ class PodWatch:
     Pods that have ended are kept by the API server for long, sometimes thousands on a node, and nothing here needs them: they hold nothing.
     """
 
-    def __init__(self, source: Source, node_name: str, book: PodBook, *, settings: Cluster, journal: Journal) -> None:
+    def __init__(self, source: Source, node_name: str, book: PodCache, *, settings: Cluster, journal: Journal) -> None:
         self._source = source
         scope = Scope("pods of this node", "/api/v1/pods", f"spec.nodeName={node_name},{_NOT_ENDED}")
         self._reflector = Reflector(source, scope, decode.pod, _Living(book), settings=settings, journal=journal, trim=book.fitting)
@@ -74,7 +74,7 @@ class PodWatch:
 class _Living:
     """A sink for pods under a selection that they leave when they end."""
 
-    def __init__(self, book: PodBook) -> None:
+    def __init__(self, book: PodCache) -> None:
         self._book = book
 
     def replace(self, items: Iterable[Pod]) -> None:

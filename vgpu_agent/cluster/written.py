@@ -40,34 +40,34 @@ class Written:
         self._settings = settings
         self._writes: dict[str, _Write] = {}
 
-    def seconds_until_due(self, key: str, shown: object, wished: object, *, apart_seconds: float = 0.0) -> float | None:
+    def seconds_until_due(self, key: str, shown: object, desired: object, *, apart_seconds: float = 0.0) -> float | None:
         """When ``wished`` should be written under ``key``: 0 for now, None for not at all because it stands.
 
         Args:
             key: any name that is unique in the object.
             shown: what the watch shows there; None for nothing.
-            wished: what should stand there; None for nothing.
+            desired: what should stand there; None for nothing.
             apart_seconds: what must lie between two writes of this key, whatever their values.
         """
         write = self._writes.get(key)
-        if shown == wished:
-            if write is not None and write.value == wished:
+        if shown == desired:
+            if write is not None and write.value == desired:
                 write.shown = True
             return None
         if write is None:
             return 0.0
         wait = apart_seconds
-        if write.value == wished:
+        if write.value == desired:
             unseen = not write.shown and shown == write.before
             wait = max(wait, write.pause_seconds, self._settings.request_timeout_seconds if unseen else 0.0)
         return max(0.0, write.at + wait - asyncio.get_running_loop().time())
 
-    def why_later(self, key: str, shown: object, wished: object) -> str:
+    def why_later(self, key: str, shown: object, desired: object) -> str:
         """Why `seconds_until_due` says later, for the log; empty when it does not."""
         write = self._writes.get(key)
-        if write is None or shown == wished:
+        if write is None or shown == desired:
             return ""
-        if write.value != wished:
+        if write.value != desired:
             return "it was written a moment ago, and writes of it are kept apart"
         if asyncio.get_running_loop().time() - write.at < _WATCH_IS_LATE_SECONDS:
             return ""  # usually the watch shows the write in a moment

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.isolation.edits import Edits, Provision
     from vgpu_agent.model import DeviceRoom, Grant, Inventory, Resource, Share
-    from vgpu_agent.nodes import Node, NodeWishes
+    from vgpu_agent.nodes import DesiredNode, Node
     from vgpu_agent.placement.mixing import Neighbours
     from vgpu_agent.pods import Pod
 
@@ -220,7 +220,7 @@ class PodFamily(Family, Protocol):
         """What puts ``shares`` in force: what the container is told, and what must be on the host before it starts."""
         ...
 
-    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
         """Annotations that should stand on the pod, None for those that should not.
 
         Args:
@@ -230,10 +230,10 @@ class PodFamily(Family, Protocol):
         """
         ...
 
-    def node_wishes(self, view: NodeView) -> NodeWishes:
+    def desired_node(self, view: NodeView) -> DesiredNode:
         """What should stand on our Node."""
         ...
 
-    def farewell(self, now: float) -> NodeWishes:
+    def cleanup(self, now: float) -> DesiredNode:
         """What should stand on a Node that the agent leaves for good, at unix seconds ``now``."""
         ...

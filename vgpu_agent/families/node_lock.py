@@ -5,7 +5,7 @@ to that node until the annotation is gone or five minutes old (volcano-vgpu cont
 takes one lock after the other, and several of them within a second have the same text. They are told apart by the moments at which the
 watch showed them.
 
-Both Volcano families ask for it in `node_wishes`; `allocation` keeps the one `NodeLocks`.
+Both Volcano families ask for it in `desired_node`; `allocation` keeps the one `NodeLocks`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import datetime as dt
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.nodes import DesiredNode
 
 if TYPE_CHECKING:
     from vgpu_agent.nodes import Node
@@ -39,7 +39,7 @@ class NodeLocks:
         self._standing: dict[str, float] = {}  # key → when the watch first showed it, unix seconds
         self._free_since: dict[str, float] = {}  # key → when the lock before it was gone
 
-    def wishes(self, node: Node, key: str, *, allocated_at: float | None, now: float) -> NodeWishes:
+    def desired_state(self, node: Node, key: str, *, allocated_at: float | None, now: float) -> DesiredNode:
         """Wish the lock to be gone once the Allocate for which it was taken has been answered, whatever becomes of the pod then.
 
         A lock that was taken after our last Allocate belongs to a pod that is still on its way. It stands until that pod's Allocate, or for
@@ -56,10 +56,10 @@ class NodeLocks:
         if text is None:
             if self._standing.pop(key, None) is not None:
                 self._free_since[key] = now
-            return NodeWishes()
+            return DesiredNode()
         taken_at = taken(text)
         if taken_at is None:
-            return NodeWishes()
+            return DesiredNode()
         seen_at = node.seen_at.get(key, self._standing.get(key, now))
         if self._standing.get(key, seen_at) != seen_at:
             self._free_since[key] = seen_at  # one lock followed the other between two looks
@@ -67,8 +67,8 @@ class NodeLocks:
         served = allocated_at is not None and (seen_at <= allocated_at or self._shown_late(key, taken_at, allocated_at))
         # Negative when the clock was set back meanwhile; nobody knows then how long it has stood.
         if served or not 0 <= now - seen_at < LONGEST_HELD_SECONDS:
-            return NodeWishes(annotations={key: None}, guarded=frozenset({key}))
-        return NodeWishes()
+            return DesiredNode(annotations={key: None}, guarded=frozenset({key}))
+        return DesiredNode()
 
     def _shown_late(self, key: str, taken_at: float, allocated_at: float) -> bool:
         """Whether the lock was taken for the Allocate at ``allocated_at`` although the watch showed it only afterwards.

@@ -41,7 +41,7 @@ from vgpu_agent.errors import (
     UnhealthyDeviceError,
     UnknownDeviceError,
 )
-from vgpu_agent.kubelet.gathering import GatheringTransport
+from vgpu_agent.kubelet.write_coalescing import CoalescingTransport
 
 if TYPE_CHECKING:
     import socket
@@ -307,7 +307,7 @@ class _Connection(H2Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        super().connection_made(GatheringTransport(self.transport))
+        super().connection_made(CoalescingTransport(self.transport))
         processors: dict[Any, Any] = self.processor.processors
         for event in (UnknownFrameReceived, AlternativeServiceAvailable):
             processors[event] = lambda _: None

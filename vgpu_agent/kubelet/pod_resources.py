@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from vgpu_agent.concurrency import Backoff
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.kubelet import codec, grpc
-from vgpu_agent.kubelet.allowance import Allowance
 from vgpu_agent.kubelet.held_ids import PodResourcesReader, decode_allocatable, decode_pod_resources
+from vgpu_agent.kubelet.rate_limiter import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -102,7 +102,7 @@ class PodResources:
         self._backoff = Backoff(_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         self._not_before = self._calm_at = 0.0
         self._refusal = ""
-        self._gets = Allowance(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
+        self._gets = RateLimiter(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
         self._without_get: tuple[int, int, int] | None = None
         self._reader: PodResourcesReader | None = None
         self.lists = self.gets = 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, Resource, Share
 
 
-class Surroundings(NamedTuple):
+class Context(NamedTuple):
     """What the book knows about the devices.
 
     Attributes:
@@ -49,7 +49,7 @@ def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
     return [grant for grant in grants if by_ids or grant.family != resource.family]
 
 
-def trouble(device: str, resource: Resource, known: Surroundings) -> str:
+def trouble(device: str, resource: Resource, known: Context) -> str:
     """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
     return (
         own_trouble(device, resource, known.devices, known.cordons)
@@ -69,7 +69,7 @@ def own_trouble(device: str, resource: Resource, devices: Mapping[str, Device], 
     return ""
 
 
-def _somebody_in_the_way(device: str, resource: Resource, known: Surroundings) -> str:
+def _somebody_in_the_way(device: str, resource: Resource, known: Context) -> str:
     gpu = known.devices[device].gpu
     by_ids = resource.decided_by is Decider.IDS
     for grant in known.grants:
@@ -91,7 +91,7 @@ def _somebody_in_the_way(device: str, resource: Resource, known: Surroundings) -
     return ""
 
 
-def _kept(gpu: str, resource: Resource, known: Surroundings) -> str:
+def _kept(gpu: str, resource: Resource, known: Context) -> str:
     reason = why_kept(gpu, resource.family, known.claims) or known.why_waits(gpu, resource.family)
     return "" if reason and known.lasts(gpu, resource.family) else reason
 

@@ -560,7 +560,7 @@ class Ledger:
         """
         asked = self._offers.devices(resource) if devices is None else devices
         grants = availability.in_the_way(resource, self._grants.by_number.values())
-        known = availability.Surroundings(
+        known = availability.Context(
             self._devices,
             self._cordons,
             grants,

@@ -37,7 +37,7 @@ _logger = log.get(__name__)
 _MOST_MISSES = 2
 
 
-class Surroundings(Protocol):
+class Dependencies(Protocol):
     """What a daemon needs to know of the node and has to tell."""
 
     claims: Claims
@@ -63,8 +63,8 @@ class Daemon:
     State: the daemon itself is the state; after a restart of the agent everything here is asked anew. `status` is what was found last.
     """
 
-    def __init__(self, plan: DaemonPlan, settings: Mps, journal: Journal, surroundings: Surroundings) -> None:
-        self._settings, self._journal, self._surroundings = settings, journal, surroundings
+    def __init__(self, plan: DaemonPlan, settings: Mps, journal: Journal, dependencies: Dependencies) -> None:
+        self._settings, self._journal, self._dependencies = settings, journal, dependencies
         self._plan = plan  # of the daemon that runs or is about to
         self._wanted: DaemonPlan | None = plan
         self._lent: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class Daemon:
         seconds = settings.command_timeout_seconds
         self._control_binary = HostTool(settings.control_binary, "mps.controlBinary", timeout_seconds=seconds)
         self._modes = ComputeModes(
-            HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds), plan.resource, surroundings.claims
+            HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds), plan.resource, dependencies.claims
         )
         self._tail: LogTail | None = None
         self._servers: tuple[int, ...] = ()
@@ -131,7 +131,7 @@ class Daemon:
             await asyncio.to_thread(directories.remove_pipe, self._plan)
         self.status.state, self.status.trouble, self.status.clients = MpsState.STARTING, "its MPS control daemon has been stopped", ()
         self._journal.record("mps.daemon_stopped", resource=self._plan.resource)
-        await self._surroundings.changed()
+        await self._dependencies.changed()
 
     async def _cleared(self) -> bool:
         """Clear away what a dead daemon has left that nobody wants, where NVIDIA's programs are missing; whether that was all to do.
@@ -146,13 +146,13 @@ class Daemon:
             return False
         await asyncio.to_thread(directories.clear, plan)
         try:
-            here = self._surroundings.gpus()
+            here = self._dependencies.gpus()
             await self._modes.release(limit.uuid for limit in plan.devices if limit.uuid in here)
         except MpsError as err:
             _logger.warning("mps.gpu_not_given_back", resource=plan.resource, error=str(err))
         else:
             await asyncio.to_thread(directories.forget, plan)
-        if not self._surroundings.holders(plan.resource):
+        if not self._dependencies.holders(plan.resource):
             await asyncio.to_thread(directories.remove_pipe, plan)
         self._journal.record("mps.leftovers_cleared", resource=plan.resource)
         self.status.trouble = "its MPS control daemon is gone"
@@ -171,7 +171,7 @@ class Daemon:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._surroundings.holders(self._plan.resource) or self.status.clients)
+        return bool(self._dependencies.holders(self._plan.resource) or self.status.clients)
 
     def _control(self) -> Control:
         return Control(self._plan, self._control_binary, timeout_seconds=self._settings.command_timeout_seconds)
@@ -180,7 +180,7 @@ class Daemon:
 
     async def _bring_up(self) -> None:
         control = self._control()
-        await self._surroundings.prepare(self._plan)
+        await self._dependencies.prepare(self._plan)
         await asyncio.to_thread(directories.remember, self._plan)
         try:
             difference = await control.difference()
@@ -206,7 +206,7 @@ class Daemon:
         if not await asyncio.to_thread(control.has_process):
             raise err
         # Its clients cannot be asked for now, so it is the pods that count.
-        if pods := self._surroundings.holders(self._plan.resource):
+        if pods := self._dependencies.holders(self._plan.resource):
             raise MpsError(f"{err}; the daemon is left alone while these run: {', '.join(pods)}") from err
         self._journal.record("mps.daemon_replaced", level="warning", resource=self._plan.resource, reason=str(err))
         await control.quit()
@@ -240,13 +240,13 @@ class Daemon:
                 level="warning",
                 resource=self._plan.resource,
                 clients=list(clients),
-                pods=list(self._surroundings.holders(self._plan.resource)),
+                pods=list(self._dependencies.holders(self._plan.resource)),
             )
 
     async def _end_orphans(self) -> None:
         """A server that outlives its daemon keeps its GPUs from the next one, and cannot be adopted. It is ended when nobody needs it."""
         orphans = await asyncio.to_thread(processes.living, self._servers)
-        if orphans and (pods := self._surroundings.holders(self._plan.resource)):
+        if orphans and (pods := self._dependencies.holders(self._plan.resource)):
             raise MpsError(
                 f"the MPS server of the lost daemon (process {orphans[0]}) lives on, and no other can be started beside it; "
                 f"there is a new daemon once these have ended: {', '.join(pods)}"
@@ -283,7 +283,7 @@ class Daemon:
             thread_percentage=plan.thread_percentage,
             clients=list(status.clients),
         )
-        await self._surroundings.changed()
+        await self._dependencies.changed()
 
     # -- staying up -------------------------------------------------------------------------------------------------------------------
 
@@ -341,14 +341,14 @@ class Daemon:
             trouble = f"its MPS control daemon {what} once {self._holders()} have ended"
         if trouble != self.status.trouble:
             self.status.trouble = trouble
-            await self._surroundings.changed()
+            await self._dependencies.changed()
         return False
 
     # -- failing ----------------------------------------------------------------------------------------------------------------------
 
     async def _fail(self, err: MpsError) -> None:
         status, resource = self.status, self._plan.resource
-        holders = list(self._surroundings.holders(resource))
+        holders = list(self._dependencies.holders(resource))
         if status.state is MpsState.RUNNING:
             status.restarts += 1
             gone = isinstance(err, MpsDaemonGoneError)
@@ -368,10 +368,10 @@ class Daemon:
             self._journal.record("mps.daemon_failed", level="error", resource=resource, reason=str(err), pods=holders)
         status.state, status.trouble = MpsState.FAILED, str(err)
         await asyncio.to_thread(directories.unmark, self._plan.directory, directories.STARTED)
-        await self._surroundings.changed()
+        await self._dependencies.changed()
 
     def _holders(self) -> str:
-        pods = self._surroundings.holders(self._plan.resource)
+        pods = self._dependencies.holders(self._plan.resource)
         return ", ".join(pods) if pods else f"processes {', '.join(map(str, self.status.clients))}"
 
     async def _pause(self, seconds: float) -> None:

@@ -28,7 +28,7 @@ ONE_GPU = "one-gpu"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wish:
+class IdRequest:
     """What kubelet asks for, and what is known of the ids.
 
     Attributes:
@@ -54,64 +54,74 @@ class Wish:
         return self.ranks.get(device, OWN)
 
 
-def choose(policy: str, wish: Wish) -> list[str]:
+def choose(policy: str, request: IdRequest) -> list[str]:
     """The ids that ``policy`` (a name in `POLICIES`) takes.
 
     Raises:
         CapacityError: there are not enough, or a required id is unknown; the caller answers with a simple pick.
     """
-    if unknown := [id_ for id_ in wish.required if id_ not in wish.device_of]:
+    if unknown := [id_ for id_ in request.required if id_ not in request.device_of]:
         raise CapacityError(f"{', '.join(unknown)} cannot be had")
-    return POLICIES[policy](wish)
+    return POLICIES[policy](request)
 
 
-def _aligned(wish: Wish) -> list[str]:
+def _aligned(request: IdRequest) -> list[str]:
     """Devices with one id each, of the lowest ranks that have enough of them."""
-    id_of = {wish.device_of[id_]: id_ for id_ in _of_lowest_ranks(wish)}
-    chosen = choose_group(available=list(id_of), required=[wish.device_of[id_] for id_ in wish.required], size=wish.size, links=wish.links)
+    id_of = {request.device_of[id_]: id_ for id_ in _of_lowest_ranks(request)}
+    chosen = choose_group(
+        available=list(id_of), required=[request.device_of[id_] for id_ in request.required], size=request.size, links=request.links
+    )
     return [id_of[device] for device in chosen]
 
 
-def _of_lowest_ranks(wish: Wish) -> list[str]:
+def _of_lowest_ranks(request: IdRequest) -> list[str]:
     """The available ids up to the lowest rank with which there are enough, and the required ones."""
-    required = set(wish.required)
-    for most in sorted({wish.rank(wish.device_of[id_]) for id_ in wish.available}):
-        ids = [id_ for id_ in wish.available if id_ in required or wish.rank(wish.device_of[id_]) <= most]
-        if len(ids) >= wish.size:
+    required = set(request.required)
+    for most in sorted({request.rank(request.device_of[id_]) for id_ in request.available}):
+        ids = [id_ for id_ in request.available if id_ in required or request.rank(request.device_of[id_]) <= most]
+        if len(ids) >= request.size:
             return ids
-    return list(wish.available)
+    return list(request.available)
 
 
-def _greedy(policy: str) -> Callable[[Wish], list[str]]:
-    def chosen(wish: Wish) -> list[str]:
+def _greedy(policy: str) -> Callable[[IdRequest], list[str]]:
+    def chosen(request: IdRequest) -> list[str]:
         # Ties are broken by key, and the node's order is what an operator expects to see: GPU 0 before GPU 1.
-        order = {device: f"{place:08d}" for place, device in enumerate(wish.totals)}
+        order = {device: f"{place:08d}" for place, device in enumerate(request.totals)}
         return choose_replicas(
-            totals={order[device]: count for device, count in wish.totals.items()},
-            device_of=lambda id_: order[wish.device_of[id_]],
-            available=wish.available,
-            required=wish.required,
-            size=wish.size,
+            totals={order[device]: count for device, count in request.totals.items()},
+            device_of=lambda id_: order[request.device_of[id_]],
+            available=request.available,
+            required=request.required,
+            size=request.size,
             policy=policy,
-            ranks={order[device]: wish.rank(device) for device in order},
+            ranks={order[device]: request.rank(device) for device in order},
         )
 
     return chosen
 
 
-def _spread(wish: Wish) -> list[str]:
+def _spread(request: IdRequest) -> list[str]:
     return choose_spread(
-        device_of=wish.device_of.__getitem__, available=wish.available, required=wish.required, size=wish.size, rank=wish.rank
+        device_of=request.device_of.__getitem__,
+        available=request.available,
+        required=request.required,
+        size=request.size,
+        rank=request.rank,
     )
 
 
-def _on_one(wish: Wish) -> list[str]:
+def _on_one(request: IdRequest) -> list[str]:
     return choose_on_one(
-        device_of=wish.device_of.__getitem__, available=wish.available, required=wish.required, size=wish.size, rank=wish.rank
+        device_of=request.device_of.__getitem__,
+        available=request.available,
+        required=request.required,
+        size=request.size,
+        rank=request.rank,
     )
 
 
-POLICIES: Mapping[str, Callable[[Wish], list[str]]] = {
+POLICIES: Mapping[str, Callable[[IdRequest], list[str]]] = {
     ALIGNED: _aligned,
     DISTRIBUTED: _greedy(DISTRIBUTED),
     PACKED: _greedy(PACKED),

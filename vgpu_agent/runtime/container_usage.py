@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.journal import Journal
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 # Where volcano-vgpu-device-plugin has put its containers' directories up to v1.11; later ones use the same place as this agent.
 DIRECTORY_BEFORE_1_12 = "/tmp/vgpu/containers"  # noqa: S108 - a fact about that plugin
@@ -45,7 +45,7 @@ class ContainerUsages:
     """
 
     def __init__(
-        self, book: PodBook, directories: Sequence[str], journal: Journal, *, pause_seconds: float, proc_root: str = "/proc"
+        self, book: PodCache, directories: Sequence[str], journal: Journal, *, pause_seconds: float, proc_root: str = "/proc"
     ) -> None:
         """Build it.
 

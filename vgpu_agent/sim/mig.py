@@ -27,7 +27,7 @@ _PROFILE = re.compile(r"(?:(?P<compute>\d+)c\.)?(?P<name>\d+g\.\d+gb.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Request:
     """One instance somebody asked for: the profile's row, and the compute slices of its one compute instance."""
 
     text: str
@@ -44,15 +44,15 @@ def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
     """
     if not gpu.mig_capable and profiles:
         raise SimulationError(f"{gpu.name.decode()} cannot be cut into MIG instances; choose an A100, H100, H200, B200 or RTX-PRO-6000")
-    wishes = [_wish(gpu, text) for text in profiles]
-    starts = _place(wishes)
-    names = list(uuids) if uuids is not None else [_uuid(gpu, start, wish) for start, wish in zip(starts, wishes, strict=True)]
-    if len(names) != len(wishes):
-        raise SimulationError(f"{len(names)} UUIDs for {len(wishes)} MIG instances; give one for each, or none at all")
+    requests = [_request(gpu, text) for text in profiles]
+    starts = _place(requests)
+    names = list(uuids) if uuids is not None else [_uuid(gpu, start, request) for start, request in zip(starts, requests, strict=True)]
+    if len(names) != len(requests):
+        raise SimulationError(f"{len(names)} UUIDs for {len(requests)} MIG instances; give one for each, or none at all")
     ctypes.memset(ctypes.byref(gpu.mig_devices), 0, ctypes.sizeof(gpu.mig_devices))
-    gpu.mig_current = gpu.mig_pending = int(bool(wishes))
-    for slot, (wish, start, name) in enumerate(zip(wishes, starts, names, strict=True)):
-        _fill(gpu, slot, wish, start, name)
+    gpu.mig_current = gpu.mig_pending = int(bool(requests))
+    for slot, (request, start, name) in enumerate(zip(requests, starts, names, strict=True)):
+        _fill(gpu, slot, request, start, name)
 
 
 def copy(source: Gpu, target: Gpu) -> None:
@@ -62,7 +62,7 @@ def copy(source: Gpu, target: Gpu) -> None:
     target.mig_current, target.mig_pending = source.mig_current, source.mig_pending
 
 
-def _wish(gpu: Gpu, text: str) -> Wish:
+def _request(gpu: Gpu, text: str) -> Request:
     match = _PROFILE.fullmatch(text.removeprefix("MIG ").strip())
     for row, profile in enumerate(gpu.profiles):
         if match is None or not profile.valid or profile.name.decode() != match["name"]:
@@ -70,45 +70,45 @@ def _wish(gpu: Gpu, text: str) -> Wish:
         slices = int(match["compute"] or profile.slices)
         if slices not in _COMPUTE_PROFILE_OF_SLICES or slices > profile.slices:
             raise SimulationError(f"MIG profile {text!r}: a {match['name']} instance has {profile.slices} compute slices")
-        return Wish(text, row, profile, slices)
+        return Request(text, row, profile, slices)
     known = ", ".join(profile.name.decode() for profile in gpu.profiles if profile.valid)
     raise SimulationError(f"{gpu.name.decode()} has no MIG profile {text!r}; it has {known}")
 
 
-def _place(wishes: Sequence[Wish]) -> list[int]:
+def _place(requests: Sequence[Request]) -> list[int]:
     """A first memory slice for each wish, the largest placed first."""
-    wanted = ", ".join(wish.text for wish in wishes)
-    if sum(wish.profile.slices for wish in wishes) > _COMPUTE_SLICES or len(wishes) > MIG_DEVICES:
+    wanted = ", ".join(request.text for request in requests)
+    if sum(request.profile.slices for request in requests) > _COMPUTE_SLICES or len(requests) > MIG_DEVICES:
         raise SimulationError(f"MIG instances {wanted} need more than the GPU's {_COMPUTE_SLICES} compute slices; ask for fewer")
     taken: set[int] = set()
-    starts = [0] * len(wishes)
-    for number in sorted(range(len(wishes)), key=lambda each: -wishes[each].profile.placement_size):
-        profile = wishes[number].profile
-        same = sum(wish.row == wishes[number].row for wish in wishes)
+    starts = [0] * len(requests)
+    for number in sorted(range(len(requests)), key=lambda each: -requests[each].profile.placement_size):
+        profile = requests[number].profile
+        same = sum(request.row == requests[number].row for request in requests)
         places = [range(start, start + profile.placement_size) for start in profile.placement_start[: profile.placement_count]]
         free = [place for place in places if taken.isdisjoint(place)]
         if not free or same > profile.instances:
-            raise SimulationError(f"MIG instances {wanted} do not fit on one GPU: no place for {wishes[number].text}")
+            raise SimulationError(f"MIG instances {wanted} do not fit on one GPU: no place for {requests[number].text}")
         starts[number] = free[0].start
         taken.update(slice_ for slice_ in free[0] if slice_ < _MEMORY_SLICES)
     return starts
 
 
-def _uuid(gpu: Gpu, start: int, wish: Wish) -> str:
-    return f"MIG-{uuid.uuid5(uuid.NAMESPACE_OID, f'{gpu.uuid.decode()}/{start}/{wish.text}')}"
+def _uuid(gpu: Gpu, start: int, request: Request) -> str:
+    return f"MIG-{uuid.uuid5(uuid.NAMESPACE_OID, f'{gpu.uuid.decode()}/{start}/{request.text}')}"
 
 
-def _fill(gpu: Gpu, slot: int, wish: Wish, start: int, name: str) -> None:
-    profile, device = wish.profile, gpu.mig_devices[slot]
-    whole = wish.compute_slices == profile.slices
-    shown = profile.name.decode() if whole else f"{wish.compute_slices}c.{profile.name.decode()}"
+def _fill(gpu: Gpu, slot: int, request: Request, start: int, name: str) -> None:
+    profile, device = request.profile, gpu.mig_devices[slot]
+    whole = request.compute_slices == profile.slices
+    shown = profile.name.decode() if whole else f"{request.compute_slices}c.{profile.name.decode()}"
     device.gpu_instance = _FIRST_ID_OF_SIZE[profile.placement_size] + start // profile.placement_size
     device.compute_instance = 0
     device.gpu_instance_profile = profile.id
-    device.compute_instance_profile = _COMPUTE_PROFILE_OF_SLICES[wish.compute_slices]
+    device.compute_instance_profile = _COMPUTE_PROFILE_OF_SLICES[request.compute_slices]
     device.gpu_instance_slices = profile.slices
-    device.compute_instance_slices = wish.compute_slices
-    device.multiprocessors = profile.multiprocessors * wish.compute_slices // profile.slices
+    device.compute_instance_slices = request.compute_slices
+    device.multiprocessors = profile.multiprocessors * request.compute_slices // profile.slices
     for engines in ("copy_engines", "decoders", "encoders", "jpegs", "ofas", "memory_mib"):
         setattr(device, engines, getattr(profile, engines))
     device.placement_start, device.placement_size = start, profile.placement_size

@@ -14,7 +14,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Holding, KubeletRecords, Owner
-from vgpu_agent.pods import MIRROR_POD, Pod, PodBook, PodContainer
+from vgpu_agent.pods import MIRROR_POD, Pod, PodCache, PodContainer
 
 GPU = "nvidia.com/gpu"
 ENDED, NEXT = (
@@ -28,7 +28,7 @@ class Node:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.ledger, self.book = Ledger(clock=lambda: self.now), PodBook(lambda: self.now)
+        self.ledger, self.book = Ledger(clock=lambda: self.now), PodCache(lambda: self.now)
         allocator = Allocator(
             ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=Journal()
         )

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vgpu_agent.agent.records.reader import KubeletWitness
+from vgpu_agent.agent.records.reader import KubeletRecordsReader
 from vgpu_agent.agent.records.starting_pods import StartingPods
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.isolation.edits import Edits
@@ -24,7 +24,7 @@ from vgpu_agent.kubelet.checkpoint import CheckpointEntry, read_checkpoint
 from vgpu_agent.kubelet.pod_resources import GetNotPossibleError, PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Holding, Owner, Resource
-from vgpu_agent.pods import Pod, PodBook, PodContainer
+from vgpu_agent.pods import Pod, PodCache, PodContainer
 
 RESOURCE = "volcano.sh/vgpu-number"
 
@@ -81,15 +81,15 @@ def write(path: Path, *entries: dict[str, object]) -> Path:
 
 def make(
     lister: Lister, checkpoint: Path, *, answers: bool = False, names: Mapping[str, tuple[str, str]] | None = None, waiting: bool = False
-) -> KubeletWitness:
+) -> KubeletRecordsReader:
     """A witness of one resource, who knows these pods by their UIDs; ``waiting``, and that they wait for one id each, in this order."""
-    book = PodBook()
+    book = PodCache()
     for uid, (namespace, name) in (names or {}).items():
         book.put(Pod(uid, namespace, name, containers=(PodContainer("main", limits={RESOURCE: 1}),) if waiting else ()))
     ledger = Ledger()
     ledger.offer([Resource(RESOURCE, "volcano-vgpu", (), decided_by=Decider.POD)])
     pods = StartingPods(book, ledger, served=set[tuple[str, str, str]], longest_seconds=10)
-    return KubeletWitness(lister, checkpoint, with_answers=lambda: answers, pods=pods)
+    return KubeletRecordsReader(lister, checkpoint, with_answers=lambda: answers, pods=pods)
 
 
 async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
@@ -101,39 +101,39 @@ async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
     ]
     lister.let.set()
     checkpoint = write(tmp_path / "checkpoint", entry("uid", "main", "a"), entry("uid", "other", "z", resource="nvidia.com/gpu"))
-    testimony = await make(lister, checkpoint)(RESOURCE, ["a"])
-    assert testimony.pod_resources == (lister.holdings[0],)
-    assert testimony.checkpoint == (Holding(RESOURCE, ("a",), Owner("main", "uid")),)
-    assert testimony.answers == {}
-    assert testimony.trouble == ""
-    assert testimony.whole
+    kubelet_evidence = await make(lister, checkpoint)(RESOURCE, ["a"])
+    assert kubelet_evidence.pod_resources == (lister.holdings[0],)
+    assert kubelet_evidence.checkpoint == (Holding(RESOURCE, ("a",), Owner("main", "uid")),)
+    assert kubelet_evidence.answers == {}
+    assert kubelet_evidence.trouble == ""
+    assert kubelet_evidence.whole
 
 
 async def test_a_burst_of_questions_costs_two_readings(tmp_path: Path) -> None:
     """Whoever asks during a reading gets the next one, which all of them share; nobody gets one that began before he asked."""
     lister = Lister()
-    witness = make(lister, write(tmp_path / "checkpoint"))
-    first = asyncio.ensure_future(witness(RESOURCE, ["a"], whole=True))
+    read_records = make(lister, write(tmp_path / "checkpoint"))
+    first = asyncio.ensure_future(read_records(RESOURCE, ["a"], whole=True))
     await asyncio.sleep(0)
-    later = [asyncio.ensure_future(witness(RESOURCE, ["a"], whole=True)) for _ in range(10)]
+    later = [asyncio.ensure_future(read_records(RESOURCE, ["a"], whole=True)) for _ in range(10)]
     await asyncio.sleep(0)
     lister.holdings = [Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p"))]
     lister.let.set()
     assert (await first).pod_resources == ()
-    assert [len(testimony.pod_resources or ()) for testimony in await asyncio.gather(*later)] == [1] * 10
+    assert [len(kubelet_evidence.pod_resources or ()) for kubelet_evidence in await asyncio.gather(*later)] == [1] * 10
     assert lister.readings == 2
 
 
 async def test_a_reading_that_was_broken_off_counts_for_nobody(tmp_path: Path) -> None:
     """kubelet hung up while its question was being looked into; the next in line reads for himself."""
     lister = Lister()
-    witness = make(lister, write(tmp_path / "checkpoint"))
+    read_records = make(lister, write(tmp_path / "checkpoint"))
     lister.let.set()
-    await witness(RESOURCE, ["a"], whole=True)
+    await read_records(RESOURCE, ["a"], whole=True)
     lister.let.clear()
-    broken = asyncio.ensure_future(witness(RESOURCE, ["a"], whole=True))
+    broken = asyncio.ensure_future(read_records(RESOURCE, ["a"], whole=True))
     await asyncio.sleep(0)
-    waiting = asyncio.ensure_future(witness(RESOURCE, ["a"], whole=True))
+    waiting = asyncio.ensure_future(read_records(RESOURCE, ["a"], whole=True))
     await asyncio.sleep(0)
     lister.holdings = [Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p"))]
     broken.cancel()
@@ -150,10 +150,10 @@ async def test_a_silent_witness_is_named(tmp_path: Path) -> None:
     lister.let.set()
     checkpoint = tmp_path / "checkpoint"
     checkpoint.write_text("junk")
-    testimony = await make(lister, checkpoint)(RESOURCE, ["a"])
-    assert (testimony.checkpoint, testimony.pod_resources) == (None, None)
-    assert "pod-resources: no answer" in testimony.trouble
-    assert "cannot be understood" in testimony.trouble
+    kubelet_evidence = await make(lister, checkpoint)(RESOURCE, ["a"])
+    assert (kubelet_evidence.checkpoint, kubelet_evidence.pod_resources) == (None, None)
+    assert "pod-resources: no answer" in kubelet_evidence.trouble
+    assert "cannot be understood" in kubelet_evidence.trouble
 
 
 async def test_stored_answers_are_read_where_they_are_needed(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ async def test_only_the_pod_that_the_checkpoint_names_is_asked_about(tmp_path: P
     lister = Lister()
     lister.holdings = [A, B]
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
-    testimony = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"])
-    assert (testimony.pod_resources, testimony.whole) == ((A,), False)
-    assert [entry.owner.pod_uid for entry in testimony.checkpoint or ()] == ["uid-p"]
+    kubelet_evidence = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"])
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == ((A,), False)
+    assert [entry.owner.pod_uid for entry in kubelet_evidence.checkpoint or ()] == ["uid-p"]
     assert (lister.asked, lister.readings) == ([{("ns", "p")}], 0)
 
 
@@ -187,8 +187,8 @@ async def test_an_ended_pod_that_the_checkpoint_still_names_is_asked_about_too(t
     lister = Lister()
     lister.holdings = [A]
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "a"))
-    testimony = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"])
-    assert (testimony.pod_resources, testimony.whole) == ((A,), False)
+    kubelet_evidence = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"])
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == ((A,), False)
     assert lister.asked == [{("ns", "p"), ("ns", "q")}]
 
 
@@ -198,8 +198,8 @@ async def test_all_pods_are_told_of_on_request(tmp_path: Path) -> None:
     lister.holdings = [A, B]
     lister.let.set()
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
-    testimony = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"], whole=True)
-    assert (testimony.pod_resources, testimony.whole, lister.asked) == ((A, B), True, [])
+    kubelet_evidence = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"], whole=True)
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole, lister.asked) == ((A, B), True, [])
 
 
 @pytest.mark.parametrize("why", ["no get", "unknown pod", "one of two unknown", "nobody has them", "two have them", "no entry", "no file"])
@@ -217,8 +217,8 @@ async def test_all_pods_are_asked_about_where_one_does_not_settle_it(tmp_path: P
     checkpoint = write(tmp_path / "checkpoint", *entries)
     if why == "no file":
         checkpoint.write_text("junk")
-    testimony = await make(lister, checkpoint, names=names)(RESOURCE, ["a"])
-    assert (testimony.pod_resources, testimony.whole) == (tuple(lister.holdings), True)
+    kubelet_evidence = await make(lister, checkpoint, names=names)(RESOURCE, ["a"])
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == (tuple(lister.holdings), True)
     assert lister.readings == 1
 
 
@@ -236,8 +236,8 @@ async def test_the_pod_that_is_expected_is_asked_about_while_the_checkpoint_is_r
 
     monkeypatch.setattr("vgpu_agent.agent.records.reader.read_checkpoint", slowly)
     async with asyncio.timeout(10):
-        testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
-    assert (testimony.pod_resources, testimony.whole, lister.asked, lister.readings) == ((A,), False, [{("ns", "p")}], 0)
+        kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole, lister.asked, lister.readings) == ((A,), False, [{("ns", "p")}], 0)
 
 
 async def test_what_is_said_of_another_pod_than_the_checkpoint_names_counts_for_nothing(tmp_path: Path) -> None:
@@ -245,8 +245,8 @@ async def test_what_is_said_of_another_pod_than_the_checkpoint_names_counts_for_
     lister = Lister()
     lister.holdings = [Holding(RESOURCE, ("b",), Owner("main", "", "ns", "p")), B]  # as if kubelet had given the ids to both
     checkpoint = write(tmp_path / "checkpoint", entry("uid-q", "main", "b"))
-    testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["b"])
-    assert (testimony.pod_resources, testimony.whole) == ((B,), False)
+    kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["b"])
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == ((B,), False)
     assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
 
 
@@ -279,8 +279,8 @@ async def test_a_silent_answer_about_another_pod_than_the_checkpoint_names_is_no
     lister.holdings, lister.silent_about = [A, B], ("ns", "p")
     checkpoint = write(tmp_path / "checkpoint", entry("uid-q", "main", "b"))
     async with asyncio.timeout(10):
-        testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["b"])
-    assert (testimony.pod_resources, testimony.whole) == ((B,), False)
+        kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["b"])
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == ((B,), False)
     assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
 
 
@@ -290,6 +290,6 @@ async def test_an_expected_pod_of_which_nothing_is_said_leaves_the_question_to_l
     lister.can_get, lister.holdings = False, [A]
     lister.let.set()
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
-    testimony = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
-    assert (testimony.pod_resources, testimony.whole, lister.readings) == ((A,), True, 1)
+    kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole, lister.readings) == ((A,), True, 1)
     assert lister.asked == [{("ns", "p")}]

@@ -11,7 +11,7 @@ import pytest
 from vgpu_agent.agent.records.starting_pods import StartingPods
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Resource
-from vgpu_agent.pods import Pod, PodBook, PodContainer
+from vgpu_agent.pods import Pod, PodCache, PodContainer
 
 NUMBER, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-cores"
 
@@ -23,7 +23,7 @@ def pod(name: str, number: int = 1, *, phase: str = "Pending", started: bool = F
 
 def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None, clock: Callable[[], float] = float) -> StartingPods:
     """A book with these, bound in this order; by default no time passes."""
-    book = PodBook()
+    book = PodCache()
     for each in pods:
         book.put(each)
     ledger = Ledger()
@@ -105,7 +105,7 @@ def test_a_pod_that_stays_pending_is_being_started_for_so_long_only() -> None:
 def test_the_resources_are_the_same_until_others_are_offered() -> None:
     """Who keeps something for them, as the reader of kubelet's answers does, sees by that when it has to begin anew."""
     ledger = Ledger()
-    pods = StartingPods(PodBook(), ledger, served=set, longest_seconds=10)
+    pods = StartingPods(PodCache(), ledger, served=set, longest_seconds=10)
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
     before = pods.resources
     assert before == {NUMBER}

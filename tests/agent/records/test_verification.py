@@ -24,7 +24,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Holding, KubeletRecords, Owner
-from vgpu_agent.pods import Pod, PodBook
+from vgpu_agent.pods import Pod, PodCache
 from vgpu_agent.status import KubeletStatus
 
 GPU = "nvidia.com/gpu"
@@ -58,7 +58,7 @@ class Parts:
     def __init__(self, records: Records) -> None:
         self.records = records
         self.servers: list[FakeServer] = []
-        self.book = PodBook(self._clock)
+        self.book = PodCache(self._clock)
         self.ledger, self.journal, self.kubelet = Ledger(clock=self._clock), Journal(), KubeletStatus()
         self.allocator = Allocator(
             ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=self.journal

@@ -44,7 +44,7 @@ from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.model import Decider, Inventory, Resource, Share
-from vgpu_agent.pods import Pod, PodBook
+from vgpu_agent.pods import Pod, PodCache
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.region_guard import RegionGuard
 from vgpu_agent.status import ContainerUsage, FamilyStatus, KubeletStatus, NvmlState, PluginState
@@ -99,7 +99,7 @@ class Parts:
                 settings=settings.kubelet,
                 kubelet=self.kubelet,
                 pod_resources=PodResources(settings.kubelet.pod_resources_socket, timeout_seconds=1),
-                book=PodBook(),
+                book=PodCache(),
                 journal=journal,
                 servers=tuple,
             ),

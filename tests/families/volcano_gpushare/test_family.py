@@ -49,9 +49,9 @@ def test_memory_is_offered_by_the_mebibyte_and_cards_are_counted() -> None:
         ("1-", 24576, U1, None),
     ]
     assert (resource.decided_by, resource.pre_start_required, resource.prefers) == (Decider.POD, True, False)
-    wishes = family_of().node_wishes(view_of())
-    assert wishes.capacity == {NUMBER: "2"}
-    assert wishes.annotations == {UNHEALTHY: None}
+    desired_state = family_of().desired_node(view_of())
+    assert desired_state.capacity == {NUMBER: "2"}
+    assert desired_state.annotations == {UNHEALTHY: None}
 
 
 def test_the_schedulers_choice_is_followed() -> None:
@@ -69,7 +69,7 @@ def test_the_container_is_told_card_budget_and_size() -> None:
         "VOLCANO_GPU_ALLOCATED": "3000",
         "VOLCANO_GPU_MEMORY_TOTAL": "24576",
     }
-    assert family_of().pod_wishes(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False) == {ASSIGNED: "true"}
+    assert family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False) == {ASSIGNED: "true"}
 
 
 def test_a_factor_makes_larger_units() -> None:
@@ -112,9 +112,9 @@ def test_an_ill_card_is_named_to_the_scheduler_and_to_kubelet() -> None:
     which the scheduler divides by the number of cards, stays.
     """
     ill = Inventory(2, (NODE_0, dataclasses.replace(NODE_1, health=Health(ok=False, reason="XID 79"))))
-    wishes = family_of().node_wishes(view_of(inventory=ill))
-    assert wishes.annotations == {UNHEALTHY: "1"}
-    assert wishes.capacity == {NUMBER: "2"}
+    desired_state = family_of().desired_node(view_of(inventory=ill))
+    assert desired_state.annotations == {UNHEALTHY: "1"}
+    assert desired_state.capacity == {NUMBER: "2"}
     listing = ledger_of(offer_of(inventory=ill), ill).listing(MEMORY)
     assert len(listing) == 49152
     assert {entry.id.device for entry in listing if not entry.healthy} == {U1}
@@ -133,9 +133,9 @@ def test_a_pod_is_assigned_when_its_last_container_is_served() -> None:
     """volcano-gpushare:D1: nothing is written after the first of two, ``true`` after the second; one without a GPU does not count."""
     pod = pod_of(1000, 0, 2000, annotations=SCHEDULED)
     first, last = grant_of(Share(U0, 1000)), grant_of(Share(U0, 2000), number=2)
-    assert family_of().pod_wishes(pod, {"c0": first}, failed=False) == {}
-    assert family_of().pod_wishes(pod, {"c0": first, "c2": last}, failed=False) == {ASSIGNED: "true"}
-    assert family_of().pod_wishes(pod, {"c0": first, "c2": last}, failed=True) == {}
+    assert family_of().desired_pod(pod, {"c0": first}, failed=False) == {}
+    assert family_of().desired_pod(pod, {"c0": first, "c2": last}, failed=False) == {ASSIGNED: "true"}
+    assert family_of().desired_pod(pod, {"c0": first, "c2": last}, failed=True) == {}
 
 
 def test_two_pods_of_equal_size_get_their_own_cards() -> None:
@@ -153,7 +153,7 @@ def test_a_count_that_is_not_the_pods_limit_is_refused() -> None:
 
 def test_whole_cards_work_on_a_fresh_node() -> None:
     """volcano-gpushare:D3: a zero for gpu-memory makes the scheduler see the cards; gpu-number is kubelet's own."""
-    assert family_of(BY_NUMBER).node_wishes(view_of(BY_NUMBER)).capacity == {MEMORY: "0"}
+    assert family_of(BY_NUMBER).desired_node(view_of(BY_NUMBER)).capacity == {MEMORY: "0"}
 
 
 def test_cards_of_different_size_are_refused_with_both_remedies() -> None:
@@ -196,40 +196,40 @@ def test_numbers_stay_when_a_card_falls_off_the_bus() -> None:
     question = question_of(pod_of(3000, annotations={INDEX: "1"}), inventory=lost)
     assert family_of(inventory=lost).decide(question).shares == (Share(U1, 3000),)
     assert environment_of(question)["NVIDIA_VISIBLE_DEVICES"] == "0"
-    assert family_of().node_wishes(view_of(inventory=lost)).annotations[UNHEALTHY] == "0"
+    assert family_of().desired_node(view_of(inventory=lost)).annotations[UNHEALTHY] == "0"
 
 
 def test_a_card_that_never_answered_is_counted_and_not_to_be_used() -> None:
     """volcano-gpushare:D5: the scheduler counts from 0 without a gap, so a gap in NVML's indices is told as an unhealthy card."""
     gap = Inventory(1, (NODE_0, dataclasses.replace(NODE_1, index=2)))
-    wishes = family_of(inventory=gap).node_wishes(view_of(inventory=gap))
-    assert wishes.capacity == {NUMBER: "3"}
-    assert wishes.annotations == {UNHEALTHY: "1"}
+    desired_state = family_of(inventory=gap).desired_node(view_of(inventory=gap))
+    assert desired_state.capacity == {NUMBER: "3"}
+    assert desired_state.annotations == {UNHEALTHY: "1"}
 
 
 def test_only_the_one_annotation_is_written() -> None:
     """volcano-gpushare:D6: nothing else of the pod is mentioned, so no concurrent change of it can be in the way."""
     pod = pod_of(3000, annotations=SCHEDULED | {"somebody": "else"})
-    assert set(family_of().pod_wishes(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False)) == {ASSIGNED}
+    assert set(family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False)) == {ASSIGNED}
 
 
 @pytest.mark.parametrize("capacity", [{}, {NUMBER: "0"}, {NUMBER: "2"}], ids=["dropped", "zeroed", "right"])
 def test_the_count_of_cards_is_wished_whatever_kubelet_made_of_it(capacity: dict[str, str]) -> None:
     """volcano-gpushare:D7: the wish does not depend on what stands there, so what is lost is written again."""
     node = Node("node-a", capacity=capacity, allocatable=capacity)
-    assert family_of().node_wishes(view_of(node=node)).capacity == {NUMBER: "2"}
+    assert family_of().desired_node(view_of(node=node)).capacity == {NUMBER: "2"}
 
 
 def test_a_list_of_ill_cards_goes_when_none_is_ill() -> None:
     """volcano-gpushare:D8: a stale list does not outlive the recovery, and the health is the agent's own, one for all families."""
     stale = Node("node-a", annotations={UNHEALTHY: "1"})
-    assert family_of().node_wishes(view_of(node=stale)).annotations == {UNHEALTHY: None}
+    assert family_of().desired_node(view_of(node=stale)).annotations == {UNHEALTHY: None}
 
 
 def test_a_card_that_serves_another_family_is_not_to_be_used() -> None:
     """volcano-gpushare:D8: whatever keeps a card from being given out is told in the same list."""
     view = view_of(troubles={U0: "the GPU serves nvidia until its last share is returned"})
-    assert family_of().node_wishes(view).annotations == {UNHEALTHY: "0"}
+    assert family_of().desired_node(view).annotations == {UNHEALTHY: "0"}
 
 
 def test_an_init_container_is_served_and_assigns_nothing() -> None:
@@ -237,8 +237,8 @@ def test_an_init_container_is_served_and_assigns_nothing() -> None:
     pod = pod_of(1000, annotations=SCHEDULED, init=(500,))
     assert family_of().decide(question_of(pod, "i0")).shares == (Share(U0, 500),)
     init = {"i0": grant_of(Share(U0, 500))}
-    assert family_of().pod_wishes(pod, init, failed=False) == {}
-    assert family_of().pod_wishes(pod, init | {"c0": grant_of(Share(U0, 1000))}, failed=False) == {ASSIGNED: "true"}
+    assert family_of().desired_pod(pod, init, failed=False) == {}
+    assert family_of().desired_pod(pod, init | {"c0": grant_of(Share(U0, 1000))}, failed=False) == {ASSIGNED: "true"}
 
 
 def test_a_list_that_is_too_long_is_refused_with_the_factor_that_fits() -> None:
@@ -278,7 +278,7 @@ def test_a_pod_without_a_gpu_scheduler_is_placed_by_the_agent() -> None:
     decision = family_of().decide(question_of(pod))
     assert decision.shares == (Share(U0, 3000),)
     assert decision.by == "the agent, the first GPU with room (no volcano.sh/gpu-index)"
-    assert family_of().pod_wishes(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False) == {
+    assert family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False) == {
         INDEX: "0",
         PREDICATE_TIME: "1795200990250000000",
         ASSIGNED: "true",

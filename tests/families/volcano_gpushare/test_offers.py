@@ -22,8 +22,8 @@ def test_a_node_without_cards_offers_nothing() -> None:
     family = family_of(inventory=Inventory())
     assert family.resources(Inventory()) == ()
     empty = NodeView(Node("node-a", capacity={NUMBER: "2"}), Inventory(), {}, {}, now=0.0)
-    assert family.node_wishes(empty).capacity == {NUMBER: "0"}
-    assert family.node_wishes(dataclasses.replace(empty, node=Node("node-a"))).capacity == {}
+    assert family.desired_node(empty).capacity == {NUMBER: "0"}
+    assert family.desired_node(dataclasses.replace(empty, node=Node("node-a"))).capacity == {}
 
 
 def test_the_size_of_the_list_is_exact() -> None:
@@ -43,10 +43,10 @@ def test_both_names_are_claimed() -> None:
 def test_the_schedulers_lock_is_given_back_after_an_allocate() -> None:
     """The lock ``gpu`` goes once an Allocate came after it, guarded against one that is taken anew meanwhile."""
     locked = Node("node-a", annotations={"gpu": "2026-11-20T16:36:31Z"})  # unix second 1795192591
-    wishes = family_of().node_wishes(view_of(node=locked, allocated_at=1795192592.0))
-    assert wishes.annotations == {UNHEALTHY: None, "gpu": None}
-    assert wishes.guarded == {"gpu"}
-    assert "gpu" not in family_of().node_wishes(view_of(node=locked, allocated_at=1795192589.0)).annotations
+    desired_state = family_of().desired_node(view_of(node=locked, allocated_at=1795192592.0))
+    assert desired_state.annotations == {UNHEALTHY: None, "gpu": None}
+    assert desired_state.guarded == {"gpu"}
+    assert "gpu" not in family_of().desired_node(view_of(node=locked, allocated_at=1795192589.0)).annotations
 
 
 def test_a_gpu_in_mig_mode_is_unhealthy_and_keeps_its_number() -> None:

@@ -39,9 +39,9 @@ class _NodeOfOurs:
     def published(self) -> dict[str, Any]:
         """The Node after kubelet has counted our ids and our wishes have been written."""
         rooms = {self.resource.name: self.ledger.rooms(self.resource.name)}
-        wishes = self.family.node_wishes(NodeView(Node("node-a"), self.inventory, rooms, {}, now=0.0))
-        capacity = {self.resource.name: str(len(self.resource.ids)), **wishes.capacity}
-        annotations = {key: value for key, value in wishes.annotations.items() if value is not None}
+        desired_state = self.family.desired_node(NodeView(Node("node-a"), self.inventory, rooms, {}, now=0.0))
+        capacity = {self.resource.name: str(len(self.resource.ids)), **desired_state.capacity}
+        annotations = {key: value for key, value in desired_state.annotations.items() if value is not None}
         return {"metadata": {"name": "node-a", "annotations": annotations}, "status": {"capacity": capacity}}
 
     def scheduler(self, *pods: dict[str, Any]) -> GpushareLedger:
@@ -113,7 +113,7 @@ def test_pods_that_the_agent_placed_are_in_the_schedulers_book(strategy: Strateg
     node = _NodeOfOurs(strategy, TWO)
     shares = node.decided(limits, {})
     grants = {name: Grant(1, "volcano-gpushare", node.resource.name, ("x",), each) for name, each in shares.items()}
-    written = node.family.pod_wishes(node.seen(limits, {}), grants, failed=False)
+    written = node.family.desired_pod(node.seen(limits, {}), grants, failed=False)
     pod = node.pod(*limits)
     pod["metadata"]["annotations"] = dict(written)
     book = node.scheduler(pod)

@@ -13,24 +13,24 @@ from tests.families.volcano_vgpu.golden import INVENTORY, NODE, NUMBER, ROOMS, U
 from vgpu_agent.families.family import NodeView
 from vgpu_agent.families.volcano_vgpu.node_state import HANDSHAKE, LOCK, REGISTER
 from vgpu_agent.model import DeviceRoom, Gpu, Inventory
-from vgpu_agent.nodes import Node, NodeWishes
+from vgpu_agent.nodes import DesiredNode, Node
 
 NOW = 1_795_200_692.0  # 2026-11-20T18:51:32Z
 LOCKED = "2026-11-20T18:51:30Z"
 G1 = f"{U0},10,24576,NVIDIA-NVIDIA A10,true,hami-core:{U1},10,24576,NVIDIA-NVIDIA A10,true,hami-core:"
 
 
-def _wishes(
+def _desired_state(
     annotations: dict[str, str] | None = None,
     *,
     rooms: tuple[DeviceRoom, ...] = ROOMS,
     allocated_at: float | None = None,
     inventory: Inventory = INVENTORY,
     **options: object,
-) -> NodeWishes:
+) -> DesiredNode:
     node = Node(NODE, annotations={HANDSHAKE: "Reported earlier"} | (annotations or {}))
     allocated = {} if allocated_at is None else {NUMBER: allocated_at}
-    return family(**options).node_wishes(NodeView(node, inventory, {NUMBER: rooms} if rooms else {}, allocated, NOW))
+    return family(**options).desired_node(NodeView(node, inventory, {NUMBER: rooms} if rooms else {}, allocated, NOW))
 
 
 def _as_a_scheduler_reads(text: str) -> list[tuple[str, int, int, str]] | None:
@@ -48,12 +48,12 @@ def _as_a_scheduler_reads(text: str) -> list[tuple[str, int, int, str]] | None:
 
 def test_g1_the_register_annotation() -> None:
     """``volcano-vgpu:G1``: both cards, by minor number."""
-    assert _wishes().annotations == {REGISTER: G1}
+    assert _desired_state().annotations == {REGISTER: G1}
 
 
 def test_g13_six_fields_an_entry() -> None:
     """``volcano-vgpu:G13``: schedulers of every version read it: five fields would be too few for some, and nobody needs a seventh."""
-    text = _wishes().annotations[REGISTER]
+    text = _desired_state().annotations[REGISTER]
     assert text is not None
     assert [piece.count(",") for piece in text.rstrip(":").split(":")] == [5, 5]
 
@@ -61,46 +61,49 @@ def test_g13_six_fields_an_entry() -> None:
 def test_the_order_is_that_of_the_minor_numbers() -> None:
     """The position is the scheduler's index of the card."""
     swapped = Inventory(1, INVENTORY.gpus[::-1])
-    assert _wishes(inventory=swapped).annotations[REGISTER] == G1
+    assert _desired_state(inventory=swapped).annotations[REGISTER] == G1
 
 
 @pytest.mark.parametrize("trouble", ["XID 79", "the GPU serves nvidia until its last share is returned", "cordoned: maintenance"])
 def test_a_card_that_cannot_be_had_is_announced_as_full(trouble: str) -> None:
     """``volcano-vgpu:D6``, ``volcano-vgpu:G13``: count 0 keeps pods off where health alone is ignored; the card keeps its index."""
     rooms = (dataclasses.replace(ROOMS[0], trouble=trouble), ROOMS[1])
-    text = _wishes(rooms=rooms).annotations[REGISTER]
+    text = _desired_state(rooms=rooms).annotations[REGISTER]
     assert text == G1.replace(f"{U0},10,24576,NVIDIA-NVIDIA A10,true", f"{U0},0,24576,NVIDIA-NVIDIA A10,false")
 
 
 def test_a_resource_that_is_not_offered_is_announced_as_full() -> None:
     """``volcano-vgpu:D6``: without a library that limits, say, old schedulers must not send pods either."""
-    text = _wishes(rooms=()).annotations[REGISTER]
+    text = _desired_state(rooms=()).annotations[REGISTER]
     assert _as_a_scheduler_reads(text or "") == [(U0, 0, 24576, "NVIDIA-NVIDIA A10"), (U1, 0, 24576, "NVIDIA-NVIDIA A10")]
 
 
 def test_scaling_and_unit_are_announced() -> None:
     """``volcano-vgpu:D8``: memory in units, with its scaling, and the unit where a person looks for it."""
-    wishes = _wishes(memory_scaling=1.5, factor=4, split=3)
-    assert _as_a_scheduler_reads(wishes.annotations[REGISTER] or "")[0] == (U0, 3, 9216, "NVIDIA-NVIDIA A10")  # type: ignore[index]
-    assert wishes.labels == {"vgpu-agent.internal/volcano-vgpu-memory-unit-mib": "4", "vgpu-agent.internal/volcano-vgpu-isolation": "none"}
+    desired_state = _desired_state(memory_scaling=1.5, factor=4, split=3)
+    assert _as_a_scheduler_reads(desired_state.annotations[REGISTER] or "")[0] == (U0, 3, 9216, "NVIDIA-NVIDIA A10")  # type: ignore[index]
+    assert desired_state.labels == {
+        "vgpu-agent.internal/volcano-vgpu-memory-unit-mib": "4",
+        "vgpu-agent.internal/volcano-vgpu-isolation": "none",
+    }
 
 
 def test_hidden_cards_are_not_announced() -> None:
     """``filterdevices``: the rest is counted from 0."""
-    assert _wishes(hidden_uuids=frozenset({U0})).annotations[REGISTER] == G1.partition(":")[2]
+    assert _desired_state(hidden_uuids=frozenset({U0})).annotations[REGISTER] == G1.partition(":")[2]
 
 
 def test_a_node_without_cards_is_announced_as_none() -> None:
     """Before the driver has answered, though, what stood there stays."""
-    assert _wishes(inventory=Inventory(version=1)) == NodeWishes(annotations={REGISTER: None})
-    assert _wishes(inventory=Inventory()) == NodeWishes()
+    assert _desired_state(inventory=Inventory(version=1)) == DesiredNode(annotations={REGISTER: None})
+    assert _desired_state(inventory=Inventory()) == DesiredNode()
 
 
 @given(name=st.text(max_size=40), memory=st.integers(0, 200_000), split=st.integers(1, 1000))
 def test_no_name_of_a_card_breaks_the_annotation(name: str, memory: int, split: int) -> None:
     """Separators in a product name would shift every field after it."""
     inventory = Inventory(1, (Gpu(U0, 0, 0, name, memory), INVENTORY.gpus[1]))
-    cards = _as_a_scheduler_reads(_wishes(inventory=inventory, split=split).annotations[REGISTER] or "")
+    cards = _as_a_scheduler_reads(_desired_state(inventory=inventory, split=split).annotations[REGISTER] or "")
     assert cards is not None
     assert [(uuid, count, units) for uuid, count, units, _ in cards] == [(U0, split, memory), (U1, split, 24576)]
 
@@ -111,15 +114,15 @@ def test_no_name_of_a_card_breaks_the_annotation(name: str, memory: int, split: 
 @pytest.mark.parametrize("standing", ["Requesting_2026.11.20 18:51:00", "Deleted_2026.11.20 18:50:00"])
 def test_a_question_is_answered(standing: str) -> None:
     """At most every 15 s, while old schedulers give up after 60."""
-    wishes = _wishes({HANDSHAKE: standing})
-    assert wishes.annotations[HANDSHAKE] == "Reported 2026-11-20 18:51:32 +0000 UTC"
-    assert wishes.unhurried == {HANDSHAKE: 15.0}
+    desired_state = _desired_state({HANDSHAKE: standing})
+    assert desired_state.annotations[HANDSHAKE] == "Reported 2026-11-20 18:51:32 +0000 UTC"
+    assert desired_state.unhurried == {HANDSHAKE: 15.0}
 
 
 def test_the_first_word_is_said_unasked() -> None:
     """Old schedulers know no node without a handshake."""
-    wishes = family().node_wishes(NodeView(Node(NODE), INVENTORY, {NUMBER: ROOMS}, {}, NOW))
-    assert wishes.annotations[HANDSHAKE] == "Reported 2026-11-20 18:51:32 +0000 UTC"
+    desired_state = family().desired_node(NodeView(Node(NODE), INVENTORY, {NUMBER: ROOMS}, {}, NOW))
+    assert desired_state.annotations[HANDSHAKE] == "Reported 2026-11-20 18:51:32 +0000 UTC"
 
 
 @given(standing=st.text(max_size=80))
@@ -128,7 +131,7 @@ def test_what_asks_for_nothing_gets_no_answer(standing: str, standing_for_sure: 
     """So nothing is written as long as nobody asks, whatever the text is."""
     for text in (standing, standing_for_sure):
         asks = re.search("Requesting|Deleted", text) is not None
-        assert (HANDSHAKE in _wishes({HANDSHAKE: text}).annotations) is asks
+        assert (HANDSHAKE in _desired_state({HANDSHAKE: text}).annotations) is asks
 
 
 # -- the node lock ---------------------------------------------------------------------------------------------------------------------
@@ -137,31 +140,31 @@ def test_what_asks_for_nothing_gets_no_answer(standing: str, standing_for_sure: 
 @pytest.mark.parametrize("allocated_at", [NOW, NOW - 2, NOW - 3])
 def test_the_lock_goes_with_the_allocate_it_was_taken_for(allocated_at: float) -> None:
     """``volcano-vgpu:D19``: it is written in whole seconds by another clock, so a second of difference is none."""
-    wishes = _wishes({LOCK: LOCKED}, allocated_at=allocated_at)
-    assert wishes.annotations == {REGISTER: G1, LOCK: None}
-    assert wishes.guarded == {LOCK}
+    desired_state = _desired_state({LOCK: LOCKED}, allocated_at=allocated_at)
+    assert desired_state.annotations == {REGISTER: G1, LOCK: None}
+    assert desired_state.guarded == {LOCK}
 
 
 @pytest.mark.parametrize("allocated_at", [None, NOW - 4, 0.0])
 def test_a_lock_for_a_later_pod_stays(allocated_at: float | None) -> None:
     """``volcano-vgpu:D19``: its pod is still on its way to the kubelet."""
-    assert LOCK not in _wishes({LOCK: LOCKED}, allocated_at=allocated_at).annotations
+    assert LOCK not in _desired_state({LOCK: LOCKED}, allocated_at=allocated_at).annotations
 
 
 def test_without_a_lock_nothing_is_taken_away() -> None:
     """Most schedulers take none."""
-    assert _wishes(allocated_at=NOW).annotations == {REGISTER: G1}
+    assert _desired_state(allocated_at=NOW).annotations == {REGISTER: G1}
 
 
 @given(text=st.text(max_size=60))
 def test_any_lock_is_read_without_an_exception(text: str) -> None:
     """Whatever stands there: it goes or it stays."""
-    assert _wishes({LOCK: text}, allocated_at=NOW).annotations.get(LOCK) is None
+    assert _desired_state({LOCK: text}, allocated_at=NOW).annotations.get(LOCK) is None
 
 
 def test_nothing_is_left_behind_by_an_agent_that_leaves() -> None:
     """``volcano-vgpu:D24``: no cards, no handshake that promises any, no lock, and none of the labels that the agent has put there."""
-    farewell = family().farewell(NOW)
-    assert farewell.annotations == {REGISTER: None, HANDSHAKE: "Deleted_2026.11.20 18:51:32", LOCK: None}
-    assert farewell.labels == dict.fromkeys(_wishes().labels)
-    assert farewell.labels
+    cleanup = family().cleanup(NOW)
+    assert cleanup.annotations == {REGISTER: None, HANDSHAKE: "Deleted_2026.11.20 18:51:32", LOCK: None}
+    assert cleanup.labels == dict.fromkeys(_desired_state().labels)
+    assert cleanup.labels

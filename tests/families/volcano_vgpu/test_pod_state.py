@@ -22,78 +22,78 @@ ONE = pod(main(number=1, memory=3000, cores=50), annotations=decided(G3))
 TWO = pod(main("side"), main("a", number=1, memory=3000), main("b", number=1, memory=4000, cores=30), annotations=decided(f"{A};{B}"))
 
 
-def _wishes(about: Pod, held: Mapping[str, Grant], *, failed: bool = False) -> Mapping[str, str | None]:
+def _desired_state(about: Pod, held: Mapping[str, Grant], *, failed: bool = False) -> Mapping[str, str | None]:
     of = family()
     of.resources(INVENTORY)
-    return of.pod_wishes(about, held, failed=failed)
+    return of.desired_pod(about, held, failed=failed)
 
 
-def _written(about: Pod, wishes: Mapping[str, str | None]) -> Pod:
-    kept = {key: value for key, value in {**about.annotations, **wishes}.items() if value is not None}
+def _written(about: Pod, desired_state: Mapping[str, str | None]) -> Pod:
+    kept = {key: value for key, value in {**about.annotations, **desired_state}.items() if value is not None}
     return dataclasses.replace(about, annotations=kept)
 
 
 def test_g5_a_served_pod() -> None:
     """``volcano-vgpu:G5``: nothing left to allocate, success, and a time that never comes; the rest is unchanged, and then all is quiet."""
-    wishes = _wishes(ONE, grants(main=SHARE))
-    assert wishes == {TO_ALLOCATE: "", PHASE: "success", TIME: NEVER}
-    assert _wishes(_written(ONE, wishes), grants(main=SHARE)) == {}
+    desired_state = _desired_state(ONE, grants(main=SHARE))
+    assert desired_state == {TO_ALLOCATE: "", PHASE: "success", TIME: NEVER}
+    assert _desired_state(_written(ONE, desired_state), grants(main=SHARE)) == {}
 
 
 def test_g8_one_container_after_the_other() -> None:
     """``volcano-vgpu:G8``, ``volcano-vgpu:D1``, ``volcano-vgpu:D3``: the first segment empties first, and success comes with the last."""
-    first = _wishes(TWO, grants(a=SHARE))
+    first = _desired_state(TWO, grants(a=SHARE))
     assert first == {TO_ALLOCATE: f";{B}"}
     half = _written(TWO, first)
-    assert _wishes(half, grants(a=SHARE)) == {}
-    assert _wishes(half, grants(a=SHARE, b=SHARE)) == {TO_ALLOCATE: ";", PHASE: "success", TIME: NEVER}
+    assert _desired_state(half, grants(a=SHARE)) == {}
+    assert _desired_state(half, grants(a=SHARE, b=SHARE)) == {TO_ALLOCATE: ";", PHASE: "success", TIME: NEVER}
 
 
 def test_containers_may_start_in_any_order() -> None:
     """``volcano-vgpu:D3``: the segment of the container that was served is the one that empties."""
-    assert _wishes(TWO, grants(b=SHARE)) == {TO_ALLOCATE: f"{A};"}
+    assert _desired_state(TWO, grants(b=SHARE)) == {TO_ALLOCATE: f"{A};"}
 
 
 def test_a_pod_of_which_nobody_is_served_is_left_alone() -> None:
     """``volcano-vgpu:D18``: what a scheduler writes or takes back before that is its own business."""
-    assert _wishes(ONE, {}) == {}
-    assert _wishes(pod(main(number=1)), {}) == {}
+    assert _desired_state(ONE, {}) == {}
+    assert _desired_state(pod(main(number=1)), {}) == {}
 
 
 def test_an_init_container_serves_nobody_else() -> None:
     """``volcano-vgpu:D14``: it has no segment, so nothing is done yet."""
     about = pod(main("init", ContainerKind.INIT, number=1), *ONE.containers, annotations=ONE.annotations)
-    assert _wishes(about, grants(init=SHARE)) == {}
-    assert _wishes(about, grants(init=SHARE, main=SHARE))[PHASE] == "success"
+    assert _desired_state(about, grants(init=SHARE)) == {}
+    assert _desired_state(about, grants(init=SHARE, main=SHARE))[PHASE] == "success"
 
 
 def test_a_container_that_kubelet_never_asks_for_holds_nothing_up() -> None:
     """One with memory and no number has a segment, and no Allocate ever comes for it; the pod must still end as served."""
     about = pod(main("odd", memory=3000), main("b", number=1, memory=4000, cores=30), annotations=decided(f"{A};{B}"))
-    assert _wishes(about, grants(b=SHARE)) == {TO_ALLOCATE: ";", PHASE: "success", TIME: NEVER}
+    assert _desired_state(about, grants(b=SHARE)) == {TO_ALLOCATE: ";", PHASE: "success", TIME: NEVER}
 
 
 def test_a_pod_that_never_starts_has_failed() -> None:
     """What is left to allocate stays as it was (contract §3.3)."""
-    wishes = _wishes(TWO, grants(a=SHARE), failed=True)
-    assert wishes == {PHASE: "failed", TIME: NEVER}
-    assert _wishes(_written(TWO, wishes), grants(a=SHARE), failed=True) == {}
-    assert _wishes(pod(main(number=1)), {}, failed=True) == {}
+    desired_state = _desired_state(TWO, grants(a=SHARE), failed=True)
+    assert desired_state == {PHASE: "failed", TIME: NEVER}
+    assert _desired_state(_written(TWO, desired_state), grants(a=SHARE), failed=True) == {}
+    assert _desired_state(pod(main(number=1)), {}, failed=True) == {}
 
 
 def test_other_families_and_resources_are_not_looked_at() -> None:
     """Only the number's grants decide."""
     other = {"main": dataclasses.replace(grants(main=SHARE)["main"], resource="volcano.sh/gpu-memory")}
-    assert _wishes(ONE, other) == {}
+    assert _desired_state(ONE, other) == {}
 
 
 def test_a_pod_that_the_agent_placed_is_written_down_for_schedulers() -> None:
     """So that Volcano counts its GPUs as taken; the agent reads it back as it would a scheduler's word."""
     about = pod(main(number=1, memory=3000, cores=50))
-    wishes = _wishes(about, grants(main=SHARE))
-    assert wishes == {ON: NODE, IDS: G3, PHASE: "success", TIME: NEVER}
-    after = _written(about, wishes)
-    assert _wishes(after, grants(main=SHARE)) == {}
+    desired_state = _desired_state(about, grants(main=SHARE))
+    assert desired_state == {ON: NODE, IDS: G3, PHASE: "success", TIME: NEVER}
+    after = _written(about, desired_state)
+    assert _desired_state(after, grants(main=SHARE)) == {}
     recalled = family().recall(question(after))
     assert recalled is not None
     assert recalled.shares == SHARE
@@ -102,10 +102,10 @@ def test_a_pod_that_the_agent_placed_is_written_down_for_schedulers() -> None:
 def test_a_pod_that_the_agent_placed_container_by_container() -> None:
     """Each has its segment, and one that waits has an empty one."""
     about = pod(main("a", number=1, memory=3000), main("b", number=1, memory=4000, cores=30))
-    first = _wishes(about, grants(a=(Share(U1, 3000, 0),)))
+    first = _desired_state(about, grants(a=(Share(U1, 3000, 0),)))
     assert first == {ON: NODE, IDS: f"{A};"}
     half = _written(about, first)
-    both = _wishes(half, grants(a=(Share(U1, 3000, 0),), b=(Share(U0, 4000, 30),)))
+    both = _desired_state(half, grants(a=(Share(U1, 3000, 0),), b=(Share(U0, 4000, 30),)))
     assert both == {IDS: f"{A};{U0},NVIDIA,4000,30:", PHASE: "success", TIME: NEVER}
 
 
@@ -113,15 +113,15 @@ def test_memory_is_written_in_units() -> None:
     """With 4 MiB a unit, 12000 MiB are 3000."""
     of = family(factor=4)
     about = pod(main(number=1, memory=3000, cores=50))
-    assert of.pod_wishes(about, grants(main=(Share(U1, 12000, 50),)), failed=False)[IDS] == G3
+    assert of.desired_pod(about, grants(main=(Share(U1, 12000, 50),)), failed=False)[IDS] == G3
 
 
 @pytest.mark.parametrize("text", ["", ";;;;", "junk", "\x00", "x" * 100_000])
 def test_a_text_of_another_shape_is_replaced_at_the_end(text: str) -> None:
     """As long as somebody waits it is not touched; when all are served, nothing is left to allocate."""
     odd = dataclasses.replace(TWO, annotations=decided(f"{A};{B}", devices_to_allocate=text))
-    assert _wishes(odd, grants(a=SHARE)) == {}
-    assert _wishes(odd, grants(a=SHARE, b=SHARE))[TO_ALLOCATE] == ";"
+    assert _desired_state(odd, grants(a=SHARE)) == {}
+    assert _desired_state(odd, grants(a=SHARE, b=SHARE))[TO_ALLOCATE] == ";"
 
 
 @given(
@@ -135,4 +135,4 @@ def test_what_is_wished_is_stable_once_it_stands(annotations: dict[str, str], se
     """Whatever stands on the pod: after one write there is nothing more to write, and nothing raises."""
     about = dataclasses.replace(TWO, annotations=annotations)
     held = grants(**dict.fromkeys(served, SHARE))
-    assert _wishes(_written(about, _wishes(about, held, failed=failed)), held, failed=failed) == {}
+    assert _desired_state(_written(about, _desired_state(about, held, failed=failed)), held, failed=failed) == {}

@@ -21,10 +21,10 @@ def ledger_of(*pods: Object, policy: Policy = "none", **of_node: Any) -> VgpuLed
     return ledger
 
 
-def devices(ledger: VgpuLedger, *limits: Mapping[str, str], **wishes: str) -> str | None:
+def devices(ledger: VgpuLedger, *limits: Mapping[str, str], **requests: str) -> str | None:
     """The pod devices string of a new pod, with U0 and U1 for the long names; None when it does not fit."""
     placed = ledger.place(
-        pod("p", *limits, annotations={key.replace("__", "/").replace("_", "-"): text for key, text in wishes.items()}), NOW
+        pod("p", *limits, annotations={key.replace("__", "/").replace("_", "-"): text for key, text in requests.items()}), NOW
     )
     return None if placed is None else placed.annotations["volcano.sh/vgpu-ids-new"].replace(U0, "U0").replace(U1, "U1")
 
@@ -141,9 +141,9 @@ def test_ended_pods_hold_nothing_and_deleted_ones_still_do() -> None:
         ({"volcano.sh__vgpu_mode": "mig"}, None),
     ],
 )
-def test_wishes_for_types_and_uuids(wishes: Mapping[str, str], expected: str | None) -> None:
+def test_wishes_for_types_and_uuids(requests: Mapping[str, str], expected: str | None) -> None:
     """Types match as substrings and a wanted one silences the unwanted; of UUIDs the denied win."""
-    assert devices(ledger_of(), asking(1, 10), **wishes) == (expected and f"{expected},NVIDIA,10,0:")
+    assert devices(ledger_of(), asking(1, 10), **requests) == (expected and f"{expected},NVIDIA,10,0:")
 
 
 def test_pods_of_a_group_are_kept_apart_where_asked() -> None:

@@ -22,10 +22,10 @@ from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.dependencies import Dependencies
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
-from vgpu_agent.allocation.surroundings import Surroundings
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.api import Api
 from vgpu_agent.concurrency import Latest, Revision
@@ -46,7 +46,7 @@ from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Gpu, Inventory, KubeletRecords
 from vgpu_agent.nodes import Node, SentCounts
-from vgpu_agent.pods import PodBook
+from vgpu_agent.pods import PodCache
 from vgpu_agent.status import KubeletStatus
 
 _EPOCH = 1_800_000_000.0
@@ -71,10 +71,12 @@ async def read_model_records(source: PodResources, checkpoint: Path, wanted: Cal
     """`vgpu_agent.kubelet.records.read_records` for a source that is a `World`."""
     del checkpoint
     world = cast(World, source)
-    testimony = await world.witness(whole=True)
-    entries = world.kubelet.devices.checkpoint_entries(*world.resources) if testimony.checkpoint is not None else ()
-    holdings = tuple(holding for holding in join(testimony.pod_resources, entries) if wanted(holding.resource))
-    return KubeletRecords(holdings, complete=testimony.pod_resources is not None, trouble=testimony.trouble, entries=testimony.checkpoint)
+    kubelet_evidence = await world.read_records(whole=True)
+    entries = world.kubelet.devices.checkpoint_entries(*world.resources) if kubelet_evidence.checkpoint is not None else ()
+    holdings = tuple(holding for holding in join(kubelet_evidence.pod_resources, entries) if wanted(holding.resource))
+    return KubeletRecords(
+        holdings, complete=kubelet_evidence.pod_resources is not None, trouble=kubelet_evidence.trouble, entries=kubelet_evidence.checkpoint
+    )
 
 
 class _ModelApi:
@@ -128,7 +130,7 @@ class MixedAgent:
                 for place, card in enumerate(world.cards)
             ),
         )
-        self._book, self._refusals = PodBook(clock), Refusals(clock)
+        self._book, self._refusals = PodCache(clock), Refusals(clock)
         self.ledger = Ledger(clock=clock, wall_clock=clock)
         settings = Binding(mode="late")
         volcano = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
@@ -145,10 +147,10 @@ class MixedAgent:
             families=families,
             inventory=lambda: self._inventory,
             journal=journal,
-            surroundings=Surroundings(
+            dependencies=Dependencies(
                 node=NODE,
                 book=self._book,
-                witness=world.witness,
+                read_records=world.read_records,
                 fetch=world.api.fetch,
                 carrier=world.files,
                 refusals=self._refusals,
@@ -277,11 +279,11 @@ class MixedAgent:
     async def _publish(self) -> None:
         """Write the register annotation, as the publisher of `vgpu_agent.cluster` does, as soon as the API server can be reached."""
         world = self._world
-        async for _ in self.ledger.revision.changes(gathering_seconds=0.1):
+        async for _ in self.ledger.revision.changes(coalesce_seconds=0.1):
             await asyncio.sleep(world.rng.random() * 0.05)
             while world.api.away:  # noqa: ASYNC110 - time is virtual
                 await asyncio.sleep(1.0)
-            text = self.allocator.node_wishes(Node(NODE), self._clock()).annotations.get(REGISTER)
+            text = self.allocator.desired_node(Node(NODE), self._clock()).annotations.get(REGISTER)
             if text is not None:
                 world.node.register = text
 

@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from tests.torture.plan import NUMBER, Card, Ending, Kind, Origin, PlannedContainer, PlannedPod, Wish
+from tests.torture.plan import NUMBER, Card, Ending, Kind, Origin, PlannedContainer, PlannedPod, Request
 
 NVIDIA, AWS, VOLCANO = "nvidia", "aws", "volcano-vgpu"
 RESOURCES: Mapping[str, str] = {NVIDIA: "nvidia.com/gpu", AWS: "k8s.amazonaws.com/vgpu", VOLCANO: NUMBER}
@@ -29,7 +29,7 @@ _ID = re.compile(r"(GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:::|-)\d+"
 
 def family_of(plan: PlannedPod) -> str:
     """The family whose resource the pod asks for."""
-    return next(_FAMILY_OF[each.wish.resource] for each in plan.containers if each.wish is not None)
+    return next(_FAMILY_OF[each.request.resource] for each in plan.containers if each.request is not None)
 
 
 def gpus_behind(ids: Iterable[str]) -> frozenset[str]:
@@ -81,7 +81,7 @@ class Planner:
         else:
             run_seconds = rng.choice((3.0 + rng.random() * 20.0, 3.0 + rng.random() * 20.0, 60.0 + rng.random() * 240.0))
         containers = [
-            PlannedContainer("main", Kind.MAIN, self._wish(family), self._pull(), 5.0 + rng.random() * 20, rng.choice((0,) * 9 + (1,)))
+            PlannedContainer("main", Kind.MAIN, self._request(family), self._pull(), 5.0 + rng.random() * 20, rng.choice((0,) * 9 + (1,)))
         ]
         if rng.random() < 0.15:
             containers.insert(0, PlannedContainer("init", Kind.INIT, None, self._pull(), 1.0 + rng.random() * 15.0))
@@ -89,11 +89,11 @@ class Planner:
         origin = Origin.VOLCANO if family == VOLCANO else Origin.PLAIN
         return PlannedPod(f"{family}-{self._drawn[family]}", origin, tuple(containers), run_seconds, ending)
 
-    def _wish(self, family: str) -> Wish:
+    def _request(self, family: str) -> Request:
         rng = self._rng
         if family == VOLCANO:
-            return Wish(1, rng.choice((2, 4, 6, 8, 12)), rng.choice((0, 0, 10, 25)))
-        return Wish(1, None, 0, RESOURCES[family])
+            return Request(1, rng.choice((2, 4, 6, 8, 12)), rng.choice((0, 0, 10, 25)))
+        return Request(1, None, 0, RESOURCES[family])
 
     def _pull(self) -> float:
         return self._rng.random() * self._rng.choices((0.2, 2.0, 15.0, 90.0), (50, 35, 12, 3))[0]

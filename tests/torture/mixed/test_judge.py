@@ -10,7 +10,7 @@ from tests.torture.mixed import bounds
 from tests.torture.mixed.day import TROUBLED, play
 from tests.torture.mixed.judge import MixedJudge, Seen, Waits
 from tests.torture.mixed.plan import AWS, CARDS, NVIDIA, RESOURCES, VOLCANO
-from tests.torture.plan import Ending, Kind, Origin, PlannedContainer, PlannedPod, Wish
+from tests.torture.plan import Ending, Kind, Origin, PlannedContainer, PlannedPod, Request
 from tests.torture.scheduler_model import Slice
 from tests.torture.story import Story
 from vgpu_agent.isolation.edits import Edits
@@ -19,8 +19,8 @@ _U1, _U2 = CARDS[0].uuid, CARDS[1].uuid
 
 
 def _pod(family: str, name: str = "p", gpu: str = "") -> LivePod:
-    wish = Wish(1, 4, 0) if family == VOLCANO else Wish(1, None, 0, RESOURCES[family])
-    container = PlannedContainer("main", Kind.MAIN, wish, 0.0, 1.0)
+    request = Request(1, 4, 0) if family == VOLCANO else Request(1, None, 0, RESOURCES[family])
+    container = PlannedContainer("main", Kind.MAIN, request, 0.0, 1.0)
     plan = PlannedPod(name, Origin.VOLCANO if family == VOLCANO else Origin.PLAIN, (container,), 1.0, Ending.COMPLETES)
     return LivePod(plan, f"uid-{name}", "ns", 0.0, {"main": (Slice(gpu, 4, 0),)} if gpu else {})
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.pods import PodBook
+    from vgpu_agent.pods import PodCache
     from vgpu_agent.runtime.grants import GrantDirectory
 
 _SETTLING_SECONDS = 1.0
@@ -31,7 +31,7 @@ class GrantKeeping:
         directory: GrantDirectory,
         allocator: Allocator,
         ledger: Ledger,
-        book: PodBook,
+        book: PodCache,
         directories: Sequence[str],
         pause_seconds: float,
         refresh: Callable[[], Awaitable[None]],

@@ -86,12 +86,12 @@ class VanishedDevices:
 
     async def run(self) -> None:
         """Look at every change of devices or grants, for ever; a loop for the supervisor."""
-        async for _ in self._ledger.revision.changes(gathering_seconds=_GATHERING_SECONDS):
+        async for _ in self._ledger.revision.changes(coalesce_seconds=_GATHERING_SECONDS):
             self.look()
 
     async def remember(self) -> None:
         """Write down what MIG instances there are, for ever; a loop of its own, because a disk may hang."""
-        async for _ in self._ledger.revision.changes(gathering_seconds=_GATHERING_SECONDS):
+        async for _ in self._ledger.revision.changes(coalesce_seconds=_GATHERING_SECONDS):
             await self._memory.keep(self._ledger.slices)
 
     def look(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, KubeletRecords
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 # kubelet lists a container's ids as soon as Allocate is answered; the watch may show the pod a moment later.
 _LISTED_SECONDS = 1.0
@@ -28,7 +28,7 @@ class PodEnds:
     with their pods.
     """
 
-    def __init__(self, ledger: Ledger, book: PodBook, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ledger: Ledger, book: PodCache, clock: Callable[[], float] = time.monotonic) -> None:
         """Build it; ``clock`` is the ledger's."""
         self._ledger, self._book, self._clock = ledger, book, clock
         self._ends_known = 0

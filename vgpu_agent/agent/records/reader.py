@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from vgpu_agent.allocation.proof import Testimony
+from vgpu_agent.allocation.proof import KubeletEvidence
 from vgpu_agent.errors import CheckpointError, KubeletError
 from vgpu_agent.kubelet import codec
 from vgpu_agent.kubelet.checkpoint import read_checkpoint
@@ -113,8 +113,8 @@ class _Listed:
     trouble: str = ""
 
 
-class KubeletWitness:
-    """Reads both records; see `allocation.surroundings.Witness`."""
+class KubeletRecordsReader:
+    """Reads both records; see `allocation.surroundings.RecordsReader`."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class KubeletWitness:
         self._checkpoint = SharedReading(self._read_checkpoint)
         self._both = SharedReading(self._read_both)
 
-    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> Testimony:
+    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
         """What they say, read after this call began.
 
         Args:
@@ -148,12 +148,12 @@ class KubeletWitness:
             whole: whether pod-resources has to tell of every pod.
         """
         wanted = frozenset(ids)
-        if not whole and (testimony := await self._of_holders(resource, wanted)):
-            return testimony
+        if not whole and (kubelet_evidence := await self._of_holders(resource, wanted)):
+            return kubelet_evidence
         checkpoint, listed = await self._both()
-        return self._testimony(checkpoint, listed, checkpoint.about(resource, wanted), whole=True)
+        return self._evidence(checkpoint, listed, checkpoint.about(resource, wanted), whole=True)
 
-    async def _of_holders(self, resource: str, ids: frozenset[str]) -> Testimony | None:
+    async def _of_holders(self, resource: str, ids: frozenset[str]) -> KubeletEvidence | None:
         """With pod-resources about those pods only that have ``ids`` by the checkpoint; None where that does not settle it."""
         checkpoint, about, names, asked = await self._checkpoint_and_expected(resource, ids)
         known = [name for name in names if name is not None]
@@ -163,7 +163,7 @@ class KubeletWitness:
         if listed is None:
             return None  # List will do, or say what is wrong
         live = {(held.owner.namespace, held.owner.pod) for held in listed if _concerns(held, resource, ids)}
-        return self._testimony(checkpoint, _Listed(listed), about, whole=False) if len(live) == 1 else None
+        return self._evidence(checkpoint, _Listed(listed), about, whole=False) if len(live) == 1 else None
 
     async def _checkpoint_and_expected(
         self, resource: str, ids: frozenset[str]
@@ -219,7 +219,7 @@ class KubeletWitness:
         except CheckpointError as err:
             return _Checkpoint(None, str(err))
 
-    def _testimony(self, checkpoint: _Checkpoint, listed: _Listed, about: Sequence[CheckpointEntry], *, whole: bool) -> Testimony:
+    def _evidence(self, checkpoint: _Checkpoint, listed: _Listed, about: Sequence[CheckpointEntry], *, whole: bool) -> KubeletEvidence:
         trouble = [each for each in (listed.trouble, checkpoint.trouble) if each]
         answers = {}
         for entry in checkpoint.entries or () if self._with_answers() else about:
@@ -229,7 +229,7 @@ class KubeletWitness:
                 answers[entry.pod_uid, entry.container_name, entry.resource_name] = checkpoint.answer(entry)
             except CheckpointError as err:
                 trouble.append(str(err))
-        return Testimony(
+        return KubeletEvidence(
             checkpoint=None if checkpoint.entries is None else tuple(as_holding(entry) for entry in about),
             pod_resources=listed.holdings,
             answers=answers,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Resource
-    from vgpu_agent.pods import PodBook
+    from vgpu_agent.pods import PodCache
 
 _PENDING = "Pending"  # a pod's phase until its first container runs
 
@@ -34,7 +34,7 @@ class StartingPods:
 
     def __init__(
         self,
-        book: PodBook,
+        book: PodCache,
         ledger: Ledger,
         *,
         served: Callable[[], Container[tuple[str, str, str]]],

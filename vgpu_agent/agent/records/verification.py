@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.pod_resources import PodResources
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.pods import PodBook
+    from vgpu_agent.pods import PodCache
     from vgpu_agent.status import KubeletStatus
 
 # pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet contract §13).
@@ -59,7 +59,7 @@ class Verification:
         settings: Kubelet,
         kubelet: KubeletStatus,
         pod_resources: PodResources,
-        book: PodBook,
+        book: PodCache,
         journal: Journal,
         servers: Callable[[], Iterable[Server]],
         clock: Callable[[], float] = time.monotonic,

@@ -29,7 +29,7 @@ from vgpu_agent.isolation.mps import (
 )
 from vgpu_agent.model import Resource, Share, SharingMode
 from vgpu_agent.placement.mixing import ALONE
-from vgpu_agent.placement.policies import ONE_GPU, Wish, choose
+from vgpu_agent.placement.policies import ONE_GPU, IdRequest, choose
 from vgpu_agent.placement.sharing import PACKED
 
 if TYPE_CHECKING:
@@ -132,11 +132,11 @@ class AwsFamily:
         device_of = {entry.id: entry.device for entry in resource.ids}
         usable = sorted((id_ for id_ in available if id_ in rank), key=rank.__getitem__)
         totals = collections.Counter(device_of.values())
-        wish = Wish(usable, required, size, device_of, totals, inventory.links, neighbours.ranks({gpu: gpu for gpu in totals}))
+        request = IdRequest(usable, required, size, device_of, totals, inventory.links, neighbours.ranks({gpu: gpu for gpu in totals}))
         try:
-            return choose(ONE_GPU, wish)
+            return choose(ONE_GPU, request)
         except CapacityError:
-            return choose(PACKED, wish)
+            return choose(PACKED, request)
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """What names the GPUs to the container, each once, and what makes it a client of MPS."""

@@ -18,7 +18,7 @@ from vgpu_agent.families.nvidia.options import DOMAIN
 from vgpu_agent.isolation.mps import memory_share_mib, mps_edits, thread_share
 from vgpu_agent.model import Share, SharingMode
 from vgpu_agent.placement.mixing import ALONE
-from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, SPREAD, Wish, choose
+from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, SPREAD, IdRequest, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,7 +119,7 @@ class NvidiaFamily:
         totals, policy = collections.Counter(device_of.values()), self._policy(resource)
         as_set = self._options.policy_is_set and policy == self._options.policy
         ranks = {} if as_set else neighbours.ranks({device: gpu_of.get(device, device) for device in totals})
-        return choose(policy, Wish(usable, required, size, device_of, totals, inventory.links, ranks))
+        return choose(policy, IdRequest(usable, required, size, device_of, totals, inventory.links, ranks))
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """What names the devices to the container, by the list strategies; by MPS also what makes it a client of its daemon."""

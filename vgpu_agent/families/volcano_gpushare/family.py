@@ -23,7 +23,7 @@ from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smalles
 from vgpu_agent.families.volcano_gpushare.numbers import first_units, parse_indices, units
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Resource, Share
-from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.nodes import DesiredNode
 from vgpu_agent.placement.whole_pod import first_idle, first_with_room
 from vgpu_agent.pods import ContainerKind
 
@@ -203,7 +203,7 @@ class VolcanoGpushareFamily:
 
     # -- what stands on pod and node --------------------------------------------------------------------------------------------------
 
-    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
         """``gpu-assigned`` once the last container has been served; where we placed the pod, also where, for the scheduler's own book.
 
         An init container alone assigns nothing, because the pod's other containers are still to come.
@@ -211,40 +211,40 @@ class VolcanoGpushareFamily:
         served = {name: grant for name, grant in grants.items() if self.claims(grant.resource) and grant.shares}
         if failed or not served:
             return {}
-        wishes: dict[str, str | None] = {}
+        desired_state: dict[str, str | None] = {}
         if GPU_INDEX not in pod.annotations and (indices := self._indices(pod, served)):
-            wishes[GPU_INDEX] = indices
+            desired_state[GPU_INDEX] = indices
             if PREDICATE_TIME not in pod.annotations:
-                wishes[PREDICATE_TIME] = f"{int(min(grant.reserved_at for grant in served.values()) * 1e6)}000"
+                desired_state[PREDICATE_TIME] = f"{int(min(grant.reserved_at for grant in served.values()) * 1e6)}000"
         lasting = [
             container.name
             for container in pod.containers
             if container.kind is not ContainerKind.INIT and container.limits.get(self._resource_name, 0) > 0
         ]
         if lasting and all(name in served for name in lasting):
-            wishes[GPU_ASSIGNED] = "true"
-        return wishes
+            desired_state[GPU_ASSIGNED] = "true"
+        return desired_state
 
-    def farewell(self, now: float) -> NodeWishes:
+    def cleanup(self, now: float) -> DesiredNode:
         """No card for a scheduler to choose; the amount of memory goes with kubelet's own list."""
         del now
         count = {NUMBER_RESOURCE: "0"} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"}
-        return NodeWishes(annotations={UNHEALTHY_IDS: None}, capacity=count)
+        return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity=count)
 
-    def node_wishes(self, view: NodeView) -> NodeWishes:
+    def desired_node(self, view: NodeView) -> DesiredNode:
         """The counts that the scheduler multiplies and divides by, the cards it must not use, and its lock given back."""
         rooms = view.rooms.get(self._resource_name)
-        lock = view.locks.wishes(view.node, NODE_LOCK, allocated_at=view.allocated_at.get(self._resource_name), now=view.now)
+        lock = view.locks.desired_state(view.node, NODE_LOCK, allocated_at=view.allocated_at.get(self._resource_name), now=view.now)
         if rooms is None:
             # Nothing is offered (any more), so the count of an earlier moment must not make the scheduler believe in cards.
             stale = self._options.strategy == SHARE and NUMBER_RESOURCE in view.node.capacity
-            return NodeWishes(annotations={UNHEALTHY_IDS: None}, capacity={NUMBER_RESOURCE: "0"} if stale else {}).joined(lock)
+            return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity={NUMBER_RESOURCE: "0"} if stale else {}).joined(lock)
         numbers = {gpu.uuid: number for number, gpu in view.inventory.numbered.items()}
         usable = {numbers[room.device] for room in rooms if not room.trouble and room.device in numbers}
         # A card that did not answer at the start has a number and no id. The scheduler counts from 0 without a gap, so it is counted, too.
         count = max(numbers.values(), default=-1) + 1
         unusable = [str(number) for number in range(count) if number not in usable]
-        return NodeWishes(
+        return DesiredNode(
             annotations={UNHEALTHY_IDS: ",".join(unusable) or None},
             # Without gpu-memory, be it 0, the scheduler takes no notice of the cards.
             capacity={NUMBER_RESOURCE: str(count)} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"},

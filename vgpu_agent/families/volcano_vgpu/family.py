@@ -23,17 +23,17 @@ from vgpu_agent.families.volcano_vgpu.node_state import (
     LOCK,
     REGISTER,
     card_type,
-    handshake_wishes,
+    desired_handshake,
     register_text,
 )
-from vgpu_agent.families.volcano_vgpu.node_state import farewell as leave
+from vgpu_agent.families.volcano_vgpu.node_state import cleanup as leave
 from vgpu_agent.families.volcano_vgpu.offer import FAMILY, VolcanoVgpuOptions, left_out, offer_of, resources_of, shared_gpus
-from vgpu_agent.families.volcano_vgpu.pod_state import state_wishes
+from vgpu_agent.families.volcano_vgpu.pod_state import desired_annotations
 from vgpu_agent.families.volcano_vgpu.requests import Names, read_ask
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Share
-from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.nodes import DesiredNode
 from vgpu_agent.placement.rooms import Want, choose_rooms, type_refusal, uuid_refusal
 
 if TYPE_CHECKING:
@@ -172,16 +172,16 @@ class VolcanoVgpuFamily:
 
     # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
 
-    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
-        """The state machine's annotations (G5, G8), and the scheduler's for a pod that the agent has placed; see `state_wishes`."""
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+        """The state machine's annotations (G5, G8), and the scheduler's for a pod that the agent has placed; see `desired_annotations`."""
         ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
-        return state_wishes(pod, ours, self._options.names, failed=failed, factor=self._factor or 1)
+        return desired_annotations(pod, ours, self._options.names, failed=failed, factor=self._factor or 1)
 
-    def farewell(self, now: float) -> NodeWishes:
+    def cleanup(self, now: float) -> DesiredNode:
         """Nothing that makes a scheduler send pods (volcano-vgpu contract §9, row 24), and none of our labels."""
-        return leave(now=now).joined(NodeWishes(labels={UNIT_LABEL: None, ISOLATION_LABEL: None}))
+        return leave(now=now).joined(DesiredNode(labels={UNIT_LABEL: None, ISOLATION_LABEL: None}))
 
-    def node_wishes(self, view: NodeView) -> NodeWishes:
+    def desired_node(self, view: NodeView) -> DesiredNode:
         """The register annotation (G1), an answer to a handshake, the removal of a lock, and two labels for people.
 
         A GPU that is ill, serves another family, or whose resource is not offered now is announced as full.
@@ -189,16 +189,18 @@ class VolcanoVgpuFamily:
         gpus, options = shared_gpus(view.inventory, self._options), self._options
         if not gpus:
             # Before the driver has answered, what stood there before the agent's restart is still the best word.
-            return NodeWishes(annotations={REGISTER: None}) if view.inventory.version else NodeWishes()
+            return DesiredNode(annotations={REGISTER: None}) if view.inventory.version else DesiredNode()
         offer = offer_of(view.inventory, options)
         free = {room.device: not room.trouble for room in view.rooms.get(options.names.number, ())}
         available = {gpu.uuid: free.get(gpu.uuid, False) for gpu in gpus}
         text = register_text(gpus, offer.units, split=options.split, available=available, mode=options.mode)
-        wishes = NodeWishes(annotations={REGISTER: text}, labels={UNIT_LABEL: str(offer.factor), ISOLATION_LABEL: self._backend.name})
+        desired_state = DesiredNode(
+            annotations={REGISTER: text}, labels={UNIT_LABEL: str(offer.factor), ISOLATION_LABEL: self._backend.name}
+        )
         standing = view.node.annotations
-        handshake = handshake_wishes(standing.get(HANDSHAKE), now=view.now, pause_seconds=options.handshake_seconds)
-        lock = view.locks.wishes(view.node, LOCK, allocated_at=view.allocated_at.get(options.names.number), now=view.now)
-        return wishes.joined(handshake).joined(lock)
+        handshake = desired_handshake(standing.get(HANDSHAKE), now=view.now, pause_seconds=options.handshake_seconds)
+        lock = view.locks.desired_state(view.node, LOCK, allocated_at=view.allocated_at.get(options.names.number), now=view.now)
+        return desired_state.joined(handshake).joined(lock)
 
 
 def _present(uuid: str, inventory: Inventory) -> Gpu:

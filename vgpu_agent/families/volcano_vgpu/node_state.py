@@ -10,7 +10,7 @@ import datetime as dt
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.nodes import DesiredNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -45,16 +45,16 @@ def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, 
     )
 
 
-def handshake_wishes(standing: str | None, *, now: float, pause_seconds: float) -> NodeWishes:
+def desired_handshake(standing: str | None, *, now: float, pause_seconds: float) -> DesiredNode:
     """An answer where none stands or where a scheduler asks; nothing at all while our last answer stands (contract §2.3)."""
     if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
-        return NodeWishes()
-    return NodeWishes(annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds})
+        return DesiredNode()
+    return DesiredNode(annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds})
 
 
-def farewell(*, now: float) -> NodeWishes:
+def cleanup(*, now: float) -> DesiredNode:
     """What should stand on a node that the agent leaves for good: nothing that makes a scheduler send pods (volcano-vgpu:D24)."""
-    return NodeWishes(annotations={REGISTER: None, HANDSHAKE: f"Deleted_{_scheduler_time(now)}", LOCK: None})
+    return DesiredNode(annotations={REGISTER: None, HANDSHAKE: f"Deleted_{_scheduler_time(now)}", LOCK: None})
 
 
 def _written(now: float) -> str:

@@ -26,7 +26,7 @@ FAILED = "failed"
 NEVER = str(2**64 - 1)  # the time of a pod that waits for nothing any more
 
 
-def state_wishes(
+def desired_annotations(
     pod: Pod,
     grants: Mapping[str, Grant],
     names: Names,
@@ -48,12 +48,12 @@ def state_wishes(
     """
     if failed:
         # What is left to allocate stays as it was; a pod that no scheduler has decided is none of its business.
-        wishes = {PHASE: FAILED, TIME: NEVER} if PHASE in pod.annotations or IDS in pod.annotations else {}
+        desired_state = {PHASE: FAILED, TIME: NEVER} if PHASE in pod.annotations or IDS in pod.annotations else {}
     else:
         counted = names.counted(pod)
         segments = _segments(pod, counted, grants, segment_of or (lambda _, grant, standing: standing or _segment(grant, factor)))
-        wishes = _served(pod, grants, counted, names, segments)
-    return {key: value for key, value in wishes.items() if pod.annotations.get(key) != value}
+        desired_state = _served(pod, grants, counted, names, segments)
+    return {key: value for key, value in desired_state.items() if pod.annotations.get(key) != value}
 
 
 def _served(
@@ -62,14 +62,14 @@ def _served(
     served = [container.name in grants for container in counted]
     if not any(served):
         return {}
-    wishes = dict(segments)
+    desired_state = dict(segments)
     # Kubelet asks for nobody who does not name a number of GPUs, so nobody waits for him.
     complete = all(done or container.limits.get(names.number, 0) < 1 for done, container in zip(served, counted, strict=True))
     if TO_ALLOCATE in pod.annotations:
-        wishes[TO_ALLOCATE] = _left(pod.annotations[TO_ALLOCATE], served, complete=complete)
+        desired_state[TO_ALLOCATE] = _left(pod.annotations[TO_ALLOCATE], served, complete=complete)
     if complete:
-        wishes |= {PHASE: SUCCESS, TIME: NEVER}
-    return wishes
+        desired_state |= {PHASE: SUCCESS, TIME: NEVER}
+    return desired_state
 
 
 def _left(text: str, served: Sequence[bool], *, complete: bool) -> str:

@@ -42,7 +42,7 @@ class PodResources:
         self._records, self._pods, self._faults = records, pods, faults
         self._resource, self._note = resource, note
         self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}  # by UID: what a pod holds, and how it is told
-        self._allowance, self._asked_at = _BURST, 0.0
+        self._limiter, self._asked_at = _BURST, 0.0
 
     def methods(self) -> dict[str, tuple[Any, Any]]:
         """The service's methods by name, each with its kind of request."""
@@ -90,11 +90,11 @@ class PodResources:
     async def _limit(self, context: Any) -> None:
         """A bucket of 10 calls that is filled up by 100 a second, for all callers together (kubelet contract §13)."""
         now = time.monotonic()
-        self._allowance = min(_BURST, self._allowance + (now - self._asked_at) * _CALLS_A_SECOND)
+        self._limiter = min(_BURST, self._limiter + (now - self._asked_at) * _CALLS_A_SECOND)
         self._asked_at = now
-        if self._allowance < 1 and self._faults.limit_calls:
+        if self._limiter < 1 and self._faults.limit_calls:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
-        self._allowance -= 1
+        self._limiter -= 1
 
     def _listed_pod(self, pod: Pod) -> bytes:
         """A ListPodResourcesResponse with this pod alone; several of them, one behind the other, are one. So is GetPodResourcesResponse."""

@@ -182,8 +182,8 @@ class VgpuLedger:
             pod: not bound yet.
             now: unix seconds, for the time stamps.
         """
-        wishes = annotations_of(pod)
-        if wishes.get("volcano.sh/vgpu-mode", self.mode) != self.mode:
+        requests = annotations_of(pod)
+        if requests.get("volcano.sh/vgpu-mode", self.mode) != self.mode:
             return None
         trial = copy.deepcopy(self.uses)
         containers = []
@@ -237,30 +237,30 @@ def _ask(container: Object) -> Ask:
 
 
 def _suits(use: CardUse, ask: Ask, pod: Object) -> bool:
-    wishes = annotations_of(pod)
-    keep_apart = group_of(pod) if wishes.get("volcano.sh/vgpu-podgroup-policy") == "spread" else ""
-    return _uuid_allowed(use.card.uuid, wishes) and use.has_room(ask, keep_apart) and _type_allowed(use.card.type, wishes)
+    requests = annotations_of(pod)
+    keep_apart = group_of(pod) if requests.get("volcano.sh/vgpu-podgroup-policy") == "spread" else ""
+    return _uuid_allowed(use.card.uuid, requests) and use.has_room(ask, keep_apart) and _type_allowed(use.card.type, requests)
 
 
-def _uuid_allowed(uuid: str, wishes: dict[str, str]) -> bool:
+def _uuid_allowed(uuid: str, requests: dict[str, str]) -> bool:
     def listed(key: str) -> list[str]:
-        return [item.strip() for item in wishes[key].split(",")]
+        return [item.strip() for item in requests[key].split(",")]
 
     denied, wanted = "volcano.sh/vgpu-nouse-gpuuuid", "volcano.sh/vgpu-use-gpuuuid"
-    if denied in wishes and uuid in listed(denied):
+    if denied in requests and uuid in listed(denied):
         return False
-    return wanted not in wishes or uuid in listed(wanted)
+    return wanted not in requests or uuid in listed(wanted)
 
 
-def _type_allowed(type_: str, wishes: dict[str, str]) -> bool:
+def _type_allowed(type_: str, requests: dict[str, str]) -> bool:
     """Items are not trimmed and match anywhere in the type; a wish for types makes the scheduler forget the unwanted ones."""
 
     def matches(key: str) -> bool:
-        return any(item.lower() in type_.lower() for item in wishes[key].split(","))
+        return any(item.lower() in type_.lower() for item in requests[key].split(","))
 
     wanted, unwanted = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
     if "NVIDIA" not in type_:
         return False
-    if wanted in wishes:
+    if wanted in requests:
         return matches(wanted)
-    return unwanted not in wishes or not matches(unwanted)
+    return unwanted not in requests or not matches(unwanted)

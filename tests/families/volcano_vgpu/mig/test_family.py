@@ -205,39 +205,39 @@ def test_an_instance_that_is_gone_is_not_told_of() -> None:
 # -- what stands in the cluster --------------------------------------------------------------------------------------------------------
 
 
-def wishes_for(place: str, device: str, *, instead: str = "") -> dict[str, str | None]:
+def desired_for(place: str, device: str, *, instead: str = "") -> dict[str, str | None]:
     """What should stand on the pod for which ``place`` was written and that holds ``device``."""
     family = mig_family()
     family.resources(node(of_u1=GROUP2))
     written = decided(instead) if instead else decided(f"{place},NVIDIA,8000,0:")
     about = pod(ASKED, annotations=written if place else None)
     grant = Grant(1, "volcano-vgpu", NUMBER, (f"{U0}-0",), (held_share(device, 9856),), decided_for=("uid-p1", "main"))
-    return dict(family.pod_wishes(about, {"main": grant}, failed=False))
+    return dict(family.desired_pod(about, {"main": grant}, failed=False))
 
 
 def test_what_is_held_stands_on_the_pod() -> None:
     """volcano-vgpu:D15: a scheduler counts by the annotation, so the place is put right and the amounts stay; requested, not charged."""
-    wishes = wishes_for(f"{U1}[group2-0]", "MIG-2-1")
-    assert wishes[IDS] == f"{U1}[group2-1],NVIDIA,8000,0:"
-    assert wishes["volcano.sh/devices-to-allocate"] == ""
-    assert wishes["volcano.sh/bind-phase"] == "success"
+    desired_state = desired_for(f"{U1}[group2-0]", "MIG-2-1")
+    assert desired_state[IDS] == f"{U1}[group2-1],NVIDIA,8000,0:"
+    assert desired_state["volcano.sh/devices-to-allocate"] == ""
+    assert desired_state["volcano.sh/bind-phase"] == "success"
 
 
 def test_what_a_scheduler_has_named_rightly_stays() -> None:
     """volcano-vgpu:G12: the amount in the annotation is what was asked for, not what the instance has."""
-    assert IDS not in wishes_for(f"{U1}[group2-0]", "MIG-2-0")
+    assert IDS not in desired_for(f"{U1}[group2-0]", "MIG-2-0")
 
 
 def test_a_pod_that_the_agent_has_placed_gets_its_place_written() -> None:
     """With what it asked for, so that schedulers count the instance as taken."""
-    wishes = wishes_for("", "MIG-2-2")
-    assert (wishes[IDS], wishes["volcano.sh/vgpu-node"]) == (f"{U1}[group2-2],NVIDIA,8000,0:", NODE)
+    desired_state = desired_for("", "MIG-2-2")
+    assert (desired_state[IDS], desired_state["volcano.sh/vgpu-node"]) == (f"{U1}[group2-2],NVIDIA,8000,0:", NODE)
 
 
 def test_a_place_that_cannot_be_told_any_more_stays_as_it_is() -> None:
     """A card that was divided otherwise since, or an annotation that makes no sense: nothing is guessed."""
-    assert IDS not in wishes_for(f"{U1}[group2-0]", "MIG-9-9")
-    assert IDS not in wishes_for(f"{U1}[group2-0]", "MIG-2-0", instead="nonsense")
+    assert IDS not in desired_for(f"{U1}[group2-0]", "MIG-9-9")
+    assert IDS not in desired_for(f"{U1}[group2-0]", "MIG-2-0", instead="nonsense")
 
 
 def view(inventory: Inventory, **room: Any) -> NodeView:
@@ -248,16 +248,16 @@ def view(inventory: Inventory, **room: Any) -> NodeView:
 
 def test_the_register_annotation_names_the_mode() -> None:
     """In each entry, because a scheduler goes by the last one; the memory is the card's, whether it is divided or not."""
-    wishes = mig_family().node_wishes(view(node(of_u1=GROUP2)))
+    desired_state = mig_family().desired_node(view(node(of_u1=GROUP2)))
     entry = "10,40960,NVIDIA-NVIDIA A100-SXM4-40GB,true,mig:"
-    assert wishes.annotations[REGISTER] == f"{U0},{entry}{U1},{entry}"
-    assert wishes.labels["vgpu-agent.internal/volcano-vgpu-isolation"] == "mig"
+    assert desired_state.annotations[REGISTER] == f"{U0},{entry}{U1},{entry}"
+    assert desired_state.labels["vgpu-agent.internal/volcano-vgpu-isolation"] == "mig"
 
 
 def test_a_card_that_somebody_has_as_a_whole_is_announced_as_full() -> None:
     """Until the last container from before the mode was changed has ended."""
-    wishes = mig_family().node_wishes(view(node(), holders=1))
-    assert (wishes.annotations[REGISTER] or "").startswith(f"{U0},0,40960,NVIDIA-NVIDIA A100-SXM4-40GB,false,mig:")
+    desired_state = mig_family().desired_node(view(node(), holders=1))
+    assert (desired_state.annotations[REGISTER] or "").startswith(f"{U0},0,40960,NVIDIA-NVIDIA A100-SXM4-40GB,false,mig:")
 
 
 def test_only_cards_that_somebody_knows_how_to_divide_are_offered() -> None:
@@ -290,7 +290,7 @@ def test_scaling_does_not_make_instances_larger() -> None:
     family = mig_family(memory_scaling=1.8, cores_scaling=0.5)
     number = next(resource for resource in family.resources(node()) if resource.name == NUMBER)
     assert (number.memory_scaling, number.cores_scaling) == (1.0, 1.0)
-    assert ",40960," in (family.node_wishes(view(node())).annotations[REGISTER] or "")
+    assert ",40960," in (family.desired_node(view(node())).annotations[REGISTER] or "")
 
 
 def test_a_place_is_read_or_it_is_none() -> None:

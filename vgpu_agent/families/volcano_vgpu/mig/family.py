@@ -22,7 +22,7 @@ from vgpu_agent.families.volcano_vgpu.mig.decisions import followed, placed, rem
 from vgpu_agent.families.volcano_vgpu.mig.layouts import groups_of, instances_by_slot, is_divided_as, read_place
 from vgpu_agent.families.volcano_vgpu.offer import offer_of
 from vgpu_agent.families.volcano_vgpu.pod_devices import Assigned, DevicesTextError, parse_pod_devices, write_segment
-from vgpu_agent.families.volcano_vgpu.pod_state import state_wishes
+from vgpu_agent.families.volcano_vgpu.pod_state import desired_annotations
 from vgpu_agent.families.volcano_vgpu.requests import read_ask
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Inventory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.volcano_vgpu.mig.layouts import Slot
     from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
     from vgpu_agent.model import Grant, Resource, Share
-    from vgpu_agent.nodes import NodeWishes
+    from vgpu_agent.nodes import DesiredNode
     from vgpu_agent.pods import Pod, PodContainer
 
 
@@ -106,13 +106,13 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
 
     # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
 
-    def pod_wishes(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
         """The state machine's annotations (G5), with the instances that the containers really have.
 
         A scheduler counts instances by these annotations. With one that is not held left in them, it would give the other one away again.
         """
         ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
-        return state_wishes(
+        return desired_annotations(
             pod,
             ours,
             self._options.names,
@@ -121,14 +121,14 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             segment_of=lambda container, grant, standing: self._segment(pod, container, grant, standing),
         )
 
-    def node_wishes(self, view: NodeView) -> NodeWishes:
+    def desired_node(self, view: NodeView) -> DesiredNode:
         """As in the other mode; a GPU that somebody still has as a whole is announced as full."""
         name = self._options.names.number
         rooms = tuple(
             dataclasses.replace(room, trouble=room.trouble or "a container has a share of it as a whole" if room.holders else room.trouble)
             for room in view.rooms.get(name, ())
         )
-        return super().node_wishes(dataclasses.replace(view, rooms={**view.rooms, name: rooms}))
+        return super().desired_node(dataclasses.replace(view, rooms={**view.rooms, name: rooms}))
 
     def _segment(self, pod: Pod, container: PodContainer, grant: Grant, standing: str) -> str:
         """What stands there, with the place of each instance that is held; what cannot be told stays."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from vgpu_agent.kubelet.gathering import GatheringTransport
+from vgpu_agent.kubelet.write_coalescing import CoalescingTransport
 
 
 async def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
@@ -22,7 +22,7 @@ async def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
         def close(self) -> None:
             sent.append(-1)
 
-    gathering = GatheringTransport(Recording())
+    gathering = CoalescingTransport(Recording())
     for piece in (b"ab", b"c", b"def"):
         gathering.write(piece)
     assert sent == []

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Allowance:
+class RateLimiter:
     """At most ``at_once`` calls in a moment, and ``a_second`` in the long run.
 
     State: how many are left, and when that was counted.

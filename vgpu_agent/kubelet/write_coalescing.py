@@ -13,7 +13,7 @@ from typing import Any
 _MOST_BYTES = 32 * 1024
 
 
-class GatheringTransport(asyncio.Transport):
+class CoalescingTransport(asyncio.Transport):
     """Collects what is written in one turn of the event loop, and passes it on to ``transport`` at the end of that turn.
 
     State: what has been written and not been passed on; nothing between turns.

@@ -12,7 +12,7 @@ from vgpu_agent.families.family import NodeView
 from vgpu_agent.families.volcano_gpushare.family import GPU_ASSIGNED
 from vgpu_agent.families.volcano_vgpu.decisions import TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
-from vgpu_agent.nodes import NodeWishes
+from vgpu_agent.nodes import DesiredNode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
     from vgpu_agent.nodes import Node
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 
-def node_wishes(
+def desired_node(
     families: Families,
     ledger: Ledger,
     node: Node,
@@ -33,37 +33,37 @@ def node_wishes(
     allocated_at: Mapping[str, float],
     now: float,
     locks: NodeLocks,
-) -> NodeWishes:
+) -> DesiredNode:
     """What should stand on our Node; of a family that nobody is served by now, that nothing is free."""
-    wishes = NodeWishes()
+    desired_state = DesiredNode()
     unserved = {family.name for family in families.unserved}
     for name, family in {family.name: family for family in (*families.unserved, *families.by_pod)}.items():
         offers = [offer.name for offer in ledger.resources if offer.family == name and name not in unserved]
         rooms = {offer: ledger.rooms(offer) for offer in offers}
-        wishes = wishes.joined(family.node_wishes(NodeView(node, inventory, rooms, allocated_at, now, locks)))
-    return wishes
+        desired_state = desired_state.joined(family.desired_node(NodeView(node, inventory, rooms, allocated_at, now, locks)))
+    return desired_state
 
 
-def farewell(families: Families, now: float) -> NodeWishes:
+def cleanup(families: Families, now: float) -> DesiredNode:
     """What should stand on our Node when the agent leaves it for good."""
-    wishes = NodeWishes()
+    desired_state = DesiredNode()
     for family in (*families.unserved, *families.by_pod):
-        wishes = wishes.joined(family.farewell(now))
-    return wishes
+        desired_state = desired_state.joined(family.cleanup(now))
+    return desired_state
 
 
 PROGRESS = frozenset({PHASE, TIME, TO_ALLOCATE, GPU_ASSIGNED})
 """The annotations that say how far a pod has come; of the others, schedulers count who has what."""
 
 
-class PodWishes:
+class DesiredPods:
     """What should stand on our pods. A change concerns one pod, so what was said about the others is remembered."""
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[tuple[object, ...], Mapping[str, str | None]]] = {}
 
     def __call__(
-        self, families: Families, ledger: Ledger, book: PodBook, served_before: Collection[Grant], failed: Collection[str]
+        self, families: Families, ledger: Ledger, book: PodCache, served_before: Collection[Grant], failed: Collection[str]
     ) -> dict[str, Mapping[str, str | None]]:
         """The annotations by kubelet's UID; only pods with something to be said about.
 
@@ -88,7 +88,7 @@ class PodWishes:
             known = self._said.get(uid)
             said[uid] = known if known and _same(known[0], facts) else (facts, _said_of(families, pod, grants, failed=uid in failed))
         self._said = said
-        return {uid: wishes for uid, (_, wishes) in said.items()}
+        return {uid: desired_state for uid, (_, desired_state) in said.items()}
 
 
 def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
@@ -97,9 +97,9 @@ def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
 
 
 def _said_of(families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool) -> Mapping[str, str | None]:
-    wishes: dict[str, str | None] = {}
+    desired_state: dict[str, str | None] = {}
     for family in families.by_pod:
         grants = {container: grant for (name, container), grant in served.items() if name == family.name}
         if grants or failed:
-            wishes.update(family.pod_wishes(pod, grants, failed=failed))
-    return wishes
+            desired_state.update(family.desired_pod(pod, grants, failed=failed))
+    return desired_state

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vgpu_agent.allocation.carrier import Carrier
-    from vgpu_agent.allocation.proof import Testimony
+    from vgpu_agent.allocation.proof import KubeletEvidence
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.config.binding import Binding
     from vgpu_agent.families.family import MigLayout
-    from vgpu_agent.pods import Pod, PodBook
+    from vgpu_agent.pods import Pod, PodCache
 
 
-class Witness(Protocol):
+class RecordsReader(Protocol):
     """Reads kubelet's records; `agent.records.reader` is it."""
 
-    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> Testimony:
+    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
         """What they say about these ids, read after this call began; it may say more, and with ``whole`` it tells of every pod."""
         ...
 
@@ -52,12 +52,12 @@ class Divider(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
+class Dependencies:
     """What binding needs besides the ledger; `agent` wires it, tests fill it with what they like."""
 
     node: str
-    book: PodBook
-    witness: Witness
+    book: PodCache
+    read_records: RecordsReader
     fetch: Fetch
     carrier: Carrier
     refusals: Refusals
