@@ -1,4 +1,4 @@
-"""The node of the contracts' golden vectors (nvidia contract §17, kubelet contract §17): two A100-40GB, NUMA 0 and 1."""
+"""The node of the contracts' golden vectors (nvidia §17, kubelet §17): two A100-40GB, NUMA 0 and 1."""
 
 from __future__ import annotations
 

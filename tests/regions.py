@@ -1,6 +1,6 @@
 """Regions of HAMi-core as a library would leave them, for tests of whoever reads them.
 
-Written from the offsets in the hami-core contract, §2.2 and §2.3 (and volcano-vgpu §6), with nothing taken from the agent's own code.
+Written from the offsets in hami-core §2.2 and §2.3 (and volcano-vgpu §6), with nothing taken from the agent's own code.
 """
 
 from __future__ import annotations

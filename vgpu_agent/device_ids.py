@@ -19,7 +19,7 @@ class DeviceId:
     """One opaque id that a resource offers to kubelet, and the device behind it.
 
     Attributes:
-        id: what kubelet hands back; unique across all resources of a family (kubelet contract §11, V17).
+        id: what kubelet hands back; unique across all resources of a family (kubelet §11, V17).
         device: UUID of the GPU or MIG instance.
         numa_node: NUMA node told to kubelet, or None for no topology.
     """

@@ -114,7 +114,7 @@ class OvercommitError(CapacityError):
 
 
 class RequestRefusedError(AgentError):
-    """A container's request is final nonsense (kubelet contract §8: it fails the pod); the message is shown in the pod's status."""
+    """A container's request is final nonsense (kubelet §8: it fails the pod); the message is shown in the pod's status."""
 
 
 class UnusableNameError(RequestRefusedError):

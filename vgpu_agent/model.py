@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from vgpu_agent.device_ids import DeviceId
 
-# What kubelet wants to read in a Device message; anything else counts as unhealthy (kubelet contract §4).
+# What kubelet wants to read in a Device message; anything else counts as unhealthy (kubelet §4).
 HEALTHY = "Healthy"
 UNHEALTHY = "Unhealthy"
 
-# What NVIDIA's plugin calls the one GPU of a Tegra processor (Jetson), which has no UUID (nvidia contract §4).
+# What NVIDIA's plugin calls the one GPU of a Tegra processor (Jetson), which has no UUID (nvidia §4).
 INTEGRATED = "tegra"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.component.volcano import VolcanoStage, asks, volcano_stage
 
-_MEMORY_LIMIT, _SLOT, _STATUS, _SLOTS_IN_USE = 1_600, 1_856, 1_928, 2_008_896  # hami-core contract §2.2, §2.3
+_MEMORY_LIMIT, _SLOT, _STATUS, _SLOTS_IN_USE = 1_600, 1_856, 1_928, 2_008_896  # hami-core §2.2, §2.3
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ async def test_without_credentials_the_family_waits_and_says_for_what(tmp_path: 
 
 
 async def test_a_missing_library_withholds_its_family_until_it_is_delivered(tmp_path: Path) -> None:
-    """DESIGN §7: an agent never pretends; the scheduler is told that nothing is free, and the delivery is noticed."""
+    """An agent never pretends: the scheduler is told that nothing is free, and the delivery is noticed."""
     hami = HamiCore(host_directory=str(tmp_path / "hami"))
     async with ApiServer() as server:
         server.objects.create("nodes", node())

@@ -29,14 +29,14 @@ def make(options: NvidiaOptions | None = None, inventory: Inventory | None = Non
 
 
 async def test_a_repeated_allocate_gets_the_same_answer() -> None:
-    """kubelet contract V15: a pod that is admitted again gets what it got."""
+    """kubelet V15: a pod that is admitted again gets what it got."""
     allocator, ledger, _ = make()
     assert await allocator.allocate(GPU, [f"{U0}::1"]) == await allocator.allocate(GPU, [f"{U0}::1"])
     assert len(ledger.grants) == 1
 
 
 async def test_a24_an_unknown_id_is_refused_in_words_that_users_know() -> None:
-    """nvidia:A24 (and kubelet contract V8): unknown device, with the resource; the ledger stays as it was."""
+    """nvidia:A24 (and kubelet V8): unknown device, with the resource; the ledger stays as it was."""
     allocator, ledger, journal = make()
     with pytest.raises(
         UnknownDeviceError, match=r'^invalid allocation request for "nvidia.com/gpu": invalid request: unknown device: GPU-x$'
@@ -47,7 +47,7 @@ async def test_a24_an_unknown_id_is_refused_in_words_that_users_know() -> None:
 
 
 async def test_a23_two_replicas_are_refused_before_anything_is_booked() -> None:
-    """nvidia contract A23: the text names the maximum and what was found."""
+    """nvidia A23: the text names the maximum and what was found."""
     allocator, ledger, _ = make(shared_by(4, fail_requests_greater_than_one=True))
     with pytest.raises(RequestRefusedError, match=r'^invalid allocation request for "nvidia.com/gpu": .* is 1; found 2'):
         await allocator.allocate(GPU, [f"{U0}::0", f"{U1}::0"])
@@ -55,14 +55,14 @@ async def test_a23_two_replicas_are_refused_before_anything_is_booked() -> None:
 
 
 async def test_an_unhealthy_id_is_refused_with_the_gpus_trouble() -> None:
-    """nvidia contract §18.12: the pod's status tells what is wrong with the card."""
+    """nvidia D12: the pod's status tells what is wrong with the card."""
     allocator, _, _ = make(inventory=golden_inventory(U1=Health(ok=False, reason="XID 79")))
     with pytest.raises(UnhealthyDeviceError, match="XID 79"):
         await allocator.allocate(GPU, [f"{U1}::0"])
 
 
 def test_a_preference_is_never_an_error() -> None:
-    """kubelet contract §6: with too few ids, unknown ids or an unknown resource, the answer is a simple pick."""
+    """kubelet §6: with too few ids, unknown ids or an unknown resource, the answer is a simple pick."""
     allocator, _, journal = make()
     assert allocator.preferred(GPU, [f"{U0}::0"], [], 3) == [f"{U0}::0"]
     assert allocator.preferred(GPU, ["GPU-x::0", "GPU-x::1"], ["GPU-x::1"], 1) == ["GPU-x::1"]

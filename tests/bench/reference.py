@@ -1,7 +1,7 @@
 """What volcano-vgpu-device-plugin does in one Allocate, as a process of its own: the comparison of the benchmark's second part.
 
 Five requests, one after the other: all pods of the cluster, the pod's annotation, the pod, its annotations again, the node's lock
-(volcano-vgpu contract §4). It is given every advantage: no gRPC around it, one connection that stays open, no limit on requests (the
+(volcano-vgpu §4). It is given every advantage: no gRPC around it, one connection that stays open, no limit on requests (the
 reference's client sends five a second), and a cluster that consists of one node.
 """
 

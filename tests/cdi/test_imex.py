@@ -27,7 +27,7 @@ def test_no_channel_is_looked_for_where_none_is_wanted() -> None:
 
 
 def test_a_channel_is_found_below_the_device_root(tmp_path: Path) -> None:
-    """nvidia contract §9: the agent looks in its own view, and containers get the node's path."""
+    """nvidia §9: the agent looks in its own view, and containers get the node's path."""
     _channel(tmp_path)
     found = find_channels((0,), Roots(dev=str(tmp_path), dev_on_node="/run/nvidia/driver"))
     assert found == Channels((0,), "/run/nvidia/driver")
@@ -52,7 +52,7 @@ def test_a_missing_channel_is_named_with_the_places(tmp_path: Path) -> None:
 
 
 def test_the_spec_of_a_channel_is_what_a_runtime_takes() -> None:
-    """The device ``0``; without a second path where it is the same on the node (nvidia contract §8)."""
+    """The device ``0``; without a second path where it is the same on the node (nvidia §8)."""
     spec = channel_spec("vendor.com/imex-channel", (0,), "/")
     assert rules.problems(spec) == []
     assert spec.names == ("vendor.com/imex-channel=0",)
@@ -60,7 +60,7 @@ def test_the_spec_of_a_channel_is_what_a_runtime_takes() -> None:
 
 
 def test_roots_are_found_by_what_is_mounted(tmp_path: Path) -> None:
-    """nvidia contract §9: below the container's driver root if that is there, and its ``dev`` if it has one."""
+    """nvidia §9: below the container's driver root if that is there, and its ``dev`` if it has one."""
     assert find_roots(driver_root="/", dev_root="", container_driver_root=str(tmp_path / "none")) == Roots()
     seen = str(tmp_path)
     driver = {"driver_root": "/run/nvidia/driver", "container_driver_root": seen}

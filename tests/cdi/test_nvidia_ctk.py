@@ -61,7 +61,7 @@ async def test_slices_are_described_by_index_with_their_capabilities(tool: Tool)
 
 
 async def test_paths_are_those_of_the_node(tool: Tool) -> None:
-    """What the tool finds in the agent's container is written down as the runtime finds it on the node (nvidia contract §8)."""
+    """What the tool finds in the agent's container is written down as the runtime finds it on the node (nvidia §8)."""
     seen = str(tool.node.directory)
     await tool.misbehave(edits={"mounts": [{"hostPath": f"{seen}/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1"}]})
     spec = await _gpus(dataclasses.replace(tool.options, roots=Roots(seen, "/run/nvidia/driver", seen, "/")))
@@ -108,7 +108,7 @@ def _hooks(spec: Spec) -> list[str]:
 async def test_only_the_named_hooks_are_left_out(
     version: str, disabled: tuple[str, ...], hooks: list[str], program: str, tool: Tool
 ) -> None:
-    """NVIDIA does the same from 0.18 on (nvidia contract §8): images whose CUDA is newer than the driver need `enable-cuda-compat`.
+    """NVIDIA does the same from 0.18 on (nvidia §8): images whose CUDA is newer than the driver need `enable-cuda-compat`.
 
     A tool before 1.17.5 knows no option for it, and refuses one that it does not know.
     """
@@ -138,7 +138,7 @@ async def test_hooks_are_chosen_by_the_settings_alone(tool: Tool, monkeypatch: p
 
 
 async def test_a_mode_that_the_node_does_not_have_gives_no_spec(tool: Tool) -> None:
-    """No GDS devices: nothing to inject, which is no error (nvidia contract §8); with them there is a device ``all``."""
+    """No GDS devices: nothing to inject, which is no error (nvidia §8); with them there is a device ``all``."""
     assert await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid") is None
     tool.device("nvidia-fs0")
     spec = await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid")

@@ -52,7 +52,7 @@ async def test_families_that_collide_are_named_as_by_config_check_and_stop_nothi
 
 @pytest.mark.parametrize(("replicas", "fitting"), [(35000, True), (1_000_000_000, False)])
 async def test_v13_a_list_that_kubelet_would_drop_is_refused_with_the_factor_that_fits(stage: Stage, replicas: int, fitting: bool) -> None:
-    """kubelet contract V13: 2 × 35,000 replicas of 65 bytes exceed the budget: exit 2, and the named number does start."""
+    """kubelet V13: 2 × 35,000 replicas of 65 bytes exceed the budget: exit 2, and the named number does start."""
     status, lines = await _ended(stage.agent(QUICK + SHARED.replace("replicas: 4", f"replicas: {replicas}")))
     assert status == 2
     assert len(lines) == 1
@@ -144,7 +144,7 @@ async def test_pod_resources_missing_is_one_warning(stage: Stage) -> None:
 
 
 async def test_v12_exhausted_pod_resources_are_left_alone_for_a_while(stage: Stage) -> None:
-    """kubelet contract V12: RESOURCE_EXHAUSTED: back-off, service unaffected, the book complete afterwards."""
+    """kubelet V12: RESOURCE_EXHAUSTED: back-off, service unaffected, the book complete afterwards."""
     stage.kubelet.faults.exhausted_lists = 3
     agent = await stage.ready_agent()
     await stage.admit("train")

@@ -126,7 +126,7 @@ async def test_a_tool_that_hangs_or_prints_nonsense_stops_nothing_else(stage: St
 
 
 async def test_a_directory_that_cannot_be_written_withholds_the_resource(stage: Stage) -> None:
-    """Issue §7: reason with the path and what to do, and all is well once it can be written."""
+    """Reason with the path and what to do, and all is well once it can be written."""
     await asyncio.to_thread((stage.folder / "cdi").write_text, "in the way")
     agent = stage.agent(config(stage, more="tasks: {backoffMaxSeconds: 0.5}\n"))
     assert f"cannot write {stage.folder}/cdi/{GPU_FILE}" in await withheld(stage, agent)
@@ -167,7 +167,7 @@ async def test_a_required_channel_that_is_missing_withholds_the_resource(stage: 
 
 
 async def test_an_optional_channel_that_is_missing_is_one_warning(stage: Stage) -> None:
-    """The GPUs are offered, and nobody is told of a channel (nvidia contract §9)."""
+    """The GPUs are offered, and nobody is told of a channel (nvidia §9)."""
     agent = await stage.ready_agent(config(stage, "envvar", plugin=", imexChannelIds: [0]"))
     pod = await stage.admit("train", 1)
     assert "NVIDIA_IMEX_CHANNELS" not in pod.answers["main"].envs

@@ -19,7 +19,7 @@ LASTING = QUICK.replace("quietSeconds: 0.5, maxQuietSeconds: 5", "quietSeconds: 
 
 
 async def test_a_pod_gets_its_gpu(stage: Stage) -> None:
-    """nvidia contract G1 and A1 on the wire: two whole GPUs with their NUMA nodes, one in the container's environment."""
+    """nvidia G1 and A1 on the wire: two whole GPUs with their NUMA nodes, one in the container's environment."""
     await stage.ready_agent(QUICK)
     await stage.allocatable(2)
     assert stage.kubelet.resource(GPU).healthy == {U0: 0, U1: 1}
@@ -29,7 +29,7 @@ async def test_a_pod_gets_its_gpu(stage: Stage) -> None:
 
 
 async def test_device_nodes_are_passed_where_asked_for(stage: Stage) -> None:
-    """nvidia contract A16 and A17 on the wire: control nodes that exist and the GPU's node, from below the driver root."""
+    """nvidia A16 and A17 on the wire: control nodes that exist and the GPU's node, from below the driver root."""
     await stage.ready_agent(QUICK + "plugin: {passDeviceSpecs: true}\n")
     pod = await stage.admit("train")
     passed = [(node.container_path, node.host_path, node.permissions) for node in pod.answers["main"].devices]
@@ -38,21 +38,21 @@ async def test_device_nodes_are_passed_where_asked_for(stage: Stage) -> None:
 
 
 async def test_index_strategy(stage: Stage) -> None:
-    """nvidia contract A5 on the wire: GPUs by index."""
+    """nvidia A5 on the wire: GPUs by index."""
     await stage.ready_agent(QUICK + "plugin: {deviceIdStrategy: index}\n")
     pod = await stage.admit("train", 2)
     assert pod.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"] == "0,1"
 
 
 async def test_renamed_replicas(stage: Stage) -> None:
-    """nvidia contract G9 on the wire: only ``nvidia.com/gpu.shared`` is registered."""
+    """nvidia G9 on the wire: only ``nvidia.com/gpu.shared`` is registered."""
     await stage.ready_agent(QUICK + "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 4}]}}\n")
     await stage.allocatable(8, resource="nvidia.com/gpu.shared")
     assert {call.resource for call in stage.kubelet.called("Register")} == {"nvidia.com/gpu.shared"}
 
 
 async def test_packed_and_distributed_reach_kubelet(stage: Stage) -> None:
-    """nvidia contract §6.2 on the wire: packed fills one GPU, distributed then takes the emptier one."""
+    """nvidia §6.2 on the wire: packed fills one GPU, distributed then takes the emptier one."""
     agent = await stage.ready_agent(QUICK + SHARED + "plugin: {sharedDevicesAllocationPolicy: packed}\n")
     packed = await stage.admit("packed", 2)
     assert packed.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"] == U0
@@ -65,7 +65,7 @@ async def test_packed_and_distributed_reach_kubelet(stage: Stage) -> None:
 
 
 async def test_a_refused_request_shows_its_reason_in_the_pods_status(stage: Stage) -> None:
-    """nvidia contract A23 on the wire: the text kubelet puts into the pod's status is ours; the next pod is served."""
+    """nvidia A23 on the wire: the text kubelet puts into the pod's status is ours; the next pod is served."""
     await stage.ready_agent(QUICK + "sharing: {timeSlicing: {failRequestsGreaterThanOne: true, resources: [{name: gpu, replicas: 4}]}}\n")
     with pytest.raises(AdmissionError, match="maximum request size for shared resources is 1; found 2"):
         await stage.admit("greedy", 2)
@@ -101,7 +101,7 @@ async def test_init_container_and_its_successor_share_ids(stage: Stage) -> None:
 
 
 async def test_v10_after_kill_9_the_ledger_is_full_before_anything_registers(stage: Stage) -> None:
-    """kubelet contract V10: a new process knows U0::n of ns/p/c before its first Register, and gives a free id to the next pod."""
+    """kubelet V10: a new process knows U0::n of ns/p/c before its first Register, and gives a free id to the next pod."""
     agent = await stage.ready_agent()
     pods = [await stage.admit(f"pod-{number}") for number in range(3)]
     await agent.kill()
@@ -130,7 +130,7 @@ async def test_a_graceful_restart_loses_nothing(stage: Stage) -> None:
 
 
 async def test_v2_kubelet_restarts_under_running_pods(stage: Stage) -> None:
-    """kubelet contract V2: a new socket of our own, one Register, the full list, and the same grants; long before the next poll."""
+    """kubelet V2: a new socket of our own, one Register, the full list, and the same grants; long before the next poll."""
     agent = await stage.ready_agent(RARE_POLLS + SHARED)
     await stage.admit("train")
     await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
@@ -145,7 +145,7 @@ async def test_v2_kubelet_restarts_under_running_pods(stage: Stage) -> None:
 
 
 async def test_v14_without_kubelet_the_agent_waits(folder: Path) -> None:
-    """kubelet contract V14: no kubelet.sock is no crash; /readyz says what is missing; when it appears, Register comes before any poll."""
+    """kubelet V14: no kubelet.sock is no crash; /readyz says what is missing; when it appears, Register comes before any poll."""
     stage = await asyncio.to_thread(Stage, folder)
     agent = stage.agent(RARE_POLLS + SHARED)
     await agent.start()
@@ -158,7 +158,7 @@ async def test_v14_without_kubelet_the_agent_waits(folder: Path) -> None:
 
 
 async def test_v7_one_fault_is_one_message_with_all_ids(stage: Stage) -> None:
-    """kubelet contract V7: a GPU with 4 replicas fails: exactly one more list, 4 ids Unhealthy."""
+    """kubelet V7: a GPU with 4 replicas fails: exactly one more list, 4 ids Unhealthy."""
     await stage.ready_agent(LASTING + SHARED)
     await stage.allocatable(8)
     before = len(stage.kubelet.called("list"))
@@ -170,7 +170,7 @@ async def test_v7_one_fault_is_one_message_with_all_ids(stage: Stage) -> None:
 
 
 async def test_v16_a_lost_gpu_stays_in_the_list_under_its_holder(stage: Stage) -> None:
-    """kubelet contract V16: NVML loses GPU 1 while U1::n is held: all its ids stay, all Unhealthy, also after a restart beside it."""
+    """kubelet V16: NVML loses GPU 1 while U1::n is held: all its ids stay, all Unhealthy, also after a restart beside it."""
     agent = await stage.ready_agent()
     await stage.admit("on-both", 2)
     await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
@@ -216,7 +216,7 @@ async def test_the_driver_can_forbid_recovery(stage: Stage) -> None:
     ids=["31 is ignored by default", "48 is disabled", "all but 79"],
 )
 async def test_xid_lists_from_the_environment(stage: Stage, environment: dict[str, str], xid: int, allocatable: int) -> None:
-    """nvidia contract §17.4 through the real process, with NVIDIA's variable names; ENABLE beats DISABLE=all (its bug is not copied)."""
+    """nvidia §17.4 through the real process, with NVIDIA's variable names; ENABLE beats DISABLE=all (its bug is not copied)."""
     agent = await stage.ready_agent(LASTING + SHARED, **environment)
     stage.node.xid(U0, xid)
     await agent.until("/debug/events", lambda answer: any(event["event"] == "gpu.xid" for event in answer["events"]))
@@ -331,7 +331,7 @@ CONTROL_NODES = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"
 
 @pytest.mark.parametrize("roots", [{"NVIDIA_DRIVER_ROOT": "/run/nvidia/driver"}, {"NVIDIA_DEV_ROOT": "/run/nvidia/driver"}])
 async def test_device_nodes_are_passed_from_a_mounted_driver_root(stage: Stage, roots: dict[str, str]) -> None:
-    """nvidia contract §9 and A17: NVIDIA's chart mounts the driver's root, which has that path on the node only, at /driver-root."""
+    """nvidia §9 and A17: NVIDIA's chart mounts the driver's root, which has that path on the node only, at /driver-root."""
     mounted = stage.folder / "driver-root"
     await asyncio.to_thread((mounted / "dev").mkdir, parents=True)
     for name in CONTROL_NODES:

@@ -27,7 +27,7 @@ async def _cut(stage: Stage, gpu: int, *profiles: str) -> float:
 
 
 async def test_slices_are_resources_beside_whole_gpus(stage: Stage) -> None:
-    """nvidia contract G6 on the wire: GPU 0 whole, seven slices of GPU 1 by their profile; a pod gets the slice that kubelet chose."""
+    """nvidia G6 on the wire: GPU 0 whole, seven slices of GPU 1 by their profile; a pod gets the slice that kubelet chose."""
     await _cut(stage, 1, *["1g.5gb"] * 7)
     await stage.ready_agent(QUICK + MIXED)
     await stage.allocatable(1)
@@ -161,7 +161,7 @@ async def test_health_survives_everything_but_the_agents_own_restart(stage: Stag
 
 
 async def test_garbage_in_the_capability_file_costs_what_it_describes(stage: Stage) -> None:
-    """Issue §7: one bad line is one Unhealthy slice; no file at all withholds the slices with a reason, and whole GPUs are served."""
+    """One bad line is one Unhealthy slice; no file at all withholds the slices with a reason, and whole GPUs are served."""
     minors = stage.node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors"
     await _cut(stage, 1, *["1g.5gb"] * 7)
     whole = minors.read_text()
@@ -185,7 +185,7 @@ async def test_garbage_in_the_capability_file_costs_what_it_describes(stage: Sta
 
 
 async def test_eight_gpus_of_seven_slices_start_quickly(folder: Path) -> None:
-    """Issue §8: from exec to a registered list of 56 slices; scripts/bench holds it to a second, a machine that runs tests gets ten."""
+    """From exec to a registered list of 56 slices; scripts/bench holds it to a second, a machine that runs tests gets ten."""
     node = SimulatedNode.create(folder / "big", model="A100-SXM4-40GB", gpus=8)
     for gpu in range(8):
         await asyncio.to_thread(node.set_mig, gpu, ["1g.5gb"] * 7)

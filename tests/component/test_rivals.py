@@ -1,4 +1,4 @@
-"""Two device plugins for one resource on one kubelet: what the other one leaves behind must not stay broken (kubelet contract §3)."""
+"""Two device plugins for one resource on one kubelet: what the other one leaves behind must not stay broken (kubelet §3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: each rule of the contracts' validation, with the exact sentence and the exit status of the command line.
+"""Bad input: each rule of validation in docs/contracts, with the exact sentence and the exit status of the command line.
 
 A row is what an operator may have written: files, variables, words on the command line. The sentence names the file and line, flag or
 variable, the key, the value and what to write instead.
@@ -69,7 +69,7 @@ def shared(rule: str, entry: str, said: str, line: int = 4, index: int = 0, bloc
 
 
 ROWS = [
-    # nvidia contract §1: what the flags, and the variables of the same meaning, may be.
+    # nvidia §1: what the flags, and the variables of the same meaning, may be.
     flag("nvidia §1", "--device-list-strategy=envvars", f'expected {LIST_STRATEGIES}, got "envvars"'),
     flag("nvidia §1", "--device-list-strategy=", f'expected {LIST_STRATEGIES}, got ""'),
     variable("nvidia §1", "DEVICE_LIST_STRATEGY", "envvar,cdi", f'expected {LIST_STRATEGIES}, got "envvar,cdi"'),
@@ -129,7 +129,7 @@ ROWS = [
         text=MPS,
         words=("--mps-root=",),
     ),
-    # nvidia contract §2: the file.
+    # nvidia §2: the file.
     Row("nvidia §2", 'v1.yaml:1: version: expected v1, got "v2"', text="version: v2\n"),
     Row("nvidia §2", "v1.yaml:1: version: expected v1, got 1", text="version: 1\n"),
     Row("nvidia §2", 'v1.yaml:1: expected keys such as version: v1, got "text"', text="text\n"),
@@ -288,47 +288,47 @@ ROWS = [
         "/config/config.yaml: cannot be read: No such file or directory; give nvidiaConfigFile an existing, readable file",
         own="version: v1\nnvidiaConfigFile: /config/config.yaml\n",
     ),
-    # iktos contract I.2; more of them in test_iktos.py.
-    flag("iktos I.2", "--resource-config=gpu;a;4", 'entry "gpu;a;4": expected <resource>:<new name>:<replicas>, got 1 part'),
-    flag("iktos I.2", "--resource-config=gpu:a", 'entry "gpu:a": expected <resource>:<new name>:<replicas>, got 2 parts'),
+    # iktos §I.2; more of them in test_iktos.py.
+    flag("iktos §I.2", "--resource-config=gpu;a;4", 'entry "gpu;a;4": expected <resource>:<new name>:<replicas>, got 1 part'),
+    flag("iktos §I.2", "--resource-config=gpu:a", 'entry "gpu:a": expected <resource>:<new name>:<replicas>, got 2 parts'),
     *(
         flag(
-            "iktos I.2, I.7 row 9",
+            "iktos §I.2, D9",
             f"--resource-config=gpu:a:{count}",
             f'entry "gpu:a:{count}": expected replicas of 1 or more, or -1 for one per unit of memory, got "{count}"',
         )
         for count in ("0", "-2", "x", "2147483648")
     ),
     variable(
-        "iktos I.2, I.7 row 9",
+        "iktos §I.2, D9",
         "NVIDIA_DRIVER_RESOURCE_CONFIG",
         "gpu:MyGPU:4",
         "entry \"gpu:MyGPU:4\": expected up to 63 lower case letters, digits, '-' and '.' as the new name, got \"MyGPU\"",
     ),
     variable(
-        "iktos I.2",
+        "iktos §I.2",
         "NVIDIA_DRIVER_RESOURCE_CONFIG",
         "nvidia.com/gpu:a:4",
         'entry "nvidia.com/gpu:a:4": expected gpu or mig-<profile> as the resource, got "nvidia.com/gpu"',
     ),
     variable(
-        "iktos I.2",
+        "iktos §I.2",
         "NVIDIA_DRIVER_RESOURCE_CONFIG",
         "gpu:a:4,gpu:b:2",
         'entries "gpu:a:4" and "gpu:b:2": both divide nvidia.com/gpu; keep one of them',
     ),
     Row(
-        "iktos I.2",
+        "iktos §I.2",
         'config.yaml:2: iktos.resourceConfig: entry "gpu": expected <resource>:<new name>:<replicas>, got 1 part',
         own="version: v1\niktos: {resourceConfig: gpu}\n",
     ),
-    # aws contract II.1
+    # aws §II.1
     *(
-        flag("aws II.1, W3", f"--vgpu={count}", f'expected an integer from 1 to 48, got "{count}"')
+        flag("aws §II.1, W3", f"--vgpu={count}", f'expected an integer from 1 to 48, got "{count}"')
         for count in ("49", "0", "-1", "ten", "")
     ),
-    Row("aws II.1", '--vgpu: expected an integer from 1 to 48, got "64"', words=("-vgpu", "64")),
-    Row("aws II.1", "config.yaml:2: aws.vgpus: expected an integer from 1 to 48, got 49", own="version: v1\naws: {vgpus: 49}\n"),
+    Row("aws §II.1", '--vgpu: expected an integer from 1 to 48, got "64"', words=("-vgpu", "64")),
+    Row("aws §II.1", "config.yaml:2: aws.vgpus: expected an integer from 1 to 48, got 49", own="version: v1\naws: {vgpus: 49}\n"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The entries of iktos's resourceConfig (iktos contract I.2)."""
+"""The entries of iktos's resourceConfig (iktos §I.2)."""
 
 from __future__ import annotations
 

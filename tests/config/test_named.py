@@ -1,4 +1,4 @@
-"""The choice among named configurations: label, default, fallback strategies (nvidia contract §13), and what is said when none fits."""
+"""The choice among named configurations: label, default, fallback strategies (nvidia §13), and what is said when none fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration file of NVIDIA's device plugin, read as it is (nvidia contract §1 and §2)."""
+"""A configuration file of NVIDIA's device plugin, read as it is (nvidia §1 and §2)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def problems(text: str, **more: str) -> list[str]:
 
 
 def test_every_key_of_the_schema_becomes_a_setting_with_its_line() -> None:
-    """nvidia contract §2, the whole of it but what belongs to gpu-feature-discovery."""
+    """nvidia §2, the whole of it but what belongs to gpu-feature-discovery."""
     loaded = read(EVERYTHING)
 
     plugin, sharing = loaded.settings.plugin, loaded.settings.sharing.time_slicing
@@ -89,7 +89,7 @@ def test_every_key_of_the_schema_becomes_a_setting_with_its_line() -> None:
 
 @pytest.mark.parametrize("text", ["version: v1\n", "version:\n", 'version: ""\n', "{}", '{"version": "v1"}', "flags:\n  plugin:\nimex:\n"])
 def test_a_file_that_says_nothing_means_the_defaults(text: str) -> None:
-    """nvidia contract §2: no version is v1; YAML or JSON."""
+    """nvidia §2: no version is v1; YAML or JSON."""
     assert read(text).settings == Settings()
 
 
@@ -97,7 +97,7 @@ def test_a_file_that_says_nothing_means_the_defaults(text: str) -> None:
     ("said", "enabled"), [("", (False, True)), ("gdsEnabled: false", (False, False)), ("gdsEnabled: true", (True, True))]
 )
 def test_what_two_families_read_is_set_for_both(said: str, enabled: tuple[bool, bool]) -> None:
-    """volcano-vgpu contract §5.3: that plugin takes the same file, with another default."""
+    """volcano-vgpu §5.3: that plugin takes the same file, with another default."""
     settings = read(f"flags: {{{said}}}\n").settings
 
     assert (settings.plugin.gds_enabled, settings.volcano_vgpu.gds_enabled) == enabled
@@ -122,7 +122,7 @@ def test_an_empty_file_means_the_defaults_and_says_so() -> None:
 def test_flag_beats_environment_beats_our_file_beats_theirs(
     own: str, environment: dict[str, str], flags: dict[str, str], strategy: str, origin: str
 ) -> None:
-    """nvidia contract §1 with our file in its place."""
+    """nvidia §1 with our file in its place."""
     loaded = read(EVERYTHING, own=own, environment=environment, flags=flags)
 
     assert (loaded.settings.plugin.mig_strategy, loaded.origins["plugin.migStrategy"]) == (strategy, origin)
@@ -253,7 +253,7 @@ def test_keys_are_known_in_any_case() -> None:
     ("said", "refused"), [("", True), ("failRequestsGreaterThanOne:", True), ("failRequestsGreaterThanOne: false", False)]
 )
 def test_with_mps_more_than_one_replica_is_refused_unless_said_otherwise(said: str, refused: bool) -> None:
-    """nvidia contract §2: a nullable switch; an explicit false is honoured."""
+    """nvidia §2: a nullable switch; an explicit false is honoured."""
     text = f"sharing:\n  mps:\n    resources: [{{name: gpu, replicas: 2}}]\n    {said}\n"
 
     assert read(text).settings.sharing.mps.fail_requests_greater_than_one is refused
@@ -269,7 +269,7 @@ def test_with_mps_more_than_one_replica_is_refused_unless_said_otherwise(said: s
     ],
 )
 def test_devices_are_taken_as_upstream_parses_them(devices: str, taken: object) -> None:
-    """nvidia contract §2; and, other than upstream, they are not dropped."""
+    """nvidia §2; and, other than upstream, they are not dropped."""
     (shared,) = read(f"{SHARED}    - {{name: gpu, replicas: 2, devices: {devices}}}\n").settings.sharing.time_slicing.resources
 
     assert shared.devices == taken

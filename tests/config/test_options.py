@@ -36,14 +36,14 @@ def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) 
     assert flags == {
         *("--help", "--config", "--node-name", "--kubelet-dir", "--listen", "--debug-listen", "--kubeconfig"),
         *("--driver-root", "--sysfs-root", "--proc-root", "--simulate", "--log-format", "--log-level"),
-        # nvidia contract §1
+        # nvidia §1
         *("--mig-strategy", "--fail-on-init-error", "--nvidia-driver-root", "--dev-root", "--nvidia-dev-root", "--pass-device-specs"),
         *("--device-list-strategy", "--device-id-strategy", "--gdrcopy-enabled", "--gds-enabled", "--mofed-enabled"),
         *("--cdi-annotation-prefix", "--nvidia-cdi-hook-path", "--nvidia-ctk-path", "--driver-root-ctr-path", "--container-driver-root"),
         *("--mps-root", "--shared-devices-allocation-policy", "--device-discovery-strategy", "--imex-channel-ids", "--imex-required"),
         *("--kubelet-socket", "--config-file", "--cdi-feature-flags", "--cdi-disable-hooks"),
-        "--resource-config",  # iktos contract I.1
-        "--vgpu",  # aws contract II.1
+        "--resource-config",  # iktos §I.1
+        "--vgpu",  # aws §II.1
     }
 
 
@@ -62,7 +62,7 @@ def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) 
     ],
 )
 def test_flags_may_be_written_as_for_go(parser: argparse.ArgumentParser, words: list[str], flags: dict[str, str]) -> None:
-    """Arguments of a manifest for NVIDIA's plugin need not be rewritten (nvidia contract §1)."""
+    """Arguments of a manifest for NVIDIA's plugin need not be rewritten (nvidia §1)."""
     assert options.given(parser.parse_args(words)) == flags
 
 

@@ -23,7 +23,7 @@ def test_the_kubelets_sockets_and_records_lie_below_its_directory() -> None:
 
 @pytest.mark.parametrize(("dev_root", "root"), [("", "/run/nvidia/driver"), ("/host", "/host")])
 def test_device_nodes_lie_in_the_driver_root_unless_said_otherwise(dev_root: str, root: str) -> None:
-    """nvidia contract §1: an empty dev root follows the driver root."""
+    """nvidia §1: an empty dev root follows the driver root."""
     assert Gpu(driver_root="/run/nvidia/driver", dev_root=dev_root).device_node_root == Path(root)
 
 

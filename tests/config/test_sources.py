@@ -94,7 +94,7 @@ def test_every_variable_reaches_its_key(load_text: Load, option: Option, variabl
 
 
 def test_the_kubelets_socket_says_where_its_directory_is(load_text: Load, problems_of: Problems) -> None:
-    """nvidia contract §1: the flag names the socket; our own flag beats it."""
+    """nvidia §1: the flag names the socket; our own flag beats it."""
     socket = {"KUBELET_SOCKET": "/data/kubelet/device-plugins/kubelet.sock"}
 
     assert load_text(environment=socket).settings.kubelet.directory == "/data/kubelet"
@@ -106,7 +106,7 @@ def test_the_kubelets_socket_says_where_its_directory_is(load_text: Load, proble
 
 @pytest.mark.parametrize(("text", "enabled"), [("", (False, True)), ("true", (True, True)), ("false", (False, False))])
 def test_a_variable_that_two_plugins_know_sets_both(load_text: Load, text: str, enabled: tuple[bool, bool]) -> None:
-    """nvidia contract §1 and volcano-vgpu contract §5.3: one name, two defaults."""
+    """nvidia §1 and volcano-vgpu §5.3: one name, two defaults."""
     settings = load_text(environment={"GDRCOPY_ENABLED": text}).settings
 
     assert (settings.plugin.gdrcopy_enabled, settings.volcano_vgpu.gdrcopy_enabled) == enabled
@@ -114,7 +114,7 @@ def test_a_variable_that_two_plugins_know_sets_both(load_text: Load, text: str, 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("T", True), ("False", False), ("0", False), ("f", False)])
 def test_a_variable_of_nvidias_plugin_is_read_as_go_reads_it(load_text: Load, text: str, value: object) -> None:
-    """nvidia contract §1: PASS_DEVICE_SPECS comes from manifests that were written for strconv.ParseBool."""
+    """nvidia §1: PASS_DEVICE_SPECS comes from manifests that were written for strconv.ParseBool."""
     assert load_text(environment={"PASS_DEVICE_SPECS": text}).settings.plugin.pass_device_specs is value
 
 

@@ -1,4 +1,4 @@
-"""The configuration files of volcano-vgpu-device-plugin (volcano-vgpu contract §5)."""
+"""The configuration files of volcano-vgpu-device-plugin (volcano-vgpu §5)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from vgpu_agent.config.load import Contents, Sources, load_contents
     ],
 )
 def test_health_checks_that_mean_nothing_are_warned_of(load_text: Load, text: str, warnings: tuple[str, ...]) -> None:
-    """nvidia contract §10.1 ignores junk in silence; ignoring it is right, silence is not."""
+    """nvidia §10.1 ignores junk in silence; ignoring it is right, silence is not."""
     loaded = load_text(f'version: v1\ngpu:\n  disableHealthChecks: "{text}"\n')
 
     assert loaded.warnings == warnings

@@ -1,4 +1,4 @@
-"""The list strategies against the answers of the nvidia contract (§17.2), down to the bytes that kubelet reads."""
+"""The list strategies against the answers of nvidia §17.2, down to the bytes that kubelet reads."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ def _minors(proc_root: Path) -> Path:
 
 
 def test_an_instance_has_two_nodes() -> None:
-    """nvidia contract §4 and §17: GPU instance 7 of the GPU with minor 1 is 201, its compute instance 202."""
+    """nvidia §4 and §17: GPU instance 7 of the GPU with minor 1 is 201, its compute instance 202."""
     assert parse(WHOLE, "mig-minors").nodes(1, 7, 0) == (NODES, "")
 
 
 def test_the_numbers_of_a_simulated_driver(tmp_path: Path) -> None:
-    """nvidia contract A18: M3 is GPU instance 10 of minor 1, so 228 and 229."""
+    """nvidia A18: M3 is GPU instance 10 of minor 1, so 228 and 229."""
     node = simulated_node(tmp_path, gpus=2)
 
     nodes, trouble = Capabilities(node.directory / "proc").read().nodes(1, 10, 0)

@@ -77,14 +77,14 @@ async def never_asked(_: GpuSettings) -> tuple[str, ...] | None:
 async def test_auto_goes_by_the_files_of_the_node_and_then_by_nvml(
     tmp_path: Path, files: dict[str, str], names: Names, integrated: bool
 ) -> None:
-    """nvidia contract §9: WSL through NVML; Tegra files without NVML, or integrated GPUs only, are Tegra; the rest is NVML's."""
+    """nvidia §9: WSL through NVML; Tegra files without NVML, or integrated GPUs only, are Tegra; the rest is NVML's."""
     settings = await asyncio.to_thread(lambda: tree(tmp_path, **files))
     found = await discover(settings, simulated=False, names=names)
     assert (found.integrated, found.doubt) == (integrated, "")
 
 
 async def test_a_directory_is_no_sign(tmp_path: Path) -> None:
-    """nvidia contract §9: files are meant; what a failed mount leaves behind is a directory."""
+    """nvidia §9: files are meant; what a failed mount leaves behind is a directory."""
     await asyncio.to_thread((tmp_path / RELEASE).mkdir, parents=True)
     await asyncio.to_thread((tmp_path / SOC).mkdir, parents=True)
     assert not (await discover(tree(tmp_path), simulated=False, names=never_asked)).integrated
@@ -98,7 +98,7 @@ async def test_a_root_that_cannot_be_looked_into_is_no_sign(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("error", [DriverMissingError("NVML code 9"), NvmlHungError("the NVIDIA driver hangs")])
 async def test_a_driver_that_does_not_answer_is_waited_for_and_named_with_the_way_out(tmp_path: Path, error: Exception) -> None:
-    """nvidia contract §9: there is NVML, so it is NVML's; whoever knows better can say so."""
+    """nvidia §9: there is NVML, so it is NVML's; whoever knows better can say so."""
 
     async def fails(_: GpuSettings) -> tuple[str, ...] | None:
         raise error
@@ -115,14 +115,14 @@ async def test_a_driver_that_does_not_answer_is_waited_for_and_named_with_the_wa
 async def test_nvml_that_was_asked_for_and_simulated_gpus_are_not_looked_into(
     tmp_path: Path, changes: dict[str, Any], simulated: bool
 ) -> None:
-    """nvidia contract §1: ``nvml`` is what it says; simulated GPUs have an NVML, whatever the node of the simulation is."""
+    """nvidia §1: ``nvml`` is what it says; simulated GPUs have an NVML, whatever the node of the simulation is."""
     tree(tmp_path, release="# R36")
     settings = GpuSettings(driver_root=str(tmp_path), **changes)
     assert not (await discover(settings, simulated=simulated, names=never_asked)).integrated
 
 
 async def test_tegra_that_was_asked_for_is_offered_and_doubted_where_nothing_shows_it(tmp_path: Path) -> None:
-    """nvidia contract §1: ``tegra`` needs no files, as upstream; but a node without them is probably none, and somebody should know."""
+    """nvidia §1: ``tegra`` needs no files, as upstream; but a node without them is probably none, and somebody should know."""
     settings = GpuSettings(discovery="tegra", driver_root=str(tmp_path), sysfs_root=str(tmp_path / "sys"))
     doubtful = await discover(settings, simulated=False, names=never_asked)
     tree(tmp_path, soc="Tegra\n")
@@ -157,7 +157,7 @@ async def test_the_source_is_chosen_once_by_what_was_found(tmp_path: Path) -> No
 
 
 async def test_there_is_one_gpu_of_which_nothing_is_known(tmp_path: Path) -> None:
-    """nvidia contract §4 and §10: id ``tegra``, no memory, no device node, no NUMA node, no health but that it is there."""
+    """nvidia §4 and §10: id ``tegra``, no memory, no device node, no NUMA node, no health but that it is there."""
     journal = Journal()
     gpus = IntegratedGpu(GpuSettings(driver_root=str(tmp_path)), journal)
     await gpus.start()

@@ -52,7 +52,7 @@ def test_every_fact_of_a_gpu_is_read(node: SimulatedNode, nvml: Nvml) -> None:
 
 
 def test_mig_instances_are_read_with_their_ids_and_profiles(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia contract §4: index j of ``i:j``, the MIG UUID, GI and CI ids, and NVML's name of the profile."""
+    """nvidia §4: index j of ``i:j``, the MIG UUID, GI and CI ids, and NVML's name of the profile."""
     node.set_mig(0, ["3g.40gb", "1g.10gb"])
 
     gpu = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards[0].gpu
@@ -109,7 +109,7 @@ def test_a_gpu_without_a_device_node_is_read_all_the_same(node: SimulatedNode, n
 
 
 def test_a_display_card_is_skipped(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia contract §3: the graphics card of a DGX Station is not for work, and not a failure."""
+    """nvidia §3: the graphics card of a DGX Station is not for work, and not a failure."""
     node.state.gpus[1].name = b"NVIDIA DGX Display"
 
     reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
@@ -139,7 +139,7 @@ def test_without_a_count_there_is_no_reading(node: SimulatedNode, nvml: Nvml) ->
 
 
 def test_numa_nodes_come_from_sysfs(tmp_path: Path) -> None:
-    """nvidia contract §4: the number in ``numa_node``."""
+    """nvidia §4: the number in ``numa_node``."""
     assert _numa_file(tmp_path, "1\n").node(ADDRESS) == (1, "")
 
 
@@ -184,7 +184,7 @@ def test_a_change_of_what_is_wrong_is_said_again(tmp_path: Path) -> None:
     ],
 )
 def test_bus_ids_are_written_as_sysfs_writes_them(bus_id: str | bytes, address: str) -> None:
-    """nvidia contract §4: lower case, and a domain cut from eight digits to four."""
+    """nvidia §4: lower case, and a domain cut from eight digits to four."""
     assert sysfs_address(bus_id) == address
 
 

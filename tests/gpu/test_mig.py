@@ -50,7 +50,7 @@ class CutDuring(Nvml):
 
 
 def test_the_facts_of_instances(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia contract §3 and §4: profile, slices of GPU and compute instance, ids, and the nodes that open them."""
+    """nvidia §3 and §4: profile, slices of GPU and compute instance, ids, and the nodes that open them."""
     node.set_mig(0, ["3g.40gb", "1c.2g.20gb", "1g.10gb+me"])
 
     instances = _read(node, nvml).instances
@@ -66,7 +66,7 @@ def test_the_facts_of_instances(node: SimulatedNode, nvml: Nvml) -> None:
 
 
 def test_capability_numbers_go_by_the_minor(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia contract §4: NVML's index moves when a card is pulled, the minor and the nodes do not."""
+    """nvidia §4: NVML's index moves when a card is pulled, the minor and the nodes do not."""
     node.set_mig(2, ["7g.80gb"])
     before = _reading(node, nvml).cards[2].gpu.mig_instances[0].capability_nodes
     node.unplug(0)
@@ -290,5 +290,5 @@ def test_profile_names_are_nvmls_where_it_has_one() -> None:
 def test_profile_names_follow_nvidias_formula_elsewhere(
     slices: int, compute: int, memory_mib: int, gpu_memory_mib: int, profile: str
 ) -> None:
-    """nvidia contract §3: round(ceil(8·MIG/total)/8 · total GiB); A100-40GB 1g with 4864 of 40960 MiB is 1g.5gb."""
+    """nvidia §3: round(ceil(8·MIG/total)/8 · total GiB); A100-40GB 1g with 4864 of 40960 MiB is 1g.5gb."""
     assert mig.profile_name("Old driver's name", slices, compute, memory_mib, gpu_memory_mib) == profile

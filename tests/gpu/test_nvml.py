@@ -57,7 +57,7 @@ def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("directory", ["usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"])
 def test_a_library_below_the_driver_root_is_found(node: SimulatedNode, tmp_path: Path, directory: str) -> None:
-    """nvidia contract §9: the usual directories; here the library finds no driver behind it, which proves that it was loaded."""
+    """nvidia §9: the usual directories; here the library finds no driver behind it, which proves that it was loaded."""
     from vgpu_agent.sim.build import build
 
     assert node
@@ -161,7 +161,7 @@ def test_an_event_of_a_lost_gpu_is_attributed_by_its_handle(node: SimulatedNode,
 
 
 def test_an_event_that_nobody_can_place_has_no_gpu(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia contract §10.6, not copied: it does not stand for every GPU."""
+    """nvidia §10.6, not copied: it does not stand for every GPU."""
     handle = nvml.handle(1)
     events = nvml.create_event_set()
     nvml.register(handle, events)

@@ -26,7 +26,7 @@ def test_every_pair_is_read_in_both_directions(node: SimulatedNode, nvml: Nvml) 
 
 
 def test_a_gpu_that_is_lost_meanwhile_costs_only_its_own_pairs(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia contract §18.4: topology never fails for the others."""
+    """nvidia D4: topology never fails for the others."""
     cards = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards
     node.lose(3)
 

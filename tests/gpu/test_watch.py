@@ -230,7 +230,7 @@ async def test_events_are_heard_after_the_driver_was_opened_anew(node: Simulated
 
 
 async def test_a_card_without_events_is_polled_all_the_same(node: SimulatedNode) -> None:
-    """nvidia contract §10.5: NOT_SUPPORTED at registration is a warning, and the GPU is Healthy."""
+    """nvidia §10.5: NOT_SUPPORTED at registration is a warning, and the GPU is Healthy."""
     node.fault("nvmlDeviceRegisterEvents", gpu=0, code=3)
 
     async with watching(node) as watched:
@@ -240,7 +240,7 @@ async def test_a_card_without_events_is_polled_all_the_same(node: SimulatedNode)
 
 
 async def test_an_event_that_nobody_can_place_may_have_hit_any_gpu(node: SimulatedNode) -> None:
-    """nvidia contract §10.6: an error that counts is not lost because the driver does not name its GPU; all recover by good answers."""
+    """nvidia §10.6: an error that counts is not lost because the driver does not name its GPU; all recover by good answers."""
     async with watching(node, quiet=0.3) as watched:
         watched.watch._on_event(DeviceEvent(gpu="", xid=48))
         assert not any(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)
@@ -258,7 +258,7 @@ async def test_an_event_of_a_card_that_is_not_for_work_hits_nobody(node: Simulat
 
 
 async def test_a_broken_event_queue_makes_no_gpu_unhealthy(node: SimulatedNode) -> None:
-    """nvidia contract §10.6, not copied: an error of the wait means one poll and a new queue, not a dead node."""
+    """nvidia §10.6, not copied: an error of the wait means one poll and a new queue, not a dead node."""
     async with watching(node) as watched:
         node.fault("nvmlEventSetWait", code=UNKNOWN, times=1)
         await watched.recorded("nvml.events_failed")

@@ -105,7 +105,7 @@ async def test_a_slice_that_does_not_answer_is_unhealthy_until_it_does(node: Sim
 
 
 async def test_a_lost_gpu_keeps_its_slices(node: SimulatedNode) -> None:
-    """nvidia contract §10.8 is not copied: a GPU that falls off the bus takes its slices along, Unhealthy, and they come back with it."""
+    """nvidia §10.8 is not copied: a GPU that falls off the bus takes its slices along, Unhealthy, and they come back with it."""
     await asyncio.to_thread(node.set_mig, 1, ["3g.40gb", "2g.20gb"])
     async with watching(node) as watched:
         node.lose(1)

@@ -46,7 +46,7 @@ def test_enabling_beats_disabling() -> None:
 
 
 def test_all_disabled_and_one_enabled_watches_that_one() -> None:
-    """nvidia:§17.4-7, nvidia:D3: DISABLE all, ENABLE 79: the original watches nothing, a bug (§18.3); we watch only 79."""
+    """nvidia:§17.4-7, nvidia:D3: DISABLE all, ENABLE 79: the original watches nothing, a bug; we watch only 79."""
     assert _row("all", "79") == (True, False, False, True)
 
 
@@ -57,7 +57,7 @@ def test_all_disabled_and_all_enabled_watches_all() -> None:
 
 @pytest.mark.parametrize("code", [13, 31, 43, 45, 68, 109])
 def test_the_default_list_is_nvidias(code: int) -> None:
-    """nvidia contract §10.2: exactly these are ignored, and only they."""
+    """nvidia §10.2: exactly these are ignored, and only they."""
     assert code in IGNORED_BY_DEFAULT
     assert len(IGNORED_BY_DEFAULT) == 6
 

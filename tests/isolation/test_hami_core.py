@@ -1,4 +1,4 @@
-"""The backend hami-core, by the golden vectors of the volcano-vgpu contract."""
+"""The backend hami-core, by the golden vectors in volcano-vgpu §10."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKEND = HamiCore(H, LIBRARY)
 
 
 def target(*shares: tuple[Gpu, int, int], environment: frozenset[str] = frozenset(), **more: bool) -> Target:
-    """G4's container, with (GPU, MiB, percent)."""
+    """The container of volcano-vgpu G4, with (GPU, MiB, percent)."""
     return Target(
         "uid-p1",
         "main",
@@ -55,7 +55,7 @@ def test_one_card_gets_exactly_the_golden_environment() -> None:
 
 def test_the_golden_mounts_without_the_directories() -> None:
     """volcano-vgpu:G4, with the library under its own name, and the region where a program without its environment looks, too (hami-core
-    contract §0.3 fact 2). G4's mounts of /tmp/vgpu and /tmp/vgpulock are left out on purpose: what a container can write is never a
+    §0.3.2). The mounts of /tmp/vgpu and /tmp/vgpulock are left out on purpose: what a container can write is never a
     directory of the host, since it could put a link in the place of the region, which is mounted at the next start. Fact 3: the library
     needs no writable directory.
     """
@@ -100,7 +100,7 @@ def test_bus_ids_are_compared_as_numbers() -> None:
 
 
 def test_a_pod_that_turns_the_library_off_is_not_preloaded() -> None:
-    """volcano-vgpu contract §4.1: the variable's name is enough, whatever its value, where the operator lets it count."""
+    """volcano-vgpu §4.1: the variable's name is enough, whatever its value, where the operator lets it count."""
     wanted = target((U1, 3000, 50), environment=frozenset({"CUDA_DISABLE_CONTROL"}))
     honoring = dataclasses.replace(BACKEND, disable_variable="honor").provision(wanted)
     without = [mount for mount in BACKEND.provision(wanted).edits.mounts if mount.container_path != "/etc/ld.so.preload"]
@@ -120,7 +120,7 @@ def test_a_spec_sets_all_that_a_limit_depends_on() -> None:
 
 
 def test_a_whole_card_is_limited_to_its_memory() -> None:
-    """A limit of 0 would be none, and the program would see a card without memory (hami-core contract §0.3 fact 5)."""
+    """A limit of 0 would be none, and the program would see a card without memory (hami-core §0.3.5)."""
     wanted = target((U1, 0, 0))
     assert BACKEND.provision(wanted).edits.environment["CUDA_DEVICE_MEMORY_LIMIT_0"] == "24576m"
     assert BACKEND.provision(wanted).edits.environment["CUDA_DEVICE_SM_LIMIT"] == "0"
@@ -146,7 +146,7 @@ def test_two_shares_of_one_card_are_one_limit() -> None:
 
 
 def test_oversubscription_is_told() -> None:
-    """volcano-vgpu contract §4.1; the library does not read it, programs may."""
+    """volcano-vgpu §4.1; the library does not read it, programs may."""
     assert BACKEND.provision(target((U1, 3000, 50), oversubscribed=True)).edits.environment["CUDA_OVERSUBSCRIBE"] == "true"
 
 

@@ -1,4 +1,4 @@
-"""The bytes of the shared region, read with the offsets of the hami-core contract, §2.2, layout 1.2."""
+"""The bytes of the shared region, read with the offsets of hami-core §2.2, layout 1.2."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_there_are_no_processes_yet() -> None:
 
 
 def test_the_limiter_is_on_from_the_start() -> None:
-    """utilization_switch 1, recent_kernel 2, priority 1; nobody would turn it on later (fact 8)."""
+    """utilization_switch 1, recent_kernel 2, priority 1; nobody would turn it on later (hami-core §0.3.8)."""
     assert numbers(whole(region(LIMITS)), "iiiQ", 2_008_900) == (1, 2, 1, 0)
 
 

@@ -91,7 +91,7 @@ def test_a_number_of_devices_that_cannot_be() -> None:
 
 
 def test_processes_that_are_gone_do_not_count() -> None:
-    """One that was killed leaves status 1 and all its memory behind (contract §2.4)."""
+    """One that was killed leaves status 1 and all its memory behind (hami-core §2.4)."""
     content = v1([Device(U0)], [Slot({0: 100}, {0: 10}, pid=7, hostpid=4007), Slot({0: 1}, {0: 2}, pid=8, hostpid=4008)])
     found = read(content, is_alive=lambda hostpid, pid: (hostpid, pid) == (4008, 8))
     assert found == RegionUse((DeviceUse(0, U0, 1, 0, 2, 100),), 0, 1)

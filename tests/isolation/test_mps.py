@@ -1,4 +1,4 @@
-"""MPS as plain values, against the golden vectors of the nvidia contract (§11, §17)."""
+"""MPS as plain values, against nvidia §11 and the golden vectors of nvidia §17."""
 
 from __future__ import annotations
 

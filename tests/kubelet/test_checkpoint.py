@@ -1,4 +1,4 @@
-"""kubelet's checkpoint in every state that a file can be in (kubelet contract §9)."""
+"""kubelet's checkpoint in every state that a file can be in (kubelet §9)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_contracts_sample_is_understood() -> None:
-    """Pod UID, container, resource, ids, and the answer that was once given, which is golden vector §17 envvar."""
+    """Pod UID, container, resource, ids, and the answer that was once given, which is the golden vector envvar of kubelet §17."""
     (entry,) = _parse(SAMPLE)
 
     assert (entry.pod_uid, entry.container_name, entry.resource_name) == ("11111111-2222-3333-4444-555555555555", "train", "nvidia.com/gpu")

@@ -1,4 +1,4 @@
-"""The bytes that kubelet reads and writes: golden vectors of the kubelet contract §17, and agreement with Google's encoder."""
+"""The bytes that kubelet reads and writes: golden vectors of kubelet §17, and agreement with Google's encoder."""
 
 from __future__ import annotations
 
@@ -50,35 +50,35 @@ def _google_answer(encoded: bytes) -> google.ContainerAllocateResponse:
 
 
 def test_register_is_the_golden_bytes() -> None:
-    """Kubelet contract §17, Register (46 bytes)."""
+    """kubelet §17, Register (46 bytes)."""
     encoded = codec.encode_register(endpoint="nvidia-gpu.sock", resource="nvidia.com/gpu", pre_start_required=False)
 
     assert (len(encoded), encoded.hex()) == (46, GOLDEN_REGISTER)
 
 
 def test_a_healthy_list_is_the_golden_bytes() -> None:
-    """Kubelet contract §17, ListAndWatch (116 bytes): NUMA node 0 is an empty element ``1a 02 0a 00``, not a missing one."""
+    """kubelet §17, ListAndWatch (116 bytes): NUMA node 0 is an empty element ``1a 02 0a 00``, not a missing one."""
     encoded = _list_of(*(ListedDevice(device, healthy=True) for device in GPUS))
 
     assert (len(encoded), encoded.hex()) == (116, GOLDEN_LIST)
 
 
 def test_an_environment_answer_is_the_golden_bytes() -> None:
-    """Kubelet contract §17, ContainerAllocateResponse envvar [U0], as kubelet stores it in its checkpoint."""
+    """kubelet §17, ContainerAllocateResponse envvar [U0], as kubelet stores it in its checkpoint."""
     answer = _google_answer(codec.encode_allocate([Edits(environment={"NVIDIA_VISIBLE_DEVICES": U0})]))
 
     assert base64.b64encode(answer.SerializeToString()).decode() == GOLDEN_ENVVAR
 
 
 def test_a_cdi_answer_is_the_golden_bytes() -> None:
-    """Kubelet contract §17, cdi-cri [U0]."""
+    """kubelet §17, cdi-cri [U0]."""
     answer = _google_answer(codec.encode_allocate([Edits(cdi_names=(f"k8s.device-plugin.nvidia.com/gpu={U0}",))]))
 
     assert base64.b64encode(answer.SerializeToString()).decode() == GOLDEN_CDI
 
 
 def test_an_answer_with_mounts_says_what_the_golden_one_says() -> None:
-    """Kubelet contract §17, MPS [U0] (219 bytes); compared as messages, because the order in a map is not fixed."""
+    """kubelet §17, MPS [U0] (219 bytes); compared as messages, because the order in a map is not fixed."""
     edits = Edits(
         environment={"NVIDIA_VISIBLE_DEVICES": U0, "CUDA_MPS_PIPE_DIRECTORY": "/mps/nvidia.com/gpu/pipe"},
         mounts=(
@@ -204,7 +204,7 @@ def test_a_flipped_device_changes_one_piece_of_the_list() -> None:
 
 
 def test_a_list_above_the_budget_is_refused_with_the_factor_that_fits() -> None:
-    """Kubelet contract V13: 70,000 ids of 65 bytes are refused with clear text; the number that it names does fit."""
+    """kubelet V13: 70,000 ids of 65 bytes are refused with clear text; the number that it names does fit."""
     resource = Resource("nvidia.com/gpu", "nvidia", _ids_of_65_bytes(8750))
 
     with pytest.raises(ConfigError) as refusal:
@@ -260,7 +260,7 @@ def test_a_preference_request_is_understood() -> None:
 
 
 def test_one_container_in_two_entries_is_united() -> None:
-    """Kubelet contract V11: one entry for each NUMA node becomes one holding; other containers and resources stay apart."""
+    """kubelet V11: one entry for each NUMA node becomes one holding; other containers and resources stay apart."""
     response = google_resources.ListPodResourcesResponse()
     container = response.pod_resources.add(name="p", namespace="ns").containers.add(name="c")
     container.devices.add(resource_name="r", device_ids=["a", "b"]).topology.nodes.add(id=0)

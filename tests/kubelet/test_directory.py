@@ -87,7 +87,7 @@ async def test_a_new_kubelet_socket_is_seen_at_once(watched: Watched) -> None:
 
 
 async def test_a_kubelet_restart_is_another_socket_of_the_same_name(watched: Watched) -> None:
-    """Vanishing and coming back is one restart (kubelet contract §3)."""
+    """Vanishing and coming back is one restart (kubelet §3)."""
     with sockets.bind(watched.path / "kubelet.sock"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
     (watched.path / "kubelet.sock").unlink()
@@ -117,7 +117,7 @@ async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -
 
 
 async def test_a_deleted_socket_of_ours_is_seen(watched: Watched) -> None:
-    """The server behind a deleted socket file would never notice by itself (kubelet contract V4)."""
+    """The server behind a deleted socket file would never notice by itself (kubelet V4)."""
     with sockets.bind(watched.path / "ours.sock"):
         await watched.until(lambda: "ours.sock" in watched.state.sockets)
         (watched.path / "ours.sock").unlink()
@@ -157,7 +157,7 @@ async def test_a_directory_that_is_replaced_is_watched_again(watched: Watched) -
 
 
 async def test_a_directory_that_does_not_exist_yet_is_waited_for(directory: Path) -> None:
-    """The agent may be earlier than kubelet's first start on the node (kubelet contract V14)."""
+    """The agent may be earlier than kubelet's first start on the node (kubelet V14)."""
     watched = Watched(directory / "new" / "device-plugins", SLOW_POLL_SECONDS)
     await watched.started()
     watched.path.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Asking kubelet about one pod: quick, but not always possible, and never more often than kubelet allows (kubelet contract §13)."""
+"""Asking kubelet about one pod: quick, but not always possible, and never more often than kubelet allows (kubelet §13)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_after_a_refused_get_list_waits_a_moment_and_is_answered(kubelet: 
 
 
 async def test_a_busy_kubelet_is_not_asked_about_one_pod_either(kubelet: SimulatedKubelet, pod_resources: PodResources) -> None:
-    """Kubelet contract V12: all questions share the pause."""
+    """kubelet V12: all questions share the pause."""
     kubelet.faults.exhausted_lists = 1
     with pytest.raises(KubeletBusyError):
         await pod_resources.list()

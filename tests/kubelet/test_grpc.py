@@ -24,7 +24,7 @@ from vgpu_agent.kubelet import grpc as room
 
 
 async def test_a_call_moves_bytes_both_ways(served: Served) -> None:
-    """Megabytes as well: kubelet's GetPreferredAllocation has no limit on our side (kubelet contract §10)."""
+    """Megabytes as well: kubelet's GetPreferredAllocation has no limit on our side (kubelet §10)."""
     request = b"x" * 5_000_000
 
     assert await served.channel.unary_unary(ECHO)(b"", timeout=PATIENCE_SECONDS) == b""

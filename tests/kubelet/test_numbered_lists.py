@@ -88,7 +88,7 @@ async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
 
 
 def test_too_many_numbered_ids_name_the_setting() -> None:
-    """Kubelet contract V13 in the words of whoever set the unit, instead of replicas."""
+    """kubelet V13 in the words of whoever set the unit, instead of replicas."""
     resource = Resource(MEMORY, "volcano-vgpu", NumberedIds((IdBlock("m-", 50_000, U0),)), unit="volcanoVgpu.gpuMemoryFactor")
 
     with pytest.raises(ConfigError) as refusal:

@@ -86,7 +86,7 @@ async def test_a_stream_begins_with_the_complete_list(asked: Asked) -> None:
 
 @pytest.mark.looptime
 async def test_a_failing_gpu_is_exactly_one_message_with_all_its_ids(asked: Asked) -> None:
-    """Kubelet contract V7, kubelet side: one message, four ids Unhealthy, the other GPU's untouched."""
+    """kubelet V7, kubelet side: one message, four ids Unhealthy, the other GPU's untouched."""
     async with asked.stream() as received:
         asked.backend.lose(U1)
         await asyncio.sleep(60)
@@ -109,7 +109,7 @@ async def test_whoever_follows_the_lists_hears_of_each_and_of_the_end(asked: Ask
 
 @pytest.mark.looptime
 async def test_a_lost_gpu_stays_in_the_list(asked: Asked) -> None:
-    """Kubelet contract V16, kubelet side: no id disappears; an absent id would be shown as Healthy in the pod's status."""
+    """kubelet V16, kubelet side: no id disappears; an absent id would be shown as Healthy in the pod's status."""
     async with asked.stream() as received:
         asked.backend.lose(U1)
         await asyncio.sleep(60)
@@ -146,7 +146,7 @@ async def test_a_list_that_says_the_same_is_not_sent_again(asked: Asked) -> None
 
 @pytest.mark.looptime
 async def test_two_streams_do_not_share_what_was_sent(asked: Asked) -> None:
-    """Kubelet contract §4: a second stream of the same endpoint gets its own complete list, and both get each change."""
+    """kubelet §4: a second stream of the same endpoint gets its own complete list, and both get each change."""
     async with asked.stream() as first:
         await asyncio.sleep(60)
         async with asked.stream() as second:
@@ -163,7 +163,7 @@ async def test_two_streams_do_not_share_what_was_sent(asked: Asked) -> None:
 
 @pytest.mark.looptime
 async def test_an_empty_list_is_sent(asked: Asked) -> None:
-    """Legal, and the only way to say that nothing is left (kubelet contract §4)."""
+    """Legal, and the only way to say that nothing is left (kubelet §4)."""
     asked.backend.resources["nvidia.com/gpu.shared"] = Resource("nvidia.com/gpu.shared", "nvidia", ())
 
     async with asked.stream() as received:
@@ -187,7 +187,7 @@ async def test_streams_return_when_they_are_told_to_end(asked: Asked) -> None:
 
 @pytest.mark.parametrize("pre_start_required", [True, False])
 async def test_options_say_what_the_resource_needs(pre_start_required: bool) -> None:
-    """kubelet believes these options and not those of Register (kubelet contract §2)."""
+    """kubelet believes these options and not those of Register (kubelet §2)."""
     asked = Asked(shared_resource(pre_start_required=pre_start_required))
 
     options = await asked.call("GetDevicePluginOptions", b"", google.DevicePluginOptions.FromString)
@@ -206,12 +206,12 @@ async def test_allocate_answers_with_the_edits(asked: Asked) -> None:
 
 
 async def test_the_same_ids_get_the_same_answer(asked: Asked) -> None:
-    """Kubelet contract V15, kubelet side: a pod that is admitted again is not a new pod."""
+    """kubelet V15, kubelet side: a pod that is admitted again is not a new pod."""
     assert await asked.allocate(f"{U0}::0") == await asked.allocate(f"{U0}::0")
 
 
 async def test_a_refused_allocate_is_counted_and_passed_on(asked: Asked) -> None:
-    """Kubelet contract V8, kubelet side: the backend's error, its text unchanged."""
+    """kubelet V8, kubelet side: the backend's error, its text unchanged."""
     asked.backend.failure = UnknownDeviceError("unknown id x")
 
     with pytest.raises(UnknownDeviceError, match="unknown id x"):
@@ -259,7 +259,7 @@ async def test_the_backends_preference_is_passed_on(asked: Asked) -> None:
 
 @pytest.mark.parametrize("failure", [CapacityError("no"), ValueError("a bug")])
 async def test_a_preference_never_fails(asked: Asked, failure: Exception) -> None:
-    """An error would fail the pod (kubelet contract §6); kubelet's own rule is answered instead, and the log knows."""
+    """An error would fail the pod (kubelet §6); kubelet's own rule is answered instead, and the log knows."""
     asked.backend.failure = failure
 
     with capture_logs() as lines:
@@ -292,7 +292,7 @@ async def test_a_malformed_preference_request_is_answered_with_nothing(asked: As
 
 
 async def test_a_preference_among_100_000_ids_takes_less_than_a_second(asked: Asked) -> None:
-    """Kubelet contract V9: decoding, choosing and checking, without the socket."""
+    """kubelet V9: decoding, choosing and checking, without the socket."""
     available = [f"{U0}::{number}" for number in range(100_000)]
     request = google.PreferredAllocationRequest()
     request.container_requests.add(available_device_ids=available, allocation_size=2)

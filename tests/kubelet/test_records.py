@@ -1,4 +1,4 @@
-"""kubelet's two records as one picture, and what remains of it when one of them fails (kubelet contract §13)."""
+"""kubelet's two records as one picture, and what remains of it when one of them fails (kubelet §13)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def _admitted(kubelet: SimulatedKubelet, node: Node) -> str:
 
 
 async def test_both_sources_make_the_whole_picture(kubelet: SimulatedKubelet, node: Node, pod_resources: PodResources) -> None:
-    """Kubelet contract V11 through the socket: one List entry an id, on two NUMA nodes, and one holding."""
+    """kubelet V11 through the socket: one List entry an id, on two NUMA nodes, and one holding."""
     uid = await _admitted(kubelet, node)
 
     records = await read_records(pod_resources, node.settings.checkpoint_path)
@@ -117,7 +117,7 @@ async def test_both_sources_make_the_whole_picture(kubelet: SimulatedKubelet, no
 
 
 async def test_a_busy_kubelet_is_left_alone_for_a_while(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V12: RESOURCE_EXHAUSTED means pauses that grow, without a call in between; the service goes on."""
+    """kubelet V12: RESOURCE_EXHAUSTED means pauses that grow, without a call in between; the service goes on."""
     now = 100.0
     client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS, clock=lambda: now)
     await _admitted(kubelet, node)
@@ -188,7 +188,7 @@ async def test_a_kubelet_without_the_api_is_explained(kubelet: SimulatedKubelet)
 
 
 async def test_what_can_be_allocated_is_every_healthy_id(kubelet: SimulatedKubelet, node: Node, pod_resources: PodResources) -> None:
-    """Kubelet contract §13: held or not, by resource; ids of an unhealthy GPU are left out."""
+    """kubelet §13: held or not, by resource; ids of an unhealthy GPU are left out."""
     backend = FakeBackend(shared_resource())
     node.offer(shared_resource(), backend)
     await kubelet.until(lambda: kubelet.resource(R).allocatable == 8)
@@ -212,7 +212,7 @@ async def test_a_kubelet_that_does_not_tell_what_can_be_allocated(kubelet: Simul
 
 
 async def test_what_can_be_allocated_is_not_asked_of_a_busy_kubelet(kubelet: SimulatedKubelet, pod_resources: PodResources) -> None:
-    """Kubelet contract V12: both questions share the pause."""
+    """kubelet V12: both questions share the pause."""
     kubelet.faults.exhausted_lists = 1
     with pytest.raises(KubeletBusyError):
         await pod_resources.list()

@@ -1,4 +1,4 @@
-"""When a device plugin registers again, when it must not, and what is said about it (kubelet contract V6)."""
+"""When a device plugin registers again, when it must not, and what is said about it (kubelet V6)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _sockets(kubelet: SimulatedKubelet) -> list[str]:
 
 
 async def test_a_refusing_kubelet_is_asked_once(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V6: one Register, state failed with kubelet's words, no tight loop, no socket left."""
+    """kubelet V6: one Register, state failed with kubelet's words, no tight loop, no socket left."""
     kubelet.faults.refuse_version = True
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
 
@@ -45,7 +45,7 @@ async def test_a_refusing_kubelet_is_asked_once(kubelet: SimulatedKubelet, node:
 
 
 async def test_a_refused_resource_waits_for_another_kubelet(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V6: a newer kubelet in its place may take it; until then the state and its error stay."""
+    """kubelet V6: a newer kubelet in its place may take it; until then the state and its error stay."""
     kubelet.faults.refuse_version = True
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await kubelet.until(lambda: plugin.status.state is PluginState.FAILED)
@@ -64,7 +64,7 @@ async def test_a_refused_resource_waits_for_another_kubelet(kubelet: SimulatedKu
 
 
 async def test_another_kubelet_that_refuses_as_well_is_asked_once(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V6: one Register for each kubelet."""
+    """kubelet V6: one Register for each kubelet."""
     kubelet.faults.refuse_version = True
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await kubelet.until(lambda: plugin.status.state is PluginState.FAILED)

@@ -1,4 +1,4 @@
-"""The life of a device plugin beside a kubelet that restarts, forgets, refuses and dawdles (kubelet contract V1 to V17)."""
+"""The life of a device plugin beside a kubelet that restarts, forgets, refuses and dawdles (kubelet V1 to V17)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _sockets(kubelet: SimulatedKubelet) -> list[str]:
 
 
 async def test_a_resource_is_served_registered_and_listed(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V1: kubelet asks for the options while our Register is pending, and gets them."""
+    """kubelet V1: kubelet asks for the options while our Register is pending, and gets them."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
 
     await _all_offered(kubelet)
@@ -70,7 +70,7 @@ async def test_the_socket_is_for_root_alone(kubelet: SimulatedKubelet, node: Nod
 
 
 async def test_kubelets_return_is_a_new_socket_and_one_register(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V2: sockets wiped, kubelet.sock made anew; the full list is back at once, on a socket of another name."""
+    """kubelet V2: sockets wiped, kubelet.sock made anew; the full list is back at once, on a socket of another name."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     before = len(kubelet.called("Register"))
@@ -118,7 +118,7 @@ async def test_two_quick_restarts_end_with_one_registration(kubelet: SimulatedKu
 
 
 async def test_a_cancelled_stream_leads_to_a_new_registration(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V3: socket files untouched, only the stream is gone."""
+    """kubelet V3: socket files untouched, only the stream is gone."""
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
 
@@ -129,7 +129,7 @@ async def test_a_cancelled_stream_leads_to_a_new_registration(kubelet: Simulated
 
 
 async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V4: only our own socket file goes; the server behind it would never notice."""
+    """kubelet V4: only our own socket file goes; the server behind it would never notice."""
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     (name,) = _sockets(kubelet)
@@ -143,7 +143,7 @@ async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, no
 
 
 async def test_two_agents_with_one_resource_do_not_disturb_each_other(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V5: unique endpoints; the later registration's list is equal to the first."""
+    """kubelet V5: unique endpoints; the later registration's list is equal to the first."""
     first = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await kubelet.until(lambda: first.status.ready)
     second = node.offer(shared_resource(), FakeBackend(shared_resource()))
@@ -169,7 +169,7 @@ async def test_allocate_goes_to_the_backend_and_back(kubelet: SimulatedKubelet, 
 
 
 async def test_an_unknown_id_fails_the_pod_with_our_text(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V8, kubelet side: a gRPC error with the backend's words; the stream and the next pod are not disturbed."""
+    """kubelet V8, kubelet side: a gRPC error with the backend's words; the stream and the next pod are not disturbed."""
     backend = FakeBackend(shared_resource())
     node.offer(shared_resource(), backend)
     await _all_offered(kubelet)
@@ -199,7 +199,7 @@ async def test_pre_start_is_called_at_each_start(kubelet: SimulatedKubelet, node
 
 
 async def test_a_missing_kubelet_is_waited_for(directory: Path, node: Node) -> None:
-    """Kubelet contract V14: no socket, no crash loop, no serving in vain; registered as soon as kubelet is there."""
+    """kubelet V14: no socket, no crash loop, no serving in vain; registered as soon as kubelet is there."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await eventually(lambda: plugin.status.state is PluginState.WAITING)
     assert plugin.status.registration_failures == 0
@@ -214,7 +214,7 @@ async def test_a_missing_kubelet_is_waited_for(directory: Path, node: Node) -> N
 
 
 async def test_kubelets_records_are_readable_before_the_first_register(directory: Path, kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V10, kubelet side: an agent that starts under running pods reads them without being registered."""
+    """kubelet V10, kubelet side: an agent that starts under running pods reads them without being registered."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     pod = await kubelet.admit("p", [Container("c", {RESOURCE: 1})], namespace="ns")
@@ -231,7 +231,7 @@ async def test_kubelets_records_are_readable_before_the_first_register(directory
 
 
 async def test_two_resources_have_sockets_and_lists_of_their_own(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V17, kubelet side: no call names its resource, so the socket must; no id is in both lists."""
+    """kubelet V17, kubelet side: no call names its resource, so the socket must; no id is in both lists."""
     cores = Resource("nvidia.com/cores", "nvidia", tuple(DeviceId(f"cores-{number}", U0, 0) for number in range(5)))
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     node.offer(cores, FakeBackend(cores))
@@ -244,7 +244,7 @@ async def test_two_resources_have_sockets_and_lists_of_their_own(kubelet: Simula
 
 
 async def test_a_preference_among_100_000_ids_through_the_socket(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Kubelet contract V9: 5 MB of ids, which grpcio's own servers would refuse, answered within a second."""
+    """kubelet V9: 5 MB of ids, which grpcio's own servers would refuse, answered within a second."""
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     available = [f"{U0}::{number}" for number in range(100_000)]

@@ -1,4 +1,4 @@
-"""The stand-in itself: as strict and as unkind as the real device manager, because other tests rest on it (kubelet contract §2 to §13)."""
+"""The stand-in itself: as strict and as unkind as the real device manager, because other tests rest on it (kubelet §2 to §13)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_pod_that_ended_is_not_listed(kubelet: SimulatedKubelet, node: N
 
 
 async def test_the_checkpoint_has_kubelets_form(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Ids by NUMA node, the answer as base64, healthy ids as registered, for root alone (contract §9)."""
+    """Ids by NUMA node, the answer as base64, healthy ids as registered, for root alone (kubelet §9)."""
     backend = await _offered(kubelet, node)
     pod = await kubelet.admit("p", [Container("c", {R: 5})])
     backend.lose(U0)
@@ -127,7 +127,7 @@ async def test_an_unreadable_checkpoint_leaves_no_allocations(kubelet: Simulated
 
 
 async def test_the_end_of_a_stream_makes_every_id_unhealthy(kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capacity stays, allocatable is 0 at once, new pods are refused; after five minutes the resource is gone (contract §5)."""
+    """Capacity stays, allocatable is 0 at once, new pods are refused; after five minutes the resource is gone (kubelet §5)."""
     await _offered(kubelet, node)
 
     await node.plugins[0].stop()
@@ -142,7 +142,7 @@ async def test_the_end_of_a_stream_makes_every_id_unhealthy(kubelet: SimulatedKu
 
 
 async def test_the_end_of_an_old_stream_takes_the_new_registration_down(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Endpoints are known by resource only; the survivor has to notice and register again (contract §3)."""
+    """Endpoints are known by resource only; the survivor has to notice and register again (kubelet §3)."""
     await _offered(kubelet, node)
     await _offered(kubelet, node)
     await kubelet.until(lambda: node.plugins[1].status.ready)
@@ -153,7 +153,7 @@ async def test_the_end_of_an_old_stream_takes_the_new_registration_down(kubelet:
 
 
 async def test_a_list_above_four_mebibytes_ends_the_stream(kubelet: SimulatedKubelet, node: Node) -> None:
-    """The wall behind the message budget (contract §10): the resource stays at 0."""
+    """The wall behind the message budget (kubelet §10): the resource stays at 0."""
     huge = Resource(R, "nvidia", tuple(DeviceId(f"{U0}::{number}", U0, 1) for number in range(70_000)))
 
     node.offer(huge, FakeBackend(huge))
@@ -196,7 +196,7 @@ async def test_a_poor_preference_is_filled_up(kubelet: SimulatedKubelet, node: N
 async def test_a_plugin_that_goes_between_two_calls_has_been_stopped(
     kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers which ids it prefers, and its stream has ended before it is asked for them (contract §3)."""
+    """It answers which ids it prefers, and its stream has ended before it is asked for them (kubelet §3)."""
     await _offered(kubelet, node)
 
     async def prefer(*_: object) -> list[str]:
@@ -231,7 +231,7 @@ async def test_answers_of_two_resources_are_united_and_the_first_one_wins(kubele
 
 
 async def test_pre_start_is_skipped_between_a_restart_and_the_plugins_return(kubelet: SimulatedKubelet, node: Node) -> None:
-    """The real one knows no options then, so nothing may depend on this call alone (contract §6)."""
+    """The real one knows no options then, so nothing may depend on this call alone (kubelet §6)."""
     backend = await _offered(kubelet, node, shared_resource(pre_start_required=True))
     pod = await kubelet.admit("p", [Container("c", {R: 1})])
     await node.supervisor.stop(f"plugin {R} 1")

@@ -15,7 +15,7 @@ from vgpu_agent.kubelet import sockets
 
 
 def test_names_are_never_used_twice() -> None:
-    """Two instances of one resource get sockets of their own (kubelet contract V5), with the resource in the name."""
+    """Two instances of one resource get sockets of their own (kubelet V5), with the resource in the name."""
     first, second = sockets.unused_name("nvidia.com/gpu.shared"), sockets.unused_name("nvidia.com/gpu.shared")
 
     assert first != second
@@ -38,7 +38,7 @@ def test_only_root_may_connect(directory: Path) -> None:
 
 
 def test_a_path_that_is_too_long_is_refused(directory: Path) -> None:
-    """A unix socket path has at most 107 bytes (kubelet contract §2); the message says what to shorten."""
+    """A unix socket path has at most 107 bytes (kubelet §2); the message says what to shorten."""
     with pytest.raises(ListenError, match=r"107 are allowed; choose a shorter --kubelet-dir"):
         sockets.bind(directory / ("x" * 100))
 

@@ -19,7 +19,7 @@ def clock() -> Clock:
 
 
 def test_asking_twice_with_the_same_ids_gives_the_same_grant(clock: Clock) -> None:
-    """kubelet contract V15: a repeated Allocate changes nothing."""
+    """kubelet V15: a repeated Allocate changes nothing."""
     ledger = make(clock, WHOLE)
     assert book(ledger, U0) == book(ledger, U0)
     assert len(ledger.grants) == 1
@@ -47,7 +47,7 @@ def test_a_device_that_holds_too_much_bars_no_other(clock: Clock) -> None:
 
 
 def test_an_unknown_id_is_refused_and_nothing_changes(clock: Clock) -> None:
-    """kubelet contract V8 and nvidia contract A24: the error names the id, the ledger stays as it was."""
+    """kubelet V8 and nvidia A24: the error names the id, the ledger stays as it was."""
     ledger = make(clock, WHOLE)
     before = ledger.revision.value
     with pytest.raises(UnknownDeviceError, match="unknown device: GPU-x"):
@@ -57,7 +57,7 @@ def test_an_unknown_id_is_refused_and_nothing_changes(clock: Clock) -> None:
 
 
 def test_an_unhealthy_id_is_refused_with_the_reason(clock: Clock) -> None:
-    """nvidia contract §18.12: nothing is granted on an unhealthy device."""
+    """nvidia D12: nothing is granted on an unhealthy device."""
     ledger = make(clock, WHOLE, inventory=golden_inventory(U0=ILL))
     with pytest.raises(UnhealthyDeviceError, match="fallen off the bus"):
         book(ledger, U0)
@@ -139,7 +139,7 @@ def test_kubelet_gives_a_held_id_to_somebody_else_and_wins(clock: Clock) -> None
 
 
 def test_one_id_in_two_resources_is_refused(clock: Clock) -> None:
-    """kubelet contract V17: no id string occurs in both lists."""
+    """kubelet V17: no id string occurs in both lists."""
     with pytest.raises(ValueError, match=r"offered by nvidia.com/gpu and by nvidia.com/gpu-memory"):
         make(clock, replicated(2), replicated(2, name="nvidia.com/gpu-memory"))
 

@@ -20,7 +20,7 @@ def clock() -> Clock:
 
 
 def test_all_ids_of_a_gpu_flip_together(clock: Clock) -> None:
-    """kubelet contract V7: 4 replicas, one illness, 4 unhealthy ids."""
+    """kubelet V7: 4 replicas, one illness, 4 unhealthy ids."""
     ledger = make(clock, replicated(4))
     ledger.observe(golden_inventory(U1=ILL))
     assert [id_ for id_, healthy in words(ledger).items() if not healthy] == [f"{U1}::{n}" for n in range(4)]
@@ -29,7 +29,7 @@ def test_all_ids_of_a_gpu_flip_together(clock: Clock) -> None:
 
 
 def test_a_lost_gpu_stays_in_the_list_as_unhealthy(clock: Clock) -> None:
-    """kubelet contract V16: all ids of GPU 1 stay while U1::0 is held, all Unhealthy."""
+    """kubelet V16: all ids of GPU 1 stay while U1::0 is held, all Unhealthy."""
     ledger = make(clock, replicated(4))
     book(ledger, f"{U1}::0")
     whole = golden_inventory()

@@ -71,7 +71,7 @@ def test_one_name_is_offered_once() -> None:
 
 @pytest.mark.parametrize("ids", [(DeviceId("a", "GPU-1"),), NumberedIds((IdBlock("", 1, "GPU-1"),))], ids=["listed", "numbered"])
 def test_an_id_is_offered_once_within_a_family(ids: Sequence[DeviceId]) -> None:
-    """kubelet contract V17: it would mix the health of the two up."""
+    """kubelet V17: it would mix the health of the two up."""
     first = dataclasses.replace(WIDE, ids=ids)
     with pytest.raises(ValueError, match=r"device id (a|0) is offered by example.com/number and by example.com/memory"):
         Offers().replace([first, dataclasses.replace(first, name="example.com/memory")])

@@ -47,7 +47,7 @@ def test_one_source_alone_grants_but_does_not_prove(clock: Clock) -> None:
 
 
 def test_at_start_the_ledger_is_rebuilt_from_kubelets_records(clock: Clock) -> None:
-    """kubelet contract V10: what kubelet knows is in the book before anything is registered, and is no drift."""
+    """kubelet V10: what kubelet knows is in the book before anything is registered, and is no drift."""
     ledger = make(clock, replicated(4))
     corrections = ledger.reconcile(KubeletRecords((held(f"{U0}::1"),)), interpret, reservation_seconds=60, initial=True)
     assert [(item.event, item.drift) for item in corrections] == [("ledger.adopted", False)]

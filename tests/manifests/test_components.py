@@ -105,7 +105,7 @@ def test_what_divides_gpus_lies_where_the_settings_say_and_nothing_else_has_more
 
 
 def test_what_reads_mig_instances_has_what_nvidias_chart_has_for_it_and_no_more() -> None:
-    """nvidia contract §14: the variable and the capability; the API server refuses SYS_ADMIN without the escalation."""
+    """nvidia §14: the variable and the capability; the API server refuses SYS_ADMIN without the escalation."""
     (agent,) = documents_of("components/mig-monitor/daemonset.yaml")[0]["spec"]["template"]["spec"]["containers"]
     assert agent["env"] == [{"name": "NVIDIA_MIG_MONITOR_DEVICES", "value": "all"}]
     assert agent["securityContext"] == {"allowPrivilegeEscalation": True, "capabilities": {"add": ["SYS_ADMIN"]}}

@@ -169,7 +169,7 @@ def test_the_selector_finds_the_pods(objects: dict[str, Any]) -> None:
 
 
 def test_no_second_agent_runs_beside_the_first(objects: dict[str, Any]) -> None:
-    """Two agents on a node would register the same resource (kubelet contract §5)."""
+    """Two agents on a node would register the same resource (kubelet §5)."""
     strategy = objects["DaemonSet"]["spec"]["updateStrategy"]
     assert strategy["type"] == "RollingUpdate"
     assert set(strategy["rollingUpdate"]) == {"maxUnavailable"}

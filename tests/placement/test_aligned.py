@@ -1,4 +1,4 @@
-"""Which whole GPUs a container should get: the nvidia contract's §6.1, and a search of one's own that tries everything."""
+"""Which whole GPUs a container should get: those of nvidia §6.1, and a search of one's own that tries everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vgpu_agent.model import Link
 from vgpu_agent.placement.aligned import choose_group
 
 Links = dict[tuple[str, str], Link]
-PCI = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}  # nvidia contract §6.1
+PCI = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}  # nvidia §6.1
 
 
 def gpus(count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Placing a container that no GPU scheduler has placed (volcano-vgpu contract §8)."""
+"""Placing a container that no GPU scheduler has placed (volcano-vgpu §8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spread and packed: the tables of nvidia contract §6.2, and what must hold for any question."""
+"""Spread and packed: the tables of nvidia §6.2, and what must hold for any question."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _INFIXES = ("::", "-replica-")  # NVIDIA's, iktos'
 
 
 def _answer(ids: Sequence[str]) -> messages.ContainerAllocateResponse:
-    """The devices of the ids, each once and in the order of the request (nvidia contract §7, `envvar`)."""
+    """The devices of the ids, each once and in the order of the request (nvidia §7, `envvar`)."""
     devices = list(ids)
     for infix in _INFIXES:
         devices = [device.partition(infix)[0] for device in devices]

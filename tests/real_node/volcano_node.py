@@ -35,7 +35,7 @@ UNIT_MIB = 64
 COARSE_CONFIG = f"{VGPU_CONFIG}volcanoVgpu: {{gpuMemoryFactor: {UNIT_MIB}}}\n"
 GPUSHARE_CONFIG = VGPU_CONFIG.replace("volcanoVgpu: true", "volcanoGpushare: true")
 
-# Offsets in the region that the library maps (hami-core contract §2.2): mark, number of GPUs, first two limits of memory and of compute.
+# Offsets in the region that the library maps (hami-core §2.2): mark, number of GPUs, first two limits of memory and of compute.
 _REGION = (0, 4), (56, 8), (1600, 16), (1728, 16)
 _SHOW_REGION = "; ".join(f"echo REGION $(od -An -v -t u{min(size, 8)} -j {at} -N {size} /tmp/cudevshr.cache)" for at, size in _REGION)
 SHOW = f"env; cat /proc/mounts; test ! -e /tmp/cudevshr.cache || {{ {_SHOW_REGION}; }}; echo READY"

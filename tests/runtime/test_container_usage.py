@@ -124,7 +124,7 @@ async def test_a_static_pod_under_either_uid(host: Host) -> None:
 
 
 async def test_a_killed_process_is_not_counted(host: Host) -> None:
-    """Its slot says running for ever; where the host's processes are seen, it is known to be gone (hami-core contract §2.4)."""
+    """Its slot says running for ever; where the host's processes are seen, it is known to be gone (hami-core §2.4)."""
     host.process(2, 2, "kthreadd")
     host.process(4001, 7)
     host.pod("p")

@@ -140,7 +140,7 @@ async def test_a_missing_library_is_said_with_both_remedies(library: HamiLibrary
 async def test_a_library_that_would_not_limit_is_refused(
     content: bytes, said: str, library: HamiLibrary, tmp_path: Path, host: Path
 ) -> None:
-    """And not installed; hami-core contract §0.3 fact 10 about layouts."""
+    """And not installed; hami-core §0.3.10 about layouts."""
     lay(tmp_path / "libvgpu.so", content)
     with pytest.raises(CarrierError, match=rf"libvgpu\.so (is )?.*{said}.*deliver.*or set volcanoVgpu\.isolation"):
         await library.install()

@@ -70,7 +70,7 @@ def test_something_else_in_its_place_is_refused(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("umask")
 def test_a_region_is_whole_sparse_and_for_everybody(tmp_path: Path, mounts: MountTables) -> None:
-    """hami-core contract §2.3: 2,008,953 bytes, 0666; of which only some pages take up space."""
+    """hami-core §2.3: 2,008,953 bytes, 0666; of which only some pages take up space."""
     path = tmp_path / "region.cache"
     parts = region([DeviceLimit("GPU-a", 3000, 50)])
     host_files.make_file(HostFile(str(path), SIZE, parts, 0o666), mounts)
@@ -83,7 +83,7 @@ def test_a_region_is_whole_sparse_and_for_everybody(tmp_path: Path, mounts: Moun
 
 
 def test_a_region_in_use_keeps_its_inode_and_its_entries(tmp_path: Path, proc: HostProc, mounts: MountTables) -> None:
-    """Containers have it mapped: only the limits change, and their processes go on (fact 3)."""
+    """Containers have it mapped: only the limits change, and their processes go on (hami-core §0.3.3)."""
     path = tmp_path / "region.cache"
     old, new = [DeviceLimit("GPU-a", 3000)], [DeviceLimit("GPU-a", 5000)]
     host_files.make_file(HostFile(str(path), SIZE, region(old), 0o666, limit_parts(old)), mounts)
@@ -99,7 +99,7 @@ def test_a_region_in_use_keeps_its_inode_and_its_entries(tmp_path: Path, proc: H
 
 
 def test_a_region_that_an_ended_container_left_is_made_anew(tmp_path: Path, mounts: MountTables) -> None:
-    """What a killed process had booked would count against the next container's processes, whose numbers begin anew (§2.4)."""
+    """What a killed process had booked would count against the next container's processes, whose numbers begin anew (hami-core §2.4)."""
     path = tmp_path / "region.cache"
     wanted = HostFile(str(path), SIZE, region([DeviceLimit("GPU-a", 3000)]), 0o666, limit_parts([DeviceLimit("GPU-a", 3000)]))
     host_files.make_file(wanted, mounts)

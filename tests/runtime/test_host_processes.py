@@ -69,5 +69,5 @@ def test_a_kernel_that_tells_no_namespaces(proc: Path) -> None:
 
 @pytest.mark.parametrize("hostpid", [0, -1])
 def test_a_process_without_a_number_on_the_host_counts(proc: Path, hostpid: int) -> None:
-    """The library does not always find its number (contract §2.4); memory in use must not be overlooked."""
+    """The library does not always find its number (hami-core §2.4); memory in use must not be overlooked."""
     assert HostProcesses(str(proc)).is_alive(hostpid, 7)

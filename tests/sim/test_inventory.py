@@ -111,7 +111,7 @@ def test_pci_addresses_are_written_as_nvml_writes_them(node: SimulatedNode) -> N
 
 
 def test_given_uuids_are_the_gpus_uuids(nvml_node: NodeFactory) -> None:
-    """Golden vectors name exact UUIDs (nvidia contract §17)."""
+    """Golden vectors name exact UUIDs (nvidia §17)."""
     uuids = ["GPU-aaaaaaaa-0000-4000-8000-000000000000", "GPU-bbbbbbbb-0000-4000-8000-000000000001"]
     nvml_node("A100-SXM4-40GB", 2, uuids=uuids)
 

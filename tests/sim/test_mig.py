@@ -180,7 +180,7 @@ def test_compute_instance_profiles(parent: pynvml.c_nvmlDevice_t, version: int) 
 
 
 def test_seven_small_instances_have_the_numbers_of_the_contract(nvml_node: NodeFactory) -> None:
-    """Instances 7 to 13 (nvidia contract §17: seven 1g.5gb slices, M0…M6), with given UUIDs."""
+    """Instances 7 to 13 (nvidia §17: seven 1g.5gb slices, M0…M6), with given UUIDs."""
     node = nvml_node("A100-SXM4-40GB", 2)
     uuids = [f"MIG-cccccccc-0000-5000-8000-00000000000{number}" for number in range(7)]
     node.set_mig(1, ["1g.5gb"] * 7, uuids=uuids)
@@ -192,7 +192,7 @@ def test_seven_small_instances_have_the_numbers_of_the_contract(nvml_node: NodeF
 
 
 def test_profiles_with_suffixes(nvml_node: NodeFactory) -> None:
-    """nvidia contract §3: +me, +gfx, +me.all and -me are part of the profile's name, and of the instance's."""
+    """nvidia §3: +me, +gfx, +me.all and -me are part of the profile's name, and of the instance's."""
     node = nvml_node("RTX-PRO-6000", 1)
     profiles = ["1g.24gb+me.all", "1g.24gb-me", "2g.48gb+gfx"]
     node.set_mig(0, profiles)

@@ -61,7 +61,7 @@ def test_device_nodes_are_plain_files_for_others(tmp_path: Path, monkeypatch: py
 
 
 def test_capability_numbers_are_the_drivers_usual_ones(tmp_path: Path) -> None:
-    """GPU instance 10 of GPU 1 is nvidia-cap228, its compute instance 0 is nvidia-cap229 (nvidia contract A18)."""
+    """GPU instance 10 of GPU 1 is nvidia-cap228, its compute instance 0 is nvidia-cap229 (nvidia A18)."""
     node = simulated_node(tmp_path, gpus=2)
 
     minors = (node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Kubelet's device manager, from the contract (`kubelet-device-plugin-api` §3 to §9, §13) and from what a real one was seen to do.
+"""Kubelet's device manager, from its contract (kubelet §3 to §9, §13) and from what a real one was seen to do.
 
 Endpoints, the ids in use, the checkpoint and pod-resources. No gRPC: a plugin is an object with three methods. Nothing in here is shared
 with `vgpu_agent.sim.kubelet.kubelet`, which speaks to sockets and is kind.

@@ -1,6 +1,6 @@
 """Was that the right share? Compares what a container really got with what was meant for it.
 
-From what a container sees and nothing else: the variables of `volcano-vgpu` §4.1, numbered as CUDA numbers cards inside a container, and
+From what a container sees and nothing else: the variables of volcano-vgpu §4.1, numbered as CUDA numbers cards inside a container, and
 the mount of its own directory, whose name tells whose grant it is. Asked by `kubelet_model` at each container start.
 """
 
@@ -79,7 +79,7 @@ class Judge:
             self._scheduled.add((pod.uid, container.name))
         problem = problem or self._crowded(got)
         if problem and unasked and self._early:
-            # Nobody was asked, so nobody could refuse: kubelet's own gap (kubelet contract §6), which no plugin can close in early mode.
+            # Nobody was asked, so nobody could refuse: kubelet's own gap (kubelet §6), which no plugin can close in early mode.
             self._story.tell("wrong, but unasked", pod.uid, container.name, problem)
         elif problem:
             text = f"{pod.namespace}/{pod.name} ({pod.uid}), container {container.name}: {problem}"

@@ -49,7 +49,7 @@ class KubeletModel:
         self._queue: asyncio.Queue[LivePod] = asyncio.Queue()
         self._admitting: asyncio.Task[None] | None = None
         self._workers: dict[str, dict[asyncio.Task[None], None]] = {}  # ordered, so that a seed stays a seed
-        # Starts that kubelet let pass without asking, because it had lost the plugin's options (kubelet contract §6).
+        # Starts that kubelet let pass without asking, because it had lost the plugin's options (kubelet §6).
         self.unasked: set[tuple[str, str]] = set()
 
     # -- kubelet's own life ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Volcano's scheduler as the contract describes it (`volcano-vgpu` §3.2, §3.4, §8), written anew: its own ledger, its own annotations.
+"""Volcano's scheduler as its contract has it (volcano-vgpu §3.2, §3.4, §8), written anew: its own ledger, its own annotations.
 
 It shares no code with the agent's families on purpose; what it remembers in `Placement` is what the torture test holds the agent to.
 """

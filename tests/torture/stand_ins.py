@@ -69,7 +69,7 @@ class _StandIn:
 
 
 class Guesser(_StandIn):
-    """Answers in Allocate for the pod that was bound longest ago, by seconds, with as many devices; never looks again (contract §4)."""
+    """Answers in Allocate for the pod that was bound longest ago, by seconds, with as many devices; never looks again (volcano-vgpu §4)."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def test_an_allocation_shows_its_token_and_its_evidence(volcano_node: AgentStatus) -> None:
-    """Issue §2: every decision is recorded with its evidence in /debug/allocations."""
+    """Every decision is recorded with its evidence in /debug/allocations."""
     (grant,) = answer(volcano_node, "allocations", pod="ml/served")["allocations"]
     assert (grant["token"], grant["ids"], grant["ids_total"]) == (TOKEN, list(IDS), 2)
     assert grant["decided_for"] == {"pod_uid": "uid-served", "container": "main"}
@@ -81,7 +81,7 @@ def test_a_huge_annotation_is_cut(volcano_node: AgentStatus) -> None:
 
 
 def test_config_says_how_grants_are_bound_and_why(volcano_node: AgentStatus) -> None:
-    """Issue §2: the choice and its reason; and what the files of the replaced plugin came to."""
+    """The choice and its reason; and what the files of the replaced plugin came to."""
     config = answer(volcano_node, "config")
     assert (config["binding"]["mode"], config["binding"]["reason"]) == (
         "late",

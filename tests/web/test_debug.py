@@ -37,7 +37,7 @@ def test_a_device_says_its_health_its_use_and_its_holders(node: AgentStatus) -> 
 
 
 def test_devices_and_tasks_name_the_nvml_call_that_hangs(node: AgentStatus) -> None:
-    """Issue §2: a hung call is named, with its GPU and since when."""
+    """A hung call is named, with its GPU and since when."""
     node.nvml = NvmlStatus(NvmlState.HUNG, "nvmlDeviceGetMemoryInfo", "GPU-1", since=NOW - 9)
     nvml = answer(node, "tasks")["nvml"]
     assert (nvml["state"], nvml["call"], nvml["gpu"], nvml["hung"]["seconds_ago"]) == ("hung", "nvmlDeviceGetMemoryInfo", "GPU-1", 9.0)

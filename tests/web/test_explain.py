@@ -31,7 +31,7 @@ def shown(status: AgentStatus, pod: Pod) -> AgentStatus:
 
 
 def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus) -> None:
-    """Issue §2: every decision with its evidence."""
+    """Every decision with its evidence."""
     told = explain.explain(volcano_node, NOW, "ml/served")
     has, known, is_ = told.answer
     assert (

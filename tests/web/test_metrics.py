@@ -282,7 +282,7 @@ def test_a_name_follows_the_conventions_of_prometheus(metric: Metric) -> None:
 
 
 def a_large_node() -> AgentStatus:
-    """8 GPUs × 10 replicas, all 80 held (issue §6)."""
+    """8 GPUs × 10 replicas, all 80 held."""
     return AgentStatus(
         inventory=Inventory(gpus=tuple(Gpu(f"GPU-{index:036}", index, index, "NVIDIA H100 80GB HBM3", 81559) for index in range(8))),
         usage=tuple(GpuUsage(f"GPU-{index:036}", 1000, 81559, 50, 60, 500.0, 0) for index in range(8)),
@@ -304,7 +304,7 @@ def a_large_node() -> AgentStatus:
 
 
 def test_a_full_node_is_scraped_within_20_milliseconds() -> None:
-    """Issue §6: ``/metrics`` with 8 GPUs × 10 replicas and 80 grants."""
+    """``/metrics`` with 8 GPUs × 10 replicas and 80 grants."""
     exposition = Exposition(Fixed(a_large_node()), clock=lambda: NOW)
     assert exposition.render()[0].count(b"vgpu_agent_grant_info{") == 80
     assert quickest_call(exposition.render, within_seconds=0.020) < 0.020

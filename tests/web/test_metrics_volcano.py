@@ -20,7 +20,7 @@ def of_the_monitor(status: AgentStatus) -> dict[tuple[str, ...], float]:
 
 
 def test_a_dashboard_of_the_replaced_plugin_finds_its_series(volcano_node: AgentStatus) -> None:
-    """volcano-vgpu:D7: names, labels, units and zone of contract §6; GPU-1's driver says nothing, so it has none."""
+    """volcano-vgpu:D7: names, labels, units and zone of volcano-vgpu §6; GPU-1's driver says nothing, so it has none."""
     assert of_the_monitor(volcano_node) == {
         ("HostGPUMemoryUsage", *CARD): 1 << 30,
         ("HostCoreUtilization", *CARD): 55,

@@ -84,7 +84,7 @@ async def test_the_debug_index_lists_every_path_with_a_sentence(ask: Callable[..
 async def test_a_megabyte_of_junk_gets_one_clear_line_and_the_server_goes_on(
     ask: Callable[..., Awaitable[Any]], path: str, method: str
 ) -> None:
-    """Issue §5: whatever the method, a 4xx that names the reason; the next request is served."""
+    """Whatever the method, a 4xx that names the reason; the next request is served."""
     answer = await ask(path, method=method, data=io.BytesIO(JUNK))
     assert answer.status == 413
     assert answer.text == '{"error":"the request body is too large; at most 65536 bytes are read"}\n'
@@ -229,7 +229,7 @@ async def test_the_log_level_is_changed_by_word_or_json(ask: Callable[..., Await
 @pytest.mark.parametrize("body", [b"", b"verbose", b"DEBUG", b"\xff\xfe", b"{", b'{"level": 7}', b'{"lvl": "debug"}', b"[]", b"x" * 60000])
 @pytest.mark.usefixtures("log_level")
 async def test_a_nonsense_log_level_changes_nothing_and_names_the_levels(ask: Callable[..., Awaitable[Any]], body: bytes) -> None:
-    """Issue §5: one clear line."""
+    """One clear line."""
     log.set_level("warning")
     answer = await ask("/debug/loglevel", method="PUT", data=body)
     assert answer.status == 400

@@ -254,7 +254,7 @@ class ClusterSide:
         self._loop("pods failed while away", self.failed_pods.run)
 
     async def written_once(self, seconds: float) -> None:
-        """Wait, but not longer than ``seconds``, until the Node says what this node offers (volcano-vgpu contract §9, row 11)."""
+        """Wait, but not longer than ``seconds``, until the Node says what this node offers (volcano-vgpu D11)."""
         if self.node_publisher is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):

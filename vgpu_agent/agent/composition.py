@@ -78,7 +78,7 @@ _PODS_GATHER_SECONDS = 0.02  # a storm of pods changes the book a hundred times 
 async def run(loaded: Loaded) -> None:
     """Run the agent until SIGTERM or SIGINT.
 
-    SIGHUP makes a service register anew, as the plugins do that it replaces (volcano-vgpu contract §1.3).
+    SIGHUP makes a service register anew, as the plugins do that it replaces (volcano-vgpu §1.3).
 
     Raises:
         AgentError: it cannot start: no driver, an address in use, a list that kubelet would not take, a named configuration that is wrong.

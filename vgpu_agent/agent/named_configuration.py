@@ -1,7 +1,7 @@
 """The named configuration that a label of our Node chooses, followed while label and directory change.
 
 NVIDIA's plugin has a process of its own for this, which waits for the API server at every start and does not notice new content under the
-same name (nvidia contract §13). Called by `composition.run` before the agent is built, because some settings hold for the life of the
+same name (nvidia §13). Called by `composition.run` before the agent is built, because some settings hold for the life of the
 process; by `reload` before each look at the files; and by `report`. What the choice is made of stands in `config.named`.
 """
 

@@ -128,12 +128,12 @@ class Allocator:
             return []
 
     def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
-        """The ids that suit best; never an error, for which kubelet would fail the pod (kubelet contract §6), but then a simple pick."""
+        """The ids that suit best; never an error, for which kubelet would fail the pod (kubelet §6), but then a simple pick."""
         simple = list(dict.fromkeys([*must_include, *available]))[:size]
         try:
             offered = self._ledger.resource(resource)
             if offered.decided_by is not Decider.IDS:
-                return simple  # which ids these are decides nothing; kubelet is told not to ask at all (volcano-vgpu:D10)
+                return simple  # which ids these are decides nothing; kubelet is told not to ask at all (volcano-vgpu D10)
             # kubelet's view of health can be a moment older than ours; what Allocate would refuse is not recommended.
             usable = {entry.id.id for entry in self._ledger.listing(resource) if entry.healthy}
             healthy = [id_ for id_ in available if id_ in usable]
@@ -148,8 +148,8 @@ class Allocator:
         """Book the ids and say what the container gets. Only early mode ever waits, and only for a pod that has not been seen yet.
 
         Raises:
-            RequestRefusedError: the request is nonsense in its family's terms (A23), or no pod can be meant (early mode).
-            UnknownDeviceError: an id that is not offered (A24).
+            RequestRefusedError: the request is nonsense in its family's terms (nvidia A23), or no pod can be meant (early mode).
+            UnknownDeviceError: an id that is not offered (nvidia A24).
             UnhealthyDeviceError: a device that must not be given to anybody now.
             CapacityError: more than a device has.
         """
@@ -381,7 +381,7 @@ class Allocator:
             is_refused=lambda candidate: isinstance(self._decide_early(offered, candidate, ids), AgentError),
         )
         if guess is None:
-            # The words before the colon are those that users of the replaced plugin know (volcano-vgpu:G11).
+            # The words before the colon are those that users of the replaced plugin know (volcano-vgpu G11).
             raise RequestRefusedError(
                 f"cannot get valid pod: no pending pod on node {around.node} has a container that waits for {len(ids)} of "
                 f"{offered.name}; see /debug/pods"

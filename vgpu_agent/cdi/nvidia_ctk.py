@@ -48,7 +48,7 @@ class CtkOptions:
         roots: where the driver is.
         hook_path: path on the node of the program that runtimes run as a hook.
         feature_flags: handed on.
-        disable_hooks: names of hooks that are left out, or ``all``. Every other hook that the tool describes stays (nvidia contract §8).
+        disable_hooks: names of hooks that are left out, or ``all``. Every other hook that the tool describes stays (nvidia §8).
     """
 
     command: tuple[str, ...] = ("/usr/bin/nvidia-ctk",)

@@ -1,6 +1,6 @@
 """From paths as the agent's container sees them to paths of the node.
 
-The driver's tree is mounted into the agent under one path and lies on the node under another (nvidia contract §8, §9). The tool that makes
+The driver's tree is mounted into the agent under one path and lies on the node under another (nvidia §8, §9). The tool that makes
 the spec finds files in the first; the runtime, which reads the spec, looks in the second. Called by `nvidia_ctk`.
 """
 

@@ -28,7 +28,7 @@ _REMEDIES = {
 
 
 def file_name(kind: str) -> str:
-    """The name of the file of a kind; upstream's (nvidia contract §8)."""
+    """The name of the file of a kind; upstream's (nvidia §8)."""
     return f"{kind.replace('/', '-')}.json"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
 
-# volcano-vgpu contract §5.1; the second namespace is where Volcano's own manifests put it.
+# volcano-vgpu §5.1; the second namespace is where Volcano's own manifests put it.
 NAME, KEY = "volcano-vgpu-device-config", "device-config.yaml"
 NAMESPACES = ("kube-system", "volcano-system")
 

@@ -61,7 +61,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def _mps_conflicts(settings: Settings) -> Iterator[Conflict]:
-    """What cannot go with MPS sharing (nvidia contract §1)."""
+    """What cannot go with MPS sharing (nvidia §1)."""
     if not settings.sharing.mps.resources:
         return
     if settings.plugin.mig_strategy == "mixed":
@@ -115,7 +115,7 @@ def without_effect(settings: Settings) -> Iterator[str]:
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Path and entry of each health-check entry that means nothing; NVIDIA's plugin ignores them in silence (nvidia contract §10.1)."""
+    """Path and entry of each health-check entry that means nothing; NVIDIA's plugin ignores them in silence (nvidia §10.1)."""
     values = dict(schema.values(settings))
     for path in _XID_PATHS:
         for entry in values[path].split(","):

@@ -1,6 +1,6 @@
 """Settings about what a container is given when it gets devices: the sections ``plugin`` and ``cdi``.
 
-Part of the schema in `settings`; `plugin` is read by every family, `cdi` by the room that writes specs. Defaults: nvidia contract §1.
+Part of the schema in `settings`; `plugin` is read by every family, `cdi` by the room that writes specs. Defaults: nvidia §1.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.

@@ -2,8 +2,8 @@
 
 A DaemonSet that is moved over with its environment keeps those variables; some mean the same here and are `options`, the others are
 ignored. Ignoring is right only as long as nobody has to find out by himself, so each that would have had an effect is named once at the
-start, with what to do instead. Called by `load` for its warnings. Names and defaults: volcano-vgpu contract §5.3, volcano-gpushare
-contract §5.
+start, with what to do instead. Called by `load` for its warnings. Names and defaults: volcano-vgpu §5.3, volcano-gpushare
+§5.
 """
 
 from __future__ import annotations

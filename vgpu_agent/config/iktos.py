@@ -1,7 +1,7 @@
 """The replicas of k8s-gpu-sharing-plugin (iktos): ``gpu:sharedgpu:4,mig-1g.5gb:slice:2``.
 
 `checks` calls `problems` before the text is accepted as ``iktos.resourceConfig``; the NVIDIA family calls `entries` with what was. Syntax:
-iktos contract I.2. The replaced plugin takes what it cannot use and fails later, or never ends (iktos:D9), so every entry is checked here.
+iktos §I.2. The replaced plugin takes what it cannot use and fails later, or never ends (iktos D9), so every entry is checked here.
 """
 
 from __future__ import annotations

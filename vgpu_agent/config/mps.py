@@ -1,7 +1,7 @@
 """Settings of the MPS control daemons that the agent runs and of AWS's resource, which needs them: sections ``mps`` and ``aws``.
 
-Part of the schema in `settings`. Which resources are shared with MPS is said in ``sharing.mps``; here is how. Paths: nvidia contract §11.1;
-counts: aws contract II.1.
+Part of the schema in `settings`. Which resources are shared with MPS is said in ``sharing.mps``; here is how. Paths: nvidia §11.1;
+counts: aws §II.1.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from vgpu_agent.config.types import Directory, OptionalPath, Program, Seconds
 
-# MPS serves at most so many clients on one GPU (nvidia contract §11.2; aws contract II.1).
+# MPS serves at most so many clients on one GPU (nvidia §11.2; aws §II.1).
 MOST_MPS_CLIENTS = 48
 
 _AWS_NAME = r"\A[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"

@@ -1,6 +1,6 @@
 """Which of several named configurations a node runs with: the choice of NVIDIA's config-manager, as a function.
 
-The configurations are the keys of a ConfigMap, mounted as a directory; a label of the Node names one of them (nvidia contract §13). Called
+The configurations are the keys of a ConfigMap, mounted as a directory; a label of the Node names one of them (nvidia §13). Called
 by `agent.named_configuration` whenever label or directory may say something new; reads of the directory are here as well, because what
 counts as a key is part of the choice.
 """
@@ -52,7 +52,7 @@ class Shelf:
 
 
 def choose(shelf: Shelf, label_value: str, keys: Collection[str]) -> Choice:
-    """The configuration for a node whose label has ``label_value`` (empty: it has none) where ``keys`` exist; nvidia contract §13.
+    """The configuration for a node whose label has ``label_value`` (empty: it has none) where ``keys`` exist; nvidia §13.
 
     A label that names no configuration chooses nothing: NVIDIA's ends with an error, and its README says that the label is skipped. Neither
     is right for a node that serves pods, so it is a problem that people see.

@@ -1,6 +1,6 @@
 """Settings about NVIDIA's named configurations: the section ``namedConfig``.
 
-Part of the schema in `settings`; read by `agent`, which follows the node's label. Meaning: nvidia contract §13.
+Part of the schema in `settings`; read by `agent`, which follows the node's label. Meaning: nvidia §13.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.

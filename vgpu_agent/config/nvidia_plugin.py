@@ -2,10 +2,10 @@
 
 Its document is a file of its own (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the section ``nvidiaConfig`` of our file.
 What comes out is the same document with our keys and its lines, which `reading` judges as it judges our own; sentences about it name
-NVIDIA's keys. Called by `load`. Keys, defaults and edge cases: nvidia contract §2.
+NVIDIA's keys. Called by `load`. Keys, defaults and edge cases: nvidia §2.
 
 NVIDIA's plugin swallows a key that it does not know or that stands in the wrong section; here each is a warning that says where it would
-count (nvidia:D10). What it parses and drops (``resources``, ``rename``, ``devices``, one replica) counts here.
+count (nvidia D10). What it parses and drops (``resources``, ``rename``, ``devices``, one replica) counts here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Called by `cli` for every command that runs on the configuration. A flag that is not given leaves no trace in the parsed arguments, so that
 `load` can tell "not given" from "given as the default". The flags and variables of the replaced plugins are here under their own names
-(nvidia contract §1, iktos contract I.1, aws contract II.1, volcano-vgpu contract §5.3), read as Go reads them: ``--flag=value``, one dash
+(nvidia §1, iktos §I.1, aws §II.1, volcano-vgpu §5.3), read as Go reads them: ``--flag=value``, one dash
 or two, a switch alone, a list repeated or separated by commas.
 """
 

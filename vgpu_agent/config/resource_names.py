@@ -14,7 +14,7 @@ _DOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*\Z")
 def resource_name_problem(name: str) -> str | None:
     """Why ``name`` (complete, with its domain) cannot be shared, as the end of a sentence; None when it can.
 
-    NVIDIA's rule (nvidia contract §2): DNS names before and after the slash, stricter than that of Kubernetes (IsExtendedResourceName).
+    NVIDIA's rule (nvidia §2): DNS names before and after the slash, stricter than that of Kubernetes (IsExtendedResourceName).
     """
     domain, _, base = name.partition("/")
     if len(domain) > 253 or not _DOMAIN.match(domain):
@@ -27,5 +27,5 @@ def resource_name_problem(name: str) -> str | None:
 
 
 def complete_resource_name(name: str) -> str:
-    """``name`` with NVIDIA's domain when it has none (nvidia contract §2)."""
+    """``name`` with NVIDIA's domain when it has none (nvidia §2)."""
     return name if "/" in name else f"nvidia.com/{name}"

@@ -1,6 +1,6 @@
 """Settings about which names this node's GPUs have and how often each is offered: sections ``resources``, ``sharing`` and ``iktos``.
 
-Part of the schema in `settings`; read by the NVIDIA family. Defaults and meaning: nvidia contract §2 and §3, iktos contract I.2. What
+Part of the schema in `settings`; read by the NVIDIA family. Defaults and meaning: nvidia §2 and §3, iktos §I.2. What
 NVIDIA's plugin parses and then drops (renames, patterns, `devices`) is honoured here.
 """
 

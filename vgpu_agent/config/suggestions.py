@@ -21,7 +21,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about the unknown key ``name`` of a section with the keys ``known``."""
     if guess := nearest(name, known):
         return f"did you mean {guess}?"
-    # A key in the wrong section is the mistake that NVIDIA's plugin swallows (nvidia contract §2, its issue 1433).
+    # A key in the wrong section is the mistake that NVIDIA's plugin swallows (nvidia §2, its issue 1433).
     if elsewhere := [path for path in _paths_everywhere() if path.rpartition(".")[2] == name]:
         return f"did you mean {elsewhere[0]}?"
     return f"expected {', '.join(known)}"

@@ -1,6 +1,6 @@
 """Settings of the two Volcano families and of the isolation backend `hami-core`.
 
-Part of the schema in `settings`. Defaults are those of the plugins that are replaced (volcano-vgpu contract §5, volcano-gpushare contract
+Part of the schema in `settings`. Defaults are those of the plugins that are replaced (volcano-vgpu §5, volcano-gpushare
 §5); what their own configuration files say is read by `config/volcano_files.py` and laid over this.
 """
 

@@ -1,8 +1,8 @@
 """The configuration files of volcano-vgpu-device-plugin, read as they are, so that nobody has to rewrite them to change over.
 
 Two texts: ``device-config.yaml`` from the ConfigMap ``volcano-vgpu-device-config``, and the mounted ``config.json`` of
-``volcano-vgpu-node-config`` (volcano-vgpu contract §5). Each becomes an `Overlay` over `settings.VolcanoVgpu`, and a list of what is wrong
-with it. The replaced plugin drops a whole file for one wrong type, without a word (volcano-vgpu:D23); here a wrong value costs that value
+``volcano-vgpu-node-config`` (volcano-vgpu §5). Each becomes an `Overlay` over `settings.VolcanoVgpu`, and a list of what is wrong
+with it. The replaced plugin drops a whole file for one wrong type, without a word (volcano-vgpu D23); here a wrong value costs that value
 only, and is named with its key. Called by `agent` at start and whenever a text has changed.
 """
 
@@ -114,7 +114,7 @@ class Overlay:
     def over(self, settings: VolcanoVgpu, *, but: Collection[str] = ()) -> VolcanoVgpu:
         """``settings`` with what this file sets, except for the attributes in ``but``.
 
-        The order of the replaced plugin is ConfigMap, then flags that were given, then the node's entry (contract §5.2), so ``but`` is for
+        The order of the replaced plugin (volcano-vgpu §5.2) is ConfigMap, then flags that were given, then the node's entry, so ``but`` is
         the ConfigMap what somebody has set by a flag or a variable.
         """
         return msgspec.structs.replace(settings, **{name: value for name, value in self.values.items() if name not in but})

@@ -1,7 +1,7 @@
 """How a container is told of its devices: the list strategies of NVIDIA's device plugin, one entry each.
 
 Every family that hands out devices calls `edits_of` with them, and gets the variables, mounts, device nodes, annotations and CDI names of
-the strategies that the operator has chosen (nvidia contract §7, A1–A18, A25; volcano-vgpu contract §4.2). What upstream gets wrong is not
+the strategies that the operator has chosen (nvidia §7, A1 to A18 and A25; volcano-vgpu §4.2). What upstream gets wrong is not
 copied: a device node is listed once, and paths of IMEX channels on the host lie below the host's device root.
 """
 
@@ -57,7 +57,7 @@ class ListOptions:
         cdi_annotation_prefix: before the name of the annotation with CDI names; runtimes look for ``cdi.k8s.io/``.
         cdi_kind: vendor and class of the GPUs' CDI names; names of other classes have the same vendor.
         pass_device_specs: answers also name the device nodes, so that cgroup rules survive a reload of systemd.
-        device_root: where the host keeps ``/dev`` of the driver (nvidia contract §9), ``/`` for the usual place.
+        device_root: where the host keeps ``/dev`` of the driver (nvidia §9), ``/`` for the usual place.
         control_nodes: those of NVIDIA's control nodes that exist on this node.
         imex_channels: those that exist on this node and are to be given to each container.
         imex_root: directory on the node below which their device nodes are; empty for ``device_root``.
@@ -90,7 +90,7 @@ def visible_device(uuid: str, inventory: Inventory) -> VisibleDevice | None:
     if found is None:
         return None
     gpu, instance = found
-    if gpu.minor < 0:  # it has no node of its own (nvidia contract §4)
+    if gpu.minor < 0:  # it has no node of its own (nvidia §4)
         return VisibleDevice(uuid, str(gpu.index), ())
     node = f"/dev/nvidia{gpu.minor}"
     if instance is None:
@@ -122,7 +122,7 @@ def answer_number(resource: str, ids: Iterable[str]) -> str:
 
 
 def cdi_names(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[str, ...]:
-    """The CDI names of ``devices`` and of all that goes with them: GPUs, IMEX channels, then the modes (A11)."""
+    """The CDI names of ``devices`` and of all that goes with them: GPUs, IMEX channels, then the modes (nvidia A11)."""
     vendor = options.cdi_kind.partition("/")[0]
     return (
         *(f"{options.cdi_kind}={_id_of(device, options.cdi_id_strategy or options.id_strategy)}" for device in devices),
@@ -156,7 +156,7 @@ def _by_mounts(devices: Sequence[VisibleDevice], options: ListOptions, number: s
     return Edits({VISIBLE_DEVICES: VOLUME_MOUNTS}, tuple(Mount(f"{VOLUME_MOUNTS}/{name}", "/dev/null") for name in names))
 
 
-# In the order in which answers are put together: where two set the same variable, the later one wins (A15).
+# In the order in which answers are put together: where two set the same variable, the later one wins (nvidia A15).
 STRATEGIES: Mapping[str, Callable[[Sequence[VisibleDevice], ListOptions, str], Edits]] = {
     "cdi-annotations": _by_annotation,
     "cdi-cri": _by_cdi_field,
@@ -171,7 +171,7 @@ def _id_of(device: VisibleDevice, strategy: str) -> str:
 
 
 def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[DeviceNode, ...]:
-    """Control nodes, then those of the devices, then IMEX channels; each once, although two slices have the node of one GPU (D13)."""
+    """Control nodes, then those of the devices, then IMEX channels; each once, also where two slices have one GPU's node (nvidia D13)."""
     root = options.device_root.rstrip("/")
     paths = (*options.control_nodes, *(node for device in devices for node in device.nodes))
     nodes = {path: DeviceNode(path, root + path) for path in paths}

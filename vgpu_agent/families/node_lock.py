@@ -1,7 +1,7 @@
 """The node lock of Volcano's schedulers: when this agent gives it back.
 
 With ``deviceshare.NodeLockEnable`` a scheduler writes the time into an annotation of the Node before it binds a pod, and binds no other pod
-to that node until the annotation is gone or five minutes old (volcano-vgpu contract §2.4, volcano-gpushare contract §2). So a burst of pods
+to that node until the annotation is gone or five minutes old (volcano-vgpu §2.4, volcano-gpushare §2). So a burst of pods
 takes one lock after the other, and several of them within a second have the same text. They are told apart by the moments at which the
 watch showed them.
 

@@ -1,7 +1,7 @@
 """Which device nodes open a MIG instance: ``/dev/nvidia-caps/nvidia-cap<N>``, once for its GPU instance and once for its compute instance.
 
 NVML does not tell N. The driver lists it in ``driver/nvidia-caps/mig-minors`` below procfs, under the *minor* of the parent GPU, not under
-NVML's index (nvidia contract §4). Where a line is missing or makes no sense, the instances it belongs to are not given away, and the
+NVML's index (nvidia §4). Where a line is missing or makes no sense, the instances it belongs to are not given away, and the
 reason goes with them; all others are.
 
 Called by `mig` inside the owner thread, once for each GPU that has instances.

@@ -1,6 +1,6 @@
 """Whether this node's GPUs are found through NVML, or its only one is part of a Tegra processor (``gpu.discovery``).
 
-With ``auto`` the order is that of NVIDIA's plugin (nvidia contract §9): a Windows subsystem goes through NVML; a Tegra processor without
+With ``auto`` the order is that of NVIDIA's plugin (nvidia §9): a Windows subsystem goes through NVML; a Tegra processor without
 NVML, or whose NVML lists integrated GPUs only, has the one GPU ``tegra``; everything else goes through NVML. NVML is only asked on a Tegra
 processor, so other nodes start as if there were no such question. Called by `composition` before the agent is built; the answer holds for
 as long as the process lives.

@@ -1,7 +1,7 @@
 """The health of every GPU and of every MIG slice: which of the state machines an error, an answer or a hang is meant for.
 
 One `GpuHealth` for each GPU and one for each slice beside it. What is said of a whole GPU is said of all its slices too; an error that
-names a slice is that slice's alone (nvidia contract §10.7; the original marks one replica at random, or the wrong slice, or none). An
+names a slice is that slice's alone (nvidia §10.7; the original marks one replica at random, or the wrong slice, or none). An
 error that names a slice nobody knows is taken for the whole GPU's, because an error that counts must not get lost.
 
 Called by `watch` only, on the event loop.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vgpu_agent.gpu.nvml import Handle, Nvml
     from vgpu_agent.model import MigInstance
 
-# Not a device for work: the graphics card of a DGX Station (nvidia contract §3).
+# Not a device for work: the graphics card of a DGX Station (nvidia §3).
 _SKIPPED_NAMES = ("NVIDIA DGX Display", "DGX Display")
 
 _NUMA_FILE_LIMIT = 8  # characters; the kernel has at most 1024 nodes, so anything longer is no number of one

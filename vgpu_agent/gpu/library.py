@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SONAME = "libnvidia-ml.so.1"
 
-# The usual places below a root file system, 64-bit distributions first (nvidia contract §9).
+# The usual places below a root file system, 64-bit distributions first (nvidia §9).
 _DIRECTORIES = (
     "usr/lib64",
     "usr/lib/x86_64-linux-gnu",

@@ -129,7 +129,7 @@ def profile_name(name: str, gpu_slices: int, compute_slices: int, memory_mib: in
     """``1g.10gb``: what follows ``MIG`` in the device's name, or what NVIDIA's formula makes of its size where the name has none.
 
     The gigabytes of the formula are the eighths of the GPU's memory that the slice takes, times the GPU's memory in whole GiB
-    (nvidia contract §3); a compute instance smaller than its GPU instance is put in front.
+    (nvidia §3); a compute instance smaller than its GPU instance is put in front.
     """
     _, found, profile = name.partition(" MIG ")
     if found and profile.strip():

@@ -374,7 +374,7 @@ class Nvml:
 
 
 def sysfs_address(bus_id: str | bytes) -> str:
-    """NVML's ``00000000:07:00.0`` as sysfs writes it: lower case, domain of four digits (nvidia contract §4)."""
+    """NVML's ``00000000:07:00.0`` as sysfs writes it: lower case, domain of four digits (nvidia §4)."""
     text = (bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else bus_id).lower()
     domain, colon, rest = text.partition(":")
     return f"{domain[-4:].rjust(4, '0')}:{rest}" if colon else text

@@ -205,7 +205,7 @@ class Session:
                 self._report(event)
 
     def _listen(self, reading: inventory.Reading) -> list[str]:
-        """Register the cards that are new for events; one that has none is polled and nothing else (nvidia contract §10.5)."""
+        """Register the cards that are new for events; one that has none is polled and nothing else (nvidia §10.5)."""
         warnings: list[str] = []
         new = [card for card in reading.cards if card.gpu.uuid not in self._heard]
         if not new:

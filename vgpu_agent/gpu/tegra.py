@@ -1,7 +1,7 @@
 """The GPU of a Tegra processor (Jetson): one device of id ``tegra``, of which nothing is known but that it is there.
 
 It has no UUID, no memory of its own, no device node for itself and no NVML that would tell how it is, so nothing is asked and nothing is
-watched, as by NVIDIA's plugin (nvidia contract §4, §10). It is there for as long as the node is. Built by `source`.
+watched, as by NVIDIA's plugin (nvidia §4, §10). It is there for as long as the node is. Built by `source`.
 """
 
 from __future__ import annotations

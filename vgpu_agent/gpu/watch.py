@@ -293,7 +293,7 @@ class GpuWatch:
         if counts:
             reason = describe(event.xid) if event.gpu else f"{describe(event.xid)} (the driver does not say on which GPU)"
             for gpu in self.inventory.value.gpus:
-                # One that cannot be placed may have hit any (nvidia contract §10.6).
+                # One that cannot be placed may have hit any (nvidia §10.6).
                 if event.gpu in {"", gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}:
                     self._healths.reported(gpu, event.gpu_instance, event.compute_instance, reason, time.monotonic())
             self._publish_healths()

@@ -2,7 +2,7 @@
 
 An XID is a number the driver reports with an error event. Some are the fault of the program that ran and say nothing about the card, so
 that a policy decides. The list of those, and the two environment variables that change it, are NVIDIA's device plugin's, so that an
-operator's settings keep their meaning (nvidia contract §10, vectors §17.4); its defect of ignoring the enable list is not copied.
+operator's settings keep their meaning (nvidia §10, §17.4); its defect of ignoring the enable list is not copied.
 
 Called by `watch`: once for each event and again when the configuration is reloaded.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Self
 
-# The program's fault, not the card's: NVIDIA's own list (nvidia contract §10.2).
+# The program's fault, not the card's: NVIDIA's own list (nvidia §10.2).
 IGNORED_BY_DEFAULT = frozenset({13, 31, 43, 45, 68, 109})
 
 _ALL_WORDS = ("all", "xids")

@@ -1,7 +1,7 @@
 """Edits: what a grant adds to a container, before anybody says how it gets there.
 
 Families and isolation backends build them, a carrier takes them to the container: the plugin servers in the ``Allocate`` answer (early), or
-a CDI spec of the grant's own (late). The fields are those of kubelet's ContainerAllocateResponse (kubelet contract §1).
+a CDI spec of the grant's own (late). The fields are those of kubelet's ContainerAllocateResponse (kubelet §1).
 """
 
 from __future__ import annotations

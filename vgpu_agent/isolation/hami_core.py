@@ -1,10 +1,10 @@
 """The isolation backend `hami-core`: what makes HAMi's libvgpu.so keep a container to its shares.
 
 The library is preloaded into every process of the container and finds its limits in a region file, which the agent makes before the first
-process exists (`hami_region`). Environment and mounts are those of the replaced plugin (volcano-vgpu contract §4.1, G4), except for its
+process exists (`hami_region`). Environment and mounts are those of the replaced plugin (volcano-vgpu §4.1, G4), except for its
 two directories that containers can write. A bind mount follows links, so whoever can change a directory chooses what is mounted from it.
 Here a container sees no directory of the host: its region is mounted as a file, and the directory around it belongs to root alone. The
-library needs no more (hami-core contract §0.3 fact 3). Families call it through `Backend`; `runtime` makes the files, and
+library needs no more (hami-core §0.3.3). Families call it through `Backend`; `runtime` makes the files, and
 `runtime.hami_library` installs the library itself.
 
 It is a quota for programs that play along, not a wall: static programs and images without glibc are not limited.
@@ -51,12 +51,12 @@ _HOOKS_VARIABLE = "CUDA_REDIRECT"  # the file in which dlsym looks for the hooks
 _POLICY_VARIABLE = "GPU_CORE_UTILIZATION_POLICY"  # "disable" switches the limit of compute off
 
 # What a pod could set to leave its limits. The limits themselves (CUDA_DEVICE_MEMORY_LIMIT_*, CUDA_DEVICE_SM_LIMIT*) are not among it:
-# where there is a region, the library reads them there (hami-core contract §0.3 fact 1).
+# where there is a region, the library reads them there (hami-core §0.3.1).
 DECISIVE = frozenset({REGION_VARIABLE, _HOOKS_VARIABLE, _POLICY_VARIABLE})
 
 
 def uses_lock(library: bytes) -> bool:
-    """True for a libvgpu.so that makes a lock file in `LOCK_DIRECTORY`, as those before 2.8.1 do (hami-core contract §1.4)."""
+    """True for a libvgpu.so that makes a lock file in `LOCK_DIRECTORY`, as those before 2.8.1 do (hami-core §1.4)."""
     return _LOCK in library and _LOCK_AWAITED in library
 
 
@@ -107,7 +107,7 @@ class HamiCore:
         if not self._is_disabled(target):
             mounts.append(Mount(PRELOAD, self.preload_path, read_only=True))
         mounts += [
-            # The path that the library opens without its environment (ssh, su -, cron), fact 2.
+            # The path that the library opens without its environment (ssh, su -, cron), hami-core §0.3.2.
             Mount(DEFAULT_CACHE, region_path),
             # A mount point cannot be deleted, so whoever tidies up /tmp does not delete the limit.
             Mount(f"{CACHE_DIRECTORY}/{cache}", region_path),
@@ -124,7 +124,7 @@ class HamiCore:
         )
 
     def _environment(self, target: Target, limits: list[DeviceLimit], cache: str) -> dict[str, str]:
-        # Only whole MiB with "m": every other unit is misread by some version (hami-core contract §1.2).
+        # Only whole MiB with "m": every other unit is misread by some version (hami-core §1.2).
         environment = {f"CUDA_DEVICE_MEMORY_LIMIT_{place}": f"{limit.memory_mib}m" for place, limit in enumerate(limits)}
         first = target.shares[0][1].cores_percent if target.shares else 0
         environment["CUDA_DEVICE_SM_LIMIT"] = str(first)
@@ -166,7 +166,7 @@ def may_be_disabled(setting: str, target: Target) -> bool:
 
 
 def _limits(target: Target) -> list[DeviceLimit]:
-    """One limit a GPU, in the order in which CUDA and NVML count them inside the container: by PCI bus id (volcano-vgpu:D22)."""
+    """One limit a GPU, in the order in which CUDA and NVML count them inside the container: by PCI bus id (volcano-vgpu D22)."""
     by_uuid: dict[str, tuple[Gpu, list[Share]]] = {}
     for gpu, share in target.shares:
         by_uuid.setdefault(gpu.uuid, (gpu, []))[1].append(share)

@@ -1,9 +1,9 @@
 """The shared region of HAMi-core's libvgpu.so, layout 1.2, as bytes: the one place where a container's limits stand.
 
 The first process that opens the region stamps it from its environment, and every later one obeys the file. So the agent writes it before
-any process exists, and what the environment says does not matter any more (hami-core contract §0.3 fact 1). Offsets and initial values
-are those of the contract's §2.2 and §2.3; they hold for glibc on little-endian 64-bit machines. Libraries that read this layout: HAMi
-2.4.1 to 2.8.0 and from 2.8.2, not 2.8.1 (fact 10). Called by `hami_core`.
+any process exists, and what the environment says does not matter any more (hami-core §0.3.1). Offsets and initial values
+are those of hami-core §2.2 and §2.3; they hold for glibc on little-endian 64-bit machines. Libraries that read this layout: HAMi
+2.4.1 to 2.8.0 and from 2.8.2, not 2.8.1 (hami-core §0.3.10). Called by `hami_core`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def region(limits: Sequence[DeviceLimit], *, limit_cores: bool = True) -> tuple[
 
     Args:
         limits: at most `MAX_DEVICES`.
-        limit_cores: the switch that the library's limiter obeys. Nobody else ever turns it on again (fact 8), so it is on from the start.
+        limit_cores: the switch that the library's limiter obeys. Nothing else turns it on again (hami-core §0.3.8), so it starts on.
     """
     return (
         (_INITIALIZED, struct.pack("<iII", MAGIC, _MAJOR, _MINOR)),
@@ -66,7 +66,7 @@ def region(limits: Sequence[DeviceLimit], *, limit_cores: bool = True) -> tuple[
 
 
 def limit_parts(limits: Sequence[DeviceLimit]) -> tuple[tuple[int, bytes], ...]:
-    """The limits alone, for a region that is in use: the memory limit holds from the next allocation on (fact 3)."""
+    """The limits alone, for a region that is in use: the memory limit holds from the next allocation on (hami-core §0.3.3)."""
     memory = [limit.memory_mib << 20 for limit in limits]
     cores = [limit.cores_percent for limit in limits]
     return (

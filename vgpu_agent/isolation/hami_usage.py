@@ -2,7 +2,7 @@
 
 The region belongs to the container, which may write what it likes into it, or cut the file short while it is read. So nothing here trusts
 a byte: whatever stands there, the answer is a usage or a reason. Only the head and the slots in use are asked for, through a function, so
-that whoever reads files copies a few pages instead of keeping two megabytes mapped. Layouts: hami-core contract §2.1 to §2.3. Called by
+that whoever reads files copies a few pages instead of keeping two megabytes mapped. Layouts: hami-core §2.1 to §2.3. Called by
 `runtime.container_usage`.
 """
 
@@ -95,7 +95,7 @@ def read_region(
         size: of the file; together with the version words it tells the layout.
         read: the bytes at (offset, length); fewer, when the file has become shorter.
         is_alive: whether a slot's process (pid on the host, pid in its container) still exists. A process that was killed leaves its slot
-            behind with all that it used (contract §2.4).
+            behind with all that it used (hami-core §2.4).
 
     Returns:
         None while there is nothing to say: no process has initialised the file, or it has become shorter while it was read.

@@ -2,7 +2,7 @@
 
 Pure: what a daemon is told, what a container is told, and why a resource cannot be shared this way. The room `vgpu_agent.mps` runs the
 daemons by it, families add `mps_edits` to the answer of a resource whose sharing is MPS. One daemon serves one resource. Facts: nvidia
-contract §11 and §17.3; NVIDIA's guide to MPS for what a variable in a client can do (it narrows the daemon's limit, never widens it).
+§11 and §17.3; NVIDIA's guide to MPS for what a variable in a client can do (it narrows the daemon's limit, never widens it).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT = "DEFAULT"
 PROBE = "get_default_active_thread_percentage"
 QUIT = "quit"
 
-# Processes that one MPS server takes: since Volta, and before it (nvidia contract §11.2; 7.0 is Volta: D6).
+# Processes that one MPS server takes: since Volta, and before it (nvidia §11.2; 7.0 is Volta, nvidia D6).
 VOLTA = (7, 0)
 MOST_CLIENTS = 48
 MOST_CLIENTS_BEFORE_VOLTA = 16
@@ -97,7 +97,7 @@ class DeviceLimit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DaemonPlan:
-    """What one control daemon is told (nvidia contract §17.3), as plain values: two equal plans are the same daemon.
+    """What one control daemon is told (nvidia §17.3), as plain values: two equal plans are the same daemon.
 
     Attributes:
         directory: its files, see `MpsOptions.directory`.
@@ -143,7 +143,7 @@ class DaemonPlan:
 
 
 def most_clients(gpu: Gpu) -> int:
-    """How many processes one MPS server of that GPU takes (nvidia contract D6)."""
+    """How many processes one MPS server of that GPU takes (nvidia D6)."""
     return MOST_CLIENTS if gpu.compute_capability >= VOLTA else MOST_CLIENTS_BEFORE_VOLTA
 
 
@@ -163,7 +163,7 @@ def replicas_of(resource: Resource) -> dict[str, int]:
 
 
 def why_not(resource: Resource, inventory: Inventory) -> str:
-    """Why ``resource`` cannot be shared by MPS as it is offered, with the remedy; empty when it can (nvidia contract G14, G15)."""
+    """Why ``resource`` cannot be shared by MPS as it is offered, with the remedy; empty when it can (nvidia G14, G15)."""
     for uuid, replicas in replicas_of(resource).items():
         found = inventory.device(uuid)
         if found is None:
@@ -206,7 +206,7 @@ def daemon_plan(resource: Resource, inventory: Inventory, options: MpsOptions) -
 
 
 def mps_edits(resource: Resource, devices: Sequence[str], inventory: Inventory, options: MpsOptions) -> Edits:
-    """What makes a container a client of its resource's daemon (nvidia contract A19, A20, A21).
+    """What makes a container a client of its resource's daemon (nvidia A19, A20, A21).
 
     Args:
         resource: as it is offered; its ids say how many replicas a GPU has.

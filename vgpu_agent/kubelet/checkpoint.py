@@ -2,7 +2,7 @@
 
 Read by `records` at start, for verification, and when a container is about to start. The format is kubelet's own affair and has changed
 before (a flat id list became a map by NUMA node in 1.20), so both forms are understood, unknown keys are ignored, and anything else is one
-clear error. Its checksum covers a dump that only Go can make; it is not checked. Read only: kubelet is the owner (kubelet contract §9).
+clear error. Its checksum covers a dump that only Go can make; it is not checked. Read only: kubelet is the owner (kubelet §9).
 """
 
 from __future__ import annotations

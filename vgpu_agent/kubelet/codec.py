@@ -1,7 +1,7 @@
 """Between the model and the bytes that kubelet reads and writes; the only user of the generated messages.
 
 The plugin servers speak in ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Keeping the translation here means that another protobuf
-library is one file's work. Field numbers: kubelet contract §1 and §13. What arrives is read by `wire`, because the generated decoder
+library is one file's work. Field numbers: kubelet §1 and §13. What arrives is read by `wire`, because the generated decoder
 accepts nonsense.
 """
 
@@ -101,7 +101,7 @@ class DeviceListEncoder:
 
 
 def list_size_bytes(ids: Iterable[DeviceId]) -> int:
-    """Size of the largest list that these ids can lead to: all of them Unhealthy, two bytes more an id (kubelet contract §10)."""
+    """Size of the largest list that these ids can lead to: all of them Unhealthy, two bytes more an id (kubelet §10)."""
     if not isinstance(ids, NumberedIds):
         return sum(_element_size(device) for device in ids)
     return sum(
@@ -112,7 +112,7 @@ def list_size_bytes(ids: Iterable[DeviceId]) -> int:
 
 
 def check_budget(resource: Resource, budget_bytes: int) -> None:
-    """Make sure that the resource's list fits into one message, before anything is registered (kubelet contract §10, V13).
+    """Make sure that the resource's list fits into one message, before anything is registered (kubelet §10, V13).
 
     Raises:
         ConfigError: it does not; the message says how many replicas of each device would, or which setting makes the ids fewer.
@@ -155,7 +155,7 @@ def encode_register(*, endpoint: str, resource: str, pre_start_required: bool, p
 
 
 def encode_get(namespace: str, name: str) -> bytes:
-    """GetPodResourcesRequest (kubelet contract §13); an empty name is not possible in Kubernetes."""
+    """GetPodResourcesRequest (kubelet §13); an empty name is not possible in Kubernetes."""
     return wire.delimited(1, name.encode()) + wire.delimited(2, namespace.encode())
 
 

@@ -1,6 +1,6 @@
 """What lies in kubelet's plugin directory right now, for everyone who must react when it changes.
 
-kubelet tells nobody that it restarts: it wipes the directory and puts a new ``kubelet.sock`` there (kubelet contract §3). One watch for all
+kubelet tells nobody that it restarts: it wipes the directory and puts a new ``kubelet.sock`` there (kubelet §3). One watch for all
 plugin servers publishes a `DirectoryState` at each change; a server compares it with what it knew when it registered. State instead of
 events, because events get lost, and because a server that was busy must still see what is true now.
 """

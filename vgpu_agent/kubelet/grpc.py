@@ -475,7 +475,7 @@ async def _unimplemented(_: _ByteStream) -> None:
 
 
 def _status_of(err: AgentError) -> Status:
-    """The gRPC status that tells kubelet's log reader whose fault it is; kubelet itself treats them alike (kubelet contract §8)."""
+    """The gRPC status that tells kubelet's log reader whose fault it is; kubelet itself treats them alike (kubelet §8)."""
     match err:
         case RequestRefusedError() | UnknownDeviceError():
             return Status.INVALID_ARGUMENT

@@ -2,7 +2,7 @@
 
 A node that counts memory in ids has fifty thousand entries, 4 MB, in each answer, and nearly all of them are of resources that are only
 there to be counted. Those are passed over without making an object of any; what is passed over is still checked to be an entry of just that
-resource with just that length. Called by `pod_resources`, in a thread. Message layout: kubelet contract §13.
+resource with just that length. Called by `pod_resources`, in a thread. Message layout: kubelet §13.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PodResourcesReader:
         self._entries = _Entries(2, wanted)
 
     def read(self, response: bytes) -> tuple[Holding, ...]:
-        """Who holds what; several entries of one container and resource are united (V11).
+        """Who holds what; several entries of one container and resource are united (kubelet V11).
 
         Raises:
             KubeletError: the bytes are no such message.
@@ -119,7 +119,7 @@ class PodResourcesReader:
 
 
 def decode_allocatable(response: bytes, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str] | SeenNumbers]:
-    """The healthy ids of each resource in ``offered``, from AllocatableResourcesResponse (kubelet contract §13).
+    """The healthy ids of each resource in ``offered``, from AllocatableResourcesResponse (kubelet §13).
 
     Raises:
         KubeletError: the bytes are no such message.

@@ -1,7 +1,7 @@
 """The device plugin service of one resource: what each of kubelet's five calls is answered.
 
 `server` puts it on a socket. It decides nothing itself: a `Backend` knows the devices and books the ids; here are kubelet's rules of the
-game, which are unforgiving (kubelet contract §4, §6): complete lists only, never an error from GetPreferredAllocation, an answer within a
+game, which are unforgiving (kubelet §4, §6): complete lists only, never an error from GetPreferredAllocation, an answer within a
 second, and one element for each container.
 """
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
         """The ``size`` ids that suit best, the ``must_include`` ones among them."""
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
-        """Book the ids and say what the container gets; the same ids twice get the same answer (V15)."""
+        """Book the ids and say what the container gets; the same ids twice get the same answer (kubelet V15)."""
 
     def may_start_unasked(self, resource: str) -> bool:
         """Whether containers may start without `pre_start`, while we are away."""
@@ -86,7 +86,7 @@ class PluginService:
     """Answers kubelet for one resource on one server instance.
 
     State: the open streams, and `PluginStatus`, which outlives the instance. Streams share nothing but the cache of encoded devices: each
-    remembers itself what it sent, because two may be open at once (V5). What was sent is remembered as devices, not as bytes.
+    remembers itself what it sent, because two may be open at once (kubelet V5). What was sent is remembered as devices, not as bytes.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class PluginService:
             self._lists.advance()
 
     async def _prefer(self, request: bytes) -> bytes:
-        # An error here would fail the pod's admission (kubelet contract §6), while a poor choice only costs some speed.
+        # An error here would fail the pod's admission (kubelet §6), while a poor choice only costs some speed.
         self._status.preferred_calls += 1
         try:
             containers = codec.decode_preference(request)

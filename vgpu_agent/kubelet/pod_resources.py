@@ -1,7 +1,7 @@
 """kubelet's pod-resources API: who is alive and holds what, by name; and which ids kubelet would give to a pod.
 
 Called by `records` and by the agent's verification. Its List is the freshest truth there is, because kubelet forgets ended pods before it
-answers; but it knows no UIDs and no plain init containers, and it limits how often it may be asked (kubelet contract §13). Never called
+answers; but it knows no UIDs and no plain init containers, and it limits how often it may be asked (kubelet §13). Never called
 inside Allocate: the pod in question is recorded only after our answer.
 
 List tells of all pods, which is megabytes where memory is counted in ids. Get tells of one, in a hundredth of the time; but older kubelets
@@ -115,7 +115,7 @@ class PodResources:
         """What every live container of the node holds of ``wanted`` resources; the owners have no UID. Answers of any size are accepted.
 
         Raises:
-            KubeletBusyError: kubelet wants to be left alone (V12).
+            KubeletBusyError: kubelet wants to be left alone (kubelet V12).
             KubeletError: no socket, no such API, no answer in time, or an answer that makes no sense.
         """
         self._gets.take(1)
@@ -133,7 +133,7 @@ class PodResources:
 
         Raises:
             GetNotPossibleError: List has to be asked instead.
-            KubeletBusyError: kubelet wants to be left alone (V12).
+            KubeletBusyError: kubelet wants to be left alone (kubelet V12).
             KubeletError: no socket, no answer in time, or an answer that makes no sense.
         """
         if self._without_get is not None and self._without_get == await asyncio.to_thread(_identity, self._socket_path):

@@ -1,4 +1,4 @@
-"""How many calls may still be made: a bucket that fills up with time, as kubelet itself counts them (kubelet contract §13).
+"""How many calls may still be made: a bucket that fills up with time, as kubelet itself counts them (kubelet §13).
 
 `pod_resources` keeps one, so that it never asks kubelet more than that allows, and rather takes the slower way that needs one call.
 """

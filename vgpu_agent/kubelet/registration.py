@@ -1,6 +1,6 @@
 """Telling kubelet about a resource: the Register call, and which of its failures are worth another try.
 
-Called by `server` when the resource is already being served, because kubelet calls back *during* Register (kubelet contract §2, V1).
+Called by `server` when the resource is already being served, because kubelet calls back *during* Register (kubelet §2, V1).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def register(
     """Announce that ``resource`` is served on the socket ``endpoint``, a base name beside kubelet's socket.
 
     Raises:
-        RegistrationRefusedError: kubelet does not want this API version or this resource name, and will not change its mind (V6).
+        RegistrationRefusedError: kubelet does not want this API version or this resource name, and will not change its mind (kubelet V6).
         NotListeningError: nobody listens on kubelet's socket; kubelet has not heard of the endpoint.
         CallError: anything else; trying again later may help.
     """

@@ -1,7 +1,7 @@
 """The life of one resource's device plugin: serve, register, notice that kubelet has lost us, begin again.
 
 `agent` runs one `DevicePlugin` for each resource under the supervisor, all of them beside one `DirectoryWatch`. Each round is a fresh
-server on a fresh socket: kubelet's bookkeeping of endpoints is too racy to reuse anything (kubelet contract §3).
+server on a fresh socket: kubelet's bookkeeping of endpoints is too racy to reuse anything (kubelet §3).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DevicePlugin:
     async def run(self) -> None:
         """Keep the resource registered until `stop` is called or the task is cancelled.
 
-        A kubelet that refuses for good is not asked again (V6): the state is ``failed`` until there is another kubelet.
+        A kubelet that refuses for good is not asked again (kubelet V6): the state is ``failed`` until there is another kubelet.
         """
         self._ended.clear()
         backoff = Backoff(self._settings.retry_min_seconds, self._settings.retry_max_seconds)
@@ -225,7 +225,7 @@ class DevicePlugin:
             await last.close()
 
     async def _kubelet_socket(self) -> SocketIdentity | None:
-        """kubelet's socket, as soon as there is one (V14); None when we are to stop."""
+        """kubelet's socket, as soon as there is one (kubelet V14); None when we are to stop."""
         while not self._stopping.is_set():
             version = self._directory.state.version
             if found := self._directory.state.value.kubelet_socket:
@@ -318,7 +318,7 @@ class _Instance:
         )
 
     async def until_lost(self, kubelet: SocketIdentity, stopping: asyncio.Event) -> str:
-        """Wait until kubelet can no longer be served by this instance (V2, V3, V4), or until ``stopping``; the reason."""
+        """Wait until kubelet can no longer be served by this instance (kubelet V2, V3, V4), or until ``stopping``; the reason."""
         deadline = asyncio.get_running_loop().time() + self._settings.stream_open_timeout_seconds
         while not stopping.is_set():
             activity, state = self._service.activity.version, self._directory.state.version

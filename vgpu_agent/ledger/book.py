@@ -99,7 +99,7 @@ class Ledger:
         are still offered have what ``stand_for`` says they stand for now, as they would after a restart.
 
         Raises:
-            ValueError: a name occurs twice, or an id in two resources of a family (kubelet contract V17).
+            ValueError: a name occurs twice, or an id in two resources of a family (kubelet V17).
         """
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)
@@ -209,7 +209,7 @@ class Ledger:
         raise UnknownDeviceError(f"resource {name} is not offered by this node; it offers {', '.join(self._offers.by_name) or 'nothing'}")
 
     def listing(self, name: str) -> Sequence[ListedDevice]:
-        """The complete list that kubelet must see now: every offered id, and held ids of devices that went away (never dropped: V16)."""
+        """The complete list that kubelet must see now: every offered id, and held ids of devices that went away (kubelet V16)."""
         resource = self.resource(name)
         self._listed = True
         trouble = self._troubles(resource, at_kubelet=True)
@@ -351,7 +351,7 @@ class Ledger:
         """Book ``ids`` of resource ``name`` for a container that kubelet has not named yet.
 
         kubelet decides who holds an id, so an id that another grant holds changes hands: its pod has ended and kubelet has not said
-        so, or an init container made room for the next one. Asking again for ids that nobody is named for yet gives the same grant (V15).
+        so, or an init container made room for the next one. Asking again for ids without a named holder gives the same grant (kubelet V15).
         Where the pod decides, ``shares`` are empty (late binding) or those of the pod that Allocate took it for (early). With
         ``may_overcommit`` a scheduler decided them, and more compute or holders than a device has are booked.
 

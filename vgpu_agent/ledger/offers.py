@@ -52,7 +52,7 @@ class Offers:
         """Offer exactly ``resources`` from now on; whether that changed anything. Of those in ``held``, wider limits are remembered.
 
         Raises:
-            ValueError: a name, or within one family an id (kubelet contract V17), is offered twice: kubelet would mix their health up.
+            ValueError: a name, or within one family an id (kubelet V17), is offered twice: kubelet would mix their health up.
         """
         offered: dict[str, Resource] = {}
         for resource in resources:

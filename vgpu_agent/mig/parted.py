@@ -1,6 +1,6 @@
 """``nvidia-mig-parted``, the host tool that divides GPUs: run with a time limit, one at a time, and never believed.
 
-The replaced plugin runs it and ends itself when it fails (volcano-vgpu contract §4.3, volcano-vgpu:D16). Here every failure is a `MigError`
+The replaced plugin runs it and ends itself when it fails (volcano-vgpu §4.3, D16). Here every failure is a `MigError`
 that costs one pod its start: the tool is missing, hangs, prints nonsense, fails, or sees other GPUs than the driver. Whether the GPU was
 divided in the end, only the driver knows; `agent.devices.mig`, which calls this, looks there.
 """

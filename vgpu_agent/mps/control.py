@@ -1,4 +1,4 @@
-"""Talks to one MPS control daemon: through the control binary, one process a command, as NVIDIA's own plugin does (nvidia contract §11.2).
+"""Talks to one MPS control daemon: through the control binary, one process a command, as NVIDIA's own plugin does (nvidia §11.2).
 
 Called by `daemon`. What the daemon answers is checked, since a limit that was only sent is not yet a limit: NVIDIA's plugin offered
 resources whose daemon had none.

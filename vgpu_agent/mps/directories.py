@@ -1,6 +1,6 @@
 """Directories, marks and shared memory of MPS control daemons, and the label that lets containers use them under SELinux.
 
-Called by `daemon` and `supervision`, in threads, because every call may block on a disk. Paths: nvidia contract §11.1 and §11.2.
+Called by `daemon` and `supervision`, in threads, because every call may block on a disk. Paths: nvidia §11.1 and §11.2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which whole GPUs belong together: those with NVLinks and PCI switches between them, and such that what remains belongs together, too.
 
-Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. Scores and aim are those of NVIDIA's plugin (nvidia contract
+Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. Scores and aim are those of NVIDIA's plugin (nvidia
 §6.1): all available GPUs are thought to be given away in groups of the wanted size, and the best division decides. Theirs tries every
 division, which takes minutes on 16 GPUs; here it is exact up to `EXACT_GPUS` and good above, always within milliseconds. Ties go to the
 GPUs that come first, so the same question always gets the same answer.

@@ -1,7 +1,7 @@
 """The allocation policies by name: which ids of a resource suit a container best, one entry each.
 
 Families whose ids name devices name the entry that fits a resource and ask it for GetPreferredAllocation. None of them ever fails because
-of a device that is not among the available ones (nvidia:D4), and each gives the same answer to the same question (nvidia:D5). Where several
+of a device that is not among the available ones (nvidia D4), and each gives the same answer to the same question (nvidia D5). Where several
 families share the node, each goes by the ranks of `mixing` first.
 """
 

@@ -1,7 +1,7 @@
 """Which devices a container gets when no GPU scheduler has decided: the fullest that fit, or the emptiest.
 
 Called by the families whose pods ask for amounts (`volcano-vgpu`, …) under the plain kube-scheduler, which only counts. The rules of fit
-and of order are those of Volcano's scheduler (volcano-vgpu contract §8), so that a pod lands where that scheduler would have put it. Pure
+and of order are those of Volcano's scheduler (volcano-vgpu §8), so that a pod lands where that scheduler would have put it. Pure
 functions of what the ledger says each device has left.
 """
 
@@ -101,7 +101,7 @@ def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
     """Why a GPU of that type name must not be had; empty when it may.
 
     Each list is separated by commas; an entry matches where it is part of the name, in any case (``A10`` also matches ``A100``). When types
-    are wanted, the unwanted ones are not looked at (volcano-vgpu contract §3.1).
+    are wanted, the unwanted ones are not looked at (volcano-vgpu §3.1).
     """
     if wanted is not None:
         return "" if _is_named(name, wanted) else f"its type {name} is none of {quoted(wanted, _MOST_QUOTED)}"
@@ -111,7 +111,7 @@ def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
 
 
 def uuid_refusal(uuid: str, *, wanted: str | None, unwanted: str | None) -> str:
-    """Why the GPU of that UUID must not be had; empty when it may. Exact matches; unwanted wins (volcano-vgpu contract §3.1)."""
+    """Why the GPU of that UUID must not be had; empty when it may. Exact matches; unwanted wins (volcano-vgpu §3.1)."""
     if unwanted is not None and uuid in _entries(unwanted):
         return "the pod does not want this GPU"
     if wanted is not None and uuid not in _entries(wanted):

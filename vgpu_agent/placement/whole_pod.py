@@ -1,7 +1,7 @@
 """Where a whole pod goes when no GPU scheduler has decided: the first device that has room for all of it.
 
 Called by `volcano-gpushare`, whose vocabulary names devices for the pod and not for each container. The order is that of Volcano's
-scheduler (volcano-gpushare contract §8): no packing and no spreading, the lowest number that fits. Pure functions of what the ledger says
+scheduler (volcano-gpushare §8): no packing and no spreading, the lowest number that fits. Pure functions of what the ledger says
 each device has left.
 """
 

@@ -2,7 +2,7 @@
 
 One loop, started by `agent`, copies the few pages of each region that say something; nothing is mapped, so a container that ends, or cuts
 its file short, cannot take the agent with it. Only directories of pods that are known to live are looked at: those that this agent makes,
-and those of the plugin that it replaces, whose pods run on (volcano-vgpu contract §6).
+and those of the plugin that it replaces, whose pods run on (volcano-vgpu §6).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An unproven limit is no limit: a library is installed only when it exports the functions in which HAMi-core limits a program, and when the
 layout of its shared region, read from its code, is that of the agent's regions. Any other file limits nothing, however it is called.
 
-A library that is overwritten in place crashes every process that has it mapped (hami-core contract §0.3 fact 6; volcano-vgpu:D21). So the
+A library that is overwritten in place crashes every process that has it mapped (hami-core §0.3.6; volcano-vgpu D21). So the
 content gets a name of its own, ``libvgpu.so.<12 hexadecimal digits of its SHA-256>``, and stays as it is for good; a newer one lies beside
 it and is mounted by grants made from then on. Old ones are left: each is some hundred KiB, and a container that still runs may need it.
 
@@ -36,7 +36,7 @@ _LARGEST = 16 << 20  # bytes; the real one has about one MiB
 _MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # for what `uname -m` says
 
 # Without one of these the library limits nothing: how programs find the driver's functions, what allocates, what tells the memory, and what
-# launches kernels. Each line is met by any of its names. All releases from HAMi 2.4.1 to 2.10 have them (hami-core contract §3.1, §3.2).
+# launches kernels. Each line is met by any of its names. All releases from HAMi 2.4.1 to 2.10 have them (hami-core §3.1, §3.2).
 _FUNCTIONS = (
     ("dlsym",),
     ("cuGetProcAddress", "cuGetProcAddress_v2"),
@@ -52,7 +52,7 @@ _FUNCTIONS = (
 # Other interposers export the same functions. Only HAMi-core finds its region by this variable.
 _REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE\0"
 
-# sizeof of the shared region, and who has it (hami-core contract §2.1).
+# sizeof of the shared region, and who has it (hami-core §2.1).
 _OUR_LAYOUT = hami_region.SIZE - 1
 _OTHER_LAYOUTS = {804_680: "HAMi before 2.3", 1_197_896: "HAMi 2.3 to 2.4.0", 2_008_984: "HAMi 2.8.1"}
 _SHOWN_LAYOUT = "1.1 or 1.2"  # they differ in nothing that the agent writes
@@ -177,7 +177,7 @@ def _checked(content: bytes, source: str) -> str:
         raise CarrierError(f"{source} does not export {', '.join(missing)}, so it limits nothing; {_REMEDY}")
     if _REGION_VARIABLE not in content:
         raise CarrierError(f"{source} does not know {_REGION_VARIABLE[:-1].decode()}, so it is not HAMi-core; {_REMEDY}")
-    # A region of the wrong layout would mean no limit at all (hami-core contract §0.3 fact 10).
+    # A region of the wrong layout would mean no limit at all (hami-core §0.3.10).
     for size, version in _OTHER_LAYOUTS.items():
         if _loads(library, content, size):
             raise CarrierError(

@@ -1,6 +1,6 @@
 """Does the process that a container's region speaks of still exist?
 
-A process that is killed leaves its entry in the region behind, with all the memory it had (hami-core contract §2.4). Whoever counts asks
+A process that is killed leaves its entry in the region behind, with all the memory it had (hami-core §2.4). Whoever counts asks
 here. Called by `container_usage`, in a thread.
 """
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 X86_64, AARCH64 = 62, 183  # e_machine of ELF(5)
 _MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # for what `uname -m` says
 
-REGION_BYTES = 2_008_952  # of layouts 1.1 and 1.2 (hami-core contract §2.1)
+REGION_BYTES = 2_008_952  # of layouts 1.1 and 1.2 (hami-core §2.1)
 REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE"
 
-# Of the 450 functions that the real library exports, those without which it limits nothing (hami-core contract §3.1, §3.2).
+# Of the 450 functions that the real library exports, those without which it limits nothing (hami-core §3.1, §3.2).
 FUNCTIONS = (
     "dlsym",
     "cuGetProcAddress",

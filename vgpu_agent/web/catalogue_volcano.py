@@ -1,6 +1,6 @@
 """The part of the catalogue that has the names of volcano-vgpu-device-plugin's monitor, so that its dashboards go on working.
 
-Names, labels and units are those of the volcano-vgpu contract, §6. `Device_memory_desc_of_container` is left out: four of its labels are
+Names, labels and units are those of volcano-vgpu §6. `Device_memory_desc_of_container` is left out: four of its labels are
 numbers of bytes, so that each change of memory is one more series; its value is that of `vGPU_device_memory_usage_in_bytes`. Read by
 `catalogue`.
 """

@@ -135,7 +135,7 @@ async def test_the_simulator_describes_simulated_gpus_unless_a_tool_is_named(tmp
 
 
 async def test_the_gpu_of_a_tegra_processor_has_no_cdi_name_and_nothing_waits_for_one(tmp_path: Path, supervisor: Supervisor) -> None:
-    """nvidia contract §1: upstream ends over a CDI strategy without NVML; here no tool runs, and the resource says what to change."""
+    """nvidia §1: upstream ends over a CDI strategy without NVML; here no tool runs, and the resource says what to change."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     resource = Resource("nvidia.com/gpu", "nvidia", (DeviceId(INTEGRATED, INTEGRATED),))
     await side.side.begin(side.settings, Inventory(version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)))

@@ -40,7 +40,7 @@ def on_node(tmp_path: Path, *, driver_root: str, dev_root: str = "") -> Settings
 
 @pytest.mark.parametrize("dev_root", ["", "/"])
 def test_nodes_of_a_mounted_driver_root_are_found(dev_root: str, tmp_path: Path) -> None:
-    """nvidia contract §9: the agent sees /run/nvidia/driver of the node at cdi.containerDriverRoot only."""
+    """nvidia §9: the agent sees /run/nvidia/driver of the node at cdi.containerDriverRoot only."""
     for path in CONTROL_NODES:
         make_node(tmp_path / "driver-root", path)
     assert find_control_nodes(on_node(tmp_path, driver_root="/run/nvidia/driver", dev_root=dev_root)) == ControlNodes(CONTROL_NODES)
@@ -55,7 +55,7 @@ def test_nodes_below_their_own_path_are_found(tmp_path: Path) -> None:
 
 
 def test_nodes_in_the_own_dev_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvidia contract §7: there NVIDIA's runtime puts them, whatever the paths on the node are, and NVIDIA's plugin looks nowhere else."""
+    """nvidia §7: there NVIDIA's runtime puts them, whatever the paths on the node are, and NVIDIA's plugin looks nowhere else."""
     nodes = {path: os.stat_result((stat.S_IFCHR, *[0] * 9), {"st_rdev": os.makedev(*NUMBERS[path])}) for path in CONTROL_NODES}
     lstat = os.lstat
     monkeypatch.setattr(os, "lstat", lambda path: nodes.get(path) or lstat(path))
@@ -83,7 +83,7 @@ def test_only_nodes_that_cuda_needs_are_trouble(missing: str, said: str, tmp_pat
 
 
 def test_a_windows_subsystem_has_none_of_them(tmp_path: Path) -> None:
-    """nvidia contract §4: one node of the kernel's leads to all GPUs."""
+    """nvidia §4: one node of the kernel's leads to all GPUs."""
     make_node(tmp_path / "host", WSL_NODE, (10, 127))
     assert find_control_nodes(on_node(tmp_path, driver_root=str(tmp_path / "host"))) == ControlNodes(wsl=True)
 

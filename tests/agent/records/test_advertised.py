@@ -154,7 +154,7 @@ async def test_two_that_take_turns_are_one_line() -> None:
 
 @pytest.mark.looptime
 async def test_when_the_rival_has_gone_the_long_pause_is_not_waited_for() -> None:
-    """It took us down by leaving (kubelet contract §3), and nobody is there to fight with."""
+    """It took us down by leaving (kubelet §3), and nobody is there to fight with."""
     compared = Compared()
     compared.listed = dict(FOREIGN)
     await compared.look(2)

@@ -171,7 +171,7 @@ async def test_why_nothing_is_offered_is_told_apart(tmp_path: Path, config: str,
 
 
 async def test_a_refused_registration_stays_in_the_verdict(tmp_path: Path) -> None:
-    """kubelet contract V6: the loop has ended for good, and that must be seen without reading the log."""
+    """kubelet V6: the loop has ended for good, and that must be seen without reading the log."""
     async with parts(tmp_path) as node:
         (status,) = node.offering.statuses
         status.state, status.last_error = PluginState.FAILED, "kubelet refuses to register nvidia.com/gpu"

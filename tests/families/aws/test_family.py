@@ -1,4 +1,4 @@
-"""The `aws` family against the golden vectors of the aws contract (II.6) and the rows of II.4 that are a matter of this family."""
+"""The `aws` family against the golden vectors of aws §II.6 and the rows of aws §II.4 that are a matter of this family."""
 
 from __future__ import annotations
 

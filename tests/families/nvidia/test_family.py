@@ -1,4 +1,4 @@
-"""The `nvidia` family's answers about ids, against the golden vectors of the nvidia contract (§17.2); what it offers is next door."""
+"""The `nvidia` family's answers about ids, against the golden vectors of nvidia §17.2; what it offers is next door."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `nvidia` family in iktos's words: the golden vectors of the iktos contract (I.9), its spreading (I.4) and what is mended (I.7)."""
+"""The `nvidia` family in iktos's words: golden vectors, spreading and what is mended (iktos §I.9, §I.4, §I.7)."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ ASKED = [f"{U1}-replica-0", f"{U0}-replica-2", f"{U0}-replica-1"]
 
 @pytest.mark.parametrize(("id_strategy", "expected"), [("uuid", f"{U0},{U1}"), ("index", "0,1")])
 def test_devices_are_named_once_and_sorted(id_strategy: str, expected: str, inventory: Inventory) -> None:
-    """iktos contract I.9, Allocate under K1: sorted, unlike NVIDIA's own plugin (iktos:K1)."""
+    """iktos §I.9, Allocate under K1: sorted, unlike NVIDIA's own plugin (iktos:K1)."""
     options = dataclasses.replace(K1, lists=ListOptions(id_strategy=id_strategy))
     edits = NvidiaFamily(options).edits(only_resource(options, inventory), ASKED, inventory)
     assert edits.environment == {"NVIDIA_VISIBLE_DEVICES": expected}
@@ -160,7 +160,7 @@ def test_under_wsl_the_one_id_has_no_place_to_be_sorted_by(inventory: Inventory)
 
 
 def test_volume_mounts_and_device_nodes(inventory: Inventory) -> None:
-    """iktos contract I.9: the other two ways of its table; cdi names, which it does not have, come from the same place (iktos:D16)."""
+    """iktos §I.9: the other two ways of its table; cdi names, which it does not have, come from the same place (iktos:D16)."""
     lists = ListOptions(("volume-mounts", "cdi-cri"), pass_device_specs=True, control_nodes=("/dev/nvidiactl",))
     options = dataclasses.replace(K1, lists=lists)
     edits = NvidiaFamily(options).edits(only_resource(options, inventory), ASKED, inventory)
@@ -229,7 +229,7 @@ def test_what_cannot_be_had_is_said(available: str, must: str, size: int) -> Non
     [(1, [(U0, 0)]), (2, [(U0, 0), (U1, 0)]), (3, [(U0, 0), (U0, 1), (U1, 0)])],
 )
 def test_preferred_under_k1(size: int, expected: list[tuple[str, int]], inventory: Inventory) -> None:
-    """iktos contract I.9, Preferred under K1, all free (iktos:K1)."""
+    """iktos §I.9, Preferred under K1, all free (iktos:K1)."""
     assert prefer(K1, size, inventory) == [f"{uuid}-replica-{number}" for uuid, number in expected]
 
 
@@ -288,5 +288,5 @@ def test_units_of_memory_of_two_gpus_are_refused(inventory: Inventory) -> None:
 
 
 def test_replicas_that_are_no_memory_may_be_of_several_gpus(inventory: Inventory) -> None:
-    """iktos contract I.4: spreading is what they are for."""
+    """iktos §I.4: spreading is what they are for."""
     NvidiaFamily(K1).check(only_resource(K1, inventory), ASKED)

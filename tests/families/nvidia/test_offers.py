@@ -1,4 +1,4 @@
-"""What the `nvidia` family offers: golden vectors of the nvidia contract (§17.1), MIG strategies, patterns and replicas by device."""
+"""What the `nvidia` family offers: golden vectors of nvidia §17.1, MIG strategies, patterns and replicas by device."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_g16_one_replica_is_a_whole_gpu(inventory: Inventory) -> None:
     ],
 )
 def test_profiles_with_a_suffix_have_names_of_their_own(profile: str, name: str) -> None:
-    """nvidia contract §3: ``+`` becomes a dot, and nothing else changes."""
+    """nvidia §3: ``+`` becomes a dot, and nothing else changes."""
     assert list(offered(MIXED, one_slice(profile))) == [GPU, f"nvidia.com/{name}"]
 
 
@@ -182,7 +182,7 @@ def test_a_profile_that_cannot_be_a_name_withholds_only_itself() -> None:
 
 
 def test_single_withholds_what_a_gpu_without_slices_would_be() -> None:
-    """nvidia contract §3: "device N has no MIG devices configured", with the remedy."""
+    """nvidia §3: "device N has no MIG devices configured", with the remedy."""
     both = with_slices(golden_inventory(), U0=golden_slices(), U1=())
     assert offered(SINGLE, both) == {}
     (problem,) = refused(SINGLE, both)
@@ -191,7 +191,7 @@ def test_single_withholds_what_a_gpu_without_slices_would_be() -> None:
 
 
 def test_single_without_mig_is_as_none(inventory: Inventory) -> None:
-    """nvidia contract §3, last row of the table; the same for mixed."""
+    """nvidia §3, last row of the table; the same for mixed."""
     assert offered(SINGLE, inventory) == offered(MIXED, inventory) == {GPU: [U0, U1]}
 
 
@@ -370,7 +370,7 @@ def test_a_node_without_gpus_offers_nothing() -> None:
 
 
 def test_under_wsl_there_is_one_id_for_all_gpus(inventory: Inventory) -> None:
-    """nvidia contract §4: containers get all GPUs or none there; one that is ill is in every container, so the id is ill."""
+    """nvidia §4: containers get all GPUs or none there; one that is ill is in every container, so the id is ill."""
     options = NvidiaOptions(wsl=True, mig_strategy="mixed")
     assert offered(options, inventory) == {GPU: ["all"]}
     assert offered(shared_by(2, wsl=True), inventory) == {GPU: ["all::0", "all::1"]}
@@ -394,6 +394,6 @@ def test_a_change_of_the_inventory_changes_the_offer() -> None:
 
 
 def test_a_slice_keeps_the_numa_node_of_its_gpu() -> None:
-    """nvidia contract §4: MIG uses its parent."""
+    """nvidia §4: MIG uses its parent."""
     numa = {entry.numa_node for resource in NvidiaFamily(MIXED).resources(GPU_1_DIVIDED) if resource.name == MIG for entry in resource.ids}
     assert numa == {1}

@@ -84,5 +84,5 @@ def test_patterns_come_in_their_order() -> None:
     ],
 )
 def test_a_pattern_matches_all_of_a_name(pattern: str, text: str, matches: bool) -> None:
-    """nvidia contract §3: anchored at both ends since v0.20; only ``*`` is special."""
+    """nvidia §3: anchored at both ends since v0.20; only ``*`` is special."""
     assert Pattern(pattern, GPU).matches(text) is matches

@@ -1,4 +1,4 @@
-"""The GPU of a Tegra processor under NVIDIA's names, and what cannot be had of it (nvidia contract §4, §6, §7, §10)."""
+"""The GPU of a Tegra processor under NVIDIA's names, and what cannot be had of it (nvidia §4, §6, §7, §10)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def told(options: NvidiaOptions, *ids: str) -> dict[str, str]:
     ],
 )
 def test_the_one_gpu_has_the_id_tegra(options: NvidiaOptions, ids: dict[str, list[str]]) -> None:
-    """nvidia contract §4: id ``tegra``, replicas behind ``::``; renames and patterns, by the name ``tegra``, are those of any GPU."""
+    """nvidia §4: id ``tegra``, replicas behind ``::``; renames and patterns, by the name ``tegra``, are those of any GPU."""
     assert offered(options, NODE) == ids
     assert (refused(options, NODE), cautions(options, NODE)) == ((), ())
 
 
 def test_its_ids_have_no_numa_node_and_are_healthy() -> None:
-    """nvidia contract §4 and §10: no topology field, no health of its own, so kubelet counts them and nothing takes them away."""
+    """nvidia §4 and §10: no topology field, no health of its own, so kubelet counts them and nothing takes them away."""
     ledger = Ledger()
     ledger.observe(NODE)
     ledger.offer([only_resource(shared_by(2), NODE)])
@@ -61,13 +61,13 @@ def test_its_ids_have_no_numa_node_and_are_healthy() -> None:
     ],
 )
 def test_containers_are_told_of_it_as_of_any_gpu(lists: dict[str, Any], variables: dict[str, str]) -> None:
-    """nvidia contract §7: the base id once, also behind two replicas, or its index."""
+    """nvidia §7: the base id once, also behind two replicas, or its index."""
     options = shared_by(4, lists=ListOptions(**lists))
     assert told(options, "tegra::2", "tegra::0") == variables
 
 
 def test_it_has_no_device_node_of_its_own() -> None:
-    """nvidia contract §4: no paths; with device specs only the control nodes that are there are named."""
+    """nvidia §4: no paths; with device specs only the control nodes that are there are named."""
     options = NvidiaOptions(lists=ListOptions(pass_device_specs=True, control_nodes=("/dev/nvidiactl",)))
     edits = NvidiaFamily(options).edits(only_resource(options, NODE), ["tegra"], NODE)
     assert [node.container_path for node in edits.device_nodes] == ["/dev/nvidiactl"]
@@ -75,7 +75,7 @@ def test_it_has_no_device_node_of_its_own() -> None:
 
 @pytest.mark.parametrize("policy", ["distributed", "packed"])
 def test_preferred_replicas_are_the_first_that_are_free(policy: str) -> None:
-    """nvidia contract §6: always distributed; with one GPU each policy comes to that."""
+    """nvidia §6: always distributed; with one GPU each policy comes to that."""
     options = shared_by(4, policy=policy)
     resource = only_resource(options, NODE)
     family = NvidiaFamily(options)
@@ -91,7 +91,7 @@ def test_whole_it_is_exclusive_and_shared_it_has_a_place() -> None:
 
 
 def test_mps_is_refused() -> None:
-    """nvidia contract §11: its daemon is set up by the UUIDs and the memory that NVML tells."""
+    """nvidia §11: its daemon is set up by the UUIDs and the memory that NVML tells."""
     options = shared_by(2, sharing=SharingMode.MPS)
     assert offered(options, NODE) == {}
     assert refused(options, NODE) == (
@@ -100,7 +100,7 @@ def test_mps_is_refused() -> None:
 
 
 def test_replicas_by_memory_are_refused() -> None:
-    """iktos contract I.2: ``-1`` counts the GPU's memory, of which it has none."""
+    """iktos §I.2: ``-1`` counts the GPU's memory, of which it has none."""
     options = iktos(("gpu", "gpu-mem", -1))
     assert offered(options, NODE) == {}
     (reason,) = refused(options, NODE)
@@ -112,7 +112,7 @@ def test_replicas_by_memory_are_refused() -> None:
 
 @pytest.mark.parametrize("strategy", ["single", "mixed"])
 def test_a_mig_strategy_has_no_effect_and_says_so(strategy: str) -> None:
-    """nvidia contract §3: without slices it behaves as ``none``."""
+    """nvidia §3: without slices it behaves as ``none``."""
     options = NvidiaOptions(mig_strategy=strategy)
     assert offered(options, NODE) == {GPU: ["tegra"]}
     assert cautions(options, NODE) == (
@@ -121,7 +121,7 @@ def test_a_mig_strategy_has_no_effect_and_says_so(strategy: str) -> None:
 
 
 def test_awss_name_offers_nothing_of_it() -> None:
-    """aws contract II.2: its ids are made of a UUID, and its pods bring an MPS of their own."""
+    """aws §II.2: its ids are made of a UUID, and its pods bring an MPS of their own."""
     family = AwsFamily(AwsOptions())
     assert family.resources(NODE) == ()
     assert family.shortfall(NODE).refused == (

@@ -1,4 +1,4 @@
-"""The `volcano-gpushare` family against the golden vectors and the defect table of the volcano-gpushare contract (§9, §10)."""
+"""The `volcano-gpushare` family against the defects of volcano-gpushare §9 and the golden vectors of volcano-gpushare §10."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_an_init_container_is_served_and_assigns_nothing() -> None:
 
 
 def test_a_list_that_is_too_long_is_refused_with_the_factor_that_fits() -> None:
-    """volcano-gpushare:D10: eight cards of 80 GB at 1 MiB do not fit into a message of kubelet (kubelet contract V13)."""
+    """volcano-gpushare:D10: eight cards of 80 GB at 1 MiB do not fit into a message of kubelet (kubelet V13)."""
     with pytest.raises(ConfigError, match=r"volcano.sh/gpu-memory: 652472 ids .* volcanoGpushare.gpuMemoryFactor: 4 would fit"):
         offer_of(inventory=_eight_large())
 

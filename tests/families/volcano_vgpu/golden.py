@@ -1,4 +1,4 @@
-"""The node of the volcano-vgpu contract's golden vectors (§10), and questions about pods on it."""
+"""The node of the golden vectors in volcano-vgpu §10, and questions about pods on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(name: str = "main", kind: ContainerKind = ContainerKind.MAIN, **limits:
 
 
 def decided(ids_new: str, **more: str) -> dict[str, str]:
-    """The six annotations that a scheduler writes (G3); ``more`` by the last part of their keys, with ``_`` for ``-``."""
+    """The six annotations that a scheduler writes (volcano-vgpu G3); ``more`` by the last part of their keys, with ``_`` for ``-``."""
     written = {
         "volcano.sh/vgpu-node": NODE,
         "volcano.sh/vgpu-time": "1795200692",

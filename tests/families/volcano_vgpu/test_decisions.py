@@ -1,4 +1,4 @@
-"""What a container gets when a scheduler has decided (volcano-vgpu contract §3, §8, §9)."""
+"""What a container gets when a scheduler has decided (volcano-vgpu §3, §8, §9)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_is_decided_stays_so_after_the_first_container_is_served() -> None:
 
 
 def test_a_container_that_asks_for_memory_only_has_a_segment() -> None:
-    """The scheduler counts it (contract §8), though kubelet never asks for it; the one after it must not get its share."""
+    """The scheduler counts it (volcano-vgpu §8), though kubelet never asks for it; the one after it must not get its share."""
     containers = (main("odd", memory=3000), main("main", number=1, memory=4000, cores=30))
     assert _shares(pod(*containers, annotations=decided(TWO_SEGMENTS))) == (Share(U1, 4000, 30),)
 
@@ -129,7 +129,7 @@ def test_two_cards_are_two_cards() -> None:
 
 @pytest.mark.parametrize("node", ["node-b", ""])
 def test_a_decision_for_another_node_is_refused(node: str) -> None:
-    """A gang that was given up leaves such annotations behind (contract §3.4), and anybody may forge them."""
+    """A gang that was given up leaves such annotations behind (volcano-vgpu §3.4), and anybody may forge them."""
     text = _refusal(pod(ONE, annotations=decided(G3, vgpu_node=node)))
     assert f"annotation volcano.sh/vgpu-node='{node}': the GPUs were decided for another node than node-a" in text
 

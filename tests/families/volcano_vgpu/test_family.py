@@ -1,4 +1,4 @@
-"""What puts a decision in force: the family with its isolation backend and the ledger (volcano-vgpu contract §4.1, §9)."""
+"""What puts a decision in force: the family with its isolation backend and the ledger (volcano-vgpu §4.1, §9)."""
 
 from __future__ import annotations
 

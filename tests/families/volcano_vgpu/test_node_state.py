@@ -1,4 +1,4 @@
-"""What stands on the Node for Volcano's schedulers (volcano-vgpu contract §2)."""
+"""What stands on the Node for Volcano's schedulers (volcano-vgpu §2)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _desired_state(
 
 
 def _as_a_scheduler_reads(text: str) -> list[tuple[str, int, int, str]] | None:
-    """UUID, count, memory and type of each card as contract §2.2 has it; None where the node would be dropped."""
+    """UUID, count, memory and type of each card as volcano-vgpu §2.2 has it; None where the node would be dropped."""
     cards = []
     for piece in text.split(":"):
         if "," not in piece:

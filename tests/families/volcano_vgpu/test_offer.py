@@ -1,4 +1,4 @@
-"""What the node offers to kubelet (volcano-vgpu contract §1)."""
+"""What the node offers to kubelet (volcano-vgpu §1)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_unit_grows_until_the_list_fits(count: int, memory_mib: int, factor:
 
 
 def test_a_unit_that_is_too_small_is_refused_with_the_one_that_fits() -> None:
-    """``volcano-vgpu:D9``, kubelet contract V13: at start, with the setting's name."""
+    """``volcano-vgpu:D9``, kubelet V13: at start, with the setting's name."""
     with pytest.raises(ConfigError) as caught:
         family(factor=2).resources(_node(8, 81920))
     (problem,) = caught.value.problems

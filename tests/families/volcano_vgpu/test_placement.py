@@ -1,4 +1,4 @@
-"""Where the agent places a container that no GPU scheduler has placed: under the plain kube-scheduler (volcano-vgpu contract §8)."""
+"""Where the agent places a container that no GPU scheduler has placed: under the plain kube-scheduler (volcano-vgpu §8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The annotations of a pod once its containers are served (volcano-vgpu contract §3.3)."""
+"""The annotations of a pod once its containers are served (volcano-vgpu §3.3)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_container_that_kubelet_never_asks_for_holds_nothing_up() -> None:
 
 
 def test_a_pod_that_never_starts_has_failed() -> None:
-    """What is left to allocate stays as it was (contract §3.3)."""
+    """What is left to allocate stays as it was (volcano-vgpu §3.3)."""
     desired_state = _desired_state(TWO, grants(a=SHARE), failed=True)
     assert desired_state == {PHASE: "failed", TIME: NEVER}
     assert _desired_state(_written(TWO, desired_state), grants(a=SHARE), failed=True) == {}

@@ -30,7 +30,7 @@ def node(
 
 
 def gpushare_node(*, number: str = "2", memory: str | None = "49152", annotations: Mapping[str, str] | None = None) -> Object:
-    """A Node of the GPU-share contract (volcano-gpushare S1)."""
+    """A Node of volcano-gpushare S1."""
     resources = {"volcano.sh/gpu-number": number} | ({"volcano.sh/gpu-memory": memory} if memory is not None else {})
     return node(register=None, allocatable=resources, annotations=annotations)
 

@@ -1,4 +1,4 @@
-"""The simulated Volcano scheduler's vGPU ledger: which card, which string, and what it refuses (contract volcano-vgpu §2.2, §3.2, §8)."""
+"""The simulated Volcano scheduler's vGPU ledger: which card, which string, and what it refuses (volcano-vgpu §2.2, §3.2, §8)."""
 
 from __future__ import annotations
 

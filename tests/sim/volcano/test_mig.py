@@ -1,4 +1,4 @@
-"""The simulated Volcano scheduler's books of MIG instances (contract volcano-vgpu §4.3)."""
+"""The simulated Volcano scheduler's books of MIG instances (volcano-vgpu §4.3)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_card_in_use_goes_on_with_its_group() -> None:
 
 
 def test_pods_of_one_round_get_the_same_instance() -> None:
-    """The reference counts an instance once its pod is seen to be bound (contract §9, row 15), and its memory at once."""
+    """The reference counts an instance once its pod is seen to be bound (volcano-vgpu D15), and its memory at once."""
     ledger = ledger_of()
     assert [place(ledger, 8000) for _ in range(4)] == ["U1[group2-0],NVIDIA,8000,0:"] * 4
     assert place(ledger, 8000) == "U0[group2-0],NVIDIA,8000,0:"  # 4 × 10240 is all that the card has
@@ -71,5 +71,5 @@ def test_a_number_of_two_is_one_instance_of_each_card() -> None:
 
 
 def test_without_geometries_cards_are_shared_whole() -> None:
-    """Their memory is counted as in the other mode, and the plain UUID is written (contract §2.2)."""
+    """Their memory is counted as in the other mode, and the plain UUID is written (volcano-vgpu §2.2)."""
     assert place(ledger_of(config=""), 8000) == "U1,NVIDIA,8000,0:"

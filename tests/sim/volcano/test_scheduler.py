@@ -150,7 +150,7 @@ async def test_the_old_way_gives_a_node_up_that_does_not_answer(cluster: Cluster
 
 
 async def test_a_node_that_is_no_gpu_node_to_it_gets_pods_without_annotations(cluster: Cluster) -> None:
-    """The predicate is skipped, not failed, so plain arithmetic decides (contract volcano-vgpu §2.2)."""
+    """The predicate is skipped, not failed, so plain arithmetic decides (volcano-vgpu §2.2)."""
     cluster.server.objects.patch("nodes", "node-a", {"metadata": {"annotations": {"volcano.sh/node-vgpu-register": None}}})
     cluster.start()
     cluster.add(pod("p", asking(1, 3000)))
@@ -174,7 +174,7 @@ async def test_over_commit_is_refused_in_volcanos_words_and_only_once(cluster: C
 
 
 async def test_a_percentage_waits_for_ever(cluster: Cluster) -> None:
-    """Since 1.13 it is an ordinary resource that no node offers (contract volcano-vgpu §8)."""
+    """Since 1.13 it is an ordinary resource that no node offers (volcano-vgpu §8)."""
     cluster.start()
     cluster.add(pod("p", asking(1, percentage=50)))
     await cluster.until(lambda: cluster.why("p"))

@@ -29,7 +29,7 @@ NOW = 1795200692.0  # 2026-11-20 18:51:32 UTC
     ],
 )
 def test_handshake(value: str | None, expected: tuple[bool, str | None]) -> None:
-    """Contract volcano-vgpu §2.3: a ping is answered within 60 seconds or the node's GPUs are ignored."""
+    """volcano-vgpu §2.3: a ping is answered within 60 seconds or the node's GPUs are ignored."""
     assert words.answer_handshake(value, NOW) == expected
 
 
@@ -47,7 +47,7 @@ def test_junk_is_read_without_a_word(text: str) -> None:
 
 
 def test_lock_stamps() -> None:
-    """Contract volcano-vgpu §2.4: RFC 3339 in whole seconds; what cannot be read has no age."""
+    """volcano-vgpu §2.4: RFC 3339 in whole seconds; what cannot be read has no age."""
     assert words.lock_stamp(NOW) == "2026-11-20T18:51:32Z"
     assert words.lock_age("2026-11-20T18:51:02Z", NOW) == 30
     assert words.lock_age("2026-11-20T19:51:02+01:00", NOW) == 30
@@ -93,7 +93,7 @@ def test_s2_gpushare_annotations() -> None:
 
 
 def test_s7_gpushare_places_whole_pods_on_one_card() -> None:
-    """volcano-gpushare:S7 and contract §8: 3000, 20000, 3000 MiB go to cards 0, 0, 1; two containers of a pod count together."""
+    """volcano-gpushare:S7 and volcano-gpushare §8: 3000, 20000, 3000 MiB go to cards 0, 0, 1; two containers of a pod count together."""
     ledger = _ledger("share")
     placed = [ledger.place(pod(str(number), *_memory(*amounts)), NOW) for number, amounts in enumerate([(3000,), (10000, 10000), (3000,)])]
     assert [each and each.annotations["volcano.sh/gpu-index"] for each in placed] == ["0", "0", "1"]

@@ -41,7 +41,7 @@ class NodeStatus:
         self.revision = Revision()
 
     def healthy_for_volcano(self) -> frozenset[str]:
-        """The cards that take new pods by the register annotation (volcano-vgpu contract §2.1)."""
+        """The cards that take new pods by the register annotation (volcano-vgpu §2.1)."""
         entries = (entry.split(",") for entry in self.register.split(":") if entry)
         return frozenset(entry[0] for entry in entries if int(entry[1]) > 0)
 

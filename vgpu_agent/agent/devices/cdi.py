@@ -49,7 +49,7 @@ _logger = log.get(__name__)
 
 _TASK = "cdi specs"
 _KEEPER = "cdi"  # of cordons in the ledger
-# NVIDIA's plugin does not even start so (nvidia contract §1).
+# NVIDIA's plugin does not even start so (nvidia §1).
 _NO_NAME_OF_INTEGRATED = (
     "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of GPUs are made through NVML; take cdi-cri "
     "and cdi-annotations out, envvar and volume-mounts work with the NVIDIA runtime in CSV mode"

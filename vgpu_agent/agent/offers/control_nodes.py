@@ -2,7 +2,7 @@
 
 With ``plugin.passDeviceSpecs`` each answer names device nodes by their path on the node. The agent sees the node's tree under another
 path (``cdi.containerDriverRoot``), or only what NVIDIA's runtime puts into its own ``/dev``. NVIDIA's plugin looks into its own ``/dev``
-alone, and leaves out what it does not find there (nvidia contract §7). Without `_NEEDED` no CUDA program starts, so resources are withheld
+alone, and leaves out what it does not find there (nvidia §7). Without `_NEEDED` no CUDA program starts, so resources are withheld
 instead.
 
 The runtime on the node follows links. So a path counts only where the device node itself lies, and only if its number is one of NVIDIA's.

@@ -1,7 +1,7 @@
 """Which plugin servers run: one for each resource that the ledger offers, started and stopped as resources come and go.
 
 Called by `composition` at start, on every new inventory and at the end; by `reload` after a change of settings. A resource whose list would
-not fit into kubelet's message is withheld with a reason instead of being registered and dropped again and again (kubelet contract §10).
+not fit into kubelet's message is withheld with a reason instead of being registered and dropped again and again (kubelet §10).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
     """Make sure that every resource's list fits into one message.
 
     Raises:
-        ConfigError: some do not; one sentence each, with the number of replicas that would fit (V13).
+        ConfigError: some do not; one sentence each, with the number of replicas that would fit (kubelet V13).
     """
     problems: list[str] = []
     for resource in resources:

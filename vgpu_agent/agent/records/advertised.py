@@ -1,7 +1,7 @@
 """Whether kubelet lists what it was told: the only way to notice that another plugin has taken a resource away from us.
 
 kubelet keeps one list for each resource name, the last that arrived, and when any plugin's stream of that name ends it takes down whichever
-plugin is registered (kubelet contract §3). So a second plugin that comes and goes leaves us with an open stream, no error, and an
+plugin is registered (kubelet §3). So a second plugin that comes and goes leaves us with an open stream, no error, and an
 allocatable of 0. Called by `verification` in each pass; it asks pod-resources what can be allocated and compares.
 
 Nothing is done at the first look, because a list may be on its way. A second look that finds the same lets the plugin server register

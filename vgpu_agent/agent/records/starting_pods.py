@@ -2,7 +2,7 @@
 
 `reader` asks for names. Reading kubelet's checkpoint takes as long as asking pod-resources about one pod, so both begin at the same time,
 and for that somebody must say which pod before the checkpoint does. What is expected here decides nothing: what pod-resources says of a pod
-counts only if the checkpoint, read in the same question, names that very pod (DESIGN §5).
+counts only if the checkpoint, read in the same question, names that very pod.
 
 `cluster`'s writer of annotations waits while pods are being started.
 """

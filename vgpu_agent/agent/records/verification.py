@@ -2,7 +2,7 @@
 
 kubelet never says whose ids it has just allocated, nor that a pod has ended; its checkpoint and its pod-resources socket do. When to look
 for ended pods is what the watch of pods says. Each regular pass also asks whether kubelet still lists what it was told (`listed`). Run by
-`composition`: `rebuild` before the first registration (kubelet contract V10), `run` as a supervised loop.
+`composition`: `rebuild` before the first registration (kubelet V10), `run` as a supervised loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodCache
     from vgpu_agent.status import KubeletStatus
 
-# pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet contract §13).
+# pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet §13).
 _SHORTEST_PAUSE_SECONDS = 1.0
 # While pods keep coming a pass would only slow down their starts: with 50,000 ids it takes a fifth of a second.
 _LONGEST_BURST_SECONDS = 10.0

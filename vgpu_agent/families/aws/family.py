@@ -1,6 +1,6 @@
 """The `aws` family: ``k8s.amazonaws.com/vgpu``, the same number of shares of each GPU, as AWS's virtual GPU device plugin offers it.
 
-Names, ids and answers are those of the aws contract (II.1, II.2, II.6). The ids name the device, so `Allocate` can answer completely. What
+Names, ids and answers are those of aws §II.1, §II.2 and §II.6. The ids name the device, so `Allocate` can answer completely. What
 was broken is not copied: GPUs in MIG mode and before Volta are left out with a reason, several shares of one container lie on one GPU where
 they can, and MPS has limits that come from the share. How containers join MPS is one entry of `_JOINING`.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 FAMILY = "aws"
 RESOURCE = "k8s.amazonaws.com/vgpu"
-# Where MPS has its pipes unless it is told otherwise, and where pods written for AWS's plugin mount them from (aws contract II.3).
+# Where MPS has its pipes unless it is told otherwise, and where pods written for AWS's plugin mount them from (aws §II.3).
 PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - a path that others have chosen
 
 _ID = re.compile(r"(GPU-[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12})-(0|[1-9][0-9]{0,5})")
@@ -86,7 +86,7 @@ class AwsFamily:
         return resource in (RESOURCE, self._options.resource)
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """``<UUID>-0`` to ``<UUID>-<n-1>`` of each GPU that can be shared (aws:W1, W2)."""
+        """``<UUID>-0`` to ``<UUID>-<n-1>`` of each GPU that can be shared (aws W1, W2)."""
         ids = tuple(
             DeviceId(f"{gpu.uuid}-{number}", gpu.uuid, gpu.numa_node)
             for gpu in inventory.gpus
@@ -127,7 +127,7 @@ class AwsFamily:
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """All on one GPU, the fullest that has room (aws:D7) among those of the lowest rank; where none has, on as few as may be."""
+        """All on one GPU, the fullest that has room (aws D7) among those of the lowest rank; where none has, on as few as may be."""
         rank = {entry.id: place for place, entry in enumerate(resource.ids)}
         device_of = {entry.id: entry.device for entry in resource.ids}
         usable = sorted((id_ for id_ in available if id_ in rank), key=rank.__getitem__)
@@ -149,7 +149,7 @@ class AwsFamily:
         """Why a GPU cannot be offered; empty when it can."""
         if gpu.integrated:
             return f"GPU {gpu.index} ({gpu.uuid}) is part of the processor and has no UUID to name it by; offer it by families.nvidia"
-        if gpu.mig_enabled:  # aws:W4: upstream offers it, and the container finds nothing that works
+        if gpu.mig_enabled:  # aws W4: upstream offers it, and the container finds nothing that works
             off = f"nvidia-smi -i {gpu.index} -mig 0"
             return (
                 f"GPU {gpu.index} ({gpu.uuid}) is in MIG mode, so its virtual GPUs would not work; it is left out until MIG is off ({off})"
@@ -158,7 +158,7 @@ class AwsFamily:
             return ""
         capability = ".".join(map(str, gpu.compute_capability))
         old = f"GPU {gpu.index} ({gpu.name}, compute capability {capability}) is older than Volta (7.0)"
-        if self._options.mps != "none":  # aws:D11
+        if self._options.mps != "none":  # aws D11
             return (
                 f"{old}: under MPS a fault of one container ends all others there, and none can be limited; "
                 "it is left out, set aws.mps to none to let containers take turns on it"

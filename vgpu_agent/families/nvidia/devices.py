@@ -1,8 +1,8 @@
 """Which devices stand behind which of NVIDIA's resource names, before anything is shared: the MIG strategies and the patterns.
 
-Names and the table of what is valid are those of the nvidia contract (§3; G1–G7), with its defects mended: what cannot be offered under one
+Names and the table of what is valid are those of nvidia §3 and G1 to G7, with its defects mended: what cannot be offered under one
 name keeps no other from being offered, and a slice whose compute instance is smaller than its GPU instance has a name like any other
-(nvidia:D8). Called by `offers`.
+(nvidia D8). Called by `offers`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Device:
 
     @property
     def memory_mib(self) -> int:
-        """Its own memory: of a slice not that of its GPU (iktos:D7)."""
+        """Its own memory: of a slice not that of its GPU (iktos D7)."""
         return self.instance.memory_mib if self.instance else self.gpu.memory_mib
 
     @property

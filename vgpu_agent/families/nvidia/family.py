@@ -1,6 +1,6 @@
 """The `nvidia` family: GPUs and MIG slices under NVIDIA's names, whole or shared, as its own device plugin and iktos's fork offer them.
 
-Names, ids and answers are those of the contracts (nvidia §3, §4, §6, §7; iktos I.2–I.5), so a cluster can switch without touching a pod.
+Names, ids and answers are NVIDIA's and iktos's (nvidia §3, §4, §6, §7; iktos §I.2 to §I.5), so a cluster can switch without touching a pod.
 The ids name the device, so `Allocate` can answer completely. What is offered is worked out in `offers`; here are the answers about
 ids. Defects are not copied: unhealthy ids are refused (by the ledger), device nodes are listed once, every order is deterministic.
 """
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory, Resource
     from vgpu_agent.placement.mixing import Neighbours
 
-# In the order in which NVIDIA's plugin lists them (nvidia contract §7, pass-device-specs); each only where the node has it.
+# In the order in which NVIDIA's plugin lists them (nvidia §7, pass-device-specs); each only where the node has it.
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 
 
-# Under WSL: one node of the kernel's leads to all GPUs (nvidia contract §4).
+# Under WSL: one node of the kernel's leads to all GPUs (nvidia §4).
 WSL_NODE = "/dev/dxg"
 _EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
 
@@ -58,7 +58,7 @@ class NvidiaFamily:
         return resource.startswith(DOMAIN)
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """A whole device's id is its UUID (nvidia:G1), a replica's is ``<UUID>::<n>`` (nvidia:G8) or ``<UUID>-replica-<n>`` (iktos:K1)."""
+        """A whole device's id is its UUID (nvidia G1), a replica's is ``<UUID>::<n>`` (nvidia G8) or ``<UUID>-replica-<n>`` (iktos K1)."""
         return self._offers(inventory).resources
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
@@ -66,7 +66,7 @@ class NvidiaFamily:
         return self._offers(inventory).shortfall
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Refuse what the operator does not want (nvidia:A22, A23) and units of memory that are not of one device (iktos:D12).
+        """Refuse what the operator does not want (nvidia A22, A23) and units of memory that are not of one device (iktos D12).
 
         The first text is the one that users of NVIDIA's plugin know.
         """
@@ -124,7 +124,7 @@ class NvidiaFamily:
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """What names the devices to the container, by the list strategies; by MPS also what makes it a client of its daemon."""
         found = [device for uuid in devices_behind(ids) if (device := _EVERY.get(uuid) or visible_device(uuid, inventory))]
-        if self._options.iktos:  # which sorts them (iktos contract I.5)
+        if self._options.iktos:  # which sorts them (iktos §I.5)
             found.sort(key=_place if self._options.lists.id_strategy == "index" else _uuid)
         edits = edits_of(found, self._options.lists, number=answer_number(resource.name, ids))
         if resource.sharing is SharingMode.MPS:
@@ -137,7 +137,7 @@ class NvidiaFamily:
         return self._last[1]
 
     def _policy(self, resource: Resource) -> str:
-        """Units of memory on one device; whole GPUs that belong together (nvidia contract §6.1), whatever is set; replicas as is set."""
+        """Units of memory on one device; whole GPUs that belong together (nvidia §6.1), whatever is set; replicas as is set."""
         if resource.name in self._options.automatic:
             return ONE_GPU
         if resource.holders_per_device == 1 and not any(_is_slice(entry.device) for entry in resource.ids):

@@ -1,9 +1,9 @@
 """The device ids of the `nvidia` family: a device's UUID alone, or with the number of a replica behind it.
 
 Three forms are read, whichever is offered today, so that running containers keep their devices over a change of settings:
-``<uuid>`` a whole device, ``<uuid>::<n>`` a replica as NVIDIA's plugin counts them (nvidia contract §4), ``<uuid>-replica-<n>`` one as
-iktos's fork does (iktos contract I.3). Under WSL one id stands for all GPUs, which containers cannot be
-given one by one there (nvidia:A26); the GPU of a Tegra processor has a word for a UUID. Used by `family` and `offers`.
+``<uuid>`` a whole device, ``<uuid>::<n>`` a replica as NVIDIA's plugin counts them (nvidia §4), ``<uuid>-replica-<n>`` one as
+iktos's fork does (iktos §I.3). Under WSL one id stands for all GPUs, which containers cannot be
+given one by one there (nvidia A26); the GPU of a Tegra processor has a word for a UUID. Used by `family` and `offers`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read(id_: str) -> ReadId | None:
 
 
 def devices_behind(ids: Iterable[str]) -> dict[str, bool]:
-    """UUID → whether one of the ids stands for the whole device; in the order of the ids, each once (nvidia:A3); others are left out."""
+    """UUID → whether one of the ids stands for the whole device; in the order of the ids, each once (nvidia A3); others are left out."""
     devices: dict[str, bool] = {}
     for id_ in ids:
         if (known := read(id_)) is not None:

@@ -1,7 +1,7 @@
 """What a node with these GPUs offers under NVIDIA's names: each resource with its ids, and what could not be offered and why.
 
 From the devices of each name (`devices`) and the entries about sharing to `Resource`s: whole devices, replicas of all of them or of
-some, each device in one resource only, so that it is never twice on the ledger (nvidia:G1–G16, D15; iktos:K1–K9). What is wrong with one
+some, each device in one resource only, so that it is never twice on the ledger (nvidia G1–G16, D15; iktos K1–K9). What is wrong with one
 resource withholds that one. Called by `family`; pure.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FAMILY = "nvidia"
 
-# More ids than any list that kubelet takes could hold (kubelet contract §10): such a list is only counted, and then refused by its length.
+# More ids than any list that kubelet takes could hold (kubelet §10): such a list is only counted, and then refused by its length.
 _MOST_IDS = 200_000
 
 
@@ -125,7 +125,7 @@ class _Plan:
     def _part(self, entry: SharedEntry, device: Device) -> _Part:
         if entry.replicas != AUTOMATIC:
             return _Part(device, entry.replicas, shared=True)
-        replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib  # of its own memory (iktos:K2, D7)
+        replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib  # of its own memory (iktos K2, D7)
         if device.gpu.integrated:
             self._refused[entry.published] = (
                 f"{device.shown} is part of the processor and has no memory of its own that could be counted; set a number of replicas for "
@@ -148,7 +148,7 @@ def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device]
 
 
 def _old_name(device: Device) -> tuple[str, ...]:
-    """A slice as drivers before 470 name it (nvidia contract §4)."""
+    """A slice as drivers before 470 name it (nvidia §4)."""
     slice_ = device.instance
     return (f"MIG-{device.gpu.uuid}/{slice_.gpu_instance_id}/{slice_.compute_instance_id}",) if slice_ else ()
 

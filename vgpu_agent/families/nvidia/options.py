@@ -1,7 +1,7 @@
 """How this node offers its GPUs in NVIDIA's words, and in those of iktos's fork: the settings, as the `nvidia` family reads them.
 
 NVIDIA's sharing strategies and iktos's ``resourceConfig`` come to one list of entries here, so that nobody behind this file asks which of
-them an operator has used. Sources: nvidia contract §2 and §3, iktos contract I.2.
+them an operator has used. Sources: nvidia §2 and §3, iktos §I.2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AUTOMATIC = -1  # as many replicas as the device has units of memory
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pattern:
-    """Devices by the name of their GPU or MIG profile: ``*`` stands for any text, and all of the name must match (nvidia contract §3)."""
+    """Devices by the name of their GPU or MIG profile: ``*`` stands for any text, and all of the name must match (nvidia §3)."""
 
     pattern: str
     name: str
@@ -104,7 +104,7 @@ class NvidiaOptions:
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions, wsl: bool = False) -> NvidiaOptions:
-        """The options that the configuration asks for; where several say how GPUs are shared: iktos's words, then MPS (nvidia:G12)."""
+        """The options that the configuration asks for; where several say how GPUs are shared: iktos's words, then MPS (nvidia G12)."""
         plugin, sharing = settings.plugin, settings.sharing
         mps = bool(sharing.mps.resources)
         block = sharing.mps if mps else sharing.time_slicing

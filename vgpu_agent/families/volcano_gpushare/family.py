@@ -1,6 +1,6 @@
 """The `volcano-gpushare` family: ``volcano.sh/gpu-memory`` or ``volcano.sh/gpu-number``, as Volcano's own device plugin offers them.
 
-Names, ids and environment are those of the volcano-gpushare contract (vectors S1–S7). The sharing is advisory: a container is told its card
+Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a container is told its card
 and its budget, and nothing holds it to them. The ids are only counted; which card a pod gets stands in its annotation
 ``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that no GPU scheduler has placed.
 
@@ -113,7 +113,7 @@ class VolcanoGpushareFamily:
         return resource in (MEMORY_RESOURCE, NUMBER_RESOURCE)
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """One resource: ``<number>-<j>`` for each unit of each card's memory (S1, S4), or each card's UUID (S5).
+        """One resource: ``<number>-<j>`` for each unit of each card's memory, or each card's UUID (volcano-gpushare S1, S4, S5).
 
         Raises:
             ConfigError: the cards differ in size, or the list of ids would not fit into a message of kubelet, or a unit into a card.
@@ -187,7 +187,7 @@ class VolcanoGpushareFamily:
             return None
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Three variables and nothing else (S3, S4, S5), where the card is told by its variable.
+        """Three variables and nothing else (volcano-gpushare S3, S4, S5), where the card is told by its variable.
 
         ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs divide the other number by it to learn
         which part of the card is theirs.

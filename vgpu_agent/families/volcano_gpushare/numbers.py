@@ -18,7 +18,7 @@ _INDICES = re.compile(r"\A(0|[1-9][0-9]{0,2})(,(0|[1-9][0-9]{0,2})){0,999}\Z", r
 
 
 def parse_indices(text: str) -> list[int] | None:
-    """The numbers in the annotation, in its order; None when it is no list of numbers (volcano-gpushare contract §3)."""
+    """The numbers in the annotation, in its order; None when it is no list of numbers (volcano-gpushare §3)."""
     return [int(index) for index in text.split(",")] if _INDICES.match(text) else None
 
 

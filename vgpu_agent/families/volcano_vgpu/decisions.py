@@ -1,7 +1,7 @@
 """What a scheduler has decided for a container, read from its pod and held against what the pod asked and what this node has.
 
-The scheduler's word is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good (volcano-vgpu contract §3). Its segment k belongs to
-the k-th regular container that asks (volcano-vgpu:D3); which container it is about is not guessed here but known from kubelet's records.
+The scheduler's word is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good (volcano-vgpu §3). Its segment k belongs to
+the k-th regular container that asks (volcano-vgpu D3); which container it is about is not guessed here but known from kubelet's records.
 Anybody who may edit pods can write these annotations, so they never give more than the container's limits say. Called by `family`.
 """
 
@@ -61,7 +61,7 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
 def decided_segment(question: Question, offer: Offer) -> Segment | None:
     """What a scheduler decided for the container, in its order; None where none has, so that it is the agent's to place.
 
-    An init container has no segment (volcano-vgpu:D14); it works on the GPUs that were decided for the containers after it. A sidecar has
+    An init container has no segment (volcano-vgpu D14); it works on the GPUs that were decided for the containers after it. A sidecar has
     none either and keeps its GPUs beside theirs, so it is placed by the agent.
 
     Raises:

@@ -1,8 +1,8 @@
 """The `volcano-vgpu` family: ``volcano.sh/vgpu-number``, ``-memory`` and ``-cores``, as volcano-vgpu-device-plugin offers them.
 
-Names, ids, annotations and environment are those of the volcano-vgpu contract (G1–G9, G13), so a cluster can switch without touching a pod
+Names, ids, annotations and environment are those of volcano-vgpu G1 to G9 and G13, so a cluster can switch without touching a pod
 or its scheduler, whichever version that is. The ids are only counted: what a container gets, Volcano's scheduler writes into its pod, and
-under the plain kube-scheduler the agent itself places the pod on its node. What the replaced plugin gets wrong (contract §9) is not copied.
+under the plain kube-scheduler the agent itself places the pod on its node. The defects in volcano-vgpu §9 are not copied.
 
 This file is the shape that `allocation` and `agent` know; each part of the vocabulary has a file of its own: what is offered
 (`offer`), what a container asks (`requests`), what was decided (`decisions`), the pod's annotations afterwards (`pod_state`), and
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILY", "VolcanoVgpuFamily", "VolcanoVgpuOptions"]
 
-# What users write on their pods (contract §3.1).
+# What users write on their pods (volcano-vgpu §3.1).
 USE_TYPE, NO_TYPE = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
 USE_UUID, NO_UUID = "volcano.sh/vgpu-use-gpuuuid", "volcano.sh/vgpu-nouse-gpuuuid"
 WANTED_MODE = "volcano.sh/vgpu-mode"
@@ -76,7 +76,7 @@ class VolcanoVgpuFamily:
         return resource in {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())}
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """What the node offers (G2); see `resources_of`.
+        """What the node offers (volcano-vgpu G2); see `resources_of`.
 
         Raises:
             ConfigError: a list would not fit into a message of kubelet.
@@ -90,7 +90,7 @@ class VolcanoVgpuFamily:
         return left_out(inventory, self._options)
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """A number of k means k different GPUs, so more than the node has can never be had (contract §8)."""
+        """A number of k means k different GPUs, so more than the node has can never be had (volcano-vgpu §8)."""
         if resource.name != self._options.names.number or len(ids) < 2:
             return
         if len(ids) > (gpus := len({entry.device for entry in resource.ids})):
@@ -148,7 +148,7 @@ class VolcanoVgpuFamily:
     # -- what puts it in force --------------------------------------------------------------------------------------------------------
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """What names the GPUs to the container, by the list strategies, and what the isolation backend adds (contract §4.1, G4, G6, G10).
+        """Name the GPUs to the container by the list strategies; the isolation backend adds its part (volcano-vgpu §4.1, G4, G6, G10).
 
         Raises:
             UnhealthyDeviceError: a GPU of the decision is gone.
@@ -173,16 +173,16 @@ class VolcanoVgpuFamily:
     # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
-        """The state machine's annotations (G5, G8), and the scheduler's for a pod that the agent has placed; see `desired_annotations`."""
+        """The state machine's annotations (volcano-vgpu G5, G8), and the scheduler's where the agent has placed it."""
         ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
         return desired_annotations(pod, ours, self._options.names, failed=failed, factor=self._factor or 1)
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Nothing that makes a scheduler send pods (volcano-vgpu contract §9, row 24), and none of our labels."""
+        """Nothing that makes a scheduler send pods (volcano-vgpu D24), and none of our labels."""
         return leave(now=now).joined(DesiredNode(labels={UNIT_LABEL: None, ISOLATION_LABEL: None}))
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """The register annotation (G1), an answer to a handshake, the removal of a lock, and two labels for people.
+        """The register annotation (volcano-vgpu G1), an answer to a handshake, the removal of a lock, and two labels for people.
 
         A GPU that is ill, serves another family, or whose resource is not offered now is announced as full.
         """

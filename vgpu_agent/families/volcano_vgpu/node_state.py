@@ -1,7 +1,7 @@
 """What Volcano's schedulers read on our Node: the register annotation, the handshake, and the name of their lock (see `node_lock`).
 
 All are expressed as desired state; `cluster` writes the difference. Schedulers of every version are served at once: new ones
-read the register annotation only, old ones also want their handshake answered (volcano-vgpu contract §2). Called by `family`.
+read the register annotation only, old ones also want their handshake answered (volcano-vgpu §2). Called by `family`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def card_type(gpu: Gpu) -> str:
 
 
 def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, available: Mapping[str, bool], mode: str) -> str:
-    """The register annotation: one entry a GPU, in the order of ``gpus``, which is the order in which schedulers count (contract §2.1).
+    """The register annotation: one entry a GPU, in the order of ``gpus``, which is the order in which schedulers count (volcano-vgpu §2.1).
 
     Every entry has the same ``mode``, of which schedulers read the last.
 
     A GPU that must not be given away is announced with count 0: schedulers read the health and ignore it, while a count of 0 keeps new pods
-    off and the accounting of the old ones right (volcano-vgpu:D6).
+    off and the accounting of the old ones right (volcano-vgpu D6).
     """
     return "".join(
         f"{gpu.uuid},{split if available[gpu.uuid] else 0},{units[gpu.uuid]},{card_type(gpu)},"
@@ -46,14 +46,14 @@ def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, 
 
 
 def desired_handshake(standing: str | None, *, now: float, pause_seconds: float) -> DesiredNode:
-    """An answer where none stands or where a scheduler asks; nothing at all while our last answer stands (contract §2.3)."""
+    """An answer where none stands or where a scheduler asks; nothing at all while our last answer stands (volcano-vgpu §2.3)."""
     if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
         return DesiredNode()
     return DesiredNode(annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds})
 
 
 def cleanup(*, now: float) -> DesiredNode:
-    """What should stand on a node that the agent leaves for good: nothing that makes a scheduler send pods (volcano-vgpu:D24)."""
+    """What should stand on a node that the agent leaves for good: nothing that makes a scheduler send pods (volcano-vgpu D24)."""
     return DesiredNode(annotations={REGISTER: None, HANDSHAKE: f"Deleted_{_scheduler_time(now)}", LOCK: None})
 
 

@@ -1,7 +1,7 @@
 """What a node offers in the words of `volcano-vgpu`: three resources, or four, and the unit in which memory is counted.
 
-Ids are those of the replaced plugin, because kubelet's checkpoint holds them for running pods (volcano-vgpu contract §1.2). Its memory list
-outgrows kubelet's message on large cards (volcano-vgpu:D9); here the unit grows instead, or the start says which one would fit. Called by
+Ids are those of the replaced plugin, because kubelet's checkpoint holds them for running pods (volcano-vgpu §1.2). Its memory list
+outgrows kubelet's message on large cards (volcano-vgpu D9); here the unit grows instead, or the start says which one would fit. Called by
 `family` with each inventory.
 """
 
@@ -33,7 +33,7 @@ _SETTINGS = "volcanoVgpu"
 # The replaced plugin asks for all that there may be.
 ALL_MODES = ListOptions(enabled=DEVICE_MODES)
 
-# The operating modes, as they stand in the register annotation (contract §2.1).
+# The operating modes, as they stand in the register annotation (volcano-vgpu §2.1).
 HAMI_CORE, MIG = "hami-core", "mig"
 
 
@@ -142,7 +142,7 @@ def visible_gpus(inventory: Inventory, hidden_uuids: frozenset[str], hidden_indi
 
 
 def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu, ...]:
-    """The GPUs that are offered, by minor number, which is how schedulers count them (contract §2.1).
+    """The GPUs that are offered, by minor number, which is how schedulers count them (volcano-vgpu §2.1).
 
     Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where instances are given away, it is the GPUs
     that nobody knows how to divide.
@@ -165,10 +165,10 @@ def offer_of(inventory: Inventory, options: VolcanoVgpuOptions) -> Offer:
 def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Resource, ...]:
     """Number, memory, cores, and the percentage where it is offered; nothing on a node without GPUs to share.
 
-    Only the number's ids are booked and answered; the others are there for schedulers to count (contract §1, §4).
+    Only the number's ids are booked and answered; the others are there for schedulers to count (volcano-vgpu §1, §4).
 
     Raises:
-        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet contract V13). Or nobody knows how
+        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet V13). Or nobody knows how
             to divide any of the GPUs.
     """
     gpus, names = shared_gpus(inventory, options), options.names

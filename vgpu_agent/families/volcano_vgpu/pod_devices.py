@@ -1,6 +1,6 @@
 """The text in which Volcano's scheduler writes down who gets which GPUs: ``volcano.sh/vgpu-ids-new`` and ``devices-to-allocate``.
 
-Read when a container's share is decided, written when the agent itself has placed a pod. Format: volcano-vgpu contract §3.2, one segment
+Read when a container's share is decided, written when the agent itself has placed a pod. Format: volcano-vgpu §3.2, one segment
 for each container that asks, separated by ``;``, in it one ``<UUID>,NVIDIA,<memory>,<cores>:`` for each GPU. Anybody who may edit the pod
 may have written it, so nothing in it is believed here beyond its form.
 """

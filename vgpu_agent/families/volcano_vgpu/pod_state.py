@@ -1,4 +1,4 @@
-"""The annotations of a pod once its containers are served: what Volcano's schedulers read back (volcano-vgpu contract §3.3).
+"""The annotations of a pod once its containers are served: what Volcano's schedulers read back (volcano-vgpu §3.3).
 
 Said as what should stand there, from the pod and the grants alone: it is the same after any restart, asks for nothing once it stands, and
 leaves a pod alone of which nobody has been served. A pod that the agent itself has placed gets the scheduler's keys too, so that schedulers
@@ -73,7 +73,7 @@ def _served(
 
 
 def _left(text: str, served: Sequence[bool], *, complete: bool) -> str:
-    """What is still to be allocated: the segments of served containers are empty (G5, G8)."""
+    """What is still to be allocated: the segments of served containers are empty (volcano-vgpu G5, G8)."""
     if complete:
         return SEGMENT_END * (len(served) - 1)
     segments = text.split(SEGMENT_END)

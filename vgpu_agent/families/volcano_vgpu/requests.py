@@ -1,7 +1,7 @@
 """What a container asks for in Volcano's words: its limits, read once and checked.
 
 Called by `decisions` to hold a scheduler's decision against what the pod really asked, and by `family` to place a pod
-that no scheduler has decided. Which containers ask, and how several amounts count, is volcano-vgpu contract §8; the defects there (``3Gi``
+that no scheduler has decided. Which containers ask, and how several amounts count, is volcano-vgpu §8; the defects there (``3Gi``
 that turns negative, percentages that become 0) are refused instead of passed on.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Names:
-    """The names of the resources on this node (contract §1.1)."""
+    """The names of the resources on this node (volcano-vgpu §1.1)."""
 
     number: str = "volcano.sh/vgpu-number"
     memory: str = "volcano.sh/vgpu-memory"
@@ -27,7 +27,7 @@ class Names:
     percentage: str = "volcano.sh/vgpu-memory-percentage"
 
     def asked_by(self, container: PodContainer) -> bool:
-        """Whether a scheduler sees that the container asks for GPUs: it names their number or their memory (contract §8)."""
+        """Whether a scheduler sees that the container asks for GPUs: it names their number or their memory (volcano-vgpu §8)."""
         return any(name in container.limits or name in container.unreadable for name in (self.number, self.memory))
 
     def counted(self, pod: Pod) -> tuple[PodContainer, ...]:
@@ -68,7 +68,7 @@ class Ask:
 def read_ask(pod: Pod, container: PodContainer, names: Names) -> Ask:
     """What the container's limits say.
 
-    A percentage wins over a number of units; without either, or with 0 units, it is the whole GPU (contract §8).
+    A percentage wins over a number of units; without either, or with 0 units, it is the whole GPU (volcano-vgpu §8).
 
     Raises:
         RequestRefusedError: a limit is no whole number, or outside what can be meant; the text names pod, container, key and value.

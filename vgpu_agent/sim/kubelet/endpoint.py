@@ -67,7 +67,7 @@ class Endpoint:
         self._watching: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        """Dial, and ask for the options, as kubelet does before it answers Register (V1).
+        """Dial, and ask for the options, as kubelet does before it answers Register (kubelet V1).
 
         Raises:
             CallFailedError: nobody answers on the socket, or the plugin refuses.
@@ -101,7 +101,7 @@ class Endpoint:
         await on_end(self, reason)
 
     async def cancel_stream(self) -> None:
-        """Cancel ListAndWatch and nothing else, as a kubelet does that has lost track (V3)."""
+        """Cancel ListAndWatch and nothing else, as a kubelet does that has lost track (kubelet V3)."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)

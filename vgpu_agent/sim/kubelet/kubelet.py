@@ -1,7 +1,7 @@
 """A kubelet without a node: it speaks the device plugin and pod-resources APIs as the real device manager does.
 
 The demo runs it beside the agent's process, component tests in the test's process. It is built on grpcio and Google's protobuf on purpose:
-an independent stack that cannot share the agent's mistakes. What it imitates, timing included, is written in the kubelet contract §2 to §9
+an independent stack that cannot share the agent's mistakes. What it imitates, timing included, is written in kubelet §2 to §9
 and §13; where the real one is unkind (an old stream's end takes the new registration down, ended pods keep their ids for a while), so is
 this one.
 """
@@ -199,7 +199,7 @@ class SimulatedKubelet:
         return [device for each in self._records.of_container(pod.uid, container) if each.resource == resource for device in each.ids]
 
     async def cancel_stream(self, resource: str) -> None:
-        """Cancel the resource's ListAndWatch, leaving sockets as they are (V3)."""
+        """Cancel the resource's ListAndWatch, leaving sockets as they are (kubelet V3)."""
         await self._endpoints[resource].cancel_stream()
 
     # Registration and lists
@@ -239,7 +239,7 @@ class SimulatedKubelet:
         await self._note("list", endpoint.resource, endpoint=endpoint.socket_path.name, **facts)
 
     async def _stream_ended(self, endpoint: Endpoint, reason: str) -> None:
-        # Endpoints are known by resource only, so the end of an old stream takes down the client of a newer registration (§3).
+        # Endpoints are known by resource only, so the end of an old stream takes down the client of a newer registration (kubelet §3).
         current = self._endpoints.get(endpoint.resource)
         if current is not None:
             current.stopped_at = current.stopped_at or time.monotonic()

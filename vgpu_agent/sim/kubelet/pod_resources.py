@@ -1,4 +1,4 @@
-"""The simulated kubelet's pod-resources service: who holds which devices, as kubelet contract §13 describes it.
+"""The simulated kubelet's pod-resources service: who holds which devices, as kubelet §13 describes it.
 
 Made by `kubelet` in this room, which listens on the socket; it answers from the same records and pods.
 """
@@ -88,7 +88,7 @@ class PodResources:
         return b"".join(self._resource(resource).allocatable_as(resource) for resource in self._records.devices)
 
     async def _limit(self, context: Any) -> None:
-        """A bucket of 10 calls that is filled up by 100 a second, for all callers together (kubelet contract §13)."""
+        """A bucket of 10 calls that is filled up by 100 a second, for all callers together (kubelet §13)."""
         now = time.monotonic()
         self._limiter = min(_BURST, self._limiter + (now - self._asked_at) * _CALLS_A_SECOND)
         self._asked_at = now

@@ -1,6 +1,6 @@
 """What the simulated kubelet remembers: which devices each resource has, which container holds which of them, and the checkpoint of it.
 
-Used by `kubelet` in this room only. Behaviour and the checkpoint's format follow the real device manager (kubelet contract §4, §5, §9): a
+Used by `kubelet` in this room only. Behaviour and the checkpoint's format follow the real device manager (kubelet §4, §5, §9): a
 device is free again not when its pod ends but at the next clean-up, and the checkpoint is rewritten at each list and each allocation.
 What does not change is encoded once: with 110 pods and 50,000 ids the stand-in would otherwise be slower than what it is there to measure.
 """

@@ -2,7 +2,7 @@
 
 Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families speak the same language from
 the other side of the wire; nothing is shared with them, so that a misreading on one side shows as a failing test and not as agreement.
-Source of every format: contract volcano-vgpu §2 and §3, volcano-gpushare §2 and §3.
+Source of every format: volcano-vgpu §2 and §3, volcano-gpushare §2 and §3.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Claim:
 def parse_registration(text: str) -> Registration | None:
     """The cards of a node, or None when the scheduler ignores the whole node: no colon, or an entry of fewer than six fields.
 
-    The health field is read past, as the real one does: cards are taken out by a count of 0 (volcano-vgpu §2.2, volcano-vgpu:G13).
+    The health field is read past, as the real one does: cards are taken out by a count of 0 (volcano-vgpu §2.2, G13).
     """
     if ":" not in text:
         return None

@@ -1,7 +1,7 @@
 """The GPU-share ledger of the simulated Volcano scheduler: whole pods on one card by memory, or whole cards by number.
 
-Made anew for every round of `scheduler` from the node's capacity and the pods' `gpu-index`. Rules: contract volcano-gpushare §2,
-§3 and §8, golden vectors volcano-gpushare:S2, S5, S6, S7. Where the real one walks its cards in random order, this one goes by index.
+Made anew for every round of `scheduler` from the node's capacity and the pods' `gpu-index`. Rules: volcano-gpushare §2,
+§3 and §8, golden vectors volcano-gpushare S2, S5, S6 and S7. Where the real one walks its cards in random order, this one goes by index.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GpushareLedger:
         return _wanted(pod, MEMORY) > 0
 
     def place(self, pod: Object, now: float) -> Placed | None:
-        """Book a place for the pod and say what to write (volcano-gpushare:S2); None when it does not fit.
+        """Book a place for the pod and say what to write (volcano-gpushare S2); None when it does not fit.
 
         Args:
             pod: not bound yet.

@@ -1,8 +1,8 @@
 """The vGPU ledger of the simulated Volcano scheduler: which share of which card is whose, and where the next pod fits.
 
 Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`, so it knows nothing that the
-API server does not. Rules: contract volcano-vgpu §8, golden vectors G3, G6, G7, G8 and G13 there; for cards in the mode ``mig`` whose
-geometry is known, `mig`. The reference's accounting mistakes (its §9, row 17) are not imitated.
+API server does not. Rules: volcano-vgpu §8, golden vectors volcano-vgpu G3, G6, G7, G8 and G13; for cards in the mode ``mig`` whose
+geometry is known, `mig`. The reference's accounting mistakes (volcano-vgpu D17) are not imitated.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class VgpuLedger:
         return bool(asks(pod))
 
     def place(self, pod: Object, now: float) -> Placed | None:
-        """Book a place for all containers of the pod and say what to write (volcano-vgpu:G3); None when one of them does not fit.
+        """Book a place for all containers of the pod and say what to write (volcano-vgpu G3); None when one of them does not fit.
 
         Args:
             pod: not bound yet.
@@ -198,7 +198,7 @@ class VgpuLedger:
                 score += 100 * use.memory / use.card.memory if self._policy == "binpack" and use.card.memory else 0.0
             containers.append(claims)
         for use, before in zip(trial, self.uses, strict=True):
-            use.instances = before.instances  # in use once the pod is seen to be bound, as in the real one (volcano-vgpu §9, row 15)
+            use.instances = before.instances  # in use once the pod is seen to be bound, as in the real one (volcano-vgpu D15)
         self.uses = trial
         devices, seconds = words.format_claims(containers), str(int(now))
         written = {

@@ -1,7 +1,7 @@
 """MIG instances in the books of the simulated Volcano scheduler: which place of which group a container gets.
 
-`ledger` asks for each card of a node in the mode ``mig``. Rules: contract volcano-vgpu §4.3 (groups in the order of the ConfigMap,
-the smallest instance that is large enough, on a card in use its group only) and §9 row 15, which is imitated: an instance counts as used
+`ledger` asks for each card of a node in the mode ``mig``. Rules: volcano-vgpu §4.3 (groups in the order of the ConfigMap,
+the smallest instance that is large enough, on a card in use its group only) and volcano-vgpu D15, imitated: an instance counts as used
 once its pod is seen to be bound, so pods of one round get the same one. The ConfigMap is read here and not by the agent's reader, for the
 reason that `annotations` gives.
 """

@@ -2,7 +2,7 @@
 
 It gives pods whose ``schedulerName`` is ``volcano`` a node and the cards on it, and writes what the real one writes: by default like the
 master of August 2026 (annotations inside the Binding), with ``old`` like 1.13 to 1.14.2 (annotations patched onto the pod before it is
-bound, node handshake). Golden vectors: volcano-vgpu:G3, G6, G7, G8, G13; volcano-gpushare:S2. It keeps no state but what the API server
+bound, node handshake). Golden vectors: volcano-vgpu G3, G6, G7, G8, G13; volcano-gpushare S2. It keeps no state but what the API server
 has, so it may be killed and started anywhere.
 
     python -m vgpu_agent.sim.volcano.scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare share] [--node-lock]
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# Contract volcano-vgpu §2.4.
+# volcano-vgpu §2.4.
 _LOCK_TRIES = 5
 _LOCK_RETRY_SECONDS = 0.1
 

@@ -182,7 +182,7 @@ def test_a_pod_that_wants_the_other_mode_is_refused() -> None:
 
 
 def test_a_container_is_told_of_its_instances_and_of_nothing_else() -> None:
-    """Only the visible devices and the further devices that are switched on: no limit, no library, no mount (contract §4.3, step 5)."""
+    """Only the visible devices and the further devices that are switched on: no limit, no library, no mount (volcano-vgpu §4.3.5)."""
     question = ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2))
     provision = mig_family().provision(question, (held_share("MIG-2-0", 9856), held_share("MIG-2-3", 4864)))
     assert provision.edits == Edits(

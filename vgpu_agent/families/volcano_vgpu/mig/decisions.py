@@ -1,7 +1,7 @@
 """Which MIG instances a container gets: a scheduler's, another one of the same size, or those that the agent finds.
 
 Two pods of one scheduling round can be given the same instance, because the scheduler counts instances only after it has seen the pods
-bound (volcano-vgpu:D15). So an annotation says which size on which GPU, and what the ledger knows to be taken decides which instance. A GPU
+bound (volcano-vgpu D15). So an annotation says which size on which GPU, and what the ledger knows to be taken decides which instance. A GPU
 that must be divided first is named in the decision; it is nobody's then, and `allocation` has it done before it asks again. Called by
 `family`.
 """
@@ -98,7 +98,7 @@ def remembered(segment: Sequence[Assigned], question: Question, known: Sequence[
 def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[str, str], known: Sequence[ModelGeometries]) -> Decision:
     """Instances that nobody has, of as many GPUs as the container has ids: where the agent decides.
 
-    The rules of fit are the scheduler's (volcano-vgpu contract §4.3): the smallest instance that is large enough, and on a GPU of which
+    The rules of fit are the scheduler's (volcano-vgpu §4.3): the smallest instance that is large enough, and on a GPU of which
     somebody has a part no other group. GPUs that have such an instance already come before those that would have to be divided anew,
     and within each the lowest rank comes first. A GPU that another family has or waits for comes last.
 
@@ -141,7 +141,7 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
 
 
 def share_of(instance: MigInstance) -> Share:
-    """A whole MIG instance, whatever part of it was asked for (G12)."""
+    """A whole MIG instance, whatever part of it was asked for (volcano-vgpu G12)."""
     return Share(instance.uuid, instance.memory_mib, 100, exclusive=True)
 
 

@@ -1,9 +1,9 @@
 """`volcano-vgpu` in the operating mode `mig`: the same names, ids and annotations, but each share is a MIG instance.
 
-Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group comes (volcano-vgpu contract §4.3). A
+Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group comes (volcano-vgpu §4.3). A
 container is told of its instance and of nothing else: what an instance has is limited by the hardware, so there is no library and no
-``CUDA_…`` variable. What the replaced plugin gets wrong is not copied: no instance is given twice (volcano-vgpu:D15), a whole GPU is never
-handed out (volcano-vgpu:D16), and nothing that goes wrong here ends anything but one pod.
+``CUDA_…`` variable. What the replaced plugin gets wrong is not copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never
+handed out (volcano-vgpu D16), and nothing that goes wrong here ends anything but one pod.
 
 Chosen by `agent` instead of `VolcanoVgpuFamily` where the node is in that mode; `decisions` decides.
 """
@@ -93,7 +93,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         return None if shares is None else Decision(shares, f"the annotation {IDS}")
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """What the container is told of its instances (contract §4.3, step 5).
+        """What the container is told of its instances (volcano-vgpu §4.3.5).
 
         Raises:
             UnhealthyDeviceError: an instance is gone.
@@ -107,7 +107,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
     # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
-        """The state machine's annotations (G5), with the instances that the containers really have.
+        """The state machine's annotations (volcano-vgpu G5), with the instances that the containers really have.
 
         A scheduler counts instances by these annotations. With one that is not held left in them, it would give the other one away again.
         """

@@ -1,7 +1,7 @@
 """Which MIG instance an annotation means, and which are free: GPUs, geometries and positions, without anybody's pod.
 
 A scheduler names ``GPU-…[group-position]``; positions count through the instances of the group in the order of the geometries
-(volcano-vgpu contract §4.3). The replaced plugin takes a position for NVML's index, whose order is the driver's own affair; here the k-th
+(volcano-vgpu §4.3). The replaced plugin takes a position for NVML's index, whose order is the driver's own affair; here the k-th
 position of a profile is the k-th instance of that profile, so it is always an instance of the size that was meant. Called by
 `family`, `decisions` and `volcano_vgpu.offer`.
 """
@@ -31,7 +31,7 @@ class Slot:
         group: how the GPU is, or is to be, divided.
         position: of the instance in the group.
         profile: e.g. ``2g.10gb``.
-        memory_mib: what a scheduler counts for it, whatever was asked for (G12).
+        memory_mib: what a scheduler counts for it, whatever was asked for (volcano-vgpu G12).
     """
 
     gpu: str

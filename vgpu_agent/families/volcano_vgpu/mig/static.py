@@ -1,7 +1,7 @@
 """MIG instances that an administrator has made, under Volcano's names: ``volcano.sh/gpu`` or ``volcano.sh/mig-1g.10gb``.
 
-The replaced plugin offers them and then answers nothing, because their names are not that of its count resource (volcano-vgpu contract
-§4.3, volcano-vgpu:D16); up to 1.11 it had ``nvidia.com/mig-…`` and told containers the instances. Here the ids name the instances, and the
+The replaced plugin offers them and then answers nothing, because their names are not that of its count resource (volcano-vgpu
+§4.3, volcano-vgpu D16); up to 1.11 it had ``nvidia.com/mig-…`` and told containers the instances. Here the ids name the instances, and the
 answer is complete in Allocate. No scheduler decides anything about them: they are counted like any resource. A family of its own beside
 `volcano_vgpu`, so that the ledger keeps both apart: whole GPUs are shared there, GPUs in MIG mode are given out here.
 """
@@ -96,7 +96,7 @@ class VolcanoStaticMigFamily:
         return tuple(Share(uuid, _memory_mib(uuid, inventory), _ALL_CORES, exclusive=True) for uuid in dict.fromkeys(ids))
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """The instances by the list strategies of the node (contract §4.2), by UUID unless indices are asked for."""
+        """The instances by the list strategies of the node (volcano-vgpu §4.2), by UUID unless indices are asked for."""
         devices = [device for uuid in dict.fromkeys(ids) if (device := visible_device(uuid, inventory))]
         return edits_of(devices, self._options.lists, number=answer_number(resource.name, ids))
 
