@@ -138,7 +138,7 @@ def _opener_into(rig: Rig) -> urllib.request.OpenerDirector:
 
 
 def allocatable(rig: Rig, resource: str = GPU, node: int = 1) -> int:
-    """What the node's status says can be had."""
+    """Return the allocatable number in the node's status."""
     return quantity(rig.node(node)["status"].get("allocatable", {}).get(resource))
 
 
@@ -171,7 +171,7 @@ def kubelets_view(rig: Rig, resource: str = GPU, node: int = 1) -> dict[str, lis
 
 
 def visible(rig: Rig, pod: str) -> str:
-    """What a container that prints its environment saw, once it has printed it."""
+    """Return the devices in a container's printed environment, once it has printed it."""
 
     def found() -> str | None:
         lines = [line for line in rig.logs(pod).splitlines() if line.startswith("NVIDIA_VISIBLE_DEVICES=")]

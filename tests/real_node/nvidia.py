@@ -30,7 +30,7 @@ PRINT = f"env | grep -E '^({_NAMES})'; find /dev -name '*nvidia*' ! -type d | so
 
 @dataclasses.dataclass(frozen=True)
 class Printed:
-    """What a container found.
+    """Observations of a container.
 
     Attributes:
         environment: the variables that concern GPUs.
@@ -42,7 +42,7 @@ class Printed:
 
     @property
     def devices(self) -> str:
-        """What the runtime is told to make visible."""
+        """Return the devices that the runtime should make visible."""
         return self.environment.get("NVIDIA_VISIBLE_DEVICES", "")
 
 
@@ -93,7 +93,7 @@ def wait_running(rig: Rig, names: Collection[str], timeout: float = 40) -> None:
 
 
 def printed(rig: Rig, name: str, container_name: str = "main", timeout: float = 20) -> Printed:
-    """What the container printed the last time it was started, once that is all of it."""
+    """Return the container's output since its last start, once that is all of it."""
 
     def found() -> list[str] | None:
         try:

@@ -1,4 +1,4 @@
-"""How long 20 pods at once take to run on a real node, for several kinds of pods whose rounds take turns.
+"""Start times of 20 pods at once on a real node, for several kinds of pods whose rounds take turns.
 
 The benchmark (tests/bench/real_node.py) judges by it, and `test_volcano_speed` more leniently. A round creates 20 pods and ends when the
 last of them is Running for the API server. All kinds have the same image, command and scheduler; there is a pause between rounds. Judged is
@@ -89,7 +89,7 @@ class Rounds:
         return min(self.seconds[kind]) / min(self.seconds[than])
 
     def enough(self, kind: str, than: str) -> bool:
-        """Whether there is nothing to gain from more rounds."""
+        """Tell whether there is nothing to gain from more rounds."""
         rounds = min(map(len, self.seconds.values()))
         return rounds >= MOST_ROUNDS or (rounds >= self._least_rounds and self.later(kind, than) <= self._most_later)
 
@@ -109,7 +109,7 @@ class Rounds:
         return told
 
     def allocating(self, kind: str) -> dict[str, tuple[float, int]]:
-        """How long kubelet says that Allocate took in the rounds of a kind: resource → mean in milliseconds, number of calls."""
+        """Return the kubelet's times for Allocate in the rounds of a kind: resource → mean in milliseconds, number of calls."""
         grown = self._allocating[kind]
         counts = {resource: round(count) for (what, resource), count in sorted(grown.items()) if what == "count"}
         return {resource: (grown["sum", resource] / count * 1000, count) for resource, count in counts.items()}

@@ -1,4 +1,4 @@
-"""What the token of the deployed agent can do and what not: a real API server enforces the roles and the policy of the manifests."""
+"""Rights of the deployed agent's token: a real API server enforces the roles and the policy of the manifests."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _rights(api: Api, namespace: str) -> set[tuple[str, ...]]:
 
 
 def test_the_token_may_do_what_is_listed_and_nothing_else(agent: Api) -> None:
-    """As the API server resolves its roles, in namespaces with and without one for the agent: no further resource, verb or wildcard."""
+    """The API server resolves no further resource, verb or wildcard, in namespaces with and without a role for the agent."""
     config_map = {("configmaps", verb, _CONFIG_MAP) for verb in ("get", "list", "watch")}
     everywhere: set[tuple[str, ...]] = _RIGHTS | _ANYBODYS
     assert _rights(agent, "default") == everywhere

@@ -17,7 +17,7 @@ def _job(name: str, family: str, memory: int = 4) -> Job:
 
 
 class _Folder:
-    """What containers write; all of these are on GPU 0 unless told otherwise."""
+    """A folder of files as containers write them, all on GPU 0 by default."""
 
     def __init__(self, path: Path, jobs: Sequence[Job]) -> None:
         self.path, self.jobs = path, {job.name: job for job in jobs}
@@ -54,7 +54,7 @@ class _Folder:
 
 
 def test_one_family_after_the_other_is_right(tmp_path: Path) -> None:
-    """What is right is not accused, to the hundredth of a second."""
+    """Correct use is not accused, to the hundredth of a second."""
     folder = _Folder(tmp_path, [_job("n", NVIDIA), _job("a", AWS), _job("v", VGPU_FAMILY)])
     folder.bound(0.0, v=0)
     for name, at in {"n": 1.0, "a": 2.0, "v": 3.0}.items():
@@ -116,7 +116,18 @@ def test_a_handover_ends_with_healthy_ids_of_another_family(tmp_path: Path) -> N
     folder = _Folder(tmp_path, [_job("n", NVIDIA)])
     folder.start("n", 1.0)
     folder.end("n", 10.0)
-    folder.checker.see_healthy({RESOURCES[NVIDIA]: frozenset(_UUIDS), RESOURCES[AWS]: frozenset(_UUIDS[1:])}, 11.0)
+    folder.checker.see_healthy({RESOURCES[NVIDIA]: frozenset(_UUIDS), RESOURCES[AWS]: frozenset(_UUIDS[1:])}, ["n"], 11.0)
     assert folder.checker.handing_over
-    folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, 12.5)
+    folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, [], 12.5)
     assert folder.checker.report.handovers == [2.5]
+    assert folder.checker.report.after_kubelet == [1.5]
+    assert folder.faults() == []
+
+
+def test_an_offer_before_kubelet_has_let_go_is_found(tmp_path: Path) -> None:
+    """Kubelet would give the GPU to another family while the pod may still have processes."""
+    folder = _Folder(tmp_path, [_job("n", NVIDIA)])
+    folder.start("n", 1.0)
+    folder.end("n", 10.0)
+    folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, ["n"], 11.0)
+    assert ["while kubelet still listed n" in fault for fault in folder.checker.report.wrong] == [True]

@@ -33,7 +33,7 @@ def played() -> dict[str, Report]:
 
 
 def _played(day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]) -> Report:
-    """What the day came to; it is played once, whatever is asked about it."""
+    """Return the report of the day, which is played once for all tests."""
     if day not in played:
         topology_manager_policy, volcano, flooding, seed = DAYS[day]
         rig = start_rig(node_options(topology_manager_policy))
@@ -52,3 +52,9 @@ def test_no_container_of_a_mixed_day_has_a_wrong_share(day: str, played: dict[st
     report = _played(day, played, start_rig)
     assert not report.faults
     assert report.started > _PODS / 2
+
+
+@pytest.mark.parametrize("day", DAYS)
+def test_no_pod_of_a_mixed_day_waits_in_vain(day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]) -> None:
+    """Schedulers that know nothing of each other lose no pods to races, and no GPU is idle while a pod that it could serve waits."""
+    assert not _played(day, played, start_rig).violations

@@ -39,7 +39,7 @@ def test_a_container_by_cdi_starts_again_while_the_agent_is_away(rig: Rig) -> No
 
 
 def test_one_container_with_two_profiles_gets_both_by_cdi(rig: Rig) -> None:
-    """Where variables would overwrite each other, names add up."""
+    """Variables would overwrite each other, but names add up."""
     agent = NodeAgent(rig, QUICK + cdi_config(rig, "cdi-cri", migStrategy="mixed"), gpus=2)
     agent.simulated.set_mig(1, ["1g.5gb", "3g.20gb"])
     with running(agent):

@@ -53,7 +53,7 @@ def label(rig: Rig, value: str | None) -> None:
 
 
 def test_the_label_is_switched_while_pods_run(rig: Rig, agent: NodeAgent) -> None:
-    """What is offered follows label and content; pods keep their replicas, also those that the new configuration does not have."""
+    """Offers follow label and content. Pods keep their replicas, also those that the new configuration does not have."""
     configurations = MountedConfigMap(agent.folder / "available-configs")
     configurations.hold({"four": 4, "two": 2})
     label(rig, "four")

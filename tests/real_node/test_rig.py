@@ -57,7 +57,10 @@ def _cluster(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from its successor of the same name; the number of an inode alone is soon used again."""
+    """Return the inode and time that tell a file from its successor of the same name.
+
+    The number of an inode alone is soon used again.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -66,7 +69,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 class TestOneNode:
-    """What pods and a device plugin meet on the session's rig."""
+    """Pods and a device plugin on the session's rig."""
 
     def test_a_node_takes_pods_ten_seconds_after_a_warm_start(
         self, start_rig: Callable[..., Rig], record_property: Callable[..., None]
@@ -314,7 +317,7 @@ class TestParts:
         assert "Go 1.26 or newer in PATH" in (host.missing_requirement() or "")
 
     def test_an_interrupted_build_is_no_entry(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """What a maker leaves half done is thrown away, and made anew at the next call."""
+        """A half-made entry is thrown away and made anew at the next call."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
         def fail(folder: Path) -> None:

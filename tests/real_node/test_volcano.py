@@ -33,7 +33,7 @@ def _asking(name: str, number: int = 1, memory: int | None = None, cores: int | 
 
 
 def _history(rig: Rig, version: str, name: str) -> list[dict[str, Any]]:
-    """How the pod looked after each change since ``version``."""
+    """Return the pod after each change since ``version``."""
     lines = rig.api.text(f"/api/v1/namespaces/default/pods?watch=1&resourceVersion={version}&timeoutSeconds=1").splitlines()
     found = [json.loads(line)["object"] for line in lines]
     return [each for each in found if each["metadata"]["name"] == name]

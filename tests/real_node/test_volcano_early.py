@@ -56,7 +56,7 @@ def test_in_a_storm_nobody_runs_with_another_ones_limits(
 
 
 def _settled(rig: Rig, names: dict[str, int]) -> tuple[list[str], dict[str, str]]:
-    """Who runs, and why the others do not, once each pod is one or the other."""
+    """Return the running pods, and why the others do not run, once each pod is one or the other."""
     deadline = time.monotonic() + 60
     while True:
         running = [pod["metadata"]["name"] for pod in rig.pods() if pod["status"].get("phase") == "Running"]

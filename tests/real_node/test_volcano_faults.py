@@ -60,7 +60,7 @@ def _started_at(rig: Rig, name: str) -> str:
 
 
 def test_kubelet_restarts_under_running_pods(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """What runs is untouched and stays booked; what comes afterwards gets its own."""
+    """Running pods are untouched and stay booked. Later pods get their own shares."""
     rig, before, after = volcano_rig, _burst("before", 3), {"after-1": 31, "after-2": 32}
     with VolcanoScheduler(rig, policy="binpack"):
         for name, memory in before.items():
@@ -129,7 +129,7 @@ def test_a_crashed_container_restarts_while_the_agent_is_away(volcano_rig: Rig, 
 
 
 def test_the_api_server_goes_away_in_the_middle_of_a_burst(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """What kubelet was told of before starts with its own limit meanwhile; the rest, and all annotations, when it is back."""
+    """Pods that the kubelet received before start with their own limits. The rest, and all annotations, follow the outage."""
     rig, pods = volcano_rig, _burst("cut", 8)
     with VolcanoScheduler(rig, policy="spread"):
         for name, memory in pods.items():

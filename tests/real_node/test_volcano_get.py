@@ -1,4 +1,4 @@
-"""Who is about to start, asked of a real kubelet about that one pod only: its Get says what our stand-in says."""
+"""The container that is about to start, by a real kubelet's Get of one pod, which answers like our stand-in's."""
 
 from __future__ import annotations
 

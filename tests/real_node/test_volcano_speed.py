@@ -1,4 +1,4 @@
-"""How much later pods run because they ask for vGPU: measured on a real node, all kinds of pods in one run. `start_times` says how.
+"""The start delay of pods that ask for vGPU on a real node, all kinds of pods in one run; see `start_times`.
 
 The limit of 20 % is the benchmark's (``scripts/bench --only node``), which wants a machine of its own. A test has to give the same verdict
 on a machine that others use as well, where the same code was measured between 13 and 24 % later; so here stands what no noise explains. A

@@ -122,7 +122,7 @@ class VolcanoScheduler:
 
 
 class Advertised:
-    """What a Node says without a device plugin: resources in its status, annotations; taken back at the end of the context."""
+    """A Node's resources and annotations without a device plugin; taken back at the end of the context."""
 
     def __init__(self, rig: Rig, resources: Mapping[str, int], annotations: Mapping[str, str] | None = None, *, node: int = 1) -> None:
         self._rig, self._path = rig, f"/api/v1/nodes/{rig.node_name(node)}"
@@ -205,7 +205,7 @@ def wait_unschedulable(rig: Rig, pod_name: str, timeout: float = 20) -> str:
 
 
 def environment(rig: Rig, pod_name: str, container_name: str = "main", timeout: float = 20) -> dict[str, str]:
-    """What a `printing` container found in its environment, once it has printed all of it."""
+    """Return the environment of a `printing` container, once it has printed all of it."""
 
     def printed() -> list[str] | None:
         lines = rig.logs(pod_name, container=container_name).splitlines()

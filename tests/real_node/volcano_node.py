@@ -43,7 +43,7 @@ SHOW = f"env; cat /proc/mounts; test ! -e /tmp/cudevshr.cache || {{ {_SHOW_REGIO
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a container found when it started.
+    """Observations of a container when it started.
 
     Attributes:
         environment: its variables.
@@ -90,7 +90,7 @@ def showing(name: str = "main", limits: Mapping[str, int] | None = None, *, then
 
 
 def seen(rig: Rig, pod: str, container_name: str = "main", timeout: float = 30) -> Seen:
-    """What a `showing` container found, once it has printed all of it (the last time it was started)."""
+    """Return the observations of a `showing` container since its last start, once it has printed them all."""
 
     def printed() -> list[str] | None:
         try:
@@ -165,6 +165,6 @@ def restarted(rig: Rig, pod: str, timeout: float = 60) -> None:
 
 
 def seen_limit(rig: Rig, pod: str) -> str:
-    """What a running container printed as ``LIMIT=…``."""
+    """Return the ``LIMIT=…`` that a running container printed."""
     found = rig.wait_for(lambda: re.findall(r"^LIMIT=(.*)$", rig.logs(pod), re.MULTILINE) or None, what=f"the output of {pod}")
     return str(found[-1])

@@ -25,6 +25,7 @@ from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
 
 GPUS, REPLICAS = 4, 4
 _LOOK_SECONDS = 0.25
+_HANDOVER_LOOK_SECONDS = 0.05
 _PODS_SECONDS = 1.0
 _LONGEST_AFTER_ARRIVALS_SECONDS = 300.0
 _PODS = "/api/v1/namespaces/default/pods"
@@ -92,12 +93,13 @@ class _Day:
             self._create_due()
             self._checker.read_views()
             if self._checker.handing_over:
-                self._checker.see_healthy(_healthy(self._rig), _uptime())
+                healthy = _healthy(self._rig)
+                self._checker.see_healthy(healthy, _holdings(self._rig), _uptime())
             if _uptime() - looked_at >= _PODS_SECONDS:
                 looked_at = _uptime()
                 left = self._look_at_pods()
             self._delete_due()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_HANDOVER_LOOK_SECONDS if self._checker.handing_over else _LOOK_SECONDS)
         self._checker.report.seconds = _uptime() - self._began
         for pod in self._rig.pods():
             name, status = pod["metadata"]["name"], pod["status"]
@@ -118,7 +120,7 @@ class _Day:
                     self._rig.api.delete(f"{_PODS}/{name}")
 
     def _look_at_pods(self) -> bool:
-        """Whether any pod has not ended."""
+        """Look at the pods, and tell whether any has not ended."""
         pods = self._rig.api.get(f"{_PODS}?fieldSelector=status.phase!=Succeeded,status.phase!=Failed")["items"]
         self._checker.see_pods(pods, _holdings(self._rig), _uptime())
         return bool(pods)
@@ -166,5 +168,5 @@ _CAUSES = {
 
 
 def _cause(reason: str, message: str) -> str:
-    """Why kubelet refused a pod for good, in a few words."""
+    """Return why the kubelet refused a pod for good, in a few words."""
     return next((cause for part, cause in _CAUSES.items() if part in message), f"{reason} {message}"[:200])

@@ -89,7 +89,7 @@ class Api:
             raise
 
     def exists(self, path: str) -> bool:
-        """Whether there is such an object."""
+        """Tell whether there is such an object."""
         return self.find(path) is not None
 
     def names(self, path: str) -> list[str]:
@@ -134,7 +134,7 @@ class Api:
         return self._request("GET", path, None, "application/json").decode(errors="replace")
 
     def is_ready(self) -> bool:
-        """Whether the API server answers and calls itself ready; also false while it cannot be reached."""
+        """Tell whether the API server answers and calls itself ready; false while it cannot be reached."""
         try:
             return self.text("/readyz") == "ok"
         except (OSError, http.client.HTTPException, ApiError):

@@ -89,7 +89,7 @@ BUILDS = (KUBERNETES, CONTAINERD)
 
 
 def cached(build: GoBuild) -> Path | None:
-    """What was built from these very sources before, by whichever Go; None when nothing was."""
+    """Return an earlier build of these very sources, by any Go; None when there is none."""
     return cache.find(f"{build.name}-{build.version}-{build.key()}-go*")
 
 

@@ -209,5 +209,5 @@ def wrapper_scripts(plan: Plan, layout: Layout) -> dict[str, str]:
 
 
 def tools_dir(layout: Layout) -> Path:
-    """Where the wrapper scripts lie."""
+    """Return the folder of the wrapper scripts."""
     return layout.run / "tools"

@@ -1,4 +1,4 @@
-"""What can go wrong with a rig, in the two kinds that its callers treat differently.
+"""Errors of a rig, in the two kinds that its callers treat differently.
 
 Used by every module of this package; conftest.py turns the first kind into a skip (or a failure, where the cluster is insisted on).
 """

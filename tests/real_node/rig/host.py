@@ -1,4 +1,4 @@
-"""What the rig takes from this machine: root, and a handful of Debian packages that it installs itself.
+"""The rig's needs of this machine: root, and a handful of Debian packages that it installs itself.
 
 Called by conftest.py to say in one line why there are no cluster tests, and by lifecycle.py before a start.
 """
@@ -38,7 +38,7 @@ def program_path(*first: Path) -> str:
 
 
 def missing_requirement() -> str | None:
-    """Why this machine cannot hold a rig, in one sentence with the remedy; None when it can."""
+    """Return why this machine cannot hold a rig, in one sentence with the remedy; None when it can."""
     if os.geteuid() != 0:
         return "the cluster tests need root (namespaces, mounts, cgroups); run them with sudo or in CI"
     if shutil.which("go") is None and not all(build.cached(part) for part in build.BUILDS):
@@ -86,7 +86,10 @@ def _missing_packages() -> list[str]:
 
 
 def is_static(program: Path) -> bool:
-    """Whether an ELF program runs without a dynamic linker: it has no PT_INTERP segment (elf(5), 64-bit little-endian layout)."""
+    """Tell whether an ELF program runs without a dynamic linker.
+
+    Such a program has no PT_INTERP segment (elf(5), 64-bit little-endian layout).
+    """
     content = program.read_bytes()
     table = int.from_bytes(content[32:40], "little")
     entry_size, entries = int.from_bytes(content[54:56], "little"), int.from_bytes(content[56:58], "little")

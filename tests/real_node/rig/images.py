@@ -104,7 +104,7 @@ def write_image(path: Path, reference: str, layer: bytes, config: dict[str, Any]
 
 
 def installed_files(distribution: str) -> dict[str, list[Path]]:
-    """What ``distribution`` needs at run time, itself included: name of each distribution → its files, without scripts.
+    """Return name → files of each distribution that ``distribution`` needs at run time, itself included, without scripts.
 
     Extras are left out, and so is what a marker excludes here, since that is not installed.
     """

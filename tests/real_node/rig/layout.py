@@ -1,4 +1,4 @@
-"""Where things of a rig lie, and what a rig can be asked for: the contract between the processes outside and inside its namespaces.
+"""Paths and options of a rig: the contract between the processes outside and inside its namespaces.
 
 A rig is a folder and a cgroup, both named after it; nothing else of it outlives its processes. The folder is short on purpose: a unix
 socket's path has at most 107 bytes, and device plugins put theirs five levels deeper.
@@ -34,7 +34,7 @@ def node_address(index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a rig is asked to be.
+    """Options of a rig.
 
     Attributes:
         nodes: Kubernetes nodes, 1 or 2: each has its own kubelet, containerd and /var/lib/kubelet.

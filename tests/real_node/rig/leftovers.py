@@ -1,4 +1,4 @@
-"""What is on this machine of rigs: running ones, and remains of those whose keeper was killed.
+"""Rigs on this machine: running ones, and remains of those whose keeper was killed.
 
 Every start and every `scripts/cluster down` collects the remains first, so a machine does not fill up with what crashes left.
 
@@ -39,7 +39,7 @@ def rigs() -> list[Layout]:
 
 
 def is_running(layout: Layout) -> bool:
-    """Whether the rig's keeper lives, or is just being born."""
+    """Tell whether the rig's keeper lives, or is just starting."""
     record = KeeperRecord.load(layout)
     if record is not None:
         return record.keeper.is_alive()

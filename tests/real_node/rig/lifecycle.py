@@ -160,7 +160,7 @@ class Rig:
 
     @property
     def record(self) -> KeeperRecord:
-        """What the keeper wrote down. Raises: RigError when the rig does not run."""
+        """Return the keeper's record. Raises: RigError when the rig does not run."""
         record = KeeperRecord.load(self.layout)
         if record is None or record.first is None or not record.first.is_alive():
             raise RigError(f"rig {self.name!r} does not run; `scripts/cluster status` lists those that do")
@@ -266,7 +266,7 @@ class Rig:
             raise TimeoutError(f"pod {name} is not {phase} after {timeout:g} s: {json.dumps(last)}") from err
 
     def logs(self, pod: str, *, container: str = "main", namespace: str = "default") -> str:
-        """What a container has printed so far. Raises: ApiError when it has not started."""
+        """Return a container's output so far. Raises: ApiError when it has not started."""
         return self.api.text(f"{_pods(namespace)}/{pod}/log?container={container}")
 
     def exec(self, pod: str, *command: str, container: str = "main", namespace: str = "default") -> str:
@@ -316,7 +316,7 @@ class Rig:
         order(self._supervisor(node), {"do": "start", "name": name})
 
     def components(self) -> dict[str, int]:
-        """What runs, as component → pid inside the rig; components of nodes end with ``-INDEX``."""
+        """Return the running components as component → pid inside the rig; components of nodes end with ``-INDEX``."""
         running = order(self.layout.control, {"do": "status"})
         for node in self.nodes():
             running |= {f"{name}-{node.index}": pid for name, pid in order(node.control, {"do": "status"}).items()}

@@ -1,4 +1,4 @@
-"""What a rig sees differently from its host: bind mounts in namespaces of its own, gone with its last process.
+"""Differences between a rig and its host: bind mounts in namespaces of its own, gone with its last process.
 
 Called by inside.py once per rig (what all nodes share) and by node.py once per Kubernetes node. Both run in fresh mount namespaces; nothing
 here may ever run outside of one.

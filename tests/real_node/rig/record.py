@@ -1,4 +1,4 @@
-"""What a keeper writes down, so that any other process can find the rig, enter it, end it, or collect what is left of it.
+"""The keeper's record, by which any other process can find the rig, enter it, end it, or collect what is left of it.
 
 Written by keeper.py; read by lifecycle.py and leftovers.py.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeeperRecord:
-    """What a keeper writes down about itself and its rig. ``first`` is the namespaces' first process, by its host pid."""
+    """The keeper's record of itself and its rig. ``first`` is the namespaces' first process, by its host pid."""
 
     keeper: ProcessId
     first: ProcessId | None = None
