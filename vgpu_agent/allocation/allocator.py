@@ -1,7 +1,7 @@
-"""From kubelet's calls to the edits: which family answers, what is booked, and whose it turns out to be.
+"""From the kubelet's calls to the edits: the family that answers, what is booked, and its owner.
 
 The plugin servers call `Allocator` as their backend; `agent` calls `confirm` with kubelet's records at start, shortly after each Allocate
-and every 30 seconds. An Allocate costs no API call, no NVML call and no file (kubelet waits with every pod of the node while it runs).
+and every 30 seconds. An Allocate costs no API call, no NVML call and no file (the kubelet delays every pod of the node while it runs).
 
 Where ids name devices, the answer is complete in Allocate. Where the pod decides, Allocate answers with a CDI name that stands for the ids
 (late), or for the likeliest pod (early), and `binder` proves the pod at PreStartContainer.
@@ -28,7 +28,7 @@ from vgpu_agent.model import Decider, GrantState
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.allocation.dependencies import Dependencies
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 
 class Allocator:
-    """Answers kubelet for all resources of the node.
+    """The answers to the kubelet for all resources of the node.
 
-    State: what is booked stands in the ledger, what GPUs there are in the inventory that ``inventory()`` returns. Here are only the last
-    Allocate of each resource (for schedulers' locks) and, in early mode, whom the answers of this process were meant for.
+    State: bookings are in the ledger, GPUs in the inventory that ``inventory()`` returns. Here are only the last Allocate of each resource
+    (for schedulers' locks) and, in early mode, the containers that this process's answers were meant for.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Allocator:
         dependencies: Dependencies | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Answer from ``ledger``; without ``surroundings`` only families whose ids name the device can be served."""
+        """Answer from ``ledger``; without dependencies only families whose ids name the device can be served."""
         self._ledger = ledger
         self._families = families
         self._inventory = inventory
@@ -133,7 +133,7 @@ class Allocator:
         try:
             offered = self._ledger.resource(resource)
             if offered.decided_by is not Decider.IDS:
-                return simple  # which ids these are decides nothing; kubelet is told not to ask at all (volcano-vgpu D10)
+                return simple  # which ids these are decides nothing; kubelet is not to ask at all (volcano-vgpu D10)
             # kubelet's view of health can be a moment older than ours; what Allocate would refuse is not recommended.
             usable = {entry.id.id for entry in self._ledger.listing(resource) if entry.healthy}
             healthy = [id_ for id_ in available if id_ in usable]
@@ -145,12 +145,12 @@ class Allocator:
             return simple
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
-        """Book the ids and say what the container gets. Only early mode ever waits, and only for a pod that has not been seen yet.
+        """Book the ids and return what the container gets. Only early mode ever waits, and only for a pod that has not been seen yet.
 
         Raises:
-            RequestRefusedError: the request is nonsense in its family's terms (nvidia A23), or no pod can be meant (early mode).
+            RequestRefusedError: the request is nonsense in its family's terms (nvidia A23), or it fits no pod (early mode).
             UnknownDeviceError: an id that is not offered (nvidia A24).
-            UnhealthyDeviceError: a device that must not be given to anybody now.
+            UnhealthyDeviceError: a device that must not be given to any container now.
             CapacityError: more than a device has.
         """
         try:
@@ -183,10 +183,10 @@ class Allocator:
         return edits
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
-        """Let a container start whose ids are booked; where the pod decides, that is when it does (`Binder.start`).
+        """Let a container start whose ids are booked. Where the pod decides, the decision is made here (`Binder.start`).
 
         Raises:
-            UnknownDeviceError: the ids are in nobody's hands as far as the ledger knows.
+            UnknownDeviceError: the ledger knows no holder of the ids.
             AgentError: see `Binder.start`.
         """
         offered = self._ledger.resource(resource)
@@ -202,7 +202,7 @@ class Allocator:
         await self.binder.start(offered, ids, self._pod_family(offered), late=self.mode.late)
 
     def may_start_unasked(self, resource: str) -> bool:
-        """Whether a container may start while nobody is asked: what it would start with must be its own, or nothing.
+        """Tell whether a container may start without a call of ours: what it would start with must be its own, or nothing.
 
         That holds for ids that name their device and for a CDI name, but not for an early answer that has not been proven, nor while there
         are specs of an agent whose containers could change what is mounted.
@@ -222,14 +222,17 @@ class Allocator:
         may_release: bool = True,
         has_ended: Callable[[Grant], bool] = lambda _: False,
         ended_only: bool = False,
+        kept: Collection[int] = (),
     ) -> list[Correction]:
         """Bring the ledger in line with kubelet's records (see `Ledger.reconcile`); each correction is journalled.
+
+        ``kept`` are numbers of grants that stay although the records do not show them.
 
         Returns:
             The corrections that were drift: the ledger had been wrong.
         """
         if initial:
-            # Nobody knows any more for which Allocate a scheduler's lock was taken, so one from before our start has done its duty.
+            # After a restart it is unknown for which Allocate a scheduler's lock was taken, so one from before our start can go.
             for offer in self._ledger.resources:
                 self.allocated_at[offer.name] = self._clock()
         records = self._interpretation.sorted_out(records)
@@ -240,7 +243,7 @@ class Allocator:
             newest=newest,
             initial=initial,
             may_release=may_release,
-            still_runs=self._interpretation.may_be_hidden,
+            still_runs=lambda grant: grant.number in kept or self._interpretation.may_be_hidden(grant),
             has_ended=has_ended,
             ended_only=ended_only,
         )
@@ -271,21 +274,21 @@ class Allocator:
         return [correction for correction in corrections if correction.drift]
 
     def unconfirmed(self) -> bool:
-        """Whether a grant still waits for kubelet's records to name its container."""
+        """Tell whether a grant still waits for the kubelet's records to name its container."""
         return any(grant.state is GrantState.RESERVED and grant.owner is None for grant in self._ledger.grants)
 
-    # -- wishes ---------------------------------------------------------------------------------------------------------------------
+    # -- desired state --------------------------------------------------------------------------------------------------------------
 
     def desired_node(self, node: Node, now: float) -> DesiredNode:
-        """What should stand on our Node, for all families together."""
+        """Return the desired state of our Node, for all families together."""
         return desired_state.desired_node(self._families, self._ledger, node, self._inventory(), self.allocated_at, now, self._locks)
 
     def cleanup(self, now: float) -> DesiredNode:
-        """What should stand on our Node when the agent leaves it for good."""
+        """Return the desired state of our Node after the agent has left it for good."""
         return desired_state.cleanup(self._families, now)
 
     def desired_pod(self) -> dict[str, Mapping[str, str | None]]:
-        """What should stand on our pods, by kubelet's UID; only pods with something to be said about."""
+        """Return the desired state of our pods, by the kubelet's UID; only pods with desired annotations."""
         if self._around is None or self.binder is None:
             return {}
         failed = {refusal.pod.kubelet_uid for refusal in self._around.refusals.current if refusal.final}
@@ -298,12 +301,12 @@ class Allocator:
         return self.binder.deliveries({family.name: family for family in self._families.by_pod})
 
     def is_current(self, record: GrantRecord) -> bool:
-        """Whether the ids of ``record`` are still in the hands of the container that it was made for."""
+        """Tell whether the ids of ``record`` still belong to the container that it was made for."""
         grant = self._by_token().get(record.token)
         return grant is not None and grant.decided_for == (record.owner.pod_uid, record.owner.container)
 
     def is_foreign(self, record: GrantRecord) -> bool:
-        """Whether the ids of ``record`` were given to another pod, or to one that kubelet has not named yet."""
+        """Tell whether the ids of ``record`` were given to another pod, or to one that the kubelet has not named yet."""
         if self.binder is not None and record.token in self.binder.handed_out:
             return True  # also when the ids are part of what was booked for an init container before it
         grant = self._by_token().get(record.token)
@@ -338,7 +341,7 @@ class Allocator:
         return self.mode.late
 
     def _observed(self) -> Inventory:
-        """The inventory of this moment, known to the ledger too: a MIG instance may have been cut away since the last offer."""
+        """Return the present inventory, after the ledger has taken it over: a MIG instance may be gone since the last offer."""
         inventory = self._inventory()
         self._ledger.observe(inventory)
         return inventory
@@ -390,7 +393,7 @@ class Allocator:
         if isinstance(decision, AgentError):
             if guess.alone:
                 raise decision
-            # Another pod may be meant, and an error would fail it for good. At the start it is known who it is, and kubelet asks again.
+            # Another pod may be meant, and an error would fail it for good. At the start the pod is known, and kubelet asks again.
             self._journal.record("allocate.unanswered", level="warning", resource=offered.name, ids=_shown(ids), reason=str(decision))
             grant = self._ledger.reserve(offered.name, ids, (), candidate.key)
             self._siblings.decided(candidate.container.limits, self._counted())
@@ -408,7 +411,7 @@ class Allocator:
         return grant, provision.edits
 
     def _decide_early(self, offered: Resource, candidate: early.Candidate, ids: Sequence[str]) -> Decision | AgentError:
-        """What a candidate would get, or why it cannot get anything."""
+        """Return what a candidate would get, or why it cannot get anything."""
         pod = candidate.pod
         try:
             decision = self._pod_family(offered).decide(self._question(offered, pod, candidate.container.name, ids))
@@ -417,7 +420,7 @@ class Allocator:
         if decision.layouts:
             return RequestRefusedError(f"pod {pod.full_name}: a GPU has to be divided for it, which takes binding.mode late")
         if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
-            # It and the container behind it would each be told a share of its own for the same ids, of which only one can be booked.
+            # It and the container behind it would each get a share of its own for the same ids, of which only one can be booked.
             return RequestRefusedError(
                 f"pod {pod.full_name}: an init container that asks for {offered.name} needs a scheduler that decides for the pod, or "
                 "binding.mode late"
@@ -447,7 +450,7 @@ def _devices(grant: Grant) -> list[str]:
 
 
 def _shown(ids: Sequence[str]) -> list[str]:
-    """The ids for a log line; thousands of them would say no more than the first."""
+    """Shorten the ids for a log line; thousands of them add nothing to the first."""
     return list(ids) if len(ids) <= _MOST_SHOWN else [*ids[:_MOST_SHOWN], f"… {len(ids)} in all"]
 
 

@@ -1,20 +1,23 @@
-"""Who holds what, as kubelet itself has it: its pod-resources and its checkpoint, joined into one picture.
+"""The kubelet's own records of what containers hold: its pod-resources and its checkpoint, joined into one picture.
 
-`agent` reads it at start, shortly after each Allocate and every half a minute, and the ledger follows it, because kubelet wins every
-disagreement. How the two sources are weighed:
+`agent` reads them at start, shortly after each Allocate and every half a minute. The ledger follows them, because the
+kubelet wins every disagreement. How the two sources are weighed:
 
-* pod-resources decides who is *alive*. What it lists is held, whatever the checkpoint says.
-* The checkpoint adds the pod's *UID*, found by container name and ids. kubelet never lets two pods hold one id at a time, so an id leads to
-  one UID; should a damaged file claim two, the UID stays empty rather than wrong. (While a container with several resources is being
-  admitted, the file may still name the pod that had the ids before; it is right again once the admission is over, so before any
-  PreStartContainer.)
-* An entry of the checkpoint that pod-resources does not confirm is either a plain init container of a live pod (pod-resources hides those)
-  or what an ended pod left behind (kubelet rewrites the file late). It counts only if its pod is known to be alive by another container,
-  and only with the ids that no listed container has taken over. A pod whose *only* holder is an init container is therefore not seen while
-  that runs: kubelet keeps its ids from others all the same, and a ghost in the book after each ended pod would be worse.
-* Without pod-resources the checkpoint alone is a picture that may contain ended pods: ``complete`` is False, nothing may be released.
-* Without the checkpoint (corrupt, foreign, from a future kubelet) pod-resources alone is still the truth about who is alive:
-  ``complete`` stays True, owners have no UID, and ``trouble`` says why. Otherwise a new format would keep every ended pod's share booked.
+* pod-resources decides which containers are *alive*. A listed id is held, whatever the checkpoint contains.
+* The checkpoint adds the pod's *UID*, found by container name and ids. The kubelet never lets two pods hold one id at
+  a time, so an id leads to one UID. Should a damaged file claim two, the UID stays empty rather than wrong. (While a
+  container with several resources is being admitted, the file may still name the pod that had the ids before. It is
+  right again once the admission is over, so before any PreStartContainer.)
+* An entry of the checkpoint that pod-resources does not confirm is either a plain init container of a live pod
+  (pod-resources hides those) or left behind by an ended pod (the kubelet rewrites the file late). It counts only if
+  its pod is known to be alive by another container, and only with the ids that no listed container has taken over. A
+  pod whose *only* holder is an init container is therefore not seen while that container runs. The kubelet keeps its
+  ids from other pods all the same, and a false entry in the ledger after each ended pod would be worse.
+* Without pod-resources the checkpoint alone is a picture that may contain ended pods: ``complete`` is False, nothing
+  may be released.
+* Without the checkpoint (corrupt, foreign, from a future kubelet) pod-resources alone still decides which containers
+  are alive: ``complete`` stays True, owners have no UID, and ``trouble`` gives the reason. Otherwise a new format
+  would keep every ended pod's share booked.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 
 async def read_records(pod_resources: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True) -> KubeletRecords:
-    """The picture of the ``wanted`` resources now; never an error, because the agent goes on with the ledger it has."""
+    """Read the picture of the ``wanted`` resources now; never an error, because the agent continues with its ledger."""
     trouble = []
     listed: tuple[Holding, ...] | None = None
     try:
@@ -75,6 +78,21 @@ def join(listed: Iterable[Holding] | None, entries: Iterable[CheckpointEntry]) -
     return tuple(joined)
 
 
+def unlisted(records: KubeletRecords) -> tuple[Holding, ...]:
+    """Return what only the checkpoint shows: ids that no holding has, each once.
+
+    They are what an ended pod left behind, or a live pod's: a kubelet that was started a moment ago lists its pods one after the other.
+    """
+    taken = {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids}
+    found = []
+    for entry in sorted(records.entries or (), key=lambda each: (-len(each.ids), each.owner.pod_uid, each.owner.container)):
+        left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
+        taken.update((entry.resource, id_) for id_ in left)
+        if left:
+            found.append(Holding(entry.resource, left, entry.owner))
+    return tuple(found)
+
+
 def _uids_by_id(entries: Iterable[CheckpointEntry]) -> dict[tuple[str, str, str], set[str]]:
     """The pods that claim a resource's id for a container of that name."""
     uids: dict[tuple[str, str, str], set[str]] = {}
@@ -94,7 +112,7 @@ def _with_uid(holding: Holding, uids: dict[tuple[str, str, str], set[str]]) -> H
 
 
 def _of_checkpoint_alone(entries: Iterable[CheckpointEntry]) -> tuple[Holding, ...]:
-    """Each id once: the file does not say which of two holders is the init container, so the larger entry comes first."""
+    """List each id once. The file does not show which of two holders is the init container, so the larger entry comes first."""
     holdings = []
     taken: set[tuple[str, str]] = set()
     for entry in sorted(entries, key=lambda each: (-len(each.ids), each.pod_uid, each.container_name, each.resource_name)):

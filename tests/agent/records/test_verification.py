@@ -1,4 +1,4 @@
-"""When kubelet's records are read, and what the agent does with a kubelet that has just come back; on virtual time."""
+"""Times at which the kubelet's records are read, and the reaction to a kubelet that has just come back; on virtual time."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ TRAIN, SERVE = (Pod(f"0e6e9a8c-1111-4222-8333-00000000000{number}", "default", f
 
 
 def held(*pods: Pod) -> KubeletRecords:
-    """kubelet's records in which each pod has a GPU, the first U0."""
+    """Kubelet records in which each pod has a GPU, the first U0."""
     return KubeletRecords(
         tuple(Holding(GPU, (id_,), Owner("main", pod.uid, pod.namespace, pod.name)) for id_, pod in zip((U0, U1), pods, strict=False))
     )
 
 
 class Records:
-    """kubelet's records as the test sets them, and when they were read (loop time)."""
+    """The kubelet's records as the test sets them, and when they were read (loop time)."""
 
     def __init__(self) -> None:
         self.now = KubeletRecords()
         self.read_at: list[float] = []
 
     async def read(self, *_: object) -> KubeletRecords:
-        """Stands in for `read_records`, which has tests of its own."""
+        """A stand-in for `read_records`, which has tests of its own."""
         self.read_at.append(round(asyncio.get_running_loop().time(), 3))
         return self.now
 
@@ -90,7 +90,7 @@ class Parts:
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """kubelet's records, in the place where the verification reads them."""
+    """The kubelet's records, in the place where the verification reads them."""
     records = Records()
     monkeypatch.setattr(verification, "read_records", records.read)
     return records
@@ -118,7 +118,7 @@ async def test_when_nothing_happens_the_records_are_read_every_half_minute(recor
 
 @pytest.mark.looptime
 async def test_an_allocate_is_followed_by_a_reading_a_second_later(records: Records) -> None:
-    """Who it was is known soon, and then the pace is the usual one again."""
+    """The owner is known soon, and then the usual pace returns."""
     async with verifying(records) as parts:
         await asyncio.sleep(5)
         await parts.allocator.allocate(GPU, [U0])
@@ -138,7 +138,7 @@ async def test_a_burst_of_pods_is_verified_when_it_is_over(records: Records) -> 
             await asyncio.sleep(0.5)
         await asyncio.sleep(1)
         assert records.read_at == [1, 8]
-        await asyncio.sleep(100)  # until nobody is waited for any more
+        await asyncio.sleep(100)  # until no pod is awaited any more
         del records.read_at[:]
         began = asyncio.get_running_loop().time()
         for _ in range(30):
@@ -203,7 +203,7 @@ async def test_a_pod_that_ended_is_confirmed_soon_after_it_was_missed(records: R
 
 @pytest.mark.looptime
 async def test_a_kubelet_that_has_just_come_back_takes_nothing_away(records: Records) -> None:
-    """It lists no pods until it has heard of them again; grants stay for reservationSeconds."""
+    """It lists no pods until it has received them again; grants stay for reservationSeconds."""
     async with verifying(records) as parts:
         records.now = HELD
         await asyncio.sleep(2)
@@ -217,7 +217,7 @@ async def test_a_kubelet_that_has_just_come_back_takes_nothing_away(records: Rec
 
 @pytest.mark.looptime
 async def test_the_rebuild_at_start_is_no_drift(records: Records) -> None:
-    """What kubelet knows at start is in the book, and counted as nothing; what turns up later is counted."""
+    """Grants in the kubelet's records at start are booked and not counted as drift. Later ones are counted."""
     async with verifying(records) as parts:
         records.now = HELD
         await parts.verification.rebuild()
@@ -241,7 +241,7 @@ async def test_trouble_with_the_records_is_said_once(records: Records) -> None:
 
 @pytest.fixture
 def allocatable(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When kubelet was asked what can be allocated; it answers that nothing can."""
+    """Record the times at which the kubelet was asked what can be allocated. It answers that nothing can."""
     asked_at: list[float] = []
 
     async def nothing(*_: object) -> dict[str, frozenset[str]]:
@@ -294,7 +294,7 @@ def holders(parts: Parts) -> list[str]:
 @pytest.mark.looptime
 @pytest.mark.parametrize("gone", [False, True])
 async def test_the_end_of_a_pod_is_looked_for_at_once(records: Records, *, gone: bool) -> None:
-    """API server and kubelet both say that it has ended, so its GPU is everybody's without a second look; the usual pace stays."""
+    """API server and kubelet both say that it has ended, so its GPU is free without a second look. The usual pace stays."""
     async with holding(records, TRAIN) as parts:
         records.now = KubeletRecords()
         (parts.book.remove if gone else parts.book.end)(TRAIN)
@@ -306,7 +306,7 @@ async def test_the_end_of_a_pod_is_looked_for_at_once(records: Records, *, gone:
 
 @pytest.mark.looptime
 async def test_nothing_is_released_while_kubelet_still_has_it(records: Records) -> None:
-    """The API server's word alone is not enough, however long kubelet takes; it is asked less and less often meanwhile."""
+    """The API server's word alone is not enough, however long kubelet takes. It is asked less and less often meanwhile."""
     async with holding(records, TRAIN) as parts:
         parts.book.end(TRAIN)
         await asyncio.sleep(1)
@@ -386,7 +386,7 @@ async def test_a_storm_of_events_is_not_searched_for_ends_one_by_one(records: Re
 
 @pytest.mark.looptime
 async def test_without_the_watch_the_usual_two_looks_decide(records: Records) -> None:
-    """Where no API server has been asked yet nobody says that a pod has ended, and kubelet's records alone release it as before."""
+    """Without an API server nothing reports a pod's end, so the kubelet's records alone release its grant, as before."""
     async with verifying(records) as parts:
         records.now = held(TRAIN)
         await asyncio.sleep(5)
@@ -400,7 +400,7 @@ async def test_without_the_watch_the_usual_two_looks_decide(records: Records) ->
 
 @pytest.mark.looptime
 async def test_records_that_are_incomplete_release_no_ended_pod(records: Records) -> None:
-    """A checkpoint alone says nothing about who is alive; as soon as pod-resources answers, the pod goes."""
+    """A checkpoint alone does not say which pods are alive. As soon as pod-resources answers, the pod goes."""
     async with holding(records, TRAIN) as parts:
         records.now = KubeletRecords(complete=False, trouble="kubelet was asked too often")
         parts.book.end(TRAIN)
@@ -413,7 +413,7 @@ async def test_records_that_are_incomplete_release_no_ended_pod(records: Records
 
 @pytest.mark.looptime
 async def test_an_end_during_a_restart_of_kubelet_waits_until_its_records_count_again(records: Records) -> None:
-    """A kubelet that has just come back lists nobody, and the API server may be told of an end that kubelet is not through with."""
+    """A kubelet that has just come back lists no pods, and the API server may show an end that the kubelet has not finished."""
     async with holding(records, TRAIN) as parts:
         parts.kubelet.restarts_seen += 1
         records.now = KubeletRecords()
@@ -426,10 +426,77 @@ async def test_an_end_during_a_restart_of_kubelet_waits_until_its_records_count_
 
 @pytest.mark.looptime
 async def test_a_static_pod_without_its_mirror_has_not_ended(records: Records) -> None:
-    """Whoever deletes the mirror of a static pod ends nothing: kubelet runs it on, and makes another mirror."""
+    """Deleting the mirror of a static pod ends nothing: the kubelet runs it on, and makes another mirror."""
     async with verifying(records) as parts:
         parts.book.replace([])
         records.now = HELD  # its UID is not one of the API server's
         await asyncio.sleep(20)
         assert records.read_at == [1]
         assert holders(parts) == ["train"]
+
+
+def checkpointed(*pods: Pod) -> tuple[Holding, ...]:
+    """The lines of the checkpoint in which each pod has a GPU, the first U0; they name pods by their UIDs only."""
+    return tuple(Holding(GPU, (id_,), Owner("main", pod.uid)) for id_, pod in zip((U0, U1), pods, strict=False))
+
+
+@pytest.mark.looptime
+async def test_what_a_kubelet_that_starts_has_not_listed_yet_is_held_by_its_checkpoint(records: Records) -> None:
+    """After a reboot it lists pods one after the other; until then a GPU would be offered that a pod is about to use again."""
+    parts = Parts(records)
+    parts.book.replace([TRAIN, SERVE])
+    records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+    await parts.verification.rebuild()
+    owners = {grant.ids: grant.owner for grant in parts.ledger.grants}
+    assert owners == {(U0,): held(TRAIN, SERVE).holdings[0].owner, (U1,): held(TRAIN, SERVE).holdings[1].owner}
+
+
+@pytest.mark.looptime
+async def test_what_an_ended_pod_left_in_the_checkpoint_is_not_held(records: Records) -> None:
+    """The kubelet rewrites that file late, and the API server says that the pod is gone."""
+    parts = Parts(records)
+    parts.book.replace([TRAIN])
+    records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+    await parts.verification.rebuild()
+    assert [grant.ids for grant in parts.ledger.grants] == [(U0,)]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("listed_later", [True, False])
+async def test_a_grant_from_the_checkpoint_waits_a_minute_for_the_kubelet_to_list_its_pod(records: Records, *, listed_later: bool) -> None:
+    """Two readings without it prove nothing while the kubelet starts, and a pod that it never lists keeps nothing for long."""
+    parts = Parts(records)
+    parts.book.replace([TRAIN, SERVE])
+    records.now = KubeletRecords(checkpointed(TRAIN, SERVE), complete=False, entries=checkpointed(TRAIN, SERVE))
+    await parts.verification.rebuild()
+    task = asyncio.ensure_future(parts.verification.run(lambda: None))
+    try:
+        await asyncio.sleep(300)
+        records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+        await asyncio.sleep(45)
+        assert len(parts.ledger.grants) == 2
+        if listed_later:
+            records.now = dataclasses.replace(held(TRAIN, SERVE), entries=checkpointed(TRAIN, SERVE))
+        await asyncio.sleep(120)
+        assert len(parts.ledger.grants) == 1 + listed_later
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.looptime
+async def test_a_grant_from_the_checkpoint_goes_with_the_end_of_its_pod(records: Records) -> None:
+    """The API server and the kubelet both say so."""
+    parts = Parts(records)
+    parts.book.replace([TRAIN, SERVE])
+    records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+    await parts.verification.rebuild()
+    task = asyncio.ensure_future(parts.verification.run(lambda: None))
+    try:
+        await asyncio.sleep(5)
+        parts.book.end(SERVE)
+        await asyncio.sleep(1)
+        assert [grant.ids for grant in parts.ledger.grants] == [(U0,)]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

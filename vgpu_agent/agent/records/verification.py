@@ -1,13 +1,14 @@
-"""The ledger against kubelet's own records: at start, soon after each Allocate or end of a pod, and every ``kubelet.verifySeconds``.
+"""Compare the ledger with the kubelet's records: at start, soon after each Allocate or end of a pod, and every ``kubelet.verifySeconds``.
 
-kubelet never says whose ids it has just allocated, nor that a pod has ended; its checkpoint and its pod-resources socket do. When to look
-for ended pods is what the watch of pods says. Each regular pass also asks whether kubelet still lists what it was told (`listed`). Run by
-`composition`: `rebuild` before the first registration (kubelet V10), `run` as a supervised loop.
+The kubelet reports neither the owner of the ids it has just allocated nor the end of a pod. Its checkpoint and its pod-resources socket do.
+The watch of pods decides when to look for ended pods. Each regular pass also checks that the kubelet still lists what it received
+(`advertised`). Run by `composition`: `rebuild` before the first registration (kubelet V10), `run` as a supervised loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING
@@ -16,12 +17,12 @@ from vgpu_agent.agent import memory
 from vgpu_agent.agent.records.advertised import ListedIds
 from vgpu_agent.agent.records.pod_ends import PodEnds
 from vgpu_agent.kubelet.checkpoint import let_go_of_memory
-from vgpu_agent.kubelet.records import read_records
+from vgpu_agent.kubelet.records import read_records, unlisted
 from vgpu_agent.kubelet.waiting import first_of
-from vgpu_agent.model import Decider
+from vgpu_agent.model import Decider, Holding, Owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from vgpu_agent.agent.records.advertised import Server
     from vgpu_agent.allocation.allocator import Allocator
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.pod_resources import PodResources
     from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import PodCache
     from vgpu_agent.status import KubeletStatus
 
@@ -45,7 +47,7 @@ _GATHERING_SECONDS = 0.1
 
 
 class Verification:
-    """Keeps the ledger true to kubelet's records.
+    """The loop that keeps the ledger true to the kubelet's records.
 
     State: when the records were last read, which ended pods kubelet still had then, and how much drift was ever found; nothing that a
     restart would miss.
@@ -76,6 +78,8 @@ class Verification:
         self._restarts_seen = 0
         self._restarted_at = -math.inf  # by a clock that only grows, and may begin at 0
         self._ends = PodEnds(ledger, book, clock)
+        self._unlisted: set[int] = set()  # grants from the checkpoint at our start that pod-resources has not listed yet
+        self._answered_at = math.inf  # when pod-resources answered for the first time
         self._looked_for: frozenset[str] = frozenset()  # the ends that were known at the last look
         self._look_seconds = self._looked_at = -math.inf  # how long that took, and when it was over (loop time)
         self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next look for the same ends
@@ -89,7 +93,10 @@ class Verification:
         self._journal.record("ledger.rebuilt", grants=len(self._ledger.grants), trouble=self._kubelet.records_trouble)
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Verify for ever: a second after bookings have paused or while in doubt, less and less often while it stays so, else regularly."""
+        """Verify until cancelled.
+
+        A pass follows a second after bookings have paused, or while in doubt, less and less often while it stays so; else regularly.
+        """
         pause = _SHORTEST_PAUSE_SECONDS
         while True:
             beat()
@@ -133,9 +140,9 @@ class Verification:
         return first_at is not None
 
     def _seconds_to_ends(self) -> float:
-        """When ended pods should be looked for: 0 or less for now, infinity for no sooner than the next pass.
+        """Return when to look for ended pods: 0 or less for now, infinity for no sooner than the next pass.
 
-        kubelet lets go of a pod before it reports the end, so one look nearly always does. Where it does not, looks become rare soon.
+        The kubelet drops a pod before it reports the end, so one look is nearly always enough. Where it is not, looks become rare soon.
         """
         ended = self._ends.pending()
         if not ended or (ended <= self._looked_for and self._end_pause >= self._settings.verify_seconds):
@@ -144,16 +151,21 @@ class Verification:
         return self._looked_at + max(pause, _REST_AFTER_LOOK * self._look_seconds) - asyncio.get_running_loop().time()
 
     async def _verify(self, *, initial: bool = False, ended_only: bool = False) -> bool:
-        """Compare once with the ledger; whether pod-resources answered.
+        """Compare once with the ledger; tell whether pod-resources answered.
 
         Args:
-            initial: the book is being rebuilt.
+            initial: the ledger is being rebuilt.
             ended_only: look for ended pods, between two passes.
         """
         began, newest, ended = asyncio.get_running_loop().time(), self._ledger.newest, self._ends.pending()
         counted = frozenset(offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY)
         records = await read_records(self._pod_resources, self._settings.checkpoint_path, lambda name: name not in counted)
         now, shown_at = self._clock(), time.time()
+        listed = {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids} if records.complete else set()
+        if records.complete:
+            self._answered_at = min(now, self._answered_at)
+        if initial:
+            records = dataclasses.replace(records, holdings=(*records.holdings, *self._of_live_pods(unlisted(records))))
         if records.trouble and records.trouble != self._kubelet.records_trouble:
             self._journal.record("kubelet.records_incomplete", level="warning", reason=records.trouble)
         self._kubelet.records_trouble, self._kubelet.records_read_at = records.trouble, shown_at
@@ -164,11 +176,15 @@ class Verification:
             reservation_seconds=self._settings.reservation_seconds,
             newest=newest,
             initial=initial,
-            # A kubelet that has just come back does not list its pods until it has heard of them again.
+            # A kubelet that has just come back does not list its pods until it has received them again.
             may_release=now - self._restarted_at > self._settings.reservation_seconds,
             has_ended=lambda grant: self._ends.has_ended(grant, records),
             ended_only=ended_only,
+            kept=self._kept(records, now),
         )
+        if initial:
+            self._unlisted = {grant.number for grant in self._ledger.grants}
+        self._unlisted = {grant.number for grant in self._ledger.grants if grant.number in self._unlisted and not _is_in(grant, listed)}
         self._note_look(ended, began)
         if drift:
             self.drift_total += len(drift)
@@ -179,6 +195,27 @@ class Verification:
             self.verified_at = shown_at
         return records.complete
 
+    def _of_live_pods(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
+        """Leave out what ended pods have left in the checkpoint, and name the others as far as the watch knows them."""
+        for holding in holdings:
+            uid = holding.owner.pod_uid
+            if self._book.has_ended(uid):
+                continue
+            pod = self._book.get(uid)
+            owner = Owner(holding.owner.container, uid, pod.namespace, pod.name) if pod is not None else holding.owner
+            yield Holding(holding.resource, holding.ids, owner)
+
+    def _kept(self, records: KubeletRecords, now: float) -> frozenset[int]:
+        """Return the grants that stay although pod-resources has never listed them.
+
+        A kubelet that starts together with the agent, after a reboot say, lists its pods one after the other. Until it may have listed all,
+        what the checkpoint showed at the agent's start counts, unless the API server says that the pod has ended.
+        """
+        if now - self._answered_at >= self._settings.reservation_seconds:
+            return frozenset()
+        found = (grant for grant in self._ledger.grants if grant.number in self._unlisted)
+        return frozenset(grant.number for grant in found if not self._ends.has_ended(grant, records))
+
     def _note_look(self, ended: frozenset[str], began: float) -> None:
         """Take note of a look for the ends ``ended`` that began at ``began`` (loop time)."""
         self._end_pause = 2 * self._end_pause if ended and ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
@@ -186,7 +223,12 @@ class Verification:
         self._look_seconds = self._looked_at - began
 
 
+def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
+    """Tell whether any id of the grant is among those that pod-resources lists."""
+    return any((grant.resource, id_) in listed for id_ in grant.ids)
+
+
 def _give_back() -> None:
-    """A burst of pods is over: its memory goes back to the system, up to 8 MB on a node that counts memory in ids."""
+    """Return a burst's memory to the system once it is over, up to 8 MB on a node that counts memory in ids."""
     let_go_of_memory()
     memory.give_back()
