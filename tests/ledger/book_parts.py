@@ -82,5 +82,5 @@ def held(*ids: str, owner: Owner = TRAIN, resource: str = "nvidia.com/gpu") -> H
 
 
 def words(ledger: Ledger, resource: str = "nvidia.com/gpu") -> dict[str, bool]:
-    """Id → healthy, as kubelet is told."""
+    """Id → healthy, as in the list for the kubelet."""
     return {entry.id.id: entry.healthy for entry in ledger.listing(resource)}

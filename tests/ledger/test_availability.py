@@ -11,10 +11,10 @@ DEVICES = {GPU: Device(GPU, GPU, 40960), OTHER: Device(OTHER, OTHER, 40960), SLI
 
 
 def test_an_instance_of_an_offered_gpu_may_be_decided_for() -> None:
-    """Where GPUs are offered and instances are given, an instance is as good as its GPU."""
+    """An instance is as good as its GPU where GPUs are offered and instances are given."""
     assert strangers([Share(SLICE), Share(GPU)], (GPU,), DEVICES) == []
 
 
 def test_other_devices_are_strangers() -> None:
-    """A GPU that is not offered, its instance, and a device that nobody knows."""
+    """A GPU that is not offered, its instance, and an unknown device."""
     assert strangers([Share(GPU), Share(SLICE), Share("MIG-9")], (OTHER,), DEVICES) == [GPU, SLICE, "MIG-9"]

@@ -26,7 +26,7 @@ def test_asking_twice_with_the_same_ids_gives_the_same_grant(clock: Clock) -> No
 
 
 def test_a_repeated_allocate_is_waited_for_as_long_as_the_first(clock: Clock) -> None:
-    """An admission that failed left the reservation; the next pod that gets the ids has all of reservationSeconds."""
+    """An admission that failed left the reservation. The next pod that gets the ids has all of reservationSeconds."""
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     clock.now += 50
@@ -38,7 +38,7 @@ def test_a_repeated_allocate_is_waited_for_as_long_as_the_first(clock: Clock) ->
 
 
 def test_a_device_that_holds_too_much_bars_no_other(clock: Clock) -> None:
-    """kubelet's word stands even where a card now has less than was booked; the other card goes on serving."""
+    """The kubelet's record counts even where a card now has less than was booked. The other card goes on serving."""
     ledger = make(clock, WHOLE)
     book(ledger, U1)
     first, second = golden_inventory().gpus

@@ -1,4 +1,4 @@
-"""Claims in the book: who is kept from a GPU that a scheduler has given to a pod, and who is not."""
+"""Claims in the ledger: which families are kept from a GPU that a scheduler has given to a pod, and which are not."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def start(ledger: Ledger, name: str, pod: str, *gpus: str, ids: tuple[str, ...] 
 
 
 def usable(ledger: Ledger, name: str) -> set[str]:
-    """The GPUs with a healthy id, as kubelet is told."""
+    """The GPUs with a healthy id in the list for the kubelet."""
     return {entry.id.device for entry in ledger.listing(name) if entry.healthy}
 
 
 def claimed(ledger: Ledger, clock: Clock, *claims: Claim) -> None:
-    """GPUs are kept, and kubelet has been told."""
+    """Keep GPUs for pods, and let the time pass in which the kubelet receives it."""
     ledger.claim(claims)
     clock.now += WITHDRAWAL_SECONDS
     ledger.end_turns()
@@ -65,7 +65,7 @@ def ledger(clock: Clock) -> Ledger:
 
 
 def test_a_claimed_gpu_is_unhealthy_towards_the_other_families_only(ledger: Ledger, clock: Clock) -> None:
-    """What a scheduler has given away must not be given away by another; a claim never bars its own family."""
+    """Another family must not give away a GPU that a scheduler has given away. A claim never bars its own family."""
     claimed(ledger, clock, claim(U0, 1))
     assert words(ledger) == {U0: False, U1: True}
     assert (usable(ledger, VGPU), usable(ledger, SHARE)) == ({U0, U1}, {U1})
@@ -87,7 +87,7 @@ def test_claims_are_oldest_first_and_the_same_ones_change_nothing(ledger: Ledger
 
 
 def test_the_oldest_claim_on_a_gpu_decides_in_both_directions(ledger: Ledger, clock: Clock) -> None:
-    """Nobody starves: the younger family waits, whichever it is, and is next when the older one is served."""
+    """No family starves: the younger one waits, whichever it is, and is next when the older one has started."""
     first, second = claim(U0, 1, "volcano-gpushare"), claim(U0, 2, "volcano-vgpu")
     claimed(ledger, clock, first, second)
     assert (usable(ledger, SHARE), usable(ledger, VGPU)) == ({U0, U1}, {U1})
@@ -110,7 +110,7 @@ def test_a_gpu_in_use_gives_nothing_new_while_another_family_waits_for_it(ledger
 
 
 def test_a_pod_with_an_older_claim_joins_a_gpu_for_which_a_younger_one_waits(ledger: Ledger, clock: Clock) -> None:
-    """It was promised the GPU first; the younger one of another family waits for its end."""
+    """It was promised the GPU first. The younger one of another family waits for its end."""
     start(ledger, VGPU, "runs", U0)
     ledger.claim([claim(U0, 2, "volcano-vgpu", "second"), claim(U0, 5, "volcano-gpushare", "waits")])
     start(ledger, VGPU, "second", U0)
@@ -119,7 +119,7 @@ def test_a_pod_with_an_older_claim_joins_a_gpu_for_which_a_younger_one_waits(led
 
 
 def test_allocate_is_not_refused_for_a_claim_where_ids_name_devices(ledger: Ledger) -> None:
-    """kubelet fails the pod for good; the claim waits for that one holder instead."""
+    """The kubelet fails the pod for good. The claim waits for that one holder instead."""
     ledger.claim([claim(U0, 1)])
     assert book(ledger, U0).ids == (U0,)
     with pytest.raises(UnhealthyDeviceError, match="serves nvidia"):
@@ -127,7 +127,7 @@ def test_allocate_is_not_refused_for_a_claim_where_ids_name_devices(ledger: Ledg
 
 
 def test_a_container_that_starts_again_does_not_wait_for_a_claim(ledger: Ledger) -> None:
-    """What a container was given it keeps, also when only records told of it."""
+    """A container keeps its share, also when only records report it."""
     start(ledger, VGPU, "runs", U0)
     grant = ledger.grants[0]
     ledger.claim([claim(U0, 5, "volcano-gpushare")])

@@ -19,7 +19,7 @@ REPLICAS = 3
 
 
 class LedgerAgainstKubelet(RuleBasedStateMachine):
-    """kubelet's own book is a dict from pod to resource and ids; the ledger never contradicts itself and agrees after verification."""
+    """The kubelet's own book is a dict from pod to resource and ids; the ledger never contradicts itself and agrees after verification."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         self.ledger.offer([dataclasses.replace(replicated(REPLICAS) if self.shared else WHOLE, name=self.name)])
 
     def _free(self) -> list[str]:
-        """What kubelet would choose from: healthy ids of the list that no pod of its own holds."""
+        """Return the ids from which the kubelet would choose: healthy ids of the list that no pod of its own holds."""
         taken = self._taken()
         return [entry.id.id for entry in self.ledger.listing(self.name) if entry.healthy and entry.id.id not in taken]
 
     def _taken(self) -> set[str]:
-        """What live pods hold of the resource under its name of today."""
+        """Return the ids that live pods hold of the resource under its name of today."""
         return {id_ for name, ids in self.pods.values() if name == self.name for id_ in ids}
 
     def _shares(self, ids: tuple[str, ...]) -> tuple[object, ...]:
@@ -62,7 +62,7 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
 
     @rule(size=st.integers(1, 4), confirmed=st.booleans())
     def admit(self, size: int, *, confirmed: bool) -> None:
-        """kubelet admits a pod onto free healthy ids; sometimes the admission fails after our answer."""
+        """The kubelet admits a pod onto free healthy ids; sometimes the admission fails after our answer."""
         ids = tuple(self._free()[:size])
         if not ids:
             return
@@ -91,7 +91,7 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def pod_ends(self, data: st.DataObject) -> None:
-        """A pod ends; nobody tells us."""
+        """A pod ends, without any report."""
         if self.pods:
             del self.pods[data.draw(st.sampled_from(sorted(self.pods)))]
 

@@ -1,4 +1,4 @@
-"""Which ids kubelet is told of, and which of them as healthy: illness, loss, and a GPU that still serves in another way."""
+"""The list of ids for the kubelet, and their health: illness, loss, and a GPU that still serves in another way."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_lost_gpu_stays_in_the_list_as_unhealthy(clock: Clock) -> None:
 
 
 def test_a_held_id_of_a_gpu_that_was_lost_before_the_start_is_listed_as_unhealthy(clock: Clock) -> None:
-    """After a restart beside a dead card, kubelet still hears that its holder's id is ill (else pod status says Healthy)."""
+    """After a restart beside a dead card, the kubelet still learns that its holder's id is ill (else pod status says Healthy)."""
     whole = golden_inventory()
     ledger = make(
         clock, Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0, 0),)), inventory=dataclasses.replace(whole, gpus=whole.gpus[:1])
@@ -49,7 +49,7 @@ def test_a_held_id_of_a_gpu_that_was_lost_before_the_start_is_listed_as_unhealth
 
 
 def test_a_whole_gpu_that_is_held_is_not_shared_until_it_is_returned(clock: Clock) -> None:
-    """After replicas were configured, a pod from before keeps its card to itself; the other card is shared at once."""
+    """After replicas were configured, a pod from before keeps its card to itself. The other card is shared at once."""
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     reconcile(ledger, held(U0))
@@ -71,7 +71,7 @@ def test_a_gpu_that_is_still_shared_is_not_given_as_a_whole(clock: Clock) -> Non
 
 
 def test_a_gpu_serves_one_family_at_a_time(clock: Clock) -> None:
-    """While one family holds a share, the other family's ids on that GPU are unhealthy; they return with the last share."""
+    """While one family holds a share, the other family's ids on that GPU are unhealthy. They return with the last share."""
     ledger = make(clock, replicated(2), replicated(2, name="volcano.sh/vgpu-number", family="volcano-vgpu", prefix="v-"))
     grant = book(ledger, f"{U0}::0")
     assert [ok for id_, ok in words(ledger, "volcano.sh/vgpu-number").items() if U0 in id_] == [False, False]

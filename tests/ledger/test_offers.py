@@ -19,7 +19,7 @@ NARROW = dataclasses.replace(WIDE, holders_per_device=1, memory_scaling=1.0, cor
 
 
 def after(*changes: Resource, held: tuple[str, ...] = (NAME,)) -> Offers:
-    """Offers that changed in this order while somebody held the resources ``held``."""
+    """Offers that changed in this order while pods held the resources ``held``."""
     offers = Offers()
     for resource in changes:
         offers.replace([resource], held)
@@ -33,12 +33,12 @@ def test_each_limit_is_the_widest_that_somebodys_grant_may_come_from() -> None:
 
 
 def test_what_is_offered_is_not_widened() -> None:
-    """New grants go by today's settings."""
+    """New grants follow today's settings."""
     assert after(WIDE, NARROW).by_name == {NAME: NARROW}
 
 
 def test_the_widest_of_several_changes_counts_also_after_the_same_offer_again() -> None:
-    """A node that is set to 10, 1 and 5 places: those who came first still have them."""
+    """A node that is set to 10, 1 and 5 places: the first holders still have them."""
     between = dataclasses.replace(WIDE, holders_per_device=5)
     assert after(WIDE, NARROW, between, between).at_its_widest(between).holders_per_device == 10
 
@@ -78,7 +78,7 @@ def test_an_id_is_offered_once_within_a_family(ids: Sequence[DeviceId]) -> None:
 
 
 def test_families_may_have_ids_alike() -> None:
-    """Their plugins never stood on one node; which resource an id is of, kubelet always says."""
+    """Their plugins never ran on one node. The kubelet always says which resource an id is of."""
     other = dataclasses.replace(WIDE, name="example.org/gpu", family="other", ids=(DeviceId("a", "GPU-2"),))
     numbered = dataclasses.replace(WIDE, name="example.net/gpu", family="third", ids=NumberedIds((IdBlock("a", 2, "GPU-3"),)))
     plain = dataclasses.replace(WIDE, name="example.edu/gpu", family="fourth", ids=(DeviceId("a1", "GPU-4"),))

@@ -1,6 +1,6 @@
 """The book under any history of schedulers that overcommit: compute and slots may be exceeded only where one decided so, and it shows.
 
-Beside the ledger runs a plain list of who holds what. What is left must follow from that list after every step, also after a restart.
+Beside the ledger runs a plain list of holders. What is left must follow from that list after every step, also after a restart.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class SchedulersOvercommit(RuleBasedStateMachine):
 
     @invariant()
     def what_is_left_is_exact_and_never_negative(self) -> None:
-        """Whoever asks next sees zero of what is overcommitted, and exactly the rest of everything else."""
+        """The next question finds zero of what is overcommitted, and exactly the rest of everything else."""
         for room in self.ledger.rooms(NUMBER):
             memory, percent, holders = self._sums(room.device)
             left = (room.memory_free_mib, room.cores_free_percent, room.holders_free)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.golden import U0, U1
 from tests.ledger.book_parts import SERVE, TRAIN, WHOLE, Clock, book, held, interpret, make, reconcile, replicated
+from tests.ledger.test_claims import VGPU, counted, usable
 from vgpu_agent.model import Grant, GrantState, KubeletRecords, Owner
 
 
@@ -27,7 +28,7 @@ def test_records_from_before_an_allocate_say_nothing_about_it(clock: Clock) -> N
 
 
 def test_a_reservation_gets_its_container_from_kubelets_records(clock: Clock) -> None:
-    """reserved → proven once checkpoint and pod-resources agree on the container; that is no drift."""
+    """reserved → proven once checkpoint and pod-resources agree on the container. That is no drift."""
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     assert reconcile(ledger, held(U0)) == ["ledger.named"]
@@ -37,7 +38,7 @@ def test_a_reservation_gets_its_container_from_kubelets_records(clock: Clock) ->
 
 
 def test_one_source_alone_grants_but_does_not_prove(clock: Clock) -> None:
-    """With pod-resources silent, the checkpoint names the UID; the name comes later and nothing is forgotten in between."""
+    """With pod-resources silent, the checkpoint names the UID. The name comes later and nothing is forgotten in between."""
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     reconcile(ledger, held(U0, owner=Owner("main", pod_uid="uid-train")), complete=False)
@@ -56,7 +57,7 @@ def test_at_start_the_ledger_is_rebuilt_from_kubelets_records(clock: Clock) -> N
 
 
 def test_a_holder_that_the_ledger_did_not_know_is_drift_and_is_corrected(clock: Clock) -> None:
-    """kubelet wins: the book takes over what it says and counts the disagreement."""
+    """The kubelet wins: the book takes over what it says and counts the disagreement."""
     ledger = make(clock, WHOLE)
     ledger.reconcile(KubeletRecords(entries=()), interpret, reservation_seconds=60, initial=True)
     (correction,) = ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60)
@@ -74,7 +75,7 @@ def test_a_holder_that_the_ledger_did_not_know_is_drift_and_is_corrected(clock: 
     ids=["the checkpoint", "pods are listed", "nobody", "no pods are listed"],
 )
 def test_the_book_is_rebuilt_once_kubelet_has_told_who_holds_what(clock: Clock, records: KubeletRecords, passes: int | None) -> None:
-    """An empty list alone may be that of a kubelet which has just been started; what is adopted until then is no drift."""
+    """An empty list alone may be that of a kubelet which has just been started. What is adopted until then is no drift."""
     ledger = make(clock, WHOLE)
     for done in range(1, 4):
         ledger.reconcile(records, interpret, reservation_seconds=60)
@@ -148,7 +149,7 @@ def test_records_of_other_plugins_are_none_of_our_business(clock: Clock) -> None
 
 
 def of_train(grant: Grant) -> bool:
-    """Whether it is TRAIN's, which has ended by the API server's word."""
+    """Tell whether it is TRAIN's, which has ended according to the API server."""
     return grant.owner == TRAIN
 
 
@@ -166,7 +167,7 @@ def test_a_pod_that_has_ended_by_the_api_servers_word_leaves_with_the_first_read
 
 @pytest.mark.parametrize("without", ["complete records", "the right to release"])
 def test_an_ended_pod_stays_while_kubelets_records_prove_nothing(clock: Clock, without: str) -> None:
-    """Without pod-resources nobody is known to be gone, nor while kubelet finds its pods again after a restart."""
+    """Without pod-resources no pod is known to be gone, nor while the kubelet finds its pods again after a restart."""
     ledger = make(clock, WHOLE)
     reconcile(ledger, held(U0), initial=True)
     records = KubeletRecords(complete=without != "complete records")
@@ -184,3 +185,35 @@ def test_a_look_for_ended_pods_is_no_pass_for_the_others(clock: Clock) -> None:
     assert not ledger.in_doubt
     assert reconcile(ledger) == []
     assert reconcile(ledger) == ["ledger.released"]
+
+
+NOTHING_READ = KubeletRecords(complete=False, trouble="neither source can be read")
+
+
+def test_several_families_are_offered_nothing_while_no_record_has_been_read(clock: Clock) -> None:
+    """A GPU that pods of one family hold would be given to another."""
+    ledger = make(clock, WHOLE, counted(VGPU))
+    version = ledger.revision.version
+    ledger.reconcile(NOTHING_READ, interpret, reservation_seconds=60, initial=True)
+    assert (usable(ledger, VGPU), usable(ledger, WHOLE.name)) == (set(), set())
+    assert {held.reason.partition(" since")[0] for held in ledger.held_back(VGPU)} == {"neither of the kubelet's records could be read"}
+    assert ledger.revision.version > version, "streams send the new lists"
+    version = ledger.revision.version
+    ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60)
+    assert (usable(ledger, VGPU), usable(ledger, WHOLE.name)) == ({U1}, {U0, U1})
+    assert ledger.revision.version > version
+
+
+def test_a_single_family_is_offered_everything_while_no_record_has_been_read(clock: Clock) -> None:
+    """The kubelet itself gives no id twice, and a node without GPUs helps nobody."""
+    ledger = make(clock, WHOLE)
+    ledger.reconcile(NOTHING_READ, interpret, reservation_seconds=60, initial=True)
+    assert usable(ledger, WHOLE.name) == {U0, U1}
+
+
+def test_records_that_can_no_longer_be_read_take_nothing_away(clock: Clock) -> None:
+    """The ledger keeps what it knew."""
+    ledger = make(clock, WHOLE, counted(VGPU))
+    ledger.reconcile(KubeletRecords(entries=()), interpret, reservation_seconds=60, initial=True)
+    ledger.reconcile(NOTHING_READ, interpret, reservation_seconds=60)
+    assert (usable(ledger, VGPU), usable(ledger, WHOLE.name)) == ({U0, U1}, {U0, U1})

@@ -31,7 +31,7 @@ def test_a_renamed_whole_gpu_is_not_given_away_twice(clock: Clock) -> None:
 
 
 def test_an_id_under_two_names_has_a_holder_under_each(clock: Clock) -> None:
-    """kubelet counts by resource, so after a renaming both containers are right, and no pass may play one off against the other."""
+    """The kubelet counts by resource, so after a renaming both containers are right, and no pass may play one off against the other."""
     renamed = replicated(4, name="nvidia.com/gpu.shared")
     id_ = f"{U0}::0"
     ledger = make(clock, replicated(4))

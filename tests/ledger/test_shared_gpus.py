@@ -1,4 +1,4 @@
-"""Which GPUs several families are offered: what a choice on a mixed node goes by."""
+"""GPUs that several families are offered: the basis of a choice on a mixed node."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_it_follows_the_offers_and_the_gpus() -> None:
 
 
 def test_a_slice_belongs_to_its_gpu() -> None:
-    """What is offered of a slice is offered of the GPU, which serves one family as a whole."""
+    """An offer of a slice is an offer of the GPU, which serves one family as a whole."""
     ledger = Ledger()
     slices = golden_slices()
     ledger.observe(with_slices(golden_inventory(), U1=slices))

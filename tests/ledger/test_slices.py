@@ -69,7 +69,7 @@ def test_a_slice_that_recovers_is_given_out_again() -> None:
 
 
 def test_a_slice_whose_nodes_are_not_known_is_not_given_out() -> None:
-    """Its trouble is the text of the refusal; the other six and the GPU itself go on."""
+    """Its trouble is the text of the refusal. The other six and the GPU itself go on."""
     ledger = _ledger()
     ledger.observe(_inventory(M2={"trouble": "mig-minors line 4: 'gpu1/gi9/access ?'"}))
 
@@ -79,7 +79,7 @@ def test_a_slice_whose_nodes_are_not_known_is_not_given_out() -> None:
 
 
 def test_a_whole_gpu_is_as_well_as_its_worst_slice() -> None:
-    """nvidia §3, strategy none: a GPU in MIG mode is given out whole, so an ill part of it counts; a missing node does not."""
+    """nvidia §3, strategy none: a GPU in MIG mode is given out whole, so an ill part of it counts. A missing node does not."""
     ledger = _ledger(WHOLE)
 
     ledger.observe(_inventory(M3={"health": ILL}, M2={"trouble": "no line"}))

@@ -1,4 +1,4 @@
-"""The ledger while MIG slices come and go under any history, beside a model of kubelet's bookkeeping and of who can reach which silicon."""
+"""The ledger while MIG slices come and go under any history, beside a model of kubelet's bookkeeping and of each pod's silicon."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS = (
 
 
 class SlicesAgainstKubelet(RuleBasedStateMachine):
-    """kubelet's own book is a dict from pod to resource and ids; GPU 1 is divided and united under it."""
+    """The kubelet's own book is a dict from pod to resource and ids; GPU 1 is divided and united under it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
 
     @rule(data=st.data(), size=st.integers(1, 3), confirmed=st.booleans())
     def admit(self, data: st.DataObject, size: int, *, confirmed: bool) -> None:
-        """kubelet admits a pod onto free healthy ids of any resource; sometimes the admission fails after our answer."""
+        """The kubelet admits a pod onto free healthy ids of any resource; sometimes the admission fails after our answer."""
         name = data.draw(st.sampled_from(self._names))
         taken = {id_ for resource, ids in self.pods.values() if resource == name for id_ in ids}
         free = [entry.id.id for entry in self.ledger.listing(name) if entry.healthy and entry.id.id not in taken]
@@ -67,12 +67,12 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
     @precondition(lambda self: self.pods)
     @rule(data=st.data())
     def pod_ends(self, data: st.DataObject) -> None:
-        """A pod ends; nobody tells us."""
+        """A pod ends, without any report."""
         del self.pods[data.draw(st.sampled_from(sorted(self.pods)))]
 
     @rule(layout=st.sampled_from(sorted(LAYOUTS)))
     def gpu_is_divided_anew(self, layout: str) -> None:
-        """An operator switches MIG mode or the geometry, whoever holds what."""
+        """An operator switches MIG mode or the geometry, despite any holders."""
         self.layout = layout
         self._look()
 
@@ -115,7 +115,7 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
 
     @rule()
     def all_pods_end(self) -> None:
-        """Then every healthy device is there again, for both families, once the one that is told first has had its moment."""
+        """Then every healthy device is there again, for both families, once the one that is offered it first has had its moment."""
         self.pods = {}
         self.verify_until_settled()
         self.clock.now += round_seconds(2) + 1
@@ -143,7 +143,7 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_offered_that_somebody_reaches_otherwise(self) -> None:
-        """A healthy id is of a GPU that no other family has, of a slice whose GPU nobody has whole, of a GPU no slice of which is held."""
+        """A healthy id is of a GPU that no other family has, of a slice whose GPU is not held whole, of a GPU no slice of which is held."""
         for name in self._names:
             for entry in self.ledger.listing(name):
                 if not entry.healthy:

@@ -40,7 +40,7 @@ def offered_to(ledger: Ledger, gpu: str) -> set[str]:
 
 
 def passes(ledger: Ledger, clock: Clock, seconds: float) -> None:
-    """So much time, and somebody looks."""
+    """Let so much time pass, and look."""
     clock.now += seconds
     ledger.end_turns()
 
@@ -67,7 +67,7 @@ def test_a_returned_gpu_is_offered_to_each_family_alone_and_then_to_all(ledger: 
 
 
 def test_the_families_that_did_not_have_the_gpu_take_turns_in_being_first(ledger: Ledger, clock: Clock) -> None:
-    """None starves, also when one family returns all the GPUs and uses none of the turns."""
+    """No family starves, even when one returns all the GPUs and uses none of the turns."""
     first = collections.Counter[str]()
     for returns in range(1, 9):
         served(ledger, VGPU, U0)
@@ -99,7 +99,7 @@ def test_a_family_that_is_not_told_to_kubelet_loses_its_turn_to_the_next(ledger:
 
 
 def test_a_node_with_one_family_never_waits(clock: Clock) -> None:
-    """Nobody races, so nobody gains from a second without the GPU."""
+    """There is no race, so no family gains from a second without the GPU."""
     ledger = make(clock, counted(VGPU))
     served(ledger, VGPU, U0)
     assert offered_to(ledger, U0) == {VGPU}
@@ -107,7 +107,7 @@ def test_a_node_with_one_family_never_waits(clock: Clock) -> None:
 
 
 def test_no_family_waits_for_one_that_is_not_served_now(clock: Clock) -> None:
-    """Its library is missing, say, so its resources are told to no kubelet."""
+    """Its library is missing, say, so its resources are not offered to the kubelet."""
     ledger = make(clock, counted(VGPU), counted(SHARE))
     ledger.offer([counted(VGPU), counted(SHARE)], unserved=["volcano-gpushare"])
     served(ledger, VGPU, U0)
@@ -116,7 +116,7 @@ def test_no_family_waits_for_one_that_is_not_served_now(clock: Clock) -> None:
 
 
 def test_a_family_that_is_not_served_now_is_never_the_first(ledger: Ledger, clock: Clock) -> None:
-    """The two others would wait for nobody."""
+    """The two others would wait in vain."""
     ledger.offer(ledger.resources, unserved=["volcano-gpushare"])
     for _ in range(6):
         served(ledger, VGPU, U0)
@@ -125,7 +125,7 @@ def test_a_family_that_is_not_served_now_is_never_the_first(ledger: Ledger, cloc
 
 
 def test_a_gpu_that_falls_ill_with_its_last_holder_has_no_turn(clock: Clock) -> None:
-    """A turn that nobody can use would be lost."""
+    """A turn that no family can use would be lost."""
     ledger = make(clock, WHOLE, counted(VGPU))
     start(ledger, VGPU, "passing", U0)
     ledger.observe(golden_inventory(U0=ILL))
@@ -134,7 +134,7 @@ def test_a_gpu_that_falls_ill_with_its_last_holder_has_no_turn(clock: Clock) -> 
 
 
 def test_a_claim_ends_a_turn_and_is_followed_by_one(ledger: Ledger, clock: Clock) -> None:
-    """A GPU that is kept for a pod is that pod's family's; when the pod is deleted, all others would race for it."""
+    """A GPU that is kept for a pod is that pod's family's. When the pod is deleted, all others would race for it."""
     served(ledger, VGPU, U0)
     ledger.claim([claim(U0, 1, "volcano-gpushare")])
     assert offered_to(ledger, U0) == {SHARE}
@@ -145,7 +145,7 @@ def test_a_claim_ends_a_turn_and_is_followed_by_one(ledger: Ledger, clock: Clock
 
 
 def test_a_booking_does_not_wait_for_a_turn(ledger: Ledger, clock: Clock) -> None:
-    """Turns say whom a GPU is shown to; kubelet would fail a pod for a refusal."""
+    """Turns decide to which family a GPU is shown. The kubelet would fail a pod for a refusal."""
     served(ledger, VGPU, U0)
     (first,) = offered_to(ledger, U0)
     other = next(name for name in (VGPU, SHARE) if name != first)
@@ -155,7 +155,7 @@ def test_a_booking_does_not_wait_for_a_turn(ledger: Ledger, clock: Clock) -> Non
 
 
 def test_a_turn_is_over_by_the_clock_even_when_nobody_looks(clock: Clock) -> None:
-    """A timer that is late must not keep a GPU from anybody."""
+    """A timer that is late must not keep a GPU from any family."""
     turns = Turns(clock)
     turns.follow({"g": "a"}, lambda _: ("a", "b"))
     turns.follow({}, lambda _: ("a", "b"))

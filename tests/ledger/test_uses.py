@@ -1,4 +1,4 @@
-"""The use of each GPU: the family that it serves, since when, for whom, and who waits; and why ids of other families are held back."""
+"""The use of each GPU: the family that it serves, since when, for which pods, which wait, and why ids of other families are held back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def claim(pod: str, *, order: int, gpu: str = U0, family: str = "volcano-vgpu") 
 
 
 def test_a_gpu_serves_its_family_since_the_oldest_grant_that_is_left(clock: Clock) -> None:
-    """Its pods are named, oldest first; a reservation that the kubelet has not named yet counts without a name."""
+    """Its pods are named, oldest first. A reservation that the kubelet has not named yet counts without a name."""
     ledger = make(clock, replicated(4), VGPU)
     assert ledger.uses == (GpuUse(U0), GpuUse(U1))
     first = book(ledger, f"{U0}::0")
@@ -47,7 +47,7 @@ def test_a_gpu_serves_its_family_since_the_oldest_grant_that_is_left(clock: Cloc
 
 
 def test_after_a_restart_the_time_is_that_of_the_restart_or_earlier(clock: Clock) -> None:
-    """kubelet's records tell no times, so nothing is called younger than it is."""
+    """The kubelet's records tell no times, so nothing is called younger than it is."""
     ledger = make(clock, replicated(4))
     reconcile(ledger, held(f"{U0}::0"), initial=True)
     clock.now += 60
@@ -74,7 +74,7 @@ def test_claims_are_those_of_their_gpu_oldest_first(clock: Clock) -> None:
 
 
 def test_ids_that_others_hold_back_are_counted_by_reason_and_not_by_gpu(clock: Clock) -> None:
-    """One line a reason, with the ids that kubelet is told are Unhealthy for it."""
+    """One line a reason, with the ids that are Unhealthy for it in the kubelet's list."""
     ledger = make(clock, replicated(4), VGPU)
     assert ledger.held_back(NUMBER) == ()
     book(ledger, f"{U0}::0")
@@ -101,7 +101,7 @@ def test_thousands_of_ids_are_counted_by_their_blocks(clock: Clock) -> None:
 
 
 def test_a_gpu_that_is_gone_is_in_use_as_long_as_its_pod_holds_it(clock: Clock) -> None:
-    """It is still nobody else's, and its line must not vanish from the page."""
+    """No other family has it yet, and its line must not vanish from the page."""
     ledger = make(clock, replicated(4))
     book(ledger, f"{U1}::0")
     whole = golden_inventory()

@@ -37,7 +37,7 @@ def divided(clock: Clock) -> Ledger:
 
 
 def test_slices_of_a_gpu_that_somebody_has_whole_wait_for_it(clock: Clock) -> None:
-    """nvidia:D9: a container that got the GPU before it was divided keeps it; its slices are Unhealthy until that ends."""
+    """nvidia:D9: a container that got the GPU before it was divided keeps it. Its slices are Unhealthy until that ends."""
     ledger = make(clock, WHOLE)
     grant = ledger.reserve(WHOLE.name, [U1], whole_shares([U1]))
     ledger.observe(IN_MIG_MODE)
@@ -141,7 +141,7 @@ def test_slices_wait_while_another_family_has_their_gpu(clock: Clock) -> None:
 
 
 def test_a_slice_that_vanished_is_listed_while_it_is_held_and_released_with_its_pod(clock: Clock) -> None:
-    """nvidia:D9: other slices are offered in its place at once; the old id stays, Unhealthy, until kubelet's records forget it."""
+    """nvidia:D9: other slices are offered in its place at once. The old id stays, Unhealthy, until kubelet's records forget it."""
     ledger = divided(clock)
     ledger.reserve(MIG.name, [M0], [slice_share(M0)])
     records = KubeletRecords((Holding(MIG.name, (M0,), TRAIN),))
@@ -183,7 +183,7 @@ def test_a_gpu_that_is_given_whole_now_waits_for_replicas_of_before(clock: Clock
 
 
 def test_a_whole_gpu_beside_its_slices_is_unsound(clock: Clock) -> None:
-    """kubelet's word is followed even then, and the audit says so."""
+    """The kubelet's record is followed even then, and the audit says so."""
     ledger = divided(clock)
 
     def meaning(holding: Holding) -> Meaning:

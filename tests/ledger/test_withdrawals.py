@@ -28,7 +28,7 @@ def ledger(clock: Clock) -> Ledger:
 
 
 def test_schedulers_know_of_a_claim_before_kubelet_does(ledger: Ledger, clock: Clock) -> None:
-    """A pod that was bound by the count of before finds Healthy ids; without, kubelet fails it for good."""
+    """A pod that was bound by the count of before finds Healthy ids. Without, kubelet fails it for good."""
     before = ledger.withdrawn.version
     ledger.claim([claim(U0, 1)])
     assert ledger.withdrawn.version > before
@@ -65,7 +65,7 @@ def test_nothing_lasts_of_what_kubelet_was_never_told(clock: Clock) -> None:
 
 
 def test_a_gpu_that_is_offered_again_is_no_longer_withdrawn(clock: Clock) -> None:
-    """The claim of a moment has gone; the end of its time must take nothing away."""
+    """The claim of a moment has gone. The end of its time must take nothing away."""
     withdrawals = Withdrawals(clock)
     withdrawals.follow([(U0, "a"), (U0, "b")])
     assert withdrawals.follow([(U0, "a")])

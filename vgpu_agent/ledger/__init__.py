@@ -1,4 +1,4 @@
-"""The one in-memory book of devices and grants: `book` keeps it, `accounting` does its sums."""
+"""The one in-memory ledger of devices and grants: `book` keeps it, `accounting` does its sums."""
 
 from vgpu_agent.ledger.book import Ledger
 

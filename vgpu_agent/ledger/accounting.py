@@ -1,7 +1,7 @@
 """The ledger's sums: what is booked of each device, what is left, and what must never be.
 
 Pure functions on devices, resources and grants, called by `book` for every change and every audit. A grant counts for a resource when both
-belong to one family and the grant was made under today's settings; what was admitted under earlier ones is not measured by today's limits.
+belong to one family and the grant was made under today's settings; what was admitted under earlier ones is not held to today's limits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU or a MIG instance in the book; ``trouble`` says why nobody may get it now (health, or gone), ``divided`` is MIG mode."""
+    """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be given out now (health, or gone), ``divided`` is MIG mode."""
 
     uuid: str
     gpu: str
@@ -33,7 +33,7 @@ class Device:
 
 @dataclasses.dataclass(slots=True)
 class Usage:
-    """What the grants that count for one resource have booked, by device.
+    """The amounts booked by the grants that count for one resource, by device.
 
     Attributes:
         firm_cores_percent: of grants that no scheduler decided, and that therefore never exceed the device.
@@ -58,7 +58,7 @@ class Measure(enum.StrEnum):
 
 
 class Part(NamedTuple):
-    """A part of one device, as one container wants it; ``holders`` are its places."""
+    """A part of one device, as one container asks for it; ``holders`` are its places."""
 
     memory_mib: int = 0
     cores_percent: int = 0
@@ -75,12 +75,12 @@ class Excess(NamedTuple):
 
     @property
     def decidable(self) -> bool:
-        """Whether a scheduler may decide so."""
+        """Tell whether a scheduler may decide so."""
         return self.measure in {Measure.CORES, Measure.HOLDERS}
 
     @property
     def text(self) -> str:
-        """The state of the book, for an audit."""
+        """Describe the excess, for an audit."""
         return {
             Measure.MEMORY: f"{self.booked} MiB booked of {self.limit}",
             Measure.COMPANY: "an exclusive holder is not alone",
@@ -118,10 +118,10 @@ class Overcommit:
 
 
 def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str, str], str | None]) -> Usage:
-    """What ``grants`` have booked of each device, as far as it counts for ``resource``.
+    """Return what ``grants`` have booked of each device, as far as it counts for ``resource``.
 
     Args:
-        resource: whose limits are asked about.
+        resource: the resource whose limits are asked about.
         grants: all of them.
         device_of: (resource, id) → device of an id that is offered today; None for any other. Only asked where ids name devices.
     """
@@ -156,10 +156,10 @@ def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str,
 
 
 def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device], *, firm: bool = False) -> dict[str, Excess]:
-    """Devices that hold more of ``resource`` than they have, and of what.
+    """List the devices that hold more of ``resource`` than they have, and of what.
 
     Args:
-        resource: whose limits count.
+        resource: the resource whose limits count.
         booked: by its grants.
         devices: by UUID.
         firm: look only at the compute and the holders that no scheduler decided.
@@ -193,7 +193,7 @@ def overcommitted(resource: Resource, booked: Usage) -> list[Overcommit]:
 
 
 def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> DeviceRoom:
-    """What ``device`` has left for one more container of ``resource``."""
+    """Return what ``device`` has left for one more container of ``resource``."""
     uuid = device.uuid
     memory_mib = int(device.memory_mib * resource.memory_scaling)
     return DeviceRoom(
@@ -209,9 +209,9 @@ def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> Dev
 
 
 def unsound(grants: Iterable[Grant], holders: Mapping[str, Mapping[str, int]], devices: Mapping[str, Device]) -> list[str]:
-    """What must never be, whatever is offered: an exclusive holder in company, two families on one GPU, an id with two holders.
+    """List what must never be, whatever is offered: a shared exclusive device, two families on one GPU, an id with two holders.
 
-    A slice is company for whoever has its whole GPU; two slices of a GPU are none for each other.
+    A slice shares with the holder of its whole GPU. Two slices of a GPU do not share.
     """
     grants = tuple(grants)
     problems = []

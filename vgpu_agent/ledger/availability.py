@@ -1,7 +1,6 @@
-"""Why nothing of a device may be given out through a resource at this moment: illness, a cordon, somebody who has it on other terms, or
-somebody it is kept for.
+"""The reasons against giving out a device through a resource now: its health, a cordon, a holder on other terms, or a claim.
 
-`book` asks before each list and each booking; pure functions of what the book knows.
+`book` asks before each list and each booking. Pure functions of the ledger's state.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What the book knows about the devices.
+    """The ledger's knowledge of the devices.
 
     Attributes:
         devices: by UUID.
@@ -50,7 +49,7 @@ def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
 
 
 def trouble(device: str, resource: Resource, known: Context) -> str:
-    """Why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
+    """Explain why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
     return (
         own_trouble(device, resource, known.devices, known.cordons)
         or _somebody_in_the_way(device, resource, known)
@@ -59,7 +58,7 @@ def trouble(device: str, resource: Resource, known: Context) -> str:
 
 
 def own_trouble(device: str, resource: Resource, devices: Mapping[str, Device], cordons: Cordons) -> str:
-    """Why ``resource`` gives out nothing of ``device`` although nobody has anything of it; empty when it does."""
+    """Explain why ``resource`` gives out nothing of ``device`` even if nothing of it is held; empty when it does."""
     if ill := illness(devices, device):
         return ill
     if reason := cordons.reason(device) or cordons.reason(devices[device].gpu):
@@ -78,7 +77,7 @@ def _somebody_in_the_way(device: str, resource: Resource, known: Context) -> str
             if holds is None or holds.gpu != gpu:
                 continue
             if grant.family != resource.family:
-                # Where the pod decides, its ids say nothing of a GPU: a pod that was on its way is admitted, and its start waits.
+                # Where the pod decides, its ids name no GPU: a pod that was on its way is admitted, and its start waits.
                 return "" if not by_ids and known.lasts(gpu, resource.family) else serves(grant.family)
             if by_ids and share.device != device and gpu in (share.device, device):
                 # From before MIG mode was switched: a GPU and its slices are never both given out.
@@ -103,7 +102,7 @@ def strangers(shares: Iterable[Share], offered: Collection[str], devices: Mappin
 
 
 def illness(devices: Mapping[str, Device], device: str) -> str:
-    """What is wrong with the device itself; empty when nothing is."""
+    """Return the fault of the device itself; empty when it has none."""
     known = devices.get(device)
     return known.trouble if known else "the device is gone"
 

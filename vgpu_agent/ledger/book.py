@@ -1,4 +1,4 @@
-"""The book: which devices this node has, which ids it offers for them, and which container holds what.
+"""The ledger: the devices of this node, the ids it offers for them, and the containers that hold them.
 
 One instance lives on the event loop and is changed by synchronous methods only, so every change is atomic without a lock. It is a cache of
 the truth, never the only copy: kubelet's records win every disagreement (`reconcile`), at start as well as every 30 seconds.
@@ -21,6 +21,7 @@ from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
 from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of, gone, with_gone
+from vgpu_agent.ledger.drains import Drains
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.reconciliation import Correction, Meaning
     from vgpu_agent.ledger.uses import GpuUse, HeldBack
     from vgpu_agent.model import DeviceRoom, Holding, Inventory, KubeletRecords, Owner, Resource, Share
+
+
+_HOLDERS_UNKNOWN = (
+    "neither of the kubelet's records could be read since the agent started, so the family that has the GPU is not known; see "
+    "kubelet.records_incomplete in the log"
+)
 
 
 class Ledger:
@@ -70,17 +77,18 @@ class Ledger:
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = None  # offers, devices → GPUs
         self.claims: tuple[Claim, ...] = ()
         self._oldest_claims: Mapping[str, Claim] = {}  # by GPU
-        self._turns, self._withdrawals = Turns(clock), Withdrawals(clock)
+        self._turns, self._withdrawals, self._drains = Turns(clock), Withdrawals(clock), Drains(clock)
         self._served_families: frozenset[str] = frozenset()
         self._withheld_families: frozenset[str] = frozenset()
         self._shared_out = self._listed = False
         self._passes = 0
-        self.rebuilt = False  # whether kubelet has told of all that was held when this process started
+        self._holders_unknown = False  # the first look at kubelet's records has shown nothing, and none since has
+        self.rebuilt = False  # whether kubelet has reported all that was held when this process started
 
     # -- facts ------------------------------------------------------------------------------------------------------------------------
 
     def observe(self, inventory: Inventory) -> None:
-        """Take over what `gpu` has seen. A device that is no longer mentioned stays as long as somebody holds it, as not available."""
+        """Take over what `gpu` has seen. A device that is no longer mentioned stays as long as it has a holder, as not available."""
         seen = with_gone(devices_of(inventory), before=self._devices, slices=self.slices, held=self._grants.held_devices())
         if seen != self._devices:
             self._devices = seen
@@ -95,8 +103,8 @@ class Ledger:
     ) -> None:
         """Replace what this node offers.
 
-        Grants stay: an id that is no longer offered remains in its container's hands and is reported as foreign. Ids that name devices and
-        are still offered have what ``stand_for`` says they stand for now, as they would after a restart.
+        Grants stay: an id that is no longer offered stays with its container and is reported as foreign. Ids that name devices and
+        are still offered have the shares that ``stand_for`` returns now, as they would after a restart.
 
         Raises:
             ValueError: a name occurs twice, or an id in two resources of a family (kubelet V17).
@@ -109,13 +117,13 @@ class Ledger:
             self._changed()
 
     def withhold(self, families: Iterable[str]) -> None:
-        """Give no turns to ``families``, whose resources kubelet is not told of at the moment."""
+        """Give no turns to ``families``, whose resources are not offered to the kubelet at the moment."""
         if (withheld := frozenset(families)) != self._withheld_families:
             self._withheld_families = withheld
             self._changed()
 
     def cordon(self, device: str, reason: str, *, by: str = "") -> None:
-        """Give nothing of ``device`` to new containers, as ``by`` wishes; who holds it keeps it."""
+        """Give nothing of ``device`` to new containers until ``by`` lifts this; its holders keep it."""
         self._cordons.set(device, by, reason)
         self._changed()
 
@@ -137,14 +145,14 @@ class Ledger:
             self._changed()
 
     def has_settled(self, device: str) -> bool:
-        """Whether the book knows ``device`` and nobody keeps it back; its health is another matter."""
+        """Tell whether the ledger knows ``device`` and no cordon keeps it back, regardless of its health."""
         return device in self._devices and not self._cordons.reason(device)
 
     # -- reading ----------------------------------------------------------------------------------------------------------------------
 
     @property
     def resources(self) -> tuple[Resource, ...]:
-        """What is offered, by name."""
+        """The offered resources, by name."""
         return self._offers.in_order
 
     @property
@@ -159,7 +167,7 @@ class Ledger:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the next pass decides: kubelet has told nothing yet, or a grant was missing in its last complete records."""
+        """Tell whether the next pass decides: no records of the kubelet yet, or a grant was missing in the last complete ones."""
         return not self.rebuilt or bool(self._grants.misses)
 
     @property
@@ -168,12 +176,12 @@ class Ledger:
         return tuple(sorted({id_ for grant in self._grants.by_number.values() for id_ in self._grants.foreign_ids(grant)}))
 
     def why_kept(self, gpu: str, family: str) -> str:
-        """Why ``family`` gets no new share of ``gpu`` because of a claim; empty when none keeps it away."""
+        """Explain why ``family`` gets no new share of ``gpu`` because of a claim; empty when none keeps it away."""
         return why_kept(gpu, family, self._oldest_claims)
 
     @property
     def serves_several_families(self) -> bool:
-        """True where families may race for a GPU."""
+        """Tell whether families may race for a GPU."""
         return len(self._served_families) > 1
 
     @property
@@ -187,7 +195,7 @@ class Ledger:
         return self._turns.over_in_seconds
 
     def free_ids(self, resource: str) -> int:
-        """How many ids of ``resource`` could be given out now."""
+        """Return how many ids of ``resource`` could be given out now."""
         offered, held = self.resource(resource), self._grants.holder.get(resource, {})
         trouble = self._troubles(offered)
         if isinstance(offered.ids, NumberedIds):
@@ -225,7 +233,7 @@ class Ledger:
         return [*(ListedDevice(entry, not trouble[entry.device]) for entry in resource.ids), *gone]
 
     def free_ids_by_gpu(self, name: str) -> tuple[dict[str, int], dict[str, int]]:
-        """Ids of ``name`` that nobody has: on GPUs that serve its family, and on GPUs of which nobody has anything, claimed ones included.
+        """Count the ids of ``name`` without a holder: on GPUs that serve its family, and on free GPUs, claimed ones included.
 
         Raises:
             UnknownDeviceError: the resource is not offered.
@@ -244,7 +252,7 @@ class Ledger:
         return serving, free
 
     def is_first(self, gpu: str, family: str) -> bool:
-        """Whether ``family`` alone is offered the GPU now, because it is its turn."""
+        """Tell whether ``family`` alone is offered the GPU now, because it is its turn."""
         return self._turns.is_first(gpu, family)
 
     def offered_ids(self, name: str) -> int:
@@ -278,12 +286,13 @@ class Ledger:
         return known.gpu if (known := self._devices.get(device)) else device
 
     def rooms(self, name: str, *, besides: Iterable[int] = (), pod_uid: str = "") -> tuple[DeviceRoom, ...]:
-        """What each device of resource ``name`` has left, in the order of its ids.
+        """Return what each device of resource ``name`` has left, in the order of its ids.
 
         Args:
             name: the resource.
             besides: numbers of grants that are not counted, because they are about to be decided anew.
-            pod_uid: kubelet's UID of the pod that asks, where one does; one that has a part of what it needs gets the rest before others.
+            pod_uid: the kubelet's UID of the asking pod, if there is one; a pod that has a part of what it needs gets the rest before
+                others.
 
         Raises:
             UnknownDeviceError: the resource is not offered.
@@ -295,7 +304,7 @@ class Ledger:
         return tuple(accounting.room(resource, booked, self._devices.get(uuid) or Device(uuid, uuid, 0), trouble[uuid]) for uuid in trouble)
 
     def find(self, name: str, ids: Iterable[str]) -> Grant | None:
-        """The grant of exactly these ids, in whatever order; None when there is none."""
+        """Return the grant of exactly these ids, in any order; None when there is none."""
         wanted = set(ids)
         holders = self._grants.holders(name, wanted)
         grant = self._grants.by_number[next(iter(holders))] if len(holders) == 1 else None
@@ -330,7 +339,7 @@ class Ledger:
         return held_back(resource, self._troubles(resource), self._devices, {use.gpu: use for use in self.uses})
 
     def audit(self) -> list[str]:
-        """Every invariant that does not hold, as sentences; empty when the book is sound."""
+        """List every invariant that does not hold, as sentences; empty when the ledger is sound."""
         problems = accounting.unsound(self._grants.by_number.values(), self._grants.holder, self._devices)
         for resource in self._offers.by_name.values():
             excess = self._overbooked(self._offers.at_its_widest(resource), firm=True)
@@ -350,14 +359,14 @@ class Ledger:
     ) -> Grant:
         """Book ``ids`` of resource ``name`` for a container that kubelet has not named yet.
 
-        kubelet decides who holds an id, so an id that another grant holds changes hands: its pod has ended and kubelet has not said
-        so, or an init container made room for the next one. Asking again for ids without a named holder gives the same grant (kubelet V15).
-        Where the pod decides, ``shares`` are empty (late binding) or those of the pod that Allocate took it for (early). With
-        ``may_overcommit`` a scheduler decided them, and more compute or holders than a device has are booked.
+        The kubelet decides on the holder of an id, so an id that another grant holds moves to this one: its pod has ended and the kubelet
+        has not reported it, or an init container made room for the next one. Asking again for ids without a named holder gives the same
+        grant (kubelet V15). Where the pod decides, ``shares`` are empty (late binding) or those of the pod that Allocate guessed (early).
+        With ``may_overcommit`` a scheduler decided them, and more compute or holders than a device has are booked.
 
         Raises:
             UnknownDeviceError: the resource or an id is not offered; nothing is booked.
-            UnhealthyDeviceError: a device is unhealthy, cordoned, or serves somebody on other terms; nothing is booked.
+            UnhealthyDeviceError: a device is unhealthy, cordoned, or in use on other terms; nothing is booked.
             CapacityError: an id is named twice, or a device would hold more than it has; nothing is booked.
         """
         resource = self.resource(name)
@@ -369,9 +378,9 @@ class Ledger:
             behind.setdefault(device, id_)
         if len(set(ids)) != len(ids):
             raise CapacityError(f"invalid request: an id is named twice in {listed(ids)}")
-        # Where the pod decides, the ids' own devices mean nothing: which GPU it gets stands in the pod.
+        # Where the pod decides, the ids' own devices mean nothing: the pod names its GPU.
         booked = behind if by_ids else {share.device: share.device for share in shares}
-        # Where ids name devices, kubelet fails the pod for a refusal, so a claim waits for one that it was told of too late to keep away.
+        # Where ids name devices, kubelet fails the pod for a refusal, so a claim waits for a pod that it came too late to keep away.
         claims = not by_ids and (decided_for is None or not self._is_partly_served(decided_for[0]))
         self._refuse_troubled(resource, booked, claims=claims)
 
@@ -413,16 +422,16 @@ class Ledger:
     ) -> Grant:
         """Book ``shares`` for the container that is proven to hold ``ids``; again with the same shares it changes nothing.
 
-        kubelet's word is final about the ids, so whoever else had some of them loses those: an init container that has ended, or a
-        pod that has. Device and room are checked unless these very shares were decided for the container before, and not only found in
-        records. Grants in ``ended`` keep their ids and lose their shares: of containers that must have ended before this one starts.
+        The kubelet's records of the ids are final, so other holders lose those ids: an init container that has ended, or a pod that has.
+        Device and room are checked unless these very shares were decided for the container before, and not only found in records. Grants in
+        ``ended`` keep their ids and lose their shares: of containers that must have ended before this one starts.
 
-        With ``may_overcommit`` a scheduler decided, and more compute or holders than a device has are booked; memory never. The same goes
-        for shares that the book has for this container already, by records: what others were given since takes nothing from it.
+        With ``may_overcommit`` a scheduler decided, and more compute or holders than a device has are booked; memory never. The same
+        applies to shares that the ledger has for this container already, by records: later grants of others take nothing from it.
 
         Raises:
             UnknownDeviceError: the resource, or a share's device, is not offered; nothing is booked.
-            UnhealthyDeviceError: a device must not be given to anybody now; nothing is booked.
+            UnhealthyDeviceError: a device must not be given to any container now; nothing is booked.
             CapacityError: a device would hold more than it has; nothing is booked.
         """
         resource = self.resource(name)
@@ -472,7 +481,7 @@ class Ledger:
         ``may_overcommit`` is as for `decide`.
 
         Raises:
-            UnhealthyDeviceError: a device must not be given to anybody now; nothing is booked.
+            UnhealthyDeviceError: a device must not be given to any container now; nothing is booked.
             CapacityError: a device would hold more than it has; nothing is booked.
         """
         grant = self._grants.by_number[number]
@@ -486,12 +495,12 @@ class Ledger:
         self._changed()
 
     def redirect(self, number: int, decided_for: tuple[str, str]) -> None:
-        """Say that the shares of grant ``number`` are those of another container: two pods that got each other's equal shares."""
+        """Record that the shares of grant ``number`` are another container's: two pods that got each other's equal shares."""
         self._grants.by_number[number] = dataclasses.replace(self._grants.by_number[number], decided_for=decided_for)
         self._changed()
 
     def release(self, number: int) -> Grant | None:
-        """Take grant ``number`` out of the book; None when it is not in it."""
+        """Remove grant ``number`` and return it; None when it is not in the ledger."""
         if not (grant := self._grants.by_number.get(number)):
             return None
         self._grants.leave(grant)
@@ -511,17 +520,17 @@ class Ledger:
         has_ended: Callable[[Grant], bool] = lambda _: False,
         ended_only: bool = False,
     ) -> list[Correction]:
-        """Bring the book in line with kubelet's records.
+        """Bring the ledger in line with the kubelet's records.
 
         Args:
-            records: what kubelet says; when incomplete, it may add and name but never take away.
+            records: the kubelet's records; when incomplete, they may add and name but never take away.
             interpret: what a holding means, None when its resource is not ours or is only there to be counted.
             reservation_seconds: how long a reservation may stay unconfirmed.
-            newest: `newest` from before the records were read; they say nothing about ids that were booked since.
-            initial: the book is being rebuilt at start, so adopting is no drift.
+            newest: `newest` from before the records were read; they do not cover ids that were booked since.
+            initial: the ledger is being rebuilt at start, so adopting is no drift.
             may_release: False while kubelet itself is still finding its pods again after a restart.
             still_runs: whether a grant stays although the records do not show it.
-            has_ended: whether the API server says that the pod of a grant has ended.
+            has_ended: whether the pod of a grant has ended according to the API server.
             ended_only: take away nothing but what ended pods had, and count this as no pass for the others.
 
         Returns:
@@ -540,11 +549,13 @@ class Ledger:
             ended_only=ended_only,
         )
         self._passes += not ended_only
-        # A kubelet that was started a moment ago lists nobody at first; its checkpoint it has from the beginning.
+        # A kubelet that was started a moment ago lists no pod at first; its checkpoint it has from the beginning.
         speaks = bool(records.holdings) or self._passes > 1
         self.rebuilt = self.rebuilt or records.entries is not None or (records.complete and speaks)
+        unknown_before, self._holders_unknown = self._holders_unknown, not self.rebuilt and (initial or self._holders_unknown)
         if corrections:
             self._devices |= gone(self._grants.held_devices() - self._devices.keys(), self.slices)
+        if corrections or self._holders_unknown != unknown_before:
             self._changed()
         return corrections
 
@@ -553,12 +564,14 @@ class Ledger:
     def _troubles(
         self, resource: Resource, devices: Iterable[str] | None = None, *, claims: bool = True, turns: bool = True, at_kubelet: bool = False
     ) -> dict[str, str]:
-        """Why nothing of a device may be given out now, empty when it may: of ``devices``, or of all that ``resource`` offers, in order.
+        """Explain why nothing of ``devices``, or of all that ``resource`` offers, may be given out now; empty when it may, in order.
 
-        Without ``claims`` it may although it is kept for a pod, and without ``turns`` although another family is offered it first.
-        ``at_kubelet`` it may for a moment longer than schedulers are to know of it.
+        Without ``claims``, claims of pods do not count. Without ``turns``, turns of other families do not count. With ``at_kubelet`` a
+        device counts as available for a moment longer than schedulers are to know of it.
         """
         asked = self._offers.devices(resource) if devices is None else devices
+        if self._holders_unknown and self.serves_several_families:
+            return dict.fromkeys(asked, _HOLDERS_UNKNOWN)  # with one family the kubelet itself gives no id twice
         grants = availability.in_the_way(resource, self._grants.by_number.values())
         known = availability.Context(
             self._devices,
@@ -566,13 +579,13 @@ class Ledger:
             grants,
             self._grants.offers_all_of,
             self._oldest_claims if claims else {},
-            self._turns.why_waits if turns else _never,
+            self._why_waits if turns else _never,
             self._withdrawals.lasts if at_kubelet else _no,
         )
         return {device: availability.trouble(device, resource, known) for device in asked}
 
     def _is_partly_served(self, pod_uid: str) -> bool:
-        """Whether a container of the pod has shares.
+        """Tell whether a container of the pod has shares.
 
         Such a pod does not wait for claims: the claim could wait for it, and neither would ever have all that it needs.
         """
@@ -596,7 +609,7 @@ class Ledger:
                 raise refused(f"{_called(device, wanted)} has no room: {found.refusal(self._part(resource, grant, device))}", device=device)
 
     def _part(self, resource: Resource, grant: Grant, device: str) -> accounting.Part:
-        """What ``grant`` has of ``device``."""
+        """Return what ``grant`` has of ``device``."""
         shares = [share for share in grant.shares if share.device == device]
         by_ids = resource.decided_by is Decider.IDS
         return accounting.Part(
@@ -607,7 +620,7 @@ class Ledger:
         )
 
     def _still_open(self, holders: set[int], ids: set[str], *, covering: bool) -> Grant | None:
-        """The reservation that stands for these ids although nobody is named for it.
+        """Return the open reservation of these ids, whose holder is not named yet.
 
         Where the pod decides, an init container's reservation also covers the containers that take over some of its ids.
         """
@@ -638,7 +651,7 @@ class Ledger:
         return served
 
     def _candidates(self, gpu: str) -> list[str]:
-        """The families that could give out something of a GPU of which nobody has anything."""
+        """Return the families that could give out something of a free GPU."""
         able = (
             resource.family
             for resource in self._offers.in_order
@@ -649,33 +662,47 @@ class Ledger:
         )
         return list(dict.fromkeys(able))
 
+    def _why_waits(self, gpu: str, family: str) -> str:
+        return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
+
     def _offered_to(self) -> list[tuple[str, str]]:
         """Each GPU and each family that is offered it, as far as the other families go."""
+        if self._holders_unknown:
+            return []
         served = self._served()
         return [
             (gpu, family)
             for gpu in {device.gpu for device in self._devices.values()}
             for family in self._served_families
-            if served.get(gpu, family) == family and not self.why_kept(gpu, family) and not self._turns.why_waits(gpu, family)
+            if served.get(gpu, family) == family and not self.why_kept(gpu, family) and not self._why_waits(gpu, family)
         ]
 
     @property
     def _able_families(self) -> frozenset[str]:
-        """The families whose pods can start now."""
+        """Return the families whose pods can start now."""
         return self._served_families - self._withheld_families
 
     def _share_out(self) -> None:
-        """Bring turns and withdrawals in line with what is held and claimed."""
-        self._turns.follow(self._in_use(), self._candidates)
+        """Bring turns, drains and withdrawals in line with what is held and claimed."""
+        in_use = self._in_use()
+        self._turns.follow(in_use, self._candidates)
+        held = {
+            grant.number: (grant.family, frozenset(self.gpu_of(share.device) for share in grant.shares))
+            for grant in self._grants.by_number.values()
+            if grant.shares
+        }
+        free = {device.gpu for device in self._devices.values()} - in_use.keys()
+        offered = {family for gpu in free for family in self._candidates(gpu) if not self._turns.why_waits(gpu, family)}
+        self._drains.follow(held, self._able_families, offered)
         if self._withdrawals.follow(self._offered_to(), listed=self._listed):
             self.withdrawn.advance()
 
     def _changed(self) -> None:
-        # On a node with one family nobody races, and each change would cost a look at all grants.
+        # On a node with one family there is no race, and each change would cost a look at all grants.
         if self.serves_several_families:
             self._share_out()
         elif self._shared_out:
-            self._turns, self._withdrawals = Turns(self._clock), Withdrawals(self._clock)
+            self._turns, self._withdrawals, self._drains = Turns(self._clock), Withdrawals(self._clock), Drains(self._clock)
         self._shared_out = self.serves_several_families
         self.revision.advance()
 

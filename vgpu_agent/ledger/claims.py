@@ -1,13 +1,13 @@
 """GPUs that are kept for pods, because a scheduler has given them to those pods or because their ids must come from them.
 
 A scheduler that names a GPU in a pod's annotations has decided at bind; the shares are booked when the container starts, after its image
-was pulled and its init containers have run. A claim covers the time in between. It is no booking: it takes nothing from anybody who has
-something of the GPU, and it never keeps its own family away.
+was pulled and its init containers have run. A claim covers the time in between. It is no booking: it takes nothing from the holders of the
+GPU, and it never keeps its own family away.
 
 The oldest claim on a GPU decides. No other family gets a new share of that GPU, so it stays free for the claim, or becomes free as its
 holders end. There is one order of claims on a node, so pods with claims on several GPUs never wait for each other in a circle.
 
-Pure functions; `book` asks them, and `allocation` says which claims there are.
+Pure functions, called by `book`; `allocation` makes the claims.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def oldest_by_gpu(claims: Iterable[Claim]) -> dict[str, Claim]:
 
 
 def why_kept(gpu: str, family: str, oldest: Mapping[str, Claim]) -> str:
-    """Why ``family`` gets no new share of ``gpu`` although nothing else bars it; empty when it may."""
+    """Explain why ``family`` gets no new share of ``gpu`` although nothing else bars it; empty when it may."""
     claim = oldest.get(gpu)
     if claim is None or claim.family == family:
         return ""

@@ -1,7 +1,7 @@
-"""Who keeps which device back from new containers, and why: each keeper lifts his own cordon only.
+"""The cordons that keep devices back from new containers, with their reasons. Each owner lifts its own cordon only.
 
-`book` holds one of these. A GPU can be kept back twice at a moment, because it is being divided and because no runtime can name it yet; the
-first of the two that is done must not open it for the other.
+`book` holds one of these. A GPU can have two cordons at once: it is being divided, and no runtime can name it yet. Lifting the first must
+not lift the other.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ class Cordons:
         self._reasons: dict[str, dict[str, str]] = {}
 
     def set(self, device: str, by: str, reason: str) -> None:
-        """``by`` keeps ``device`` back for ``reason``, which replaces an earlier one of his."""
+        """Keep ``device`` back for ``by``; ``reason`` replaces an earlier one of the same owner."""
         self._reasons.setdefault(device, {})[by] = reason
 
     def lift(self, device: str, by: str) -> bool:
-        """``by`` keeps it back no longer; whether he did before."""
+        """End the cordon of ``by``; tell whether there was one."""
         reasons = self._reasons.get(device, {})
         lifted = reasons.pop(by, None) is not None
         if not reasons:
@@ -26,5 +26,5 @@ class Cordons:
         return lifted
 
     def reason(self, device: str) -> str:
-        """Why nothing of ``device`` may be given out, by everybody who keeps it back; empty when nobody does."""
+        """Return why nothing of ``device`` may be given out, for all of its cordons; empty when there is none."""
         return "; ".join(self._reasons.get(device, {}).values())

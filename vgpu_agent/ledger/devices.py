@@ -1,6 +1,6 @@
-"""The devices of an inventory as the book keeps them: which there are, of which GPU each is a part, and why nobody may get it.
+"""The devices of an inventory as the ledger keeps them, each with its GPU and the reason why it must not be given out.
 
-Called by `book` for each inventory that `gpu` publishes, and where it learns who holds what; nothing here has a state of its own.
+Called by `book` for each inventory that `gpu` publishes, and when holders become known. There is no state here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     from vgpu_agent.model import Gpu, Inventory, MigInstance
 
-# Those of 8 GPUs in a dozen divisions; a node that is divided more often forgets those that nobody holds any more.
+# Those of 8 GPUs in a dozen divisions; a node that is divided more often forgets those without a holder.
 _MOST_SLICES_KNOWN = 1000
 
 
 def devices_of(inventory: Inventory) -> dict[str, Device]:
-    """Every GPU and every MIG instance, by UUID.
+    """Return every GPU and every MIG instance, by UUID.
 
-    What is wrong with a GPU is wrong with all its instances. An instance can be ill by itself; who is given the whole GPU would get that
-    part of it too, so the GPU as a device is as well as its worst instance. A missing device node troubles its instance only.
+    A fault of a GPU is a fault of all its instances. An instance can be unhealthy by itself. A grant of the whole GPU includes that
+    instance, so the GPU as a device is as healthy as its worst instance. A missing device node affects its instance only.
     """
     devices: dict[str, Device] = {}
     for gpu in inventory.gpus:
@@ -38,24 +38,24 @@ def devices_of(inventory: Inventory) -> dict[str, Device]:
 
 
 def gone(uuids: Iterable[str], known: Mapping[str, Device]) -> dict[str, Device]:
-    """Those of ``uuids`` that ``known`` tells something of, as devices that are not there any more."""
+    """Return those of ``uuids`` that ``known`` contains, as devices that are gone."""
     return {uuid: dataclasses.replace(known[uuid], trouble="the device is gone") for uuid in uuids if uuid in known}
 
 
 def with_gone(
     seen: Mapping[str, Device], *, before: Mapping[str, Device], slices: dict[str, Device], held: Collection[str]
 ) -> dict[str, Device]:
-    """The devices of the book once ``seen`` are there: those, and those of ``held`` that are gone.
+    """Return the devices of the ledger once ``seen`` are there: those, and those of ``held`` that are gone.
 
     Args:
         seen: of the newest inventory.
-        before: the devices of the book until now.
-        slices: every MIG instance that was ever seen; learns those of ``seen``, and forgets the oldest that are neither there nor held.
-        held: devices of which somebody has a share.
+        before: the devices of the ledger until now.
+        slices: every MIG instance that was ever seen; those of ``seen`` are added, and the oldest that are neither there nor held dropped.
+        held: devices that have a holder.
     """
     for device in seen.values():
         if device.uuid != device.gpu:
-            slices.pop(device.uuid, None)  # the newest stand last
+            slices.pop(device.uuid, None)  # the newest are last
             slices[device.uuid] = Device(device.uuid, device.gpu, device.memory_mib)
     surplus = max(0, len(slices) - _MOST_SLICES_KNOWN)
     for uuid in [uuid for uuid in slices if uuid not in held and uuid not in seen][:surplus]:

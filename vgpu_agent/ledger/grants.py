@@ -1,6 +1,6 @@
-"""The grants and who holds which id: the entries of the book, without the rules about what may be entered.
+"""The grants and the holder of each id: the entries of the ledger, without the rules about what may be entered.
 
-Used by `book`, which books and decides, and by `reconciliation`, which follows kubelet's records; nobody else changes a grant.
+Used by `book`, which books and decides, and by `reconciliation`, which follows the kubelet's records. No other module changes a grant.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Grants:
             self._index(grant)
 
     def device_behind(self, grant: Grant, id_: str) -> str:
-        """The device of an id of ``grant``, also when it is not offered any more; empty when nothing tells."""
+        """Return the device of an id of ``grant``, also when it is not offered any more; empty when unknown."""
         if device := self._offers.device(grant.resource, id_):
             return device
         devices = [share.device for share in grant.shares]
@@ -70,7 +70,7 @@ class Grants:
         return known[2]
 
     def offers_all_of(self, grant: Grant) -> bool:
-        """Whether the grant was made under today's settings."""
+        """Tell whether the grant was made under today's settings."""
         return not self.foreign_ids(grant)
 
     def holders(self, resource: str, ids: Iterable[str]) -> set[int]:
@@ -79,17 +79,17 @@ class Grants:
         return {number for id_ in ids if (number := index.get(id_)) is not None}
 
     def held_devices(self) -> set[str]:
-        """Devices of which somebody has a share."""
+        """The devices that have a holder."""
         return {share.device for grant in self.by_number.values() for share in grant.shares}
 
     def enter(self, grant: Grant) -> Grant:
-        """Put ``grant`` into the book; its ids must be free."""
+        """Put ``grant`` into the ledger; its ids must be free."""
         self.by_number[grant.number] = grant
         self._index(grant)
         return grant
 
     def leave(self, grant: Grant) -> None:
-        """Take ``grant`` out of the book."""
+        """Take ``grant`` out of the ledger."""
         self.by_number.pop(grant.number)
         self.misses.pop(grant.number, None)
         self._foreign.pop(grant.number, None)
@@ -98,7 +98,7 @@ class Grants:
             index.pop(id_, None)
 
     def restate(self, stand_for: Callable[[Grant], tuple[Share, ...]]) -> bool:
-        """Take over what ids that name devices and are all offered stand for under today's settings; whether that changed anything."""
+        """Update the shares of a grant whose ids name devices and are all offered, by today's settings; tell whether they changed."""
         restated = {
             number: dataclasses.replace(grant, shares=shares)
             for number, grant in self.by_number.items()
@@ -108,12 +108,12 @@ class Grants:
         return bool(restated)
 
     def hand_on(self, number: int) -> None:
-        """Take the shares of grant ``number``, whose container has ended; its ids stay its pod's. Unknown ones are fine."""
+        """Take the shares of grant ``number``, whose container has ended; its ids stay with its pod. Unknown numbers are allowed."""
         if grant := self.by_number.get(number):
             self.by_number[number] = dataclasses.replace(grant, shares=(), decided_for=None, state=GrantState.RESERVED, evidence=HANDED_ON)
 
     def take_from(self, grant: Grant, ids: set[str]) -> None:
-        """Take ``ids`` out of ``grant``; it leaves when nothing remains."""
+        """Take ``ids`` out of ``grant``; remove the grant when nothing remains."""
         self.leave(grant)
         rest = tuple(id_ for id_ in grant.ids if id_ not in ids)
         if not rest:

@@ -1,4 +1,4 @@
-"""What this node offers: resources by name, and the device behind each id. Kept by `book`, which alone changes it."""
+"""The offers of this node: resources by name, and the device behind each id. Kept by `book`, which alone changes it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, str]]:
-    """Each pair of resources that have an id in common, and one such id.
+    """Return each pair of resources that have an id in common, and one such id.
 
-    The replaced plugins never stood on one node, and some give their ids the same form. A device serves one family at a time, so at most
-    one of the two has a holder whose health an id tells of.
+    The replaced plugins never ran on one node, and some give their ids the same form. A device serves one family at a time, so at most one
+    of the two has a holder whose health an id reports.
     """
     for one, other in itertools.combinations(resources, 2):
         few, many = sorted((one, other), key=lambda each: isinstance(each.ids, NumberedIds))

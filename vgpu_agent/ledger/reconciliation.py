@@ -1,4 +1,4 @@
-"""The book against kubelet's own records: what they add, name and take away. kubelet wins every disagreement.
+"""Compare the ledger with the kubelet's own records: what they add, name and take away. The kubelet wins every disagreement.
 
 `book` calls it for `Ledger.reconcile`, at start as well as every 30 seconds.
 """
@@ -21,16 +21,16 @@ _ENDED = "the pod has ended"
 
 
 class Meaning(NamedTuple):
-    """What a line of kubelet's records means to us.
+    """The interpretation of a line of the kubelet's records.
 
     Attributes:
-        family: whose ids these are.
-        shares: what the holder has; empty where the pod decides and nobody has decided yet.
+        family: the family of the ids.
+        shares: what the holder has; empty where the pod decides and no decision was made yet.
         by_pod: the pod decides (`Decider.POD`).
         decided_for: see `Grant.decided_for`.
         over: the container has ended; what it had went on to the containers that came after it.
         may_overcommit: see `Grant.may_overcommit`.
-        decided_at: unix seconds when it was decided; 0 when nothing tells.
+        decided_at: unix seconds when it was decided; 0 when unknown.
     """
 
     family: str
@@ -60,7 +60,7 @@ class Correction:
 
 
 class Reconciliation:
-    """Follows kubelet's records; its state is that of the grants."""
+    """The ledger's changes by the kubelet's records; its state is that of the grants."""
 
     def __init__(self, grants: Grants, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self._grants = grants
@@ -93,7 +93,7 @@ class Reconciliation:
             for grant in list(self._grants.by_number.values()):
                 if grant.number in confirmed or still_runs(grant):
                     continue
-                # Where kubelet and the API server both say so, no second reading is needed.
+                # Where kubelet and the API server agree, no second reading is needed.
                 # What was booked while they were read is in none of them.
                 reason = _ENDED if grant.number <= newest and has_ended(grant) else ""
                 if reason or (not ended_only and (reason := self._outlived(grant, reservation_seconds))):
@@ -142,8 +142,8 @@ class Reconciliation:
         same_container = known is None or known.may_be(owner)
         inside = meaning.by_pod and known is not None and not same_container and known.may_be_in(owner)
         if inside and (grant.decided_for is not None or meaning.decided_for is None or grant.evidence == HANDED_ON):
-            return None  # handed on inside its pod, see `_confirm`; only what was decided for its holder is certain
-        # A source that was silent this time takes no knowledge away.
+            return None  # passed on inside its pod, see `_confirm`; only what was decided for its holder is certain
+        # A source without an answer this time takes no knowledge away.
         merged = owner if known is None or not same_container else owner.filled_from(known)
         shares, decided_for, may_overcommit = grant.shares, grant.decided_for, grant.may_overcommit
         if meaning.over and same_container and not grant.evidence:

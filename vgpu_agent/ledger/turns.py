@@ -1,11 +1,11 @@
-"""Which family a GPU is offered to when its last share was returned: one after the other, each alone, and then all.
+"""The turns of families at a GPU whose last share was returned: one after the other, each alone, and then all.
 
-Families have schedulers that know nothing of each other. Shown the same free GPU at the same moment, each would send a pod, and kubelet
-fails those that come too late. So the GPU has a round: each family is offered it alone for a turn. Between two turns nobody is, until
-schedulers have seen that the turn is over and the pods that they have bound by then are known. The family that had the GPU last comes last,
-and the others in the order in which they were first before. A family that nobody serves at the moment has no turn.
+Families have schedulers that know nothing of each other. Shown the same free GPU at the same moment, each would send a pod, and the kubelet
+fails those that come too late. So the GPU has a round: each family is offered it alone for a turn. Between two turns it is offered to none,
+until schedulers have seen that the turn is over and the pods that they have bound by then are known. The family that had the GPU last comes
+last, and the others in the order in which they were first before. A family that is not served at the moment has no turn.
 
-`book` holds one of these and tells it of every change. A node with one family has no turns.
+`book` holds one of these and reports every change to it. A node with one family has no turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLOT_SECONDS = TURN_SECONDS + WITHDRAWAL_SECONDS
 
 
 def round_seconds(families: int) -> float:
-    """How long after its return a GPU is offered to all of so many families."""
+    """Return how long after its return a GPU is offered to all of so many families."""
     return families * _SLOT_SECONDS - WITHDRAWAL_SECONDS
 
 
@@ -35,9 +35,9 @@ class _Round:
     """The turns of one GPU.
 
     Attributes:
-        families: whose turns they are, in order.
+        families: the families that have turns, in order.
         began: the clock's time at which the first turn began.
-        seen: the step at which the round was when somebody last looked.
+        seen: the step of the round at the last look.
     """
 
     families: list[str]
@@ -50,7 +50,7 @@ class _Round:
         return 2 * int(turns) + (seconds >= TURN_SECONDS)
 
     def is_over(self, now: float) -> bool:
-        """Whether all have had their turn."""
+        """Tell whether all have had their turn."""
         return self.step(now) >= 2 * len(self.families) - 1
 
     def next_step_at(self, now: float) -> float:
@@ -60,7 +60,10 @@ class _Round:
 
 
 class Turns:
-    """State: which GPUs are in use and by whom, the round of each that was returned, and when each family was first for the last time."""
+    """The rounds of all GPUs.
+
+    State: the GPUs in use with their families, the round of each that was returned, and when each family was first for the last time.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -102,7 +105,7 @@ class Turns:
             del self._rounds[gpu]
 
     def why_waits(self, gpu: str, family: str) -> str:
-        """Why ``family`` is not offered ``gpu`` at this moment; empty when it is."""
+        """Explain why ``family`` is not offered ``gpu`` at this moment; empty when it is."""
         known, now = self._rounds.get(gpu), self._clock()
         if known is None or known.is_over(now):
             return ""
@@ -113,7 +116,7 @@ class Turns:
         return "" if first == family else f"the GPU was returned a moment ago, and {first} is offered it before the others"
 
     def is_first(self, gpu: str, family: str) -> bool:
-        """Whether ``family`` alone is offered ``gpu`` now."""
+        """Tell whether ``family`` alone is offered ``gpu`` now."""
         known, now = self._rounds.get(gpu), self._clock()
         return known is not None and not known.is_over(now) and not self.why_waits(gpu, family)
 

@@ -1,6 +1,6 @@
 """The use of each GPU at one moment: the family that it serves, since when, for which pods, and the pods that wait for it.
 
-Read by `allocation` for refusals and by `web` for every page. Pure functions of what `book` knows.
+Read by `allocation` for refusals and by `web` for every page. Pure functions of the ledger's state.
 """
 
 from __future__ import annotations

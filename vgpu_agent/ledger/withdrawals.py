@@ -1,11 +1,11 @@
 """GPUs that a family is no longer offered, and that kubelet may still give to its pods for a moment.
 
-A scheduler goes by the Node, and the Node is a moment behind: between the decision that a family gets no more of a GPU and the last pod
-that was bound by an older count there is some time. kubelet fails a pod for which it has no Healthy id. So the count on the Node goes down
-at once, and the ids stay Healthy at kubelet a little longer. Whoever comes in that time gets what its scheduler was shown.
+A scheduler reads the Node, and the Node is a moment behind: some time passes between the decision that a family gets no more of a GPU and
+the last pod that was bound by an older count. The kubelet fails a pod for which it has no Healthy id. So the count on the Node goes down at
+once, and the ids stay Healthy at the kubelet a little longer. Pods that come in that time get what their scheduler saw.
 
-That is for GPUs that are kept for others (claims, turns), never for those that another family has or that are ill. `book` holds one of
-these and tells it of every change.
+That is for GPUs that are kept for others (claims, turns), never for those that another family has or that are unhealthy. `book` holds one
+of these and reports every change to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Withdrawals:
         return not before <= self._offered
 
     def lasts(self, gpu: str, family: str) -> bool:
-        """Whether kubelet may still give the GPU to pods of the family."""
+        """Tell whether the kubelet may still give the GPU to pods of the family."""
         return self._clock() < self._until.get((gpu, family), 0.0)
 
     @property

@@ -1,0 +1,92 @@
+"""A GPU that gives its family nothing new for a while, so that it becomes free and another family gets its turn.
+
+A family with a steady stream of short pods never returns a GPU, because each share that ends is taken by the next pod. Pods that no
+scheduler can place are not visible on the node. The evidence that somebody waits is a family that had pods here lately and has none now.
+When many pods of other families have ended since then, the GPU on which pods end fastest is drained. When it is free, its round begins
+(`turns`), and its family comes last.
+
+One GPU is drained at a time. If it is not free after as many ends again, a pod runs there for long, and the next GPU is drained instead.
+`book` holds one of these and tells it of every change.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+ENDS_BEFORE_A_DRAIN = 48
+"""Twelve rounds of the four shares that a GPU often has: the drain costs a small part of what the family gets in that time."""
+
+RECENT_SECONDS = 3600.0
+"""For so long after its last pod a family counts as one that may wait. After that, nothing is drained for it."""
+
+Held = tuple[str, frozenset[str]]  # a family, and the GPUs of which the grant has something
+
+
+class Drains:
+    """The drained GPU, if any.
+
+    State: the grants of before, since when each family has nothing, and the pods of others that have ended since. It begins anew with the
+    process.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: Mapping[int, Held] = {}
+        self._left_at: dict[str, float] = {}  # family → when it had something for the last time
+        self._ends_of_others: collections.Counter[str] = collections.Counter()  # by family, while it has nothing
+        self._ends_on: collections.Counter[str] = collections.Counter()  # by GPU, since it was free
+        self._drained: tuple[str, str] | None = None  # GPU and family
+        self._ends_since = 0  # on the node, since that GPU was chosen
+        self._tried: set[str] = set()  # GPUs that were drained in vain
+
+    def follow(self, held: Mapping[int, Held], families: Collection[str], offered: Collection[str]) -> None:
+        """Take note of a change.
+
+        Args:
+            held: the grants that have something, by number.
+            families: those that are served.
+            offered: those of them that are offered a GPU of which nobody has anything.
+        """
+        present = {family for family, _ in held.values()}
+        for number in self._held.keys() - held.keys():
+            ended, gpus = self._held[number]
+            self._ends_on.update(gpus)
+            self._ends_since += 1
+            self._ends_of_others.update(family for family in families if family != ended)
+            self._left_at[ended] = self._clock()
+        for family in {*offered, *present}:
+            self._ends_of_others[family] = 0
+        self._held = held
+        serves = {gpu: family for family, gpus in held.values() for gpu in gpus}
+        for gpu in self._ends_on.keys() - serves.keys():
+            del self._ends_on[gpu]
+        self._tried &= serves.keys()
+        self._choose(serves, {family for family in families if family not in present and self._waits(family)})
+
+    def _waits(self, family: str) -> bool:
+        recent = self._clock() - self._left_at.get(family, -math.inf) <= RECENT_SECONDS
+        return recent and self._ends_of_others[family] >= ENDS_BEFORE_A_DRAIN
+
+    def _choose(self, serves: Mapping[str, str], waiting: Collection[str]) -> None:
+        if not waiting:
+            self._drained, self._tried = None, set()
+            return
+        if self._drained is not None:
+            gpu, family = self._drained
+            if serves.get(gpu) == family and self._ends_since < ENDS_BEFORE_A_DRAIN:
+                return
+            self._tried.add(gpu)
+        untried = [gpu for gpu in serves if gpu not in self._tried] or list(serves)
+        gpu = min(untried, key=lambda gpu: (-self._ends_on[gpu], gpu), default="")
+        self._drained, self._ends_since = ((gpu, serves[gpu]) if gpu else None), 0
+
+    def why_drained(self, gpu: str, family: str) -> str:
+        """Explain why ``family`` gets nothing new of ``gpu``, which it has; empty when that is not so."""
+        if self._drained != (gpu, family):
+            return ""
+        return f"the GPU has served many pods of {family} in a row, and is offered to the other families when its last share is returned"
