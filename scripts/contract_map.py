@@ -120,7 +120,7 @@ def claims_of(source: str, name: str) -> list[Claim]:
 
 
 def _is_idle(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """True where pytest leaves the test out, or expects it to fail."""
+    """Tell whether pytest leaves the test out, or expects it to fail."""
     marks = [ast.unparse(decorator) for decorator in test.decorator_list]
     return any(mark.startswith(("pytest.mark.skip", "pytest.mark.xfail")) and not mark.startswith("pytest.mark.skipif") for mark in marks)
 

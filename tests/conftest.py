@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nobody_configures_the_tests() -> None:
-    """What the shell says to an agent is not meant for the ones under test."""
+    """Remove the shell's settings for an agent, which are not meant for the ones under test."""
     for option in options.OPTIONS:
         os.environ.pop(option.variable, None)
     for name in [name for name in os.environ if name.startswith("VGPU_AGENT_")]:
@@ -49,7 +49,7 @@ def _log_into_nothing() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_loop_by_accident(request: pytest.FixtureRequest) -> None:
-    """A plugin that asks for "the" loop around a synchronous test must not be given a new one, which nobody would close."""
+    """A plugin that asks for "the" loop around a synchronous test must not be given a new one, which would never be closed."""
     if not inspect.iscoroutinefunction(getattr(request, "function", None)):
         asyncio.set_event_loop(None)
 

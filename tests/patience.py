@@ -63,7 +63,7 @@ def _untraced() -> Iterator[None]:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Wait for something that announces itself to nobody, such as another process does."""
+    """Wait for something without an announcement, such as what another process does."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Regions of HAMi-core as a library would leave them, for tests of whoever reads them.
+"""Regions of HAMi-core as a library would leave them, for tests of their readers.
 
 Written from the offsets in hami-core §2.2 and §2.3 (and volcano-vgpu §6), with nothing taken from the agent's own code.
 """

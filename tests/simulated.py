@@ -1,7 +1,7 @@
 """Simulated GPUs for any test: a node in a temporary directory, put below this process's pynvml.
 
-Tests of `gpu`, `agent` and others call `simulated_node`; whoever wants only the directory (to hand it to an agent process) stops there,
-whoever calls pynvml in this process uses `nvml_on`.
+Tests of `gpu`, `agent` and others call `simulated_node`; this is enough for the directory (to hand it to an agent process),
+and calls of pynvml in this process need `nvml_on`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from vgpu_agent.concurrency import Backoff, Latest, Revision, Supervisor, TaskSt
 
 
 async def test_a_reader_gets_the_newest_value_and_skips_the_ones_between() -> None:
-    """Three changes while nobody looks are one for the reader."""
+    """Three changes without a look are one for the reader."""
     latest = Latest("a")
     for value in "bcd":
         latest.publish(value)
@@ -55,7 +55,7 @@ async def test_a_revision_counts_changes_and_wakes_its_readers() -> None:
 
 @pytest.mark.looptime
 async def test_a_reader_in_no_hurry_sees_a_burst_of_changes_once() -> None:
-    """What comes within its pause is one change, and the last of a burst is never missed."""
+    """Values within the reader's pause are one change, and the last of a burst is never missed."""
     latest, seen = Latest(0), list[int]()
 
     async def read() -> None:
@@ -180,7 +180,7 @@ async def test_a_stopped_loop_is_gone_and_its_name_free() -> None:
 
 
 async def test_a_loop_cancelled_while_it_stops_another_ends_as_well() -> None:
-    """SIGTERM may come while a plugin server is being replaced; a loop that went on would keep the agent from ending."""
+    """SIGTERM may come while a plugin server is being replaced. A loop that went on would keep the agent from ending."""
 
     async def slow_to_end() -> None:
         try:

@@ -67,7 +67,7 @@ def _all_labels(script: dict[str, Any]) -> list[str]:
 
 
 def test_every_line_held_is_a_success(script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 0, and each line stands in the table with its test."""
+    """Exit 0, and each line is in the table with its test."""
     assert run(*_all_labels(script)) == 0
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) == len(_all_labels(script))
@@ -113,12 +113,12 @@ def test_a_test_that_does_not_count_for_pytest_holds_nothing(script: dict[str, A
     ids=["module", "helper", "comment"],
 )
 def test_only_the_docstring_of_a_test_counts(script: dict[str, Any], source: str) -> None:
-    """What a module, a helper or a comment says is no claim."""
+    """A label in a module's docstring, a helper or a comment is no claim."""
     assert script["claims_of"](source, "test_it.py") == []
 
 
 def test_tests_of_the_simulator_hold_nothing(script: dict[str, Any], tmp_path: Path) -> None:
-    """What a stand-in scheduler does right says nothing about the agent."""
+    """The correctness of a stand-in scheduler says nothing about the agent."""
     (tmp_path / "sim").mkdir()
     (tmp_path / "sim" / "test_stand_in.py").write_text('def test_it():\n    """volcano-vgpu:G3"""\n')
     assert script["claims_below"](tmp_path) == []
@@ -164,7 +164,7 @@ def test_what_can_be_cited(script: dict[str, Any]) -> None:
     ],
 )
 def test_a_reference_that_leads_somewhere_is_no_finding(script: dict[str, Any], text: str) -> None:
-    """Lists, ranges and line breaks included; so are texts that are no contract."""
+    """Lists, ranges and line breaks included. So are texts that are no contract."""
     assert script["astray_in"](text, {"peer": _page(script)}) == []
 
 
@@ -190,7 +190,7 @@ def test_a_reference_that_leads_nowhere_is_found(script: dict[str, Any], text: s
 
 
 def test_a_page_cites_itself_without_its_name(script: dict[str, Any]) -> None:
-    """And only sections that it has."""
+    """It cites only sections that it has."""
     (astray,) = script["astray_in"](f"see {S}4.1, and {S}9", {"peer": _page(script)}, own="peer")
     assert (astray.text, astray.remedy) == (f"{S}9", "docs/contracts/peer.md has no such section")
 

@@ -1,4 +1,4 @@
-"""One JSON object a line, the same shape for everybody."""
+"""One JSON object a line, of the same shape for all loggers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vgpu_agent.concurrency import Supervisor
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """What the log wrote; the root logger is put back afterwards."""
+    """Yield the output of the log; the root logger is restored afterwards."""
     stream = io.StringIO()
     log.configure(stream=stream)
     yield stream
@@ -44,7 +44,7 @@ def test_an_exception_stays_on_one_line(lines: io.StringIO) -> None:
 
 
 async def test_a_traceback_that_is_logged_from_the_loop_is_not_lost(lines: io.StringIO) -> None:
-    """The detector of blocked loops lets it pass, or tests would show no word of what the agent's loops complain of."""
+    """The detector of blocked loops lets it pass, or tests would not show the complaints of the agent's loops."""
     called = asyncio.Event()
 
     async def fail() -> None:
@@ -69,7 +69,7 @@ def test_the_level_can_be_changed_while_running(lines: io.StringIO) -> None:
 
 
 def test_an_unknown_level_names_the_known_ones(lines: io.StringIO) -> None:
-    """The remedy stands in the message."""
+    """The message has the remedy."""
     with pytest.raises(ValueError, match="'loud' is not known; use one of debug, info, warning, error"):
         log.set_level("loud")
 
@@ -108,7 +108,7 @@ def _limited(time: _Time) -> io.StringIO:
 
 @pytest.mark.usefixtures("lines")
 def test_a_librarys_repeated_line_is_limited_and_the_rest_counted() -> None:
-    """asyncio's line for each connection that could not be accepted has filled disks; how many there were is told once."""
+    """asyncio's line for each connection that could not be accepted has filled disks. Their number is logged once."""
     time = _Time()
     stream = _limited(time)
     for number in range(500):
@@ -145,7 +145,7 @@ def test_a_storm_of_one_kind_hides_no_other_kind() -> None:
 
 @pytest.mark.usefixtures("lines")
 def test_endless_kinds_of_lines_take_bounded_memory() -> None:
-    """A library that puts foreign text into its template makes each line a kind of its own; what was left out is told all the same."""
+    """A library that puts foreign text into its template makes each line a kind of its own. What was left out is reported all the same."""
     stream = _limited(_Time())
     for _ in range(30):
         logging.getLogger("library").warning("the same")

@@ -14,7 +14,7 @@ def pod(name: str, uid: str = "", created_at: float = 0.0) -> Pod:
 
 
 def test_pods_are_kept_in_the_order_in_which_they_were_seen_bound() -> None:
-    """The first list by creation, later ones as they come; a change moves nobody."""
+    """The first list by creation, later ones as they come. A change keeps its pod's place."""
     book = PodCache()
     book.replace([pod("b", created_at=2), pod("a", created_at=1)])
     book.put(pod("0"))
@@ -23,7 +23,7 @@ def test_pods_are_kept_in_the_order_in_which_they_were_seen_bound() -> None:
 
 
 def test_readers_are_woken_by_changes_only() -> None:
-    """What is written again as it was wakes nobody."""
+    """A pod that is written again as it was wakes no reader."""
     book = PodCache()
     book.replace([pod("a")])
     version = book.revision.version
@@ -49,7 +49,7 @@ def test_a_late_word_about_a_predecessor_removes_nobody() -> None:
 
 
 def test_a_name_that_was_used_again_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kubelet may still have the predecessor; only so many names are kept."""
+    """The kubelet may still have the predecessor. Only so many names are kept."""
     book = PodCache()
     book.replace([pod("web", "old")])
     assert book.one_of_its_name(pod("web", "old"))
@@ -86,7 +86,7 @@ def test_every_change_is_seen_by_who_has_looked_before() -> None:
 
 
 def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its share would be given to somebody else while it runs."""
+    """Its share would be given to another pod while it runs."""
     monkeypatch.setattr(pods, "MOST_PODS", 1)
     book = PodCache()
     book.replace([Pod("a", "default", "a", scheduled=True), Pod("b", "default", "b", scheduled=True)])
@@ -140,7 +140,7 @@ def test_a_pod_has_ended_when_the_api_server_says_so_and_not_before_it_was_asked
 
 
 def test_a_static_pod_has_not_ended_because_its_mirror_is_gone() -> None:
-    """kubelet runs it from a file and makes another mirror; anybody who may delete pods in its namespace can delete that one."""
+    """The kubelet runs it from a file and makes another mirror. The right to delete pods in its namespace is enough to delete one."""
     book = PodCache()
     book.replace([])
     assert not book.has_ended("c0ffee00c0ffee00c0ffee00c0ffee00")

@@ -38,7 +38,7 @@ def test_there_are_messages() -> None:
 
 @pytest.mark.parametrize("message", _quoted())
 def test_a_quoted_message_is_the_agents_own(spoken: str, message: str) -> None:
-    """Each piece between two values stands in the code, word for word."""
+    """Each piece between two values is in the code, word for word."""
     missing = [piece for part in message.split("…") if len(piece := part.strip()) >= _SHORTEST_FRAGMENT and piece not in spoken]
     assert missing == []
 
@@ -55,13 +55,13 @@ def test_a_quoted_message_is_the_agents_own(spoken: str, message: str) -> None:
     ],
 )
 def test_a_reason_in_the_tables_is_the_agents_own(spoken: str, reason: str) -> None:
-    """What cannot stand in a block of its own, because it is a cell."""
+    """A reason in a table cell cannot have a block of its own."""
     assert reason in GUIDE
     assert reason in spoken
 
 
 def test_links_within_the_guide_and_to_its_neighbours_lead_somewhere() -> None:
-    """An anchor is made from a heading as GitHub does it; a file must exist."""
+    """An anchor is made from a heading as GitHub does it. A file must exist."""
     for page in (ROOT / "docs").glob("*.md"):
         for target in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", page.read_text()):
             assert not target or (page.parent / target).exists(), f"{page.name}: {target}"

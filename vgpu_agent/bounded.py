@@ -1,7 +1,7 @@
-"""Facts of log lines and journal entries within bounds: long texts, long lists and deep nesting are cut, and what was cut is said.
+"""Facts of log lines and journal entries within bounds: long texts, long lists and deep nesting are cut, with a note.
 
-The one place where nested values are cut. Whoever writes a message quotes single values by `errors.quoted`; this is for what comes as it
-is: an exception's text, a list of names, the facts of an event.
+The one place where nested values are cut. Single values in messages are quoted by `errors.quoted`. This module is for values that are
+passed on unchanged: an exception's text, a list of names, the facts of an event.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def bounded(facts: Mapping[str, Any], *, most_bytes: int) -> tuple[dict[str, Any
 
 
 class _Budget:
-    """What may still be kept of one set of facts."""
+    """The bytes and items that may still be kept of one set of facts."""
 
     def __init__(self, most_bytes: int) -> None:
         self.spent = 0
@@ -91,7 +91,7 @@ class _Budget:
 
 
 def _plain(value: Any) -> Any:
-    """Something unknown as values that JSON has, or as its text."""
+    """Convert an unknown object to values that JSON has, or to its text."""
     try:
         return msgspec.to_builtins(value, enc_hook=repr)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):

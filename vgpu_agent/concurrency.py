@@ -1,9 +1,10 @@
-"""The pieces of asyncio that every room of the agent shares: a value that can be awaited, a back-off, and a loop that is looked after.
+"""The pieces of asyncio that every package of the agent shares: a value that can be awaited, a back-off, and supervised loops.
 
-State flows through the agent as immutable snapshots held by a `Latest`; a reader waits for "something newer than version N", so any number
-of readers (each ListAndWatch stream, metrics, the health watch) see every final state and none of them can hold another up.
+State flows through the agent as immutable snapshots held by a `Latest`. A reader waits for "something newer than version N". So any number
+of readers (each ListAndWatch stream, metrics, the health watch) see every final state, and a slow reader cannot block others.
 
-Loops are `Supervisor` tasks: named, restarted with back-off, counted, and visible under ``/debug/tasks``. Nobody else calls `create_task`.
+Loops are `Supervisor` tasks: named, restarted with back-off, counted, and visible under ``/debug/tasks``. No other code calls
+`create_task`.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Latest(Generic[T]):
 
     @property
     def version(self) -> int:
-        """How often the value was replaced; 0 for the first one."""
+        """Number of times the value was replaced; 0 for the first one."""
         return self._version
 
     def publish(self, value: T) -> None:
-        """Replace the value and wake all who wait for something newer."""
+        """Replace the value and wake all tasks that wait for something newer."""
         self._value = value
         self._version += 1
         self._newer.set()
@@ -60,10 +61,10 @@ class Latest(Generic[T]):
         return self._value
 
     async def changes(self, *, coalesce_seconds: float = 0.0) -> AsyncGenerator[T, None]:
-        """The current value, then each later one that the reader is quick enough to see.
+        """Yield the current value, then each later one that the reader is quick enough to see.
 
         Args:
-            coalesce_seconds: how long to wait after each one; what comes meanwhile is one change. For readers who are in no hurry.
+            coalesce_seconds: how long to wait after each one; what comes meanwhile is one change. For readers that are in no hurry.
         """
         version = -1
         while True:
@@ -75,13 +76,13 @@ class Latest(Generic[T]):
 
 
 class Revision(Latest[int]):
-    """A count of changes: tells readers that something is new, and leaves it to them to look what."""
+    """A count of changes: readers see that something is new, and look up what."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
     def advance(self) -> None:
-        """Count one more change and wake all who wait for it."""
+        """Count one more change and wake all tasks that wait for it."""
         self.publish(self.value + 1)
 
 
@@ -123,16 +124,16 @@ class TaskReport:
     stuck_after_seconds: float | None = None
 
     def stuck_for(self, now: float) -> float:
-        """Seconds by which the loop is late with its sign of life; 0 when it is on time or never promised one."""
+        """Seconds by which the loop is late with its sign of life; 0 when it is on time or gives none."""
         if self.stuck_after_seconds is None or self.state is not TaskState.RUNNING:
             return 0.0
         return max(0.0, now - self.last_beat_at - self.stuck_after_seconds)
 
 
 class Supervisor:
-    """Runs named loops inside one TaskGroup and restarts the ones that fail.
+    """The named loops inside one TaskGroup; those that fail are restarted.
 
-    A loop that returns has ended by its own will. A loop that raises is logged with its traceback and started again after a back-off that
+    A loop that returns has ended. A loop that raises is logged with its traceback and started again after a back-off that
     doubles from ``backoff_min_seconds`` to ``backoff_max_seconds`` and falls back after a minute of health.
     """
 
@@ -158,7 +159,7 @@ class Supervisor:
 
     @property
     def reports(self) -> list[TaskReport]:
-        """One report a loop, by name, as it is now."""
+        """Return one report for each loop, by name, as it is now."""
         now, monotonic = time.time(), time.monotonic()
         return [
             dataclasses.replace(report, last_beat_at=now - (monotonic - self._beats[name]))
@@ -177,7 +178,7 @@ class Supervisor:
         Args:
             name: what ``/debug/tasks``, the log and the metric call it; a running task of that name must not exist.
             loop: called again after each failure, so it must begin with a clean slate.
-            stuck_after_seconds: how long the loop may go without calling `beat` before it counts as stuck; None when it makes no promise.
+            stuck_after_seconds: how long the loop may go without calling `beat` before it counts as stuck; None without a limit.
 
         Raises:
             RuntimeError: the supervisor was not entered, or the name is in use.
@@ -213,8 +214,8 @@ class Supervisor:
             self.beat(report.name)
             try:
                 await loop()
-            # A loop's bug must not end the other loops; it is logged whole and counted. One of the bugs is to be cancelled by nobody: a
-            # future that the loop waited for was.
+            # A loop's bug must not end the other loops; it is logged whole and counted. One is an unrequested cancellation: a
+            # future that the loop waited for was cancelled.
             except (Exception, asyncio.CancelledError) as err:
                 if isinstance(err, asyncio.CancelledError) and _is_being_cancelled():
                     raise
@@ -231,6 +232,6 @@ class Supervisor:
 
 
 def _is_being_cancelled() -> bool:
-    """Whether somebody wants the running task to end."""
+    """Tell whether cancellation of the running task was requested."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

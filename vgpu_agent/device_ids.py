@@ -1,7 +1,7 @@
 """The ids that a resource offers to kubelet, few or very many.
 
 A whole GPU or a replica is one id each. Memory is counted in ids too, one for each MiB of every card in the worst case, so that a node has
-a hundred thousand; those are `NumberedIds`, which make each `DeviceId` when somebody asks for it instead of keeping them all.
+a hundred thousand; those are `NumberedIds`, which make each `DeviceId` on request instead of keeping them all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DeviceId:
     Attributes:
         id: what kubelet hands back; unique across all resources of a family (kubelet §11, V17).
         device: UUID of the GPU or MIG instance.
-        numa_node: NUMA node told to kubelet, or None for no topology.
+        numa_node: NUMA node reported to the kubelet, or None for no topology.
     """
 
     id: str
@@ -31,7 +31,7 @@ class DeviceId:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedDevice:
-    """One entry of the list that kubelet is to see: the id and whether it may be given to somebody."""
+    """One entry of the list for the kubelet: the id and whether it may be given to a container."""
 
     id: DeviceId
     healthy: bool
@@ -111,11 +111,11 @@ class NumberedIds(Sequence[DeviceId]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumberedList(Sequence[ListedDevice]):
-    """The list that kubelet is to see of `NumberedIds`: all ids of a block are healthy or none. Equal when both parts are.
+    """The list of `NumberedIds` for the kubelet: all ids of a block are healthy or none. Equal when both parts are.
 
     Attributes:
-        blocks: each with whether its ids may be given to somebody.
-        others: ids that are not offered any more and still held, of devices that are ill.
+        blocks: each with whether its ids may be given to a container.
+        others: ids that are not offered any more and still held, of unhealthy devices.
     """
 
     blocks: tuple[tuple[IdBlock, bool], ...]
@@ -123,7 +123,7 @@ class NumberedList(Sequence[ListedDevice]):
 
     @property
     def healthy_count(self) -> int:
-        """How many of the ids may be given to somebody."""
+        """Number of ids that may be given to a container."""
         return sum(block.count for block, healthy in self.blocks if healthy) + sum(entry.healthy for entry in self.others)
 
     def __len__(self) -> int:

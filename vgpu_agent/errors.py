@@ -1,4 +1,4 @@
-"""Every exception that this agent raises on purpose, so that a caller can tell whose fault a failure is.
+"""The exceptions that this agent raises on purpose, so that a caller can attribute a failure.
 
 Adapters (`gpu`, `kubelet`, `web`, `sim`) translate their library's exceptions into these at the edge, chained; nothing above an adapter
 catches a library's exception. A message names the thing, the value and the remedy, because it ends up in a pod's status or a log line.
@@ -18,7 +18,7 @@ MOST_QUOTED = 200  # characters of a foreign value in one message
 
 
 def quoted(value: str, most: int = MOST_QUOTED) -> str:
-    """``value`` in quotation marks for a message, on one line and in ASCII; longer ones are cut and their length given.
+    """Quote ``value`` for a message, on one line and in ASCII; longer ones are cut and their length given.
 
     Every value that a pod, the API server or the kubelet wrote is quoted by this: an annotation may have 256 KiB, and a message goes into
     the log, the journal, an event and a pod's status.
@@ -32,7 +32,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def listed(values: Collection[str], most: int = 16) -> str:
-    """The first ``most`` of ``values`` for a message, each cut like `quoted`, and how many there are when that is not all."""
+    """List the first ``most`` of ``values`` for a message, each cut like `quoted`, and how many there are when that is not all."""
     shown = ", ".join(shortened(value, MOST_QUOTED) for value in itertools.islice(values, most))
     return shown if len(values) <= most else f"{shown}, … ({len(values)} in all)"
 
@@ -72,7 +72,7 @@ class NvmlError(AgentError):
 
 
 class DriverMissingError(AgentError):
-    """There is no usable NVIDIA driver; the message says what was looked for and where."""
+    """There is no usable NVIDIA driver; the message names what was looked for and where."""
 
 
 class NvmlHungError(AgentError):
@@ -102,7 +102,7 @@ class UnknownDeviceError(LedgerError):
 
 
 class UnhealthyDeviceError(LedgerError):
-    """A device id whose device must not be given to anybody now."""
+    """A device id whose device must not be given to any container now."""
 
 
 class CapacityError(LedgerError):
@@ -110,7 +110,7 @@ class CapacityError(LedgerError):
 
 
 class OvercommitError(CapacityError):
-    """More compute or more holders than a device has, where memory holds: a scheduler may decide so, nobody else."""
+    """More compute or more holders than a device has, while memory suffices: only a scheduler may decide so."""
 
 
 class RequestRefusedError(AgentError):
@@ -146,7 +146,7 @@ class CarrierError(AgentError):
 
 
 class MpsError(AgentError):
-    """An MPS control daemon, or a tool that it needs, is missing, silent or not doing what it was told."""
+    """An MPS control daemon, or a tool that it needs, is missing, does not answer or does not obey."""
 
 
 class MpsDaemonGoneError(MpsError):
@@ -158,11 +158,11 @@ class MigError(AgentError):
 
 
 class ClusterError(AgentError):
-    """The API server did not answer, or not with what was asked for; the text never holds credentials.
+    """The API server did not answer, or not with what was requested; the text never holds credentials.
 
     Attributes:
         status: the HTTP status; 0 when there was no answer.
-        retry_after_seconds: how long it asked us to wait; 0 when it did not say.
+        retry_after_seconds: how long it asked us to wait; 0 without a request.
     """
 
     def __init__(self, text: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:

@@ -1,7 +1,7 @@
-"""The last thousand decisions of this agent, for ``/debug/events`` and for whoever asks the next morning what happened at night.
+"""The last thousand decisions of this agent, for ``/debug/events`` and for questions on the next morning.
 
-Written by the health watch, the plugin servers and the allocator; read by `web`. It is memory only: what must survive a restart stands in
-the kubelet's own records, and every entry is a log line as well.
+Written by the health watch, the plugin servers and the allocator; read by `web`. It is memory only: what must survive a restart is in the
+kubelet's own records, and every entry is a log line as well.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The agent's log: one JSON object a line on stderr, the same shape for our own lines and those of libraries.
 
-Set up once by the command line; every room asks `get` for a logger. Event names are fixed words with a dot (``gpu.unhealthy``), never
+Set up once by the command line; every package asks `get` for a logger. Event names are fixed words with a dot (``gpu.unhealthy``), never
 sentences with values in them, so that a log search written today still works next year. Pods are ``namespace/name``.
 """
 
@@ -32,7 +32,7 @@ _MOST_CAUSES = 8  # exceptions that led to one
 LEVELS = ("debug", "info", "warning", "error")
 
 # Libraries that report a normal kubelet disconnect as news (python-stack: grpclib logs each cancelled request at INFO).
-# kubernetes_asyncio logs what a credential plugin wrote, which may be a token; `cluster` says that it failed.
+# kubernetes_asyncio logs what a credential plugin wrote, which may be a token; `cluster` reports that it failed.
 _QUIET_LIBRARIES = {
     "grpclib": logging.WARNING,
     "asyncio": logging.WARNING,
@@ -45,7 +45,7 @@ _WINDOW_SECONDS = 60.0
 # 110 pods start, stop or are adopted at once, with several lines each that are worth having.
 _MOST_OF_AN_EVENT = 600
 _MOST_OF_A_LIBRARY = 20
-# Events that whoever reaches a socket can cause as often as they like.
+# Events that any client of a socket can cause as often as it likes.
 _AT_WILL = frozenset({"web.bad_request", "web.connection_evicted", "web.failed", "web.not_accepted", "grpc.connection_closed"})
 _MOST_AT_WILL = 20
 _MOST_KINDS = 512
@@ -65,7 +65,7 @@ def configure(*, log_format: str = "json", level: str = "info", stream: TextIO |
         log_format: ``json`` or ``console``.
         level: one of `LEVELS`.
         stream: where lines go; a test passes its own.
-        for_good: nobody will call this again, so each logger is put together once and not for every line; `set_level` still works.
+        for_good: this is not called again, so each logger is put together once and not for every line; `set_level` still works.
     """
     structlog.configure(
         processors=[
@@ -119,7 +119,7 @@ def current_level() -> str:
 
 
 class _WithoutSecrets(logging.Formatter):
-    """The last look at every line, whoever wrote it."""
+    """The last filter of every line, our own and those of libraries."""
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ _frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_f
 
 
 def _traceback(exc_info: ExcInfo) -> list[dict[str, Any]]:
-    """An exception as JSON, without locals, and with its texts cut."""
+    """Return an exception as JSON, without locals, and with its texts cut."""
     stacks = _frames(exc_info)[:_MOST_CAUSES]
     for stack in stacks:
         for key in ("exc_value", "exc_notes"):
@@ -144,7 +144,7 @@ def _traceback(exc_info: ExcInfo) -> list[dict[str, Any]]:
 
 
 def _bound(_: Any, __: str, event: EventDict) -> EventDict:
-    """What a line says, within bounds; its traceback is bounded already, and so is all that the journal says."""
+    """Keep a line within bounds. Its traceback is bounded separately; lines of the journal are bounded already."""
     if event.get("logger") == "journal":
         return event
     traceback = {key: event.pop(key) for key in ("exception",) if key in event}
@@ -156,7 +156,7 @@ def _bound(_: Any, __: str, event: EventDict) -> EventDict:
 
 
 class RepeatedLines(logging.Filter):
-    """Lets the first lines of a kind pass in each window of time, and then one line that tells how many were left out.
+    """Filter that passes the first lines of a kind in each window of time, and then one line with the number left out.
 
     The kind of our own line is its event, of a library's its template and the exception. So a storm of one kind never hides another kind.
 
@@ -168,10 +168,10 @@ class RepeatedLines(logging.Filter):
         self._clock = clock
         self._windows: dict[tuple[str, ...], _Window] = {}
         self._ends_at = float("inf")
-        self._counting = threading.RLock()  # any thread may log, and to tell what was left out is to log
+        self._counting = threading.RLock()  # any thread may log, and reporting what was left out logs as well
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether ``record`` is written."""
+        """Tell whether ``record`` is written."""
         with self._counting:
             return self._passes(record)
 
@@ -210,7 +210,7 @@ class _Window:
 
 
 def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
-    """What makes lines similar, and how many of them pass in a window."""
+    """Return the key that similar lines have in common, and how many such lines pass in a window."""
     if isinstance(record.msg, dict):
         event = str(record.msg.get("event", ""))
         return (record.name, event, record.levelname), _MOST_AT_WILL if event in _AT_WILL else _MOST_OF_AN_EVENT

@@ -1,7 +1,7 @@
-"""The plain facts that every room talks about: devices, what may be had of them, and who has it.
+"""The plain facts that all packages share: devices, what may be granted of them, and to which container.
 
-Words as in the glossary of docs/architecture.md. All values are immutable and carry no behaviour beyond answering about themselves, so
-they can be handed to any task, kept in a snapshot and compared in a test.
+Words as in the glossary of docs/architecture.md. All values are immutable and only describe themselves, so they can be passed to any task,
+kept in a snapshot and compared in a test.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.device_ids import DeviceId
 
-# What kubelet wants to read in a Device message; anything else counts as unhealthy (kubelet §4).
+# The text that the kubelet expects in a Device message; anything else counts as unhealthy (kubelet §4).
 HEALTHY = "Healthy"
 UNHEALTHY = "Unhealthy"
 
@@ -25,7 +25,7 @@ INTEGRATED = "tegra"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a device may be given to a new container, and why not.
+    """The health of a device: usable for new containers, or the reason against it.
 
     Attributes:
         ok: True when it may.
@@ -39,7 +39,7 @@ class Health:
 
     @property
     def word(self) -> str:
-        """The kubelet's word for it."""
+        """The kubelet's word for the state."""
         return HEALTHY if self.ok else UNHEALTHY
 
 
@@ -87,7 +87,7 @@ class Gpu:
         name: product name.
         memory_mib: total memory; 0 where it has none of its own.
         pci_bus_id: ``0000:07:00.0``, lower case, four-digit domain, as in sysfs.
-        numa_node: the NUMA node of its slot; None when the kernel does not say.
+        numa_node: the NUMA node of its slot; None when the kernel does not report one.
         compute_capability: (major, minor).
         mig_enabled: MIG mode is on; ``mig_instances`` may still be empty.
         mig_instances: those that could be read.
@@ -111,13 +111,13 @@ class Gpu:
 
     @property
     def integrated(self) -> bool:
-        """Part of the processor: no memory of its own, no device node, and nothing that NVML could tell."""
+        """Tell whether the GPU is part of the processor: no memory of its own, no device node, and nothing that NVML could report."""
         return self.uuid == INTEGRATED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """How close two GPUs are.
+    """The distance between two GPUs.
 
     Attributes:
         pci: NVML's common-ancestor level: 0 same board, 10 single switch, 20 multi switch, 30 host bridge, 40 same CPU, 50 cross-CPU.
@@ -183,7 +183,7 @@ class Inventory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """What a GPU is doing now; None where the driver does not say. Memory in MiB, shares in percent, power in watts, °C."""
+    """The present use of a GPU; None where the driver reports nothing. Memory in MiB, shares in percent, power in watts, °C."""
 
     uuid: str
     memory_used_mib: int | None = None
@@ -196,7 +196,7 @@ class GpuUsage:
 
 
 class Decider(enum.StrEnum):
-    """Who decides what the holder of an id gets."""
+    """The source of the decision on what the holder of an id gets."""
 
     IDS = "ids"  # each id names its device; `Allocate` can answer completely
     POD = "pod"  # the pod's limits and annotations; ids are only counted, so it takes the pod to decide
@@ -204,12 +204,12 @@ class Decider(enum.StrEnum):
 
 
 class SharingMode(enum.StrEnum):
-    """How several containers use one device."""
+    """The way in which several containers use one device."""
 
     NONE = "none"  # each device has one container
     TIME_SLICING = "time-slicing"  # in turns; nothing is limited
     MPS = "mps"  # at the same time, through an MPS control daemon that limits each of them
-    MPS_OF_HOST = "mps-host"  # the same through a daemon that somebody else runs, whose limits are not ours to know
+    MPS_OF_HOST = "mps-host"  # the same through a daemon that others run, whose limits are not known
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,17 +218,17 @@ class Resource:
 
     Attributes:
         name: ``nvidia.com/gpu``.
-        family: whose vocabulary it belongs to, e.g. ``nvidia``.
+        family: the family whose vocabulary it belongs to, e.g. ``nvidia``.
         ids: in the order in which kubelet sees them; deterministic. `NumberedIds` where there are tens of thousands.
         holders_per_device: how many ids of one device may be held at once (replicas); where the pod decides, how many containers.
         holders: the same by device, where devices differ; ``holders_per_device`` is then the largest of them.
         prefers: kubelet is to ask which ids suit best (GetPreferredAllocation).
         unit: what fewer ids would take, for the error when there are too many, e.g. ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
-        memory_scaling: how many times a device's memory may be booked; 1.0 never promises what is not there.
+        memory_scaling: how many times a device's memory may be booked; 1.0 never exceeds it.
         cores_scaling: the same for compute.
         pre_start_required: kubelet is to call PreStartContainer before each start.
         sharing: how the holders of one device share it.
-        undivided: what is given out is of the GPU as one piece, so nothing while it is in MIG mode.
+        undivided: only parts of the undivided GPU are given out, so nothing while it is in MIG mode.
     """
 
     name: str
@@ -246,7 +246,7 @@ class Resource:
     holders: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def holders_of(self, device: str) -> int:
-        """How many ids of ``device`` may be held at once."""
+        """Return how many ids of ``device`` may be held at once."""
         return self.holders.get(device, self.holders_per_device)
 
 
@@ -265,7 +265,7 @@ class GrantState(enum.StrEnum):
 
     RESERVED = "reserved"
     GRANTED = "granted"
-    PROVEN = "identified"  # whose it is; nothing about a limit
+    PROVEN = "identified"  # the owner is known; nothing about a limit
     RELEASED = "released"
 
 
@@ -291,17 +291,17 @@ class Owner:
         return f"{self.namespace}/{self.pod}" if self.pod else self.pod_uid
 
     def may_be(self, other: Owner) -> bool:
-        """Whether both can describe one container: nothing that both of them know differs."""
+        """Tell whether both can describe one container: no field that both of them know differs."""
         ours = (self.pod_uid, self.namespace, self.pod, self.container)
         theirs = (other.pod_uid, other.namespace, other.pod, other.container)
         return all(not mine or not his or mine == his for mine, his in zip(ours, theirs, strict=True))
 
     def may_be_in(self, other: Owner) -> bool:
-        """Whether both can be containers of one pod."""
+        """Tell whether both can be containers of one pod."""
         return self.may_be(dataclasses.replace(other, container=self.container))
 
     def filled_from(self, other: Owner) -> Owner:
-        """This owner, with what only ``other`` knows added."""
+        """Return this owner with the fields added that only ``other`` knows."""
         return Owner(self.container, self.pod_uid or other.pod_uid, self.namespace or other.namespace, self.pod or other.pod)
 
 
@@ -316,8 +316,8 @@ class Grant:
         owner: None until kubelet's records name it.
         reserved_at: unix seconds of the Allocate call, or of the rebuild that found it; to be shown, since the wall clock may be set.
         decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod decides; None before. An early guess may
-            differ from ``owner``, which is kubelet's word.
-        evidence: how the owner was proven and who decided, one sentence each.
+            differ from ``owner``, which the kubelet reports.
+        evidence: how the owner was proven and what decided the shares, one sentence each.
         steady_at: the same moment as ``reserved_at`` by the ledger's own clock, which only grows.
         may_overcommit: a scheduler decided it, so its compute and its place on a device count beyond what the device has.
         found: it was found in kubelet's records, so it is older than ``reserved_at``.
@@ -339,16 +339,16 @@ class Grant:
 
     @property
     def proven(self) -> bool:
-        """Whether the shares were decided for the container that kubelet names."""
+        """Tell whether the shares were decided for the container that the kubelet names."""
         return self.owner is not None and self.decided_for == (self.owner.pod_uid, self.owner.container)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRoom:
-    """What a device still has for new containers of one resource; memory and cores with the resource's scaling.
+    """The rest of a device that new containers of one resource may get; memory and cores with the resource's scaling.
 
     Attributes:
-        trouble: why nobody may get anything of it now; empty when it may be given.
+        trouble: why no container may get anything of it now; empty when it may be given.
         holders: how many containers have a share of it.
     """
 
@@ -364,7 +364,7 @@ class DeviceRoom:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Holding:
-    """One line of kubelet's own records: these ids of this resource are in this container's hands."""
+    """One line of kubelet's own records: this container holds these ids of this resource."""
 
     resource: str
     ids: tuple[str, ...]
@@ -373,14 +373,14 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KubeletRecords:
-    """What kubelet says about who holds what, joined from its checkpoint and pod-resources.
+    """The kubelet's records of the holders of all ids, joined from its checkpoint and pod-resources.
 
     Attributes:
         holdings: for every resource on the node, also those of other plugins.
-        complete: pod-resources answered, so whoever is not mentioned is gone; an incomplete picture may add to the ledger but never
+        complete: pod-resources answered, so a holder that is not mentioned is gone. An incomplete picture may add to the ledger but never
             take away.
-        trouble: which source was silent or unreadable, and why; empty when both spoke.
-        entries: the lines of the checkpoint as they stand, also of ended pods and of init containers; None when it could not be read.
+        trouble: which source was missing or unreadable, and why; empty when both could be read.
+        entries: the lines of the checkpoint as they are, also of ended pods and of init containers; None when it could not be read.
     """
 
     holdings: tuple[Holding, ...] = ()

@@ -1,6 +1,6 @@
-"""Our own Node as the API server has it, and what we want to stand there.
+"""Our own Node as the API server has it, and its desired state.
 
-`cluster` watches the Node and keeps it as the families wish it; families say what they wish as plain data and never see the API.
+`cluster` watches the Node and keeps it in the families' desired state. Families express that state as plain data and never see the API.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentCounts:
-    """How many ids kubelet was last sent of a resource, and how many of them Healthy; and of how many schedulers are to know.
+    """The counts of a resource's ids last sent to the kubelet: all, Healthy, and those that schedulers are to know.
 
     Attributes:
         offered: ``healthy``, less the ids that kubelet is to have for a moment longer than schedulers.
@@ -53,7 +53,7 @@ class SentCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DesiredNode:
-    """What should stand on our Node; whatever is not mentioned is nobody's business of ours.
+    """The desired state of our Node. The agent leaves alone what is not mentioned.
 
     Attributes:
         annotations: key → value; None for a key that must not be there.
@@ -61,7 +61,7 @@ class DesiredNode:
         capacity: resource → quantity, in ``status.capacity`` as well as ``status.allocatable`` (status subresource).
         conditions: type → (status, reason, message).
         unhurried: annotation → seconds that must lie between two writes of it by us.
-        guarded: annotations whose removal must fail when the Node has changed since it was read (a lock that somebody has just taken anew).
+        guarded: annotations whose removal must fail when the Node has changed since it was read (a lock that was just taken anew).
     """
 
     annotations: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
@@ -72,7 +72,7 @@ class DesiredNode:
     guarded: frozenset[str] = frozenset()
 
     def joined(self, other: DesiredNode) -> DesiredNode:
-        """Both together; where they speak of the same key, ``other`` wins."""
+        """Merge both; for a key that is in both, ``other`` wins."""
         return DesiredNode(
             {**self.annotations, **other.annotations},
             {**self.labels, **other.labels},

@@ -1,8 +1,8 @@
-"""Pods as this agent needs them: plain facts from the API server, and the one book of the pods on this node.
+"""Pods as this agent needs them: plain facts from the API server, and the one cache of the pods on this node.
 
-`cluster` fills the book from its watch, `allocation` looks up whose container is about to start, families read annotations and limits, and
-the pod publisher compares what is written with what should be. Kept as small as possible: a node has some hundred pods, and this is what
-remains of each. The watch shows pods until they have ended; the book keeps those that ended while we watched a little longer.
+`cluster` fills the pod cache from its watch, `allocation` looks up the container that is about to start, families read annotations and
+limits, and the pod publisher compares the present state with the desired one. Kept as small as possible: a node has some hundred pods, and
+this is what remains of each. The watch shows pods until they have ended. The cache keeps those that ended while we watched a little longer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIRROR_POD = "kubernetes.io/config.mirror"
 # kubelet admits 110 pods by default and hardly ever more than 500; of each some KiB are kept, and 100 KiB of a hostile one.
 MOST_PODS = 2000
 MOST_BYTES = 32 * 1024 * 1024
-_MOST_NAMES = 4000  # that a book remembers, of pods of now and before
+_MOST_NAMES = 4000  # that a cache remembers, of present and earlier pods
 _MOST_OF_A_NAME = 4  # UIDs that are remembered of one name; two are enough to know that there was another
 # How long and how many of those that have ended are remembered: what was served to them is still to be written into their annotations.
 _ENDED_SECONDS = 600.0
@@ -52,17 +52,17 @@ _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
 def is_uid(text: str) -> bool:
-    """Whether ``text`` can be a pod's UID, and so the beginning of a file name."""
+    """Tell whether ``text`` can be a pod's UID, and so the beginning of a file name."""
     return _UID.fullmatch(text) is not None
 
 
 def is_container_name(text: str) -> bool:
-    """Whether ``text`` can be a container's name, and so the end of a file name."""
+    """Tell whether ``text`` can be a container's name, and so the end of a file name."""
     return _LABEL.fullmatch(text) is not None
 
 
 def is_object_name(text: str) -> bool:
-    """Whether ``text`` can be the name of a pod or of its namespace."""
+    """Tell whether ``text`` can be the name of a pod or of its namespace."""
     return _SUBDOMAIN.fullmatch(text) is not None
 
 
@@ -80,7 +80,7 @@ def container_directory(pod_uid: str, container: str) -> str:
 
 
 class ContainerKind(enum.StrEnum):
-    """Which life a container has inside its pod."""
+    """The kind of a container in its pod, which decides when it runs."""
 
     INIT = "init"  # ends before the next one starts; kubelet gives its device ids to later containers
     SIDECAR = "sidecar"  # an init container with restartPolicy Always: keeps its ids
@@ -119,14 +119,14 @@ class Pod:
     Attributes:
         uid: as the API server has it; see `kubelet_uid`.
         annotations: those that families read or write; see `families.pod_annotations`.
-        containers: in the order in which kubelet admits them: init containers and sidecars as they stand, then the main ones.
+        containers: in the order in which kubelet admits them: init containers and sidecars as listed, then the main ones.
         deleting: it has a deletion timestamp.
         created_at: unix seconds of its creation.
         bound: its place in the order in which our watch saw pods bound to this node; smaller is earlier.
         scheduler: ``spec.schedulerName``.
-        reported: kubelet has written its status, which nobody else may. It never does so for a pod that imitates a mirror pod.
-        scheduled: a scheduler has bound it, or kubelet has reported it; otherwise whoever made it has chosen the node (``spec.nodeName``).
-        static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodCache` once it believes the mirror.
+        reported: the kubelet has written its status, which only the kubelet may. It never does so for a pod that imitates a mirror pod.
+        scheduled: a scheduler has bound it, or kubelet has reported it; otherwise its author has chosen the node (``spec.nodeName``).
+        static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodCache` once the mirror is confirmed.
     """
 
     uid: str
@@ -157,15 +157,15 @@ class Pod:
 
     @property
     def mirror(self) -> bool:
-        """It says that it mirrors a static pod. kubelet runs no such pod itself, whether that is true or not."""
+        """Tell whether its annotations claim that it mirrors a static pod. The kubelet never runs such a pod itself, even if not."""
         return MIRROR_POD in self.annotations
 
     @property
     def claimed_uid(self) -> str:
-        """The static pod that this one says it mirrors, by kubelet's UID; empty when it says nothing that could be true.
+        """The static pod that this one claims to mirror, by the kubelet's UID; empty without a plausible claim.
 
-        Anybody who may create pods can write that, so it counts only together with something that kubelet has written. A UID as the API
-        server makes them is never a static pod's.
+        Every user who may create pods can write that, so it counts only together with something that the kubelet has written. A UID as the
+        API server makes them is never a static pod's.
         """
         claimed = self.annotations.get(STATIC_POD_HASH, "") if self.mirror else ""
         return claimed if is_uid(claimed) and not _API_SERVER_UID.fullmatch(claimed) else ""
@@ -194,18 +194,18 @@ class Pod:
 class PodCache:
     """The pods of this node as far as our watch has come.
 
-    A pod is known by the UID that the API server gave it. kubelet keeps a static pod under another one, which only the annotations of its
-    mirror tell, and those anybody can write. So a mirror is believed when kubelet has written its status, which kubelet does for the mirror
-    of a pod that it runs and for no other; a UID that a pod really has is never another's.
+    A pod is known by the UID that the API server gave it. The kubelet keeps a static pod under another one, which only the annotations of
+    its mirror show, and every user can write those. So a mirror counts once the kubelet has written its status, which it does only for the
+    mirror of a pod that it runs. A UID that a pod really has is never another's.
 
     State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each event. `revision` moves on with every
     change. Only the event loop's thread may change it.
 
     Bounds: `MOST_PODS` and about `MOST_BYTES`. What is beyond is left out and counted: first pods that no scheduler has bound, then the
-    largest. A pod that is left out is asked for when it starts, and is not taken for one that has ended.
+    largest. A pod that is left out is requested when it starts, and does not count as ended.
 
     Attributes:
-        left_out: pods that are not in the book because there are too many or they are too large.
+        left_out: pods that are not in the cache because there are too many or they are too large.
         ends: how many pods were seen to end or to go.
     """
 
@@ -220,7 +220,7 @@ class PodCache:
         self._beyond: dict[str, None] = {}  # the UIDs of those that were left out, the latest at the end
         self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()  # by kubelet's UID, and since when
         self._in_order: tuple[Pod, ...] | None = None  # `pods`, asked for many times between two changes
-        self._static: dict[str, Pod] | None = None  # the mirrors that are believed, by kubelet's UID
+        self._static: dict[str, Pod] | None = None  # the confirmed mirrors, by kubelet's UID
         self._static_before: dict[str, Pod] = {}
         self._bound: dict[str, int] = {}
         self._last_bound = 0
@@ -250,13 +250,13 @@ class PodCache:
         return self._believed().get(last.claimed_uid, last) if last is not None and last.mirror else last
 
     def may_have(self, kubelet_uid: str) -> bool:
-        """Whether the pod that kubelet knows under that UID may be there although `get` does not find it: it was left out."""
+        """Tell whether a pod with that UID of the kubelet's was left out, so that `get` does not find it."""
         return kubelet_uid in self._beyond
 
     def has_ended(self, kubelet_uid: str) -> bool:
-        """Whether the API server says that the pod that kubelet knows under that UID has ended, or is gone.
+        """Tell whether, by the API server, the pod with that UID of the kubelet's has ended or is gone.
 
-        A static pod is never gone by that: kubelet runs it whether the API server has its mirror or not.
+        That never applies to a static pod: the kubelet runs it whether the API server has its mirror or not.
         """
         if not self.synced.is_set() or self.may_have(kubelet_uid):
             return False
@@ -269,13 +269,13 @@ class PodCache:
         return pod.as_static(kubelet_uid) if pod and pod.claimed_uid == kubelet_uid and kubelet_uid not in self._pods else None
 
     def one_of_its_name(self, pod: Pod) -> bool:
-        """Whether no other pod has been seen under this one's name; kubelet may still have a predecessor that was deleted by force."""
+        """Tell whether this is the only pod seen under its name; the kubelet may still have a predecessor deleted by force."""
         return self._uids.get((pod.namespace, pod.name), set()) <= {pod.claimed_uid or pod.uid}
 
     def replace(self, pods: Iterable[Pod]) -> None:
-        """Take over a complete list: whoever is not in it is gone.
+        """Take over a complete list: pods that are not in it are gone.
 
-        Pods that a list shows for the first time are ordered by creation, because nobody saw them being bound.
+        Pods that a list shows for the first time are ordered by creation, because the watch did not see them being bound.
         """
         listed = {pod.uid: pod for pod in sorted(pods, key=lambda pod: (pod.created_at, pod.namespace, pod.name))}
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
@@ -307,7 +307,7 @@ class PodCache:
             self._changed()
 
     def end(self, pod: Pod) -> None:
-        """Take note that a pod has ended; it stays in the book for a while."""
+        """Note that a pod has ended; it stays in the cache for a while."""
         self._beyond.pop(pod.uid, None)
         if pod.uid not in self._pods:
             self._bound.pop(pod.uid, None)
@@ -344,7 +344,10 @@ class PodCache:
         return True
 
     def fitting(self, pods: Collection[Pod]) -> list[Pod]:
-        """As many of them as the book takes, in their order. Pods whose owners chose the node displace none that a scheduler has bound."""
+        """Return those pods that fit into the cache, in their order.
+
+        Pods whose owners chose the node displace none that a scheduler has bound.
+        """
         left = MOST_BYTES
         fitting = set[str]()
         for pod in sorted(pods, key=lambda pod: (not pod.scheduled, pod.size_bytes))[:MOST_PODS]:
@@ -369,7 +372,7 @@ class PodCache:
                 del self._beyond[next(iter(self._beyond))]
 
     def _forget_ended(self, uid: str) -> bool:
-        """Whether the pod, by the API server's UID, was among those that have ended."""
+        """Remove the pod from those that have ended, by the API server's UID; tell whether it was among them."""
         gone = [key for key, (pod, _) in self._ended.items() if pod.uid == uid]
         for key in gone:
             del self._ended[key]
@@ -382,7 +385,7 @@ class PodCache:
         self._by_name.setdefault((pod.namespace, pod.name), {})[pod.uid] = None
 
     def _drop(self, uid: str) -> bool:
-        """Whether it was there."""
+        """Remove the pod; tell whether it was there."""
         pod = self._pods.pop(uid, None)
         if pod is None:
             return False
@@ -417,7 +420,7 @@ class PodCache:
                     known = found.get(claimed)
                     if known is None or known.bound < pod.bound:
                         found[claimed] = pod.as_static(claimed)
-            # Who compares by identity has to find the same one as long as nothing about it has changed.
+            # Comparison by identity must find the same object as long as nothing about it has changed.
             before = self._static_before
             self._static = {uid: before[uid] if before.get(uid) == pod else pod for uid, pod in found.items()}
             self._static_before = self._static

@@ -1,4 +1,4 @@
-"""Secrets of this process, kept out of every text that somebody may read.
+"""Secrets of this process, kept out of every text that people may read.
 
 `cluster` names its credentials here as soon as it has read them. `errors`, `journal` and `log` pass their texts through `redacted`, so a
 token is in no message, log line, traceback, event or page, even where an API server repeats our request in its answer.
@@ -16,7 +16,7 @@ _MOST_SECRETS = 16
 # Shorter texts are words, and replacing them would garble messages.
 _SHORTEST_SECRET = 8
 
-# Credentials that nobody has named, by their form: a header, a JSON Web Token, userinfo in a URL, a private key.
+# Credentials that were not named, by their form: a header, a JSON Web Token, userinfo in a URL, a private key.
 _FORMS = re.compile(
     r"(?P<scheme>\b(?:Bearer|Basic)\s+)[^\s\"',;]+"
     r"|\beyJ[\w-]{8,}(?:\.[\w-]*)*"
@@ -38,12 +38,12 @@ def conceal(secret: str) -> None:
 
 
 def _may_match(text: str) -> bool:
-    """Whether `_FORMS` is worth a look: each text that it matches has one of these, and finding them is much quicker."""
+    """Tell whether `_FORMS` can match: each match contains one of these, and finding them is much quicker."""
     return "://" in text or "eyJ" in text or "earer" in text or "asic" in text or "PRIVATE KEY" in text or "EARER" in text or "ASIC" in text
 
 
 def redacted(text: str) -> str:
-    """``text`` without secrets: those that `conceal` was told of, and whatever looks like credentials."""
+    """Return ``text`` without secrets: those named to `conceal`, and all that looks like credentials."""
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, HIDDEN)

@@ -1,7 +1,7 @@
-"""How the running parts are doing, as plain data: written by each room about itself, read by `web` and the command line.
+"""The state of the running parts as plain data, written by each package about itself, read by `web` and the command line.
 
-`web` may not look into `kubelet` or `gpu`; `agent` collects these reports into one `AgentStatus` whenever somebody asks. Collecting must
-stay cheap and must never block: every field is already in memory. Times are unix seconds.
+`web` may not look into `kubelet` or `gpu`; `agent` collects these reports into one `AgentStatus` on request. Collecting
+must stay cheap and must never block: every field is already in memory. Times are unix seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NotYet(str):
 
 
 class PluginState(enum.StrEnum):
-    """Where a plugin server stands with kubelet."""
+    """The state of a plugin server towards the kubelet."""
 
     WAITING = "waiting for kubelet"
     SERVING = "serving, not registered"
@@ -66,17 +66,17 @@ class PluginStatus:
     pre_starts_refused: int = 0
     pre_start_seconds_sum: float = 0.0
     last_error: str = ""
-    not_listed: str = ""  # why kubelet's own list lacks ids that we told it; empty while it has them all
+    not_listed: str = ""  # why kubelet's own list lacks ids that we sent; empty while it has them all
     rival: str = ""  # which ids of this resource kubelet has from another plugin; empty while there are none
 
     @property
     def complaint(self) -> str:
-        """What is wrong with kubelet's list of this resource, in words."""
+        """The fault in the kubelet's list of this resource, in words."""
         return "; ".join(filter(None, (self.not_listed, self.rival)))
 
     @property
     def ready(self) -> bool:
-        """kubelet knows the resource and listens to it."""
+        """Tell whether the kubelet knows the resource and reads its stream."""
         return self.state is PluginState.REGISTERED and self.stream_open
 
 
@@ -92,7 +92,7 @@ class KubeletStatus:
 
 
 class NvmlState(enum.StrEnum):
-    """Whether the driver answers."""
+    """The state of the driver."""
 
     STARTING = "starting"
     ANSWERING = "answering"
@@ -118,7 +118,7 @@ class NvmlStatus:
 
 @dataclasses.dataclass
 class LedgerStatus:
-    """The book in numbers, and its grants."""
+    """The ledger in numbers, and its grants."""
 
     revision: int = 0
     grants: tuple[Grant, ...] = ()
@@ -130,22 +130,22 @@ class LedgerStatus:
     free: dict[str, int] = dataclasses.field(default_factory=dict)  # ids free and healthy, by resource
     only_counted: frozenset[str] = frozenset()  # resources whose ids are neither booked nor answered
     rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)  # what each device has left, by resource
-    decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not say what the holder gets
+    decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not decide what the holder gets
     sharing: dict[str, str] = dataclasses.field(default_factory=dict)  # how a device is shared (`SharingMode`), by the other resources
     overcommitted: tuple[Overcommit, ...] = ()  # devices of which schedulers have given out more compute or places than there are
-    uses: tuple[GpuUse, ...] = ()  # which family each GPU serves, and who waits for it
+    uses: tuple[GpuUse, ...] = ()  # which family each GPU serves, and which pods wait for it
     held_back: dict[str, tuple[HeldBack, ...]] = dataclasses.field(default_factory=dict)  # ids that are not given out, by resource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContainerUsage:
-    """What one container uses of one of its devices, by its own library's count.
+    """The use that one container makes of one of its devices, as counted by the container's own library.
 
     Attributes:
         index: the device's place in the container.
         limit_bytes: 0 when nothing limits it.
         cores_percent: compute in use, by the library's own measurement.
-        last_kernel_at: when the container launched a kernel last, unix seconds; 0 when it never did, or its library does not say.
+        last_kernel_at: when the container launched a kernel last, unix seconds; 0 when it never did, or its library does not report it.
         cores_limit_percent: 100 when nothing limits compute.
         processes: how many live processes of the container have the library open.
         limits_cores: the region's switch for the limit of compute is on.
@@ -166,7 +166,7 @@ class ContainerUsage:
 
 
 class MpsState(enum.StrEnum):
-    """Where an MPS control daemon stands."""
+    """The state of an MPS control daemon."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -183,9 +183,9 @@ class MpsStatus:
         adopted: it was running already when this agent started.
         limits_seen_at: when its limits were read back last, unix seconds.
         limits: (GPU, MiB that each client may take), of the daemon that runs.
-        clients: process ids of its clients when they were last asked for.
+        clients: process ids of its clients at the last query.
         clients_lost: how many clients ended with a daemon, since the agent started.
-        lent: GPUs that serve somebody else now and are therefore not in exclusive mode.
+        lent: GPUs in use by another resource now and therefore not in exclusive mode.
     """
 
     resource: str
@@ -214,7 +214,7 @@ class FamilyStatus:
 
 @dataclasses.dataclass
 class BindingStatus:
-    """How containers are matched with their pods, and what went wrong with it since the start."""
+    """The matching of containers with their pods, and its failures since the start."""
 
     mode: BindingMode | None = None  # None while it depends on a Node that has not been read
     families: tuple[FamilyStatus, ...] = ()
@@ -239,7 +239,7 @@ class CdiSpecStatus:
         kind: vendor and class, e.g. ``nvidia.com/gpu``.
         path: its file.
         devices: their names.
-        made_at: unix seconds when its content was made (or last changed, where somebody else keeps it); 0 when it never was.
+        made_at: unix seconds when its content was made (or last changed, where other software keeps it); 0 when it never was.
         error: why it is not as it should be; empty when it is.
     """
 
@@ -252,11 +252,11 @@ class CdiSpecStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CdiStatus:
-    """How containers are told of devices by CDI.
+    """The CDI specs and names by which containers get devices.
 
     Attributes:
         source: ``generated``, ``toolkit``, or empty where no CDI names are needed.
-        strategies: how containers are told of their devices.
+        strategies: how containers get their devices.
         specs: those that this node's devices have.
         names: the qualified names that runtimes can resolve now.
     """
@@ -286,7 +286,7 @@ class WatchStatus:
 
 @dataclasses.dataclass
 class WriterStatus:
-    """One of those who write to the API server: requests accepted and failed, things given up, and what waits."""
+    """One of the writers to the API server: requests accepted and failed, objects given up, and what waits."""
 
     what: str
     written: int = 0
@@ -298,7 +298,7 @@ class WriterStatus:
 
 @dataclasses.dataclass
 class ClusterStatus:
-    """The API server as this agent uses it, and the pods that it has told of."""
+    """The API server as this agent uses it, and the pods that it has reported."""
 
     connected: bool = False
     without: str = ""  # why there is no connection
@@ -335,7 +335,7 @@ class AgentStatus:
     started_at: float = 0.0
     inventory: Inventory = dataclasses.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
-    containers: tuple[ContainerUsage, ...] = ()  # of those whose limits stand in a region of HAMi-core
+    containers: tuple[ContainerUsage, ...] = ()  # of those whose limits are in a region of HAMi-core
     inventory_at: float = 0.0  # when the GPUs were last read, whether anything had changed or not
     usage_at: float = 0.0
     nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)

@@ -1,4 +1,4 @@
-"""An API server, or somebody between it and the agent, that answers whatever a test wants, byte for byte."""
+"""An API server, or a proxy before it, that answers whatever a test wants, byte for byte."""
 
 from __future__ import annotations
 

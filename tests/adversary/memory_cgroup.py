@@ -41,7 +41,7 @@ def memory_cgroup(limit_mib: int) -> Iterator[MemoryCgroup]:
     """Make a cgroup with this limit, and remove it when its processes have ended.
 
     Raises:
-        OSError: this machine lets nobody make one; it takes root, and the memory controller of cgroup v1 or v2.
+        OSError: this machine allows none; it takes root, and the memory controller of cgroup v1 or v2.
     """
     version = 1 if (_V1 / "memory.limit_in_bytes").exists() else 2
     root = _V1 if version == 1 else _V2

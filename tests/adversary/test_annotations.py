@@ -78,7 +78,7 @@ async def test_a_pod_cannot_claim_another_pods_ids_or_uid_by_its_annotations() -
 
 
 async def test_thousands_of_pods_that_never_start_do_not_delay_a_neighbours_start() -> None:
-    """They are bound by spec.nodeName, and the API server takes as many as quotas allow; a start must not look at each for each."""
+    """They are bound by spec.nodeName, and the API server takes as many as quotas allow. A start must not look at each for each."""
     place = Place()
     place.book.replace([placed_by_its_owner(f"never-{number}") for number in range(5000)])
     starting = StartingPods(place.book, place.ledger, served=dict, longest_seconds=10)

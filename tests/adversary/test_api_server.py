@@ -1,4 +1,4 @@
-"""An API server that was taken over, or somebody between it and the agent: each answer wants memory, time, or a loop of the agent."""
+"""An API server that was taken over, or a proxy before it: each answer wants memory, time, or a loop of the agent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def _refused(answers: Answer, **settings: Any) -> ClusterError:
 
 
 async def test_no_endless_answer_fills_the_memory() -> None:
-    """One object of the API has a megabyte and a half; what goes on beyond 16 MiB is given up, with one clear line."""
+    """One object of the API has a megabyte and a half. What goes on beyond 16 MiB is given up, with one clear line."""
     tracemalloc.start()
     try:
         err = await _refused(endless)
@@ -93,7 +93,7 @@ async def test_retry_after_as_a_date_is_kept_within_an_hour() -> None:
 
 @pytest.mark.parametrize("code", ["301 Moved", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"])
 async def test_no_redirect_leads_the_token_elsewhere(code: str) -> None:
-    """Whoever may answer once must not learn the token by naming another host."""
+    """A host that may answer once must not learn the token by naming another host."""
     seen: list[bytes] = []
 
     async def elsewhere(writer: asyncio.StreamWriter, request: bytes) -> None:
@@ -197,7 +197,7 @@ async def test_no_list_goes_on_for_ever_with_empty_pages(monkeypatch: pytest.Mon
     ids=["items", "one item", "version", "spaces", "depth", "brackets", "commas"],
 )
 async def test_no_endless_list_fills_the_memory(begin: bytes, again: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The API server ignores ``limit`` when it answers from its cache, so a page may be as long as it likes; it is read piece by piece."""
+    """The API server ignores ``limit`` when it answers from its cache, so a page may be as long as it likes. It is read piece by piece."""
     monkeypatch.setattr("vgpu_agent.cluster.reflector._MOST_ITEMS", 2000)
 
     async def write(writer: asyncio.StreamWriter, _: bytes) -> None:
@@ -339,7 +339,7 @@ async def test_no_node_of_megabytes_is_kept() -> None:
 
 
 async def test_no_answer_to_a_write_fills_the_memory() -> None:
-    """Nobody reads what comes back from a patch, but it comes."""
+    """The answer to a patch is not used, but it comes."""
     async with asked(endless) as api:
         with pytest.raises(ClusterError, match="more than 16 MiB"):
             await api.patch(NODE, {})

@@ -1,6 +1,6 @@
 """Faults of the wall clock: a node boots with a wrong time and gets the right one later, forward or back, by a day or by years.
 
-Whoever can make the node's time jump must not be able to drop what kubelet has just reserved, or to keep it reserved for ever.
+A jump of the node's time must neither drop what the kubelet has just reserved nor keep it reserved for ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Clocks:
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    """Clocks that stand still; whoever is made from now on takes them."""
+    """Clocks that stand still, for everything that is made from now on."""
     made = Clocks(monkeypatch)
     defaults = Ledger.__init__.__kwdefaults__
     assert defaults is not None
@@ -45,7 +45,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 @pytest.mark.parametrize("jump", [DAY_SECONDS, -DAY_SECONDS])
 async def test_a_clock_that_jumps_neither_drops_a_reservation_nor_keeps_it_for_ever(clocks: Clocks, jump: float) -> None:
-    """A reservation that is dropped too early lets two containers have one share, and one that stays takes it from everybody."""
+    """A reservation that is dropped too early lets two containers have one share, and one that stays takes it from all pods."""
     place = Place()
     await place.allocator.allocate(NUMBER, IDS[:1])
 
@@ -61,7 +61,7 @@ async def test_a_clock_that_jumps_neither_drops_a_reservation_nor_keeps_it_for_e
 
 
 async def test_a_clock_that_is_set_back_does_not_change_which_container_started_last() -> None:
-    """By that order an init container has ended, and its share is given on; the records keep it over restarts."""
+    """By that order an init container has ended, and its share is given on. The records keep it over restarts."""
     now = [1_000_000.0]
     place = Place()
     assert place.allocator.binder is not None

@@ -70,7 +70,7 @@ def fill_deep(directory: Path, depth: int, name: str) -> None:
 
 @needs_root
 def test_no_deep_tree_ends_the_collecting(containers: Path) -> None:
-    """A recursive removal raises RecursionError, which is no OSError, and the loop that collects for everybody is dead for good."""
+    """A recursive removal raises RecursionError, which is no OSError, and the loop that collects for all pods is dead for good."""
     fill_deep(hostile(containers), 5000, "d")
     told = collect(containers)
     assert (told["freed"], told["left_over"], names(containers)) == (["a-hostile_main", "ended_main"], {}, ["alive_main"])
@@ -78,7 +78,7 @@ def test_no_deep_tree_ends_the_collecting(containers: Path) -> None:
 
 @needs_root
 def test_no_tree_of_the_longest_names_stays(containers: Path) -> None:
-    """300 levels of 255 bytes are a path that no system call takes; the agent never builds one."""
+    """300 levels of 255 bytes are a path that no system call takes. The agent never builds one."""
     fill_deep(hostile(containers), 300, "n" * 255)
     assert collect(containers)["left_over"] == {}
     assert names(containers) == ["alive_main"]
@@ -101,7 +101,7 @@ def test_a_tenant_cannot_take_the_agents_memory_with_many_files(containers: Path
 
 @needs_root
 def test_a_tenant_cannot_keep_others_from_being_collected(containers: Path) -> None:
-    """A directory of another user that nobody may enter can be removed by nobody without capabilities. It is moved aside and shown."""
+    """A directory of another user with closed permissions cannot be removed without capabilities. It is moved aside and shown."""
     locked = hostile(containers) / "locked"
     locked.mkdir()
     (locked / "file").write_text("")
@@ -153,7 +153,7 @@ def test_a_grants_own_directory_given_away_does_not_hold_its_name(containers: Pa
 
 @needs_root
 def test_an_immutable_file_holds_up_nobody(containers: Path) -> None:
-    """Nobody can remove a file with that flag; all around it goes."""
+    """A file with that flag cannot be removed. All around it goes."""
     attacked = hostile(containers)
     (attacked / "gone").write_text("")
     with (attacked / "stays").open("wb") as file:
@@ -224,7 +224,7 @@ def test_a_tenant_cannot_stop_the_removal_by_taking_its_names(tmp_path: Path) ->
 
 
 def test_a_tenant_that_goes_on_writing_does_not_hold_the_agent(tmp_path: Path) -> None:
-    """A container that has not ended may make files as quickly as they are removed; the time of a turn ends all the same."""
+    """A container that has not ended may make files as quickly as they are removed. The time of a turn ends all the same."""
     tree = tmp_path / "tree"
     tree.mkdir()
     stop = threading.Event()
@@ -301,7 +301,7 @@ async def test_a_removal_that_hangs_holds_up_neither_loop_nor_starts(containers:
     await grants.sweep(str(containers), lambda name: name.startswith("alive"))
     assert time.monotonic() - began < 20
     assert any("has not returned" in why and host_files.ASIDE_PREFIX in why for why in grants.left_over.values())
-    assert await asyncio.wait_for(asyncio.to_thread(lambda: True), 20)  # where starts are served
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: True), 20)  # where starts are answered
     back.set()
 
 
@@ -327,7 +327,7 @@ async def test_what_was_helped_by_hand_goes(containers: Path, monkeypatch: pytes
 
 
 async def test_more_directories_than_pods_are_taken_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No list has as many entries as somebody likes."""
+    """No list has more entries than a fixed bound."""
     monkeypatch.setattr(grants_module, "_MOST_LISTED", 10)
     containers = tmp_path / "containers"
     for number in range(25):
@@ -354,7 +354,7 @@ async def test_killed_agents_leave_nothing_that_piles_up(tmp_path: Path) -> None
 
 
 def test_a_killed_agent_never_leaves_a_directory_that_others_cannot_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made and then opened up, a parent would stay closed for good when the agent dies in between; it gets its name when it is right."""
+    """Made and then opened up, a parent would stay closed for good when the agent dies in between. It gets its name when it is right."""
     for killed_at in range(12):
         base = tmp_path / str(killed_at)
         base.mkdir()

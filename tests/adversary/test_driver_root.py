@@ -30,7 +30,7 @@ def _disk(path: Path) -> None:
 
 FAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to a disk": (_link, "is a symbolic link"),
-    "a link to a node of NVIDIA's": (_link_to_a_real_one, "is a symbolic link"),  # it can be turned while nobody looks
+    "a link to a node of NVIDIA's": (_link_to_a_real_one, "is a symbolic link"),  # it can be turned between two looks
     "a dangling link": (lambda path: path.symlink_to("/nonexistent"), "is a symbolic link"),
     "a FIFO": (os.mkfifo, "is no device node"),
     "a directory": (Path.mkdir, "is no device node"),

@@ -1,4 +1,4 @@
-"""Attacks on early binding, where Allocate has to guess whose it is: pods that the kubelet never asks for, bound before a stranger's.
+"""Attacks on early binding, where Allocate has to guess its pod: pods that the kubelet never asks for, bound before a stranger's.
 
 kubelet admits pods one after the other. A pod that it turns away before it comes to devices (a forbidden sysctl, more than there is) makes
 no call, and its status says so a little later; an imitation of a mirror pod it does not even look at.
@@ -30,7 +30,7 @@ def placed_by_its_owner(name: str, *containers: PodContainer | str, annotations:
 
 
 def stranger(name: str = "stranger") -> Pod:
-    """Somebody's pod, placed by a scheduler."""
+    """A tenant's pod, placed by a scheduler."""
     return dataclasses.replace(a_pod(name, annotations=wants(main=f"{U0} 1000")), scheduled=True)
 
 
@@ -41,7 +41,7 @@ async def _is_served(place: Place, pod: Pod, ids: tuple[str, ...] = IDS[:1]) -> 
 
 
 async def test_an_imitation_of_a_mirror_pod_takes_nobodys_answer() -> None:
-    """kubelet runs no pod of the API server with that annotation, so no Allocate can be about it."""
+    """The kubelet runs no pod of the API server with that annotation, so no Allocate can be about it."""
     place = Place(late=False)
     liar = placed_by_its_owner("liar", annotations={**wants(main=f"{U1} 39000"), MIRROR_POD: "x", STATIC_POD_HASH: "x"})
     for pod in (liar, stranger()):
@@ -59,7 +59,7 @@ async def test_an_imitation_of_a_mirror_pod_takes_nobodys_answer() -> None:
     ],
 )
 async def test_a_pod_that_asks_for_more_than_there_is_takes_nobodys_answer(container: PodContainer) -> None:
-    """kubelet turns it away before any plugin is asked, or in the middle, and its owner can make as many as it likes."""
+    """The kubelet turns it away before any plugin is asked, or in the middle, and its owner can make as many as it likes."""
     place = Place(late=False)
     for pod in (placed_by_its_owner("greedy", container), stranger()):
         place.book.put(pod)
@@ -79,7 +79,7 @@ async def test_a_pod_that_kubelet_turns_away_takes_nobodys_answer() -> None:
 
 
 async def test_a_pod_that_its_owner_has_placed_is_served_in_its_turn() -> None:
-    """It is no attack to choose a node, and the pod that comes after such a pod is served, too."""
+    """It is no attack to choose a node, and the pod that comes after such a pod starts, too."""
     place = Place(late=False)
     own = placed_by_its_owner("own")
     for pod in (own, stranger()):
@@ -92,7 +92,7 @@ async def test_a_pod_that_its_owner_has_placed_is_served_in_its_turn() -> None:
 
 @pytest.mark.parametrize("scheduled", [True, False])
 async def test_nonsense_in_one_pod_does_not_fail_another_for_good(scheduled: bool) -> None:
-    """An error from Allocate fails the pod whose call it is, and that may be the next; kubelet says so only at the start."""
+    """An error from Allocate fails the pod of the call, which may be the next one. The kubelet says so only at the start."""
     place = Place(late=False)
     nonsense = dataclasses.replace(placed_by_its_owner("nonsense", annotations={}), scheduled=scheduled)
     for pod in (nonsense, stranger()):
@@ -112,7 +112,7 @@ async def test_where_nobody_can_tell_nothing_is_refused_for_good() -> None:
 
 
 async def test_a_pod_with_nonsense_in_it_is_told_so_itself() -> None:
-    """When it was its own call after all, its start is refused with its own fault, and the next pod is served."""
+    """The pod's own start is refused for its own fault, and the next pod starts normally."""
     place = Place(late=False)
     nonsense = placed_by_its_owner("nonsense", annotations={})
     for pod in (nonsense, stranger()):
@@ -124,7 +124,7 @@ async def test_a_pod_with_nonsense_in_it_is_told_so_itself() -> None:
 
 
 async def test_the_same_pod_does_not_take_every_answer_of_its_neighbours() -> None:
-    """kubelet never asks for it and never says so; it costs one answer, and the pod that is made anew gets its own."""
+    """The kubelet never asks for it and never says so. It costs one answer, and the pod that is made anew gets its own."""
     place = Place(late=False)
     for pod in (placed_by_its_owner("silent"), stranger()):
         place.book.put(pod)

@@ -66,7 +66,7 @@ async def test_no_pod_chooses_its_gpu_or_limits_where_a_spec_tells_them(late: Vo
 
 @pytest.mark.component
 async def test_no_pod_switches_its_limit_off_on_a_shared_gpu(late: VolcanoStage) -> None:
-    """CUDA_DISABLE_CONTROL was enough to take the memory of every neighbour. Who has a whole GPU has none, and may."""
+    """CUDA_DISABLE_CONTROL was enough to take the memory of every neighbour. A holder of a whole GPU has none, and may."""
     await late.start_agent()
     switched_off = {DISABLED_BY: "true"}
     shared = await late.serve("shared", asks(1, 16, 10), environment=switched_off)
@@ -78,7 +78,7 @@ async def test_no_pod_switches_its_limit_off_on_a_shared_gpu(late: VolcanoStage)
 @pytest.mark.component
 async def test_no_pod_takes_another_gpu_where_its_value_wins(early: VolcanoStage) -> None:
     """With early binding the pod's value beats the agent's, so a pod that sets one that decides does not start; the reason names it. One
-    that sets only limits starts, because those stand in the region.
+    that sets only limits starts, because those are in the region.
     """
     await early.start_agent()
     cluster = early.cluster
@@ -133,7 +133,7 @@ def _preloaded(setting: str, *shares: Share, oversubscribed: bool = False, gpu: 
     ],
 )
 def test_no_share_that_others_lie_beside_goes_without_a_limit(share: Share, oversubscribed: bool, limited: bool) -> None:
-    """The default: only who has all memory of each of its GPUs may switch the library off."""
+    """The default: only a container with all memory of each of its GPUs may switch the library off."""
     assert _preloaded("whole-gpus", share, oversubscribed=oversubscribed) is limited
 
 
@@ -150,5 +150,5 @@ def test_the_operator_decides_about_the_disabling_variable(setting: str, limited
 
 
 def test_no_unknown_memory_counts_as_whole() -> None:
-    """A card whose memory the driver has not told yet: any share looks as large as it."""
+    """A card whose memory the driver has not reported yet: any share looks as large as it."""
     assert _preloaded("whole-gpus", Share(GPU.uuid, 1000), gpu=dataclasses.replace(GPU, memory_mib=0))

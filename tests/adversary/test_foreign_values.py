@@ -40,7 +40,7 @@ def lines() -> Iterator[io.StringIO]:
 
 
 def test_a_tenant_cannot_have_its_annotation_quoted_once_for_each_gpu() -> None:
-    """A refusal names why each of 16 GPUs is not wanted; with the whole annotation each time it had 4 MB; 25 ended the agent."""
+    """A refusal names why each of 16 GPUs is not wanted. With the whole annotation each time it had 4 MB, and 25 ended the agent."""
     unwanted = {room.device: type_refusal("NVIDIA-NVIDIA A10", wanted=LONG, unwanted=None) for room in GPUS}
     with pytest.raises(CapacityError) as caught:
         choose_rooms(GPUS, Want(1, lambda _: 1, 0, "1 × volcano.sh/vgpu-number"), policy=BINPACK, refused=unwanted)
@@ -72,7 +72,7 @@ def test_a_tenant_cannot_fill_a_refusal_with_any_of_its_values() -> None:
 
 @pytest.mark.usefixtures("lines")
 def test_a_tenant_cannot_grow_the_journal_beyond_its_bytes() -> None:
-    """A thousand entries are few, but not when each keeps what a pod wrote, in whatever fact it stands."""
+    """A thousand entries are few, but not when each keeps a pod's text, in any of its facts."""
     log.configure(level="error", stream=io.StringIO())
     journal = Journal()
     tracemalloc.start()

@@ -67,7 +67,7 @@ async def _probed(agent: AgentProcess) -> None:
     times = []
     for _ in range(5):
         began = time.monotonic()
-        assert await agent.get_text("/livez") == (200, "alive\n")  # or (0, reason) where nobody answers in time
+        assert await agent.get_text("/livez") == (200, "alive\n")  # or (0, reason) without an answer in time
         times.append(time.monotonic() - began)
     assert statistics.median(times) < _PROBE_SECONDS
 
@@ -77,7 +77,7 @@ def _log_bytes(agent: AgentProcess) -> int:
 
 
 async def test_connections_cannot_use_up_a_soft_limit_that_the_container_may_raise(stage: Stage) -> None:
-    """Container runtimes leave the soft limit at 1,024 for programs that use select(2); a neighbour's connections would use that up."""
+    """Container runtimes leave the soft limit at 1,024 for programs that use select(2). A neighbour's connections would use that up."""
     agent = stage.agent(QUICK + SHARED)
     agent._through = ("prlimit", "--nofile=128:4096")
     await agent.start()
@@ -100,7 +100,7 @@ async def test_slow_connections_cannot_keep_the_kubelets_probes_out(stage: Stage
 
 
 async def test_silent_connections_cannot_use_up_the_debug_port(stage: Stage) -> None:
-    """From inside the pod, or through a port that somebody forwards: the operator still gets an answer, as does the open port."""
+    """From inside the pod, or through a forwarded port: the operator still gets an answer, as does the open port."""
     agent = await _agent(stage)
     async with _connections(agent.debug_address, _SLOW):
         assert (await agent.get("/debug/tasks"))["tasks"]
@@ -108,7 +108,7 @@ async def test_silent_connections_cannot_use_up_the_debug_port(stage: Stage) -> 
 
 
 async def test_clients_that_read_nothing_cannot_keep_their_connections(stage: Stage) -> None:
-    """Each asks for more than fits into the kernel's buffers; the oldest of them make room without waiting for their readers."""
+    """Each asks for more than fits into the kernel's buffers. The oldest of them make room without waiting for their readers."""
     agent = await _agent(stage)
     asked = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 200
     async with _connections(agent.public_address, _SLOW, asked):
@@ -146,7 +146,7 @@ async def test_junk_in_a_loop_cannot_fill_the_log(stage: Stage) -> None:
 
 
 async def test_fifty_clients_that_ask_in_a_loop_cannot_keep_pods_waiting(stage: Stage) -> None:
-    """A scrape costs milliseconds of the one event loop; who asks again at once gets the last answer, and waits."""
+    """A scrape costs milliseconds of the one event loop. An immediate second request waits, and gets the last answer."""
     agent = await _agent(stage)
     hammering = asyncio.ensure_future(_hammer(f"http://{agent.public_address}/metrics", clients=50))
     try:
@@ -180,7 +180,7 @@ _NAME = "secret-project"
 
 
 async def test_no_neighbour_learns_the_names_of_other_tenants_pods_where_the_operator_keeps_them(stage: Stage) -> None:
-    """With web.podNames: debug nothing on the open port names a pod; the debug port, on the pod's own loopback, serves it all."""
+    """With web.podNames: debug nothing on the open port names a pod. The debug port, on the pod's own loopback, serves it all."""
     agent = await stage.ready_agent(QUICK + SHARED + "web: {podNames: debug}\n")
     await stage.admit(_NAME)
     await agent.until("/debug/allocations", lambda answer: _NAME in str(answer))

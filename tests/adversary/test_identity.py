@@ -1,6 +1,6 @@
 """Attacks on identity: pods that say they are another pod, or a static one, and what they want from that.
 
-A tenant who may create pods may write any annotation, any ownerReference and ``spec.nodeName``. It cannot choose a UID, and it cannot
+A tenant that may create pods may write any annotation, any ownerReference and ``spec.nodeName``. It cannot choose a UID, and it cannot
 write a pod's status. kubelet never runs a pod of the API server that has the annotation of mirror pods.
 """
 
@@ -34,7 +34,7 @@ def given(place: Place, ids: tuple[str, ...]) -> dict[str, str]:
 
 @pytest.mark.parametrize("imitator_first", [True, False])
 async def test_a_tenant_cannot_choose_the_limits_of_another_pods_init_container(imitator_first: bool) -> None:
-    """pod-resources does not list plain init containers, so nothing but the UID says whose ids they are."""
+    """pod-resources does not list plain init containers, so only the UID identifies the owner of these ids."""
     place = Place()
     victim = a_pod("victim", init("prepare"), "main", uid=VICTIM, annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000"))
     liar = dataclasses.replace(imitation("liar", VICTIM), containers=victim.containers)
@@ -46,7 +46,7 @@ async def test_a_tenant_cannot_choose_the_limits_of_another_pods_init_container(
 
 
 async def test_a_tenant_cannot_raise_its_own_limits_by_a_second_pod_that_is_never_scheduled() -> None:
-    """The scheduler decided for one pod; the other is written with what its owner would like to have."""
+    """The scheduler decided for one pod. The other is written with what its owner would like to have."""
     place = Place()
     own = a_pod("own", init("main"), uid=VICTIM, annotations=wants(main=f"{U0} 1000"))
     place.book.replace([own, imitation("wish", VICTIM)])
@@ -56,7 +56,7 @@ async def test_a_tenant_cannot_raise_its_own_limits_by_a_second_pod_that_is_neve
 
 
 async def test_a_tenant_cannot_take_over_another_pods_record() -> None:
-    """Whoever is asked about the victim's UID hears of the victim: releases, refusals, annotations and files go by it."""
+    """Questions about the victim's UID find the victim: releases, refusals, annotations and files go by it."""
     place = Place()
     victim = a_pod("victim", uid=VICTIM, annotations=wants(main=f"{U0} 1000"))
     place.book.replace([victim])
@@ -73,14 +73,14 @@ async def test_a_tenant_cannot_take_over_another_pods_record() -> None:
 
 
 async def test_a_tenants_pod_that_ends_cannot_free_what_another_pod_holds() -> None:
-    """A full node makes room by releasing pods that have ended; a liar that says it is the victim has ended at once."""
+    """A full node makes room by releasing pods that have ended. A liar that says it is the victim has ended at once."""
     place = Place()
     victim = a_pod("victim", uid=VICTIM, annotations=wants(main=f"{U0} 40000"))
     place.book.replace([victim])
     await place.admit(victim, "main", IDS[:1])
     await place.start(IDS[:1])
     place.book.put(dataclasses.replace(imitation("liar", VICTIM), phase="Failed"))
-    place.pod_resources = []  # kubelet has just come back, and lists nobody yet
+    place.pod_resources = []  # the kubelet has just come back, and lists no pod yet
     greedy = a_pod("greedy", annotations=wants(main=f"{U0} 40000"))
     place.book.put(greedy)
     await place.admit(greedy, "main", IDS[1:2])
@@ -92,7 +92,7 @@ async def test_a_tenants_pod_that_ends_cannot_free_what_another_pod_holds() -> N
 
 
 async def test_a_tenant_cannot_pose_as_a_static_pod_that_runs() -> None:
-    """The hash of a static pod can be read from its mirror; kubelet writes the status of the one mirror that is its own."""
+    """The hash of a static pod can be read from its mirror. The kubelet writes the status of the one mirror that is its own."""
     place = Place()
     claims = {MIRROR_POD: STATIC, STATIC_POD_HASH: STATIC}
     annotations = {**wants(prepare=f"{U0} 1000", main=f"{U0} 1"), **claims}
@@ -108,7 +108,7 @@ async def test_a_tenant_cannot_pose_as_a_static_pod_that_runs() -> None:
 
 @pytest.mark.looptime
 async def test_a_tenant_cannot_pose_as_a_static_pod_that_has_no_mirror_yet() -> None:
-    """kubelet makes the mirror after it has begun; until then a liar would be the only one with that hash."""
+    """The kubelet makes the mirror after it has begun. Until then a liar would be the only one with that hash."""
     place = Place()
     place.book.replace([dataclasses.replace(imitation("liar", STATIC), containers=(init("prepare"),))])
     assert place.checkpoint is not None
@@ -121,7 +121,7 @@ async def test_a_tenant_cannot_pose_as_a_static_pod_that_has_no_mirror_yet() -> 
 
 @pytest.mark.looptime
 async def test_a_static_pod_is_served_before_kubelet_has_written_its_mirrors_status() -> None:
-    """The name that pod-resources gives is kubelet's own word, too, and nobody else can have it."""
+    """The name in pod-resources is the kubelet's own record, too, and no other pod can have it."""
     place = Place()
     claims = {MIRROR_POD: STATIC, STATIC_POD_HASH: STATIC}
     mirror = a_pod("static", uid="mirror", annotations={**wants(main=f"{U0} 1000"), **claims})
@@ -138,7 +138,7 @@ async def test_a_static_pod_is_served_before_kubelet_has_written_its_mirrors_sta
 
 
 def test_no_hash_that_a_tenant_writes_becomes_a_uid() -> None:
-    """Directories are named by kubelet's UID; a text with a slash in it would lead out of the folder they lie in."""
+    """Directories are named by kubelet's UID. A text with a slash in it would lead out of the folder they lie in."""
     book = PodCache()
     for place, text in enumerate(("../../../../etc", "a/b", "..", ".", "", "x" * 300, "a\0b", "a\n", "ü", "a_b")):
         book.put(dataclasses.replace(imitation(f"liar-{place}", text), reported=True))

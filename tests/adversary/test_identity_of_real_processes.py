@@ -21,7 +21,7 @@ async def volcano(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 @pytest.mark.component
 async def test_a_tenant_cannot_raise_its_limit_by_a_pod_that_imitates_a_mirror_pod(volcano: VolcanoStage) -> None:
-    """It asks for a share; a second pod of the same owner, which never runs, names the first's UID and asks for three times as much."""
+    """It asks for a share. A second pod of the same owner, which never runs, names the first's UID and asks for three times as much."""
     stage, cluster = volcano, volcano.cluster
     await stage.start_agent()
     cluster.hold_admission = True

@@ -35,7 +35,7 @@ class MortalStage(VolcanoStage):
 
     @property
     def count_file(self) -> Path:
-        """Has a line for each file operation that was made."""
+        """A file with a line for each file operation that was made."""
         return self.folder / "operations"
 
     def new_agent(self) -> AgentProcess:

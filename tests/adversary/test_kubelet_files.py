@@ -1,6 +1,6 @@
-"""Attacks in the kubelet's name: what lies where its checkpoint should be, and who answers in place of its pod-resources API.
+"""Attacks in the kubelet's name: what lies where its checkpoint should be, and servers in place of its pod-resources API.
 
-Whoever can write there is root on the node or a kubelet gone mad. They cannot be kept from lying; the agent must go on all the same.
+Only root on the node, or a kubelet gone mad, can write there. Its lies cannot be prevented, but the agent must go on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def test_a_fifo_in_place_of_the_checkpoint_cannot_hang_a_reader(tmp_path: 
 
 @pytest.mark.component
 async def test_a_checkpoint_of_500_mb_cannot_use_up_the_memory(tmp_path: Path) -> None:
-    """The agent has 256 MiB for everything; the file is told to be too large, after a part of it."""
+    """The agent has 256 MiB for everything. The file is reported as too large, after a part of it."""
     path = tmp_path / "kubelet_internal_checkpoint"
     with path.open("wb") as file:
         file.write(b'{"Data":{"PodDeviceEntries":[')
@@ -100,7 +100,7 @@ async def test_a_checkpoint_of_tiny_things_cannot_swell_in_memory(tmp_path: Path
 
 @pytest.mark.parametrize("checksum", ["1" * 1_000_000, "[" * 1_000_000, "-1e" + "9" * 100_000], ids=["digits", "nesting", "exponent"])
 async def test_odd_json_in_the_checkpoint_ends_in_one_clear_error_or_is_passed_over(tmp_path: Path, checksum: str) -> None:
-    """In a place that is not ours, and in the place of our ids; neither computes for seconds nor ends the thread's stack."""
+    """In a place that is not ours, and in the place of our ids. Neither computes for seconds nor ends the thread's stack."""
     path = tmp_path / "kubelet_internal_checkpoint"
     entry = '{"PodUID":"u","ContainerName":"c","ResourceName":"r","DeviceIDs":%s}'
     for ids, last in (('["a"]', checksum), (checksum, "1")):
@@ -114,7 +114,7 @@ async def test_odd_json_in_the_checkpoint_ends_in_one_clear_error_or_is_passed_o
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 async def test_another_users_checkpoint_is_not_believed(tmp_path: Path) -> None:
-    """The kubelet is root; who else has written there decides nothing about GPUs."""
+    """The kubelet is root. Another user's writes there decide nothing about GPUs."""
     path = tmp_path / "kubelet_internal_checkpoint"
     path.write_text(json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum": 1}))
     os.chown(path, 1000, 1000)
@@ -124,7 +124,7 @@ async def test_another_users_checkpoint_is_not_believed(tmp_path: Path) -> None:
 
 @pytest.mark.component
 async def test_a_mad_checkpoint_cannot_keep_pods_from_starting(stage: Stage) -> None:
-    """Where ids name the GPU, the answer needs no checkpoint; and the trouble is one line."""
+    """Ids that name the GPU need no checkpoint for an answer, and the trouble is one line in the log."""
     agent = await stage.ready_agent()
     path = stage.folder / "kubelet" / "device-plugins" / "kubelet_internal_checkpoint"
     path.unlink(missing_ok=True)

@@ -118,7 +118,7 @@ def test_a_tenant_cannot_hide_what_it_asks_for_behind_junk() -> None:
 
 
 def test_a_tenant_cannot_push_others_out_of_the_book() -> None:
-    """Where the book is full, the largest are left out, whenever they came."""
+    """A full pod cache leaves out the largest pods, whatever the order in which they came."""
 
     def pod(name: str, text: str = "") -> Pod:
         return Pod(f"uid-{name}", "team", name, annotations={"volcano.sh/vgpu-ids-new": text}, containers=(PodContainer("main"),))
@@ -139,7 +139,7 @@ def test_a_tenant_cannot_push_others_out_of_the_book() -> None:
 
 
 def test_a_tenant_cannot_grow_the_memory_of_names() -> None:
-    """A pod that is deleted and created anew under its name for ever; that there was another is all that is remembered."""
+    """A pod that is deleted and created anew under its name for ever. That there was another is all that is remembered."""
     book = PodCache()
     for number in range(5000):
         pod = Pod(f"uid-{number}", "team", "again")

@@ -1,4 +1,4 @@
-"""Files that are called libvgpu.so and limit nothing: a pod that is told "3000 MiB" would have the whole card."""
+"""Files that are called libvgpu.so and limit nothing: a pod with a share of "3000 MiB" would have the whole card."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def test_no_library_that_only_mentions_the_functions_passes(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("hidden", ["static", '__attribute__((visibility("hidden")))'])
 def test_no_library_that_keeps_its_hooks_to_itself_passes(hidden: str, tmp_path: Path) -> None:
-    """A build whose symbols nobody else sees: programs go on calling the driver."""
+    """A build whose symbols are not exported: programs go on calling the driver."""
     source = HOOKS.replace("int ", f"__attribute__((used)) {hidden} int ")
     assert "does not export dlsym" in refusal(compiled(source + REGION, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith("cuGetProcAddress")])
 def test_no_library_with_a_gap_passes(name: str, tmp_path: Path) -> None:
-    """One function that is not hooked is the way around all others; the message names it."""
+    """One function that is not hooked is the way around all others. The message names it."""
     functions = [other for other in FUNCTIONS if other != name]
     assert f"does not export {name}, so it limits nothing" in refusal(shared_object(functions, code=CODE, strings=VARIABLE), tmp_path)
 
@@ -122,7 +122,7 @@ def test_no_library_of_another_layout_passes(size: int, said: str, tmp_path: Pat
 
 
 def test_no_library_of_two_layouts_passes(tmp_path: Path) -> None:
-    """The code has our size, and that of 2.8.1 too: which one it opens the region with, nobody can tell."""
+    """The code has our size, and that of 2.8.1 too. Which one it opens the region with cannot be known."""
     both = region_code(REGION_BYTES) + region_code(2_008_984)
     assert "is of HAMi 2.8.1" in refusal(shared_object(FUNCTIONS, code=both, strings=VARIABLE), tmp_path)
 
@@ -168,7 +168,7 @@ def test_no_damaged_file_costs_more_than_a_line(damage: str, tmp_path: Path) -> 
     content = DAMAGED[damage]()
     tracemalloc.start()
     try:
-        if damage != "2^32 symbols":  # their number is in nobody's way: nothing goes through them
+        if damage != "2^32 symbols":  # their number does no harm: nothing goes through them
             assert "deliver HAMi-core's libvgpu.so there" in refusal(content, tmp_path)
         else:
             (tmp_path / "libvgpu.so").write_bytes(content)
@@ -191,7 +191,7 @@ def test_no_bit_that_is_flipped_raises_anything_else(tmp_path: Path) -> None:
 
 
 def test_no_huge_file_is_read(tmp_path: Path) -> None:
-    """A file of 64 GiB in the library's place, and a pipe that nobody writes to."""
+    """A file of 64 GiB in the library's place, and a pipe without a writer."""
     source = tmp_path / "libvgpu.so"
     with source.open("wb") as file:
         file.write(GOOD)
@@ -210,7 +210,7 @@ def test_no_huge_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.component
 async def test_no_bad_library_reaches_a_pod(folder: Path) -> None:
     """Nothing is offered with a file that limits nothing, and /readyz says what it lacks. With the right one pods start; a bad one that is
-    delivered then gets nobody, new pods have the one that was installed, and after a restart of the agent there is nothing again.
+    delivered then reaches no pod, new pods have the one that was installed, and after a restart of the agent there is nothing again.
     """
     other = shared_object(("inflate",), code=CODE)
     library = "/usr/local/vgpu/libvgpu.so"

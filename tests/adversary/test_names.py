@@ -33,7 +33,7 @@ NAMES = [*((uid, "main") for uid in BAD_UIDS), *((UID, name) for name in BAD_CON
 
 @pytest.mark.parametrize(("uid", "container"), NAMES)
 def test_no_name_makes_a_path_that_leads_elsewhere(uid: str, container: str) -> None:
-    """The last defence: whoever builds a directory's name is refused, and nothing of the text is in a path."""
+    """The last defence: a caller that builds a directory's name is refused, and nothing of the text is in a path."""
     with pytest.raises(UnusableNameError, match="no directory is made"):
         container_directory(uid, container)
     target = Target(pod_uid=uid, container=container, grant="g", environment=frozenset(), shares=(), oversubscribed=False, limit_cores=True)
@@ -60,7 +60,7 @@ def test_no_two_containers_share_a_directory_by_the_spelling_of_their_names() ->
     ],
 )
 def test_no_forged_pod_enters_the_book(pod: dict[str, Any]) -> None:
-    """Names of a pod stand in the paths of requests, too; the error quotes the name within bounds."""
+    """Paths of requests contain names of a pod, too. The error quotes the name within bounds."""
     good: dict[str, Any] = {"metadata": {"name": "p", "namespace": "n", "uid": UID}, "spec": {"containers": [{"name": "main"}]}}
     forged = {"metadata": {**good["metadata"], **pod.get("metadata", {})}, "spec": pod.get("spec", good["spec"])}
     assert decode.pod(msgspec.json.encode(good)).uid == UID

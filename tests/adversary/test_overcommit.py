@@ -1,6 +1,6 @@
-"""Attacks through the annotations of a scheduler, which everybody who may create pods can write himself.
+"""Attacks through the annotations of a scheduler, which every user with the right to create pods can write.
 
-A scheduler may overcommit compute and places of a GPU, so whoever passes for one would take them from his neighbours. What the agent cannot
+A scheduler may overcommit compute and places of a GPU, so a pod that passes for one would take its neighbours'. What the agent cannot
 tell apart is a pod that names Volcano's scheduler and is bound by its author (``spec.nodeName``); the harm of that is bounded here: never
 memory, never more than kubelet has counted for the node, never a neighbour's share, restart or start.
 """
@@ -49,7 +49,7 @@ def left(place: Place, gpu: str = U0) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("scheduler", ["default-scheduler", ""])
 async def test_a_tenant_cannot_take_compute_beyond_the_card_with_annotations_of_his_own(scheduler: str) -> None:
-    """Under the plain scheduler nobody but the author writes them; the neighbour keeps the compute that he was promised."""
+    """Under the plain scheduler only the author writes them. The neighbour keeps the compute that it was promised."""
     place = VolcanoPlace()
     await place.started(scheduled("neighbour", (U0, 4, 60)))
     with pytest.raises(OvercommitError, match="schedulerName is default-scheduler"):
@@ -80,7 +80,7 @@ async def test_no_tenant_gets_memory_beyond_the_card_whatever_he_writes(schedule
 
 @pytest.mark.parametrize(("units", "cores"), [(40, 10), (4, 100), (4, -1), (0, 10), (-4, 10)])
 async def test_a_tenant_cannot_write_himself_more_than_his_limits(units: int, cores: int) -> None:
-    """Quotas count the limits of a pod; an annotation that gives more, or no limit at all, would go round them."""
+    """Quotas count the limits of a pod. An annotation that gives more, or no limit at all, would go round them."""
     place, text = VolcanoPlace(), f"{U0},NVIDIA,{units},{cores}:"
     pod = scheduled("attacker", (U0, 4, 10), more={FORGED: text, "volcano.sh/devices-to-allocate": text})
     with pytest.raises(RequestRefusedError):
@@ -110,7 +110,7 @@ async def test_a_tenant_cannot_pin_a_gpu_by_a_pod_that_never_starts() -> None:
 
 
 async def test_a_tenant_cannot_use_the_decision_for_another_node() -> None:
-    """Annotations copied from a pod that a scheduler has placed elsewhere are nobody's word here."""
+    """Annotations copied from a pod that a scheduler has placed elsewhere are no decision here."""
     place = VolcanoPlace()
     with pytest.raises(RequestRefusedError, match="decided for another node"):
         await place.started(scheduled("attacker", (U0, 4, 60), node="node-b"))
@@ -140,9 +140,9 @@ async def test_a_tenants_init_container_does_not_multiply_his_share() -> None:
 
 
 async def test_a_forger_who_passes_for_a_scheduler_takes_no_memory_no_start_and_no_restart_from_his_neighbours() -> None:
-    """He names Volcano's scheduler and binds his pods himself, which nobody can tell from a scheduler's binding.
+    """The tenant names Volcano's scheduler and binds its own pods, which looks like a scheduler's binding.
 
-    He gets turns on a card that is full of promises, as many as kubelet has ids; the operator sees it, and the neighbours keep memory,
+    It gets turns on a card that is full of promises, as many as kubelet has ids; the operator sees it, and the neighbours keep memory,
     limits and restarts, also under a new agent.
     """
     place = VolcanoPlace()
@@ -154,7 +154,7 @@ async def test_a_forger_who_passes_for_a_scheduler_takes_no_memory_no_start_and_
     room = len(IDS) - len(neighbours)
     for number in range(room):
         await place.started(scheduled(f"forged-{number}", (U0, 1, 100)))
-    assert len(place.ids) == len(IDS)  # kubelet admits nobody else
+    assert len(place.ids) == len(IDS)  # the kubelet admits no other pod
     (beyond,) = place.ledger.overcommitted
     assert (beyond.device, beyond.holders) == (U0, len(IDS))
     assert len(place.events("start.overcommitted")) == room
@@ -170,7 +170,7 @@ async def test_a_forger_who_passes_for_a_scheduler_takes_no_memory_no_start_and_
 
 
 async def test_a_crash_loop_on_an_overcommitted_card_floods_nobody() -> None:
-    """One event and one count for each pod, however often it starts; and a bound on what waits to be told."""
+    """One event and one count for each pod, however often it starts, and a bound on what waits to be reported."""
     place = VolcanoPlace()
     await place.started(scheduled("neighbour", (U0, 1, 90)))
     attacker = scheduled("attacker", (U0, 1, 90))
@@ -197,7 +197,7 @@ _HOSTILE = st.one_of(
 @example(annotations={FORGED: ";" * 200_000, "volcano.sh/vgpu-node": NODE}, scheduler="volcano")
 @settings(max_examples=150, deadline=None)
 def test_no_annotation_breaks_the_family_or_the_neighbours_start(annotations: dict[str, str], scheduler: str) -> None:
-    """Whatever stands there, the pod gets at most its limits or one refusal of bounded length, and the next pod starts."""
+    """With any annotation the pod gets at most its limits or one refusal of bounded length, and the next pod starts."""
 
     async def play() -> None:
         place = VolcanoPlace()
@@ -255,7 +255,7 @@ async def test_no_tenant_gets_memory_of_a_full_card_by_its_index() -> None:
 
 
 async def test_no_tenant_gets_a_card_that_another_has_whole_by_its_index() -> None:
-    """Whole cards are exclusive, whoever says that he may have them."""
+    """Whole cards are exclusive, whatever an annotation claims."""
     place = GpusharePlace("number")
     await place.started("neighbour", 1, "0")
     with pytest.raises(CapacityError):

@@ -103,7 +103,7 @@ async def test_rapid_resets_cannot_keep_the_loop_busy(kubelet: Served) -> None:
 
 
 async def test_a_message_of_64_mib_is_not_collected(kubelet: Served) -> None:
-    """The length is told first, then the data comes, frame by frame; the largest honest request has below four."""
+    """The length comes first, then the data, frame by frame. The largest honest request has below four."""
     first = _headers(1) + _message(1, b"\0" + struct.pack(">I", 64 * _MIB))
     part = _message(1, bytes(16384))
     sent = await _closed(kubelet, lambda n: first if n == 0 else part, most=64 * 64)
@@ -183,7 +183,7 @@ async def test_silent_connections_cannot_take_the_place_of_the_kubelets(kubelet:
 
 
 async def test_a_compressed_message_is_refused_in_one_line(kubelet: Served) -> None:
-    """And a message that breaks off; neither is a bug of ours, with its traceback."""
+    """A message that breaks off is refused the same way. Neither is a bug of ours with its traceback."""
     with structlog.testing.capture_logs() as logs:
         reader, writer = await asyncio.open_unix_connection(str(kubelet.path))
         compressed = _headers(1) + _message(1, b"\1\0\0\0\1x", end=True)

@@ -109,7 +109,7 @@ def fill(region: Path) -> int:
 
 
 async def test_a_tenant_cannot_take_more_than_its_slot(node: Node) -> None:
-    """Nobody watches here: the kernel has no more for it, neither by writing nor by allocating, and the neighbour has all of its own."""
+    """There is no watch here: the kernel has no more for it, neither by writing nor by allocating. The neighbour has all of its own."""
     region, neighbour = await node.deliver("greedy"), await node.deliver("neighbour")
     assert fill(region) <= SLOT_KIB << 10
     for mode in ([], ["--keep-size"]):
@@ -121,7 +121,7 @@ async def test_a_tenant_cannot_take_more_than_its_slot(node: Node) -> None:
 
 
 async def test_a_full_slot_keeps_its_container_from_no_restart(node: Node) -> None:
-    """What the container has written beyond its region goes first; then the new region takes the place of the old one."""
+    """Files that the container wrote beyond its region are removed first. Then a new region replaces the old one."""
     region = await node.deliver("greedy")
     fill(region)
     assert await node.deliver("greedy") == region
@@ -144,7 +144,7 @@ async def test_a_slot_is_free_again_when_its_container_has_ended(node: Node) -> 
 
 
 async def test_an_agent_that_starts_anew_finds_each_container_in_its_slot(node: Node) -> None:
-    """An upgrade changes nothing for who runs, and gives nobody's slot away."""
+    """An upgrade changes nothing for running containers, and gives none of their slots away."""
     await node.deliver("first")
     node.start_agent()
     await node.grants.load()
@@ -154,7 +154,7 @@ async def test_an_agent_that_starts_anew_finds_each_container_in_its_slot(node: 
 
 
 async def test_after_a_reboot_regions_are_made_again(node: Node) -> None:
-    """Slots are in memory: empty after a reboot, or not there at all when nobody mounts them any more."""
+    """Slots are in memory: empty after a reboot, or missing when they are not mounted any more."""
     region = await node.deliver("first")
     await asyncio.to_thread(unmount, node.slots)
     await asyncio.to_thread(mount_slots, node.regions, 2, mount_tmpfs)
@@ -179,7 +179,7 @@ async def test_a_slot_that_was_taken_and_never_used_is_given_back(node: Node) ->
 
 
 async def test_a_removed_region_that_is_still_open_fills_nobody_elses_slot(node: Node) -> None:
-    """A container may hand its open region to another one of its pod before it ends; the file lives on, and can still grow."""
+    """A container may hand its open region to another one of its pod before it ends. The file lives on, and can still grow."""
     region = await node.deliver("first")
     descriptor = os.open(region, os.O_RDWR)
     try:
@@ -213,7 +213,7 @@ async def test_a_full_disk_costs_no_slots(node: Node, monkeypatch: pytest.Monkey
 
 
 async def test_an_agent_that_was_killed_while_it_removed_a_slot_removes_nobody_elses(node: Node) -> None:
-    """The directory was gone and the link was not; a container of that name may have the same slot by then."""
+    """The directory was gone and the link was not. A container of that name may have the same slot by then."""
     await node.deliver("first")
     aside = Path(node.regions) / ".vgpu-agent-gone-0123456789abcdef"
     aside.symlink_to("../slots/001/second_main")
@@ -241,7 +241,7 @@ async def test_a_link_that_leads_anywhere_else_is_not_followed(node: Node) -> No
 
 
 async def test_a_region_on_the_disk_stays_there_while_its_container_lives(node: Node) -> None:
-    """A container from before there were slots has it mounted; one that starts again under its name keeps its directory."""
+    """A container from before there were slots has it mounted. One that starts again under its name keeps its directory."""
     await asyncio.to_thread(unmount, node.slots)
     region = await node.deliver("old")
     await asyncio.to_thread(mount_slots, node.regions, 2, mount_tmpfs)

@@ -51,7 +51,7 @@ def lines(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
 
 @pytest.fixture(autouse=True)
 def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
-    """kubernetes_asyncio reads files in its coroutine, in a thread and a loop of its own, where that holds nobody up."""
+    """kubernetes_asyncio reads files in its coroutine, in a thread and a loop of its own, where that blocks no other task."""
     if _no_blocked_loop is not None:
         _no_blocked_loop.deactivate()
 
@@ -164,7 +164,7 @@ class Agent:
 
 @pytest.mark.parametrize("case", ANSWERS)
 async def test_no_error_of_the_api_server_shows_the_token(case: str, lines: io.StringIO, service_account: Path) -> None:
-    """Servers and proxies repeat requests in their complaints, and a token in the log is a token for everybody who may read logs."""
+    """Servers and proxies repeat requests in their complaints, and a token in the log is a token for every reader of logs."""
     async with served(ANSWERS[case]) as url:
         access = Access(url, authorization=f"Bearer {CANARY}")
         conceal(access.authorization)  # as `_access` does with whatever it has read
@@ -322,5 +322,5 @@ async def test_no_service_account_shows_its_token(service_account: Path, lines: 
     ],
 )
 def test_no_text_shows_what_has_the_form_of_credentials(text: str, shown: str) -> None:
-    """Also those of others, which nobody has named here."""
+    """This includes those of other programs, which are not named here."""
     assert redacted(text) == shown

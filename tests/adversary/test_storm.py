@@ -18,7 +18,7 @@ _START_SECONDS = 2.0
 
 
 async def test_no_storm_of_tenants_kills_the_agent_or_delays_a_start(folder: Path) -> None:
-    """A node runs the pods of strangers; whatever they do together, the agent lives within its memory and starts of others go on."""
+    """A node runs the pods of strangers. Whatever they do together, the agent lives within its memory and starts of others go on."""
     with memory_cgroup(LIMIT_MIB) as cgroup:
         async with storm_stage(folder, cgroup) as stage:
             endured = await endure(stage, files=100_000, starts=15)

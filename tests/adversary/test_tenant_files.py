@@ -69,7 +69,7 @@ class Node:
         return GrantRecord(token, "volcano-vgpu", "volcano.sh/vgpu-number", 1, owner, shares, "", 1.0, self.provision().collected)
 
     async def mounts_at_start(self) -> list[tuple[str, bool]]:
-        """PreStartContainer, and (source, whether it is read-only) as they stand in the spec then."""
+        """PreStartContainer, and (source, whether it is read-only) as they are in the spec then."""
         await self.grants.deliver(self.record(), self.provision())
         (spec,) = self.cdi.glob("*.json")
         mounts = json.loads(spec.read_text())["devices"][0]["containerEdits"]["mounts"]
@@ -127,7 +127,7 @@ async def test_no_directory_of_the_host_is_writable_in_a_container(node: Node) -
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 async def test_another_user_cannot_replace_a_region(node: Node) -> None:
-    """A user without root in the container, who sees the host's path by some other way."""
+    """A user without root in the container, with some other way to the host's path."""
     await node.mounts_at_start()
     script = f"import os; os.rename({str(node.region)!r}, {str(node.region) + '.old'!r})"
     done = await asyncio.to_thread(
@@ -162,7 +162,7 @@ async def test_an_upgrade_does_not_reuse_what_a_container_could_write_to(node: N
 
 
 async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None:
-    """While the API server is away, containers start from the specs that are there; one of the version before must be written anew."""
+    """While the API server is away, containers start from the specs that are there. One of the version before must be written anew."""
     record = dataclasses.replace(node.record(), collected=str(old_directory(node)))
     await node.grants.deliver(record, node.provision())
     earlier = str(node.host / "vgpu" / "containers")
@@ -176,7 +176,7 @@ async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None
 
 
 async def test_an_early_answer_from_before_cannot_be_turned_into_a_way_out(node: Node) -> None:
-    """The kubelet keeps the answer of the version before, which mounts that directory, and nobody can change it. A sibling container that
+    """The kubelet keeps the answer of the version before, which mounts that directory, and it cannot be changed. A sibling container that
     has the directory open (by a shared PID namespace) writes to the old one, while the runtime is given a new one.
     """
     old = old_directory(node)
@@ -249,7 +249,7 @@ GROW = {
 
 @pytest.mark.parametrize("how", GROW)
 async def test_a_tenant_cannot_fill_the_disk_with_its_region(how: str, node: Node) -> None:
-    """Nobody else's file system has a quota for it. It is cut back at once, said once, and counted each time."""
+    """The file systems of other directories have no quota for it. It is cut back at once, logged once, and counted each time."""
     await node.mounts_at_start()
     guard = RegionGuard(str(node.host / "vgpu" / "regions"), node.journal, size=hami_region.SIZE, pause_seconds=300)
     task = asyncio.create_task(guard.run())
@@ -319,7 +319,7 @@ def usages_of(node: Node) -> ContainerUsages:
 
 
 async def test_a_tenant_cannot_hang_or_fill_the_reading_of_regions(node: Node) -> None:
-    """In a directory from before: FIFOs, links, a device, a file of a terabyte, and more names than anybody wants to know."""
+    """In a directory from before: FIFOs, links, a device, a file of a terabyte, and an endless number of names."""
     old = old_directory(node)
     os.mkfifo(old / "a.cache")
     (old / "b.cache").symlink_to("/dev/zero")
@@ -333,7 +333,7 @@ async def test_a_tenant_cannot_hang_or_fill_the_reading_of_regions(node: Node) -
 
 
 async def test_reading_that_hangs_keeps_no_container_from_starting(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts have threads of their own; the loop names what hangs, once, and goes on."""
+    """Starts have threads of their own. The loop names what hangs, once, and goes on."""
     back = threading.Event()
     monkeypatch.setattr(container_usage, "_DEADLINE_SECONDS", 0.1)
     monkeypatch.setattr(container_usage, "_region", lambda *_: back.wait(60))
@@ -346,7 +346,7 @@ async def test_reading_that_hangs_keeps_no_container_from_starting(node: Node, m
 
 
 def test_nothing_of_ours_lies_where_everybody_may_make_it_first() -> None:
-    """/tmp/vgpulock of the host, made by somebody else with mode 0700, made every start of the node fail."""
+    """/tmp/vgpulock of the host, made by another user with mode 0700, made every start of the node fail."""
     default = HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so.1", library_locks=True)
     provision = default.provision(Target("uid", "main", "token", frozenset(), ((GPU, Share(GPU.uuid, 3000, 50)),)))
     sources = [mount.host_path for mount in provision.edits.mounts] + [directory.path for directory in provision.directories]
@@ -354,7 +354,7 @@ def test_nothing_of_ours_lies_where_everybody_may_make_it_first() -> None:
 
 
 async def test_a_tenant_cannot_hold_the_lock_that_others_wait_for(node: Node) -> None:
-    """Libraries before 2.8.1 wait for one lock file; each container has a file system of its own for it, small, and gone with it."""
+    """Libraries before 2.8.1 wait for one lock file. Each container has a file system of its own for it, small, and gone with it."""
     node.backend = HamiCore(
         str(node.host), str(node.library), library_locks=uses_lock(b"/tmp/vgpulock/lock\0unified_lock locked"), late=True
     )

@@ -1,4 +1,4 @@
-"""The API server's side for a node of which only a label matters: its Node is watched, nobody's pods, and nothing is written."""
+"""The API server's side for a node of which only a label matters: its Node is watched but no pods, and nothing is written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def server() -> AsyncIterator[ApiServer]:
 
 
 async def settings(tmp_path: Path, server: ApiServer) -> Settings:
-    """As a node has them that offers nvidia.com/gpu by a named configuration."""
+    """Return the settings of a node that offers nvidia.com/gpu by a named configuration."""
     return await volcano_settings(
         tmp_path, server, families=Families(), named_config=NamedConfig(directory=str(tmp_path)), listen=":0", debug_listen=":0"
     )
@@ -64,7 +64,7 @@ async def connected(settings: Settings, waited_seconds: float = 0.0, named: Name
 
 
 async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> None:
-    """An admin who gives the agent no right to see pods can still label nodes."""
+    """An admin can still label nodes without giving the agent a right to see pods."""
     async with connected(await settings(tmp_path, server)) as cluster:
         assert (cluster.connected, cluster.needed, cluster.config_label) == (True, False, "four")
         assert [watch.what for watch in ClusterReport(cluster).status().watches] == ["this node"]
@@ -80,14 +80,14 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
 
 
 async def test_without_families_and_without_named_configurations_nobody_is_asked(tmp_path: Path, server: ApiServer) -> None:
-    """As ever: a node with nvidia.com/gpu alone needs no API server."""
+    """A node with nvidia.com/gpu alone needs no API server."""
     plain = msgspec.structs.replace(await settings(tmp_path, server), named_config=NamedConfig())
     async with connected(plain) as cluster:
         assert (cluster.connected, cluster.config_label) == (False, None)
 
 
 async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, server: ApiServer) -> None:
-    """What was read is remembered, with what was chosen by it; and the time that was waited before counts."""
+    """The label is remembered with the configuration that it chose, and the time already waited counts."""
     quick = await settings(tmp_path, server)
     named = NamedConfiguration(load({}, {}).sources, quick, Journal())
     await asyncio.to_thread((tmp_path / "four").write_text, "version: v1\n")
@@ -107,7 +107,7 @@ async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, ser
 async def test_what_could_not_be_remembered_is_remembered_once_the_disk_takes_it(tmp_path: Path, server: ApiServer) -> None:
     """The Node may say nothing new for weeks after the disk was full, and then comes an outage with a restart."""
     quick, state = await settings(tmp_path, server), tmp_path / "state"
-    await asyncio.to_thread(state.write_text, "")  # something stands in the place of the directory
+    await asyncio.to_thread(state.write_text, "")  # something is in the place of the directory
     async with connected(quick) as cluster:
         following = asyncio.ensure_future(cluster.follow(_nothing))
         try:
@@ -120,7 +120,7 @@ async def test_what_could_not_be_remembered_is_remembered_once_the_disk_takes_it
 
 
 async def _nothing() -> None:
-    """There are no families here that would hear of something new."""
+    """There are no families here that would need news."""
 
 
 def _until_there(path: Path) -> None:

@@ -28,7 +28,7 @@ def on(port: int) -> LateWeb:
 
 
 async def answers(port: int) -> bool:
-    """True when somebody listens there."""
+    """Tell whether a server listens there."""
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
     except ConnectionRefusedError:
@@ -66,7 +66,7 @@ async def test_a_taken_port_is_noticed_before_anything_is_registered(port: int) 
 
 
 async def test_a_port_that_is_taken_later_is_an_error_as_well(port: int) -> None:
-    """Whoever waits for the start hears of it, and nothing is left listening."""
+    """A waiting caller receives the failure of the start, and nothing is left listening."""
     async with on(port) as web:
         with socket.create_server(("127.0.0.1", port)), pytest.raises(ListenError, match="the address is already in use"):
             await web.start(lambda: True)

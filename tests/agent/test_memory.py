@@ -1,4 +1,4 @@
-"""What the agent loads when it starts: memory and start-up time are won by not importing things."""
+"""Modules that the agent loads when it starts: fewer imports save memory and start-up time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Of a key that nobody has any more; valid for a hundred years, though nobody asks.
+# Of a key that has been deleted; valid for a hundred years, which is not checked.
 _CERTIFICATE = """\
 -----BEGIN CERTIFICATE-----
 MIIBiTCCAS+gAwIBAgIUKIpPsyao5B8XYPq67qqcxqastk4wCgYIKoZIzj0EAwIw
@@ -53,7 +53,11 @@ print(kib() - before)
 
 
 def test_what_lies_between_blocks_in_use_goes_back_too() -> None:
-    """Of 20 MB in blocks of 4,000 bytes all but every fiftieth are freed: hardly anything goes back until `give_back`, then nearly all."""
+    """Freed blocks between blocks in use go back only when `give_back` is called.
+
+    Of 20 MB in blocks of 4,000 bytes all but every fiftieth are freed. Hardly anything goes back before the call,
+    nearly all after it.
+    """
     program = """
 from vgpu_agent.agent.memory import give_back, keep_small
 def kib(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
@@ -94,7 +98,7 @@ asyncio.run(main())
 
 
 def test_what_the_start_has_made_is_not_searched_again() -> None:
-    """Everything that is there when the start is over stays, and a search for cycles passes it over; later ones are found as ever."""
+    """Everything that is there when the start is over stays, and a search for cycles passes it over. Later ones are found as ever."""
     program = """
 import gc, weakref
 from vgpu_agent.agent.memory import settle

@@ -75,14 +75,14 @@ async def own(tmp_path: Path, server: ApiServer | None, *, more: str = "", clust
 
 
 async def begun(tmp_path: Path, server: ApiServer | None, *, more: str = "") -> tuple[Loaded, NamedConfiguration]:
-    """What `composition.run` begins with."""
+    """Load the settings and the named configuration, as `composition.run` does first."""
     loaded, named = await with_named_configuration(await own(tmp_path, server, more=more))
     assert named is not None
     return loaded, named
 
 
 def replicas(loaded: Loaded) -> int:
-    """Of the one shared resource; 1 where none is shared."""
+    """Return the replicas of the one shared resource; 1 when none is shared."""
     shared = loaded.settings.sharing.time_slicing.resources
     return shared[0].replicas if shared else 1
 
@@ -93,7 +93,7 @@ def journalled(named: NamedConfiguration, event: str) -> list[Mapping[str, Any]]
 
 
 async def remember(tmp_path: Path, **facts: Any) -> None:
-    """What an agent before this one has left."""
+    """Write the memory that an earlier agent has left."""
     await Memory(str(tmp_path / "state")).keep(Remembered(NODE, **facts))
 
 
@@ -113,7 +113,7 @@ async def test_the_label_decides_what_the_agent_starts_with(tmp_path: Path, shel
 
 
 async def test_without_the_label_default_and_fallbacks_decide(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """Of two configurations none is the default, and NVIDIA's third strategy is none at all."""
+    """Two configurations have no default between them, and NVIDIA's third strategy chooses none at all."""
     loaded, named = await begun(tmp_path, server)
     assert (replicas(loaded), named.choice.key, named.problem) == (1, "", "")
     loaded, named = await begun(tmp_path, server, more=", default: two")
@@ -146,7 +146,7 @@ async def test_a_label_that_names_nothing_changes_nothing_and_says_so_once(tmp_p
 
 
 async def test_what_is_in_force_is_what_could_be_applied(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """`reload` says so; a restart falls back upon it, and the choice that was refused is told beside the label's problem."""
+    """`reload` reports it. A restart falls back upon it, and reports the refused choice beside the label's problem."""
 
     async def apply(settings: Settings) -> None:
         applied.append(settings)
@@ -169,7 +169,7 @@ async def test_what_is_in_force_is_what_could_be_applied(tmp_path: Path, shelf: 
 
 
 async def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """A mount that is taken away is no wish for another configuration."""
+    """A mount that is taken away is no request for another configuration."""
     label(server, "four")
     _, named = await begun(tmp_path, server)
     await asyncio.to_thread(shelf.rename, tmp_path / "elsewhere")
@@ -190,7 +190,7 @@ async def test_an_agent_that_starts_with_a_wrong_label_goes_on_as_the_one_before
 async def test_a_wrong_label_on_a_node_without_a_past_counts_as_none(
     tmp_path: Path, shelf: Path, server: ApiServer, before: str | None
 ) -> None:
-    """NVIDIA's README says so; its program ends with an error, and the node has no plugin."""
+    """NVIDIA's README says so. Its program ends with an error, and the node has no plugin."""
     label(server, "typo")
     await remember(tmp_path, named_config=before)
     loaded, named = await begun(tmp_path, server, more=", default: two")
@@ -199,7 +199,7 @@ async def test_a_wrong_label_on_a_node_without_a_past_counts_as_none(
 
 
 async def test_without_an_answer_the_start_goes_by_what_was_read_before(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """And it waits no longer than cluster.startWaitSeconds, which NVIDIA's init container does (its issue 1540)."""
+    """The start waits no longer than cluster.startWaitSeconds, which NVIDIA's init container does (its issue 1540)."""
     await remember(tmp_path, config_label="four")
     settings = await own(tmp_path, server, wait_seconds=0.3)
     await server.down()
@@ -213,7 +213,7 @@ async def test_a_server_that_hangs_is_not_waited_for(tmp_path: Path, shelf: Path
     settings = await own(tmp_path, None, wait_seconds=0.3)
     async with ApiServer() as server:
         kubeconfig = await asyncio.to_thread(server.kubeconfig, tmp_path / "kubeconfig")
-    with socket.create_server(("127.0.0.1", 0)) as hung:  # the kernel takes the connection, and nobody else does
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # only the kernel takes the connection
         url = f"http://127.0.0.1:{hung.getsockname()[1]}"
         await asyncio.to_thread(kubeconfig.write_text, kubeconfig.read_text().replace(server.url, url))
         settings = await asyncio.to_thread(load, {**settings.sources.flags, "--kubeconfig": str(kubeconfig)}, {})
@@ -260,7 +260,7 @@ async def test_a_wrong_one_does_not_stop_a_restart_that_knows_the_good_one(tmp_p
 
 
 async def test_a_wrong_one_under_a_new_name_leaves_the_good_one_of_before_too(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """The label was changed to it while an agent ran, which kept what it had; its restart must not end the node's service."""
+    """The label was changed to it while an agent ran, which kept what it had. Its restart must not end the node's service."""
     label(server, "four")
     two = await asyncio.to_thread((shelf / "two").read_text)
     await remember(tmp_path, named_config="two", named_text=two)
@@ -276,7 +276,7 @@ async def test_a_wrong_one_under_a_new_name_leaves_the_good_one_of_before_too(tm
 
 
 async def test_a_wrong_one_where_none_was_in_force_leaves_it_at_none(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """Also that is what runs on the node."""
+    """This is also what runs on the node."""
     label(server, "four")
     await remember(tmp_path, named_config="", named_text="")
     await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")

@@ -28,7 +28,7 @@ class Applied:
         self.refusal = ""
 
     async def __call__(self, settings: Settings) -> None:
-        """As `composition` applies them."""
+        """Record the settings, as `composition` applies them."""
         if self.refusal:
             raise ConfigError([self.refusal])
         self.settings.append(settings)
@@ -36,7 +36,7 @@ class Applied:
 
 @pytest.fixture
 def applied() -> Iterator[Applied]:
-    """What was put in force; the log level is put back."""
+    """Collect the settings that are put in force, and restore the log level afterwards."""
     yield Applied()
     log.set_level("debug")
 
@@ -52,7 +52,7 @@ async def test_good_settings_are_applied_and_shown(applied: Applied) -> None:
 
 
 async def test_what_a_new_file_says_without_effect_is_told_once(applied: Applied) -> None:
-    """nvidia:D10 holds for a change, too; what was told before is not told again."""
+    """nvidia:D10 holds for a change, too. A reported problem is not reported again."""
     reload = Reload(loaded("nvidiaConfig: {colour: red}\n"), apply=applied, journal=Journal())
     with structlog.testing.capture_logs() as told:
         await reload.take(loaded("nvidiaConfig: {colour: red, migStrategy: mixed}\n"))
@@ -62,7 +62,7 @@ async def test_what_a_new_file_says_without_effect_is_told_once(applied: Applied
 
 
 async def test_families_that_collide_are_named_once(applied: Applied) -> None:
-    """What can be served of a changed file is, so the sentence is all that tells why something is missing."""
+    """The rest of a changed file is applied, so this sentence alone tells why something is missing."""
     both = "families: {aws: true}\naws:\n  resourceName: nvidia.com/gpu\n"
     reload = Reload(loaded(), apply=applied, journal=Journal())
     with structlog.testing.capture_logs() as told:

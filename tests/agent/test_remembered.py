@@ -1,4 +1,4 @@
-"""What a restart during an outage goes by."""
+"""The memory on which a restart during an outage relies."""
 
 from __future__ import annotations
 

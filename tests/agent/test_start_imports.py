@@ -24,7 +24,7 @@ _LATER = ("aiohttp", "kubernetes_asyncio", "prometheus_client", "tomllib", "vgpu
 
 
 def test_a_registration_waits_for_nothing_that_speaks_http() -> None:
-    """Counted in modules and not in seconds, so that it holds on any machine; the benchmark has the seconds."""
+    """Counted in modules and not in seconds, so that it holds on any machine. The benchmark has the seconds."""
     found = subprocess.run([sys.executable, "-c", _START], capture_output=True, check=True, text=True, timeout=PATIENCE_SECONDS)
     modules = set(json.loads(found.stdout))
     assert [name for name in _LATER if name in modules] == []

@@ -18,7 +18,7 @@ def state_file(directory: Path) -> StateFile[dict[str, int]]:
 
 
 async def test_what_was_written_is_read_by_the_next_process(tmp_path: Path) -> None:
-    """The directory is made, readable by nobody else, and nothing unfinished stays."""
+    """The directory is made, readable by no other user, and nothing unfinished stays."""
     assert await state_file(tmp_path / "state").write({"a": 1})
     assert await state_file(tmp_path / "state").read() == {"a": 1}
     assert [(path.name, path.stat().st_mode & 0o777) for path in (tmp_path / "state").iterdir()] == [("facts.json", 0o600)]

@@ -41,7 +41,7 @@ def test_the_strategy_of_the_plugin_counts_for_volcano() -> None:
 
 
 def test_beside_the_nvidia_family_the_strategy_is_its_own() -> None:
-    """The same instances are not offered twice, unless somebody says so, and then the problem is named."""
+    """The same instances are not offered twice, unless it is configured, and then the problem is named."""
     names, problems = offered(settings(nvidia=True, strategy="mixed"))
     assert names == {"nvidia.com/gpu", "nvidia.com/mig-1g.5gb", "nvidia.com/mig-2g.10gb"}
     assert problems == ()
@@ -54,7 +54,7 @@ def test_beside_the_nvidia_family_the_strategy_is_its_own() -> None:
 
 
 def test_in_the_mode_mig_instances_have_no_names_of_their_own() -> None:
-    """They are given through the count resource; who asked for both is told."""
+    """They are given through the count resource. A configuration that asks for both gets a warning."""
     found = Found(device_configs=(DEVICE_CONFIG,))
     names, (problem,) = offered(settings(msgspec.structs.replace(HAMI, operating_mode="mig", mig_strategy="mixed")), found)
     assert names == set()
@@ -62,7 +62,7 @@ def test_in_the_mode_mig_instances_have_no_names_of_their_own() -> None:
 
 
 def test_a_tool_that_is_missing_is_named_before_a_pod_needs_it() -> None:
-    """GPUs that are divided already can be given all the same, so nothing is withheld; in the other mode nobody needs the tool."""
+    """GPUs that are divided already can be given all the same, so nothing is withheld. In the other mode the tool is not needed."""
     mode = settings(msgspec.structs.replace(HAMI, operating_mode="mig", mig_parted="/nowhere/nvidia-mig-parted"))
     built = build(mode, Found(device_configs=(DEVICE_CONFIG,), divides=False))
     (problem,) = built.problems

@@ -1,4 +1,4 @@
-"""How Node, ConfigMap, library and settings come together into what a node with volcano-vgpu offers, and how that changes while it runs."""
+"""The offer of a node with volcano-vgpu, from Node, ConfigMap, library and settings, and its changes while it runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_defaults_are_offered_once_the_node_is_read(tmp_path: Path) -> Non
 
 
 async def test_the_config_map_and_the_nodes_own_file_are_laid_over_the_settings(tmp_path: Path) -> None:
-    """volcano-vgpu:D23 ConfigMap, then the node's entry; what is wrong in them is named, and the rest counts."""
+    """volcano-vgpu:D23 ConfigMap, then the node's entry. What is wrong in them is named, and the rest counts."""
     (tmp_path / "config.json").write_text('{"nodeconfig":[{"name":"node-a","devicesplitcount":3,"devicecorescaling":"many"}]}')
     async with ApiServer() as server:
         server.objects.create("nodes", node())
@@ -65,7 +65,7 @@ async def test_the_config_map_and_the_nodes_own_file_are_laid_over_the_settings(
 
 
 async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Path) -> None:
-    """volcano-vgpu:D23 What stood there before stays in force, also for an agent that starts afterwards, until the ConfigMap is mended."""
+    """volcano-vgpu:D23 The earlier content stays in force, also for an agent that starts afterwards, until the ConfigMap is mended."""
     async with ApiServer() as server:
         server.objects.create("nodes", node())
         server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
@@ -142,7 +142,7 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
 
 
 async def test_a_restart_during_an_outage_offers_the_same(tmp_path: Path) -> None:
-    """Ids and the way of binding are those of before, from what was remembered; without memory nothing is guessed."""
+    """Ids and the way of binding are those of before, from what was remembered. Without memory nothing is guessed."""
     async with ApiServer() as server:
         server.objects.create("nodes", node("containerd://1.6.0"))
         server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
@@ -174,7 +174,7 @@ async def test_without_credentials_the_family_waits_and_says_for_what(tmp_path: 
 
 
 async def test_a_missing_library_withholds_its_family_until_it_is_delivered(tmp_path: Path) -> None:
-    """An agent never pretends: the scheduler is told that nothing is free, and the delivery is noticed."""
+    """An agent never pretends: schedulers read that nothing is free, and the delivery is noticed."""
     hami = HamiCore(host_directory=str(tmp_path / "hami"))
     async with ApiServer() as server:
         server.objects.create("nodes", node())
@@ -189,7 +189,7 @@ async def test_a_missing_library_withholds_its_family_until_it_is_delivered(tmp_
 
 
 async def test_a_factor_that_does_not_fit_is_refused_with_the_one_that_does(tmp_path: Path) -> None:
-    """volcano-vgpu:D9 the resource is withheld with the remedy; the agent and its other families go on."""
+    """volcano-vgpu:D9 the resource is withheld with the remedy. The agent and its other families go on."""
     async with ApiServer() as server:
         server.objects.create("nodes", node())
         settings = await volcano_settings(
@@ -212,7 +212,7 @@ async def test_a_factor_that_does_not_fit_is_refused_with_the_one_that_does(tmp_
 
 
 async def test_two_families_with_the_same_ids_stand_on_one_node(tmp_path: Path) -> None:
-    """Whole GPUs under two names have the same ids; both are offered, and it is said what kubelet makes of that."""
+    """Whole GPUs under two names have the same ids. Both are offered, and a caution names the kubelet's reaction."""
     async with ApiServer() as server:
         server.objects.create("nodes", node())
         settings = await volcano_settings(
@@ -231,7 +231,7 @@ async def test_two_families_with_the_same_ids_stand_on_one_node(tmp_path: Path) 
 
 @pytest.mark.parametrize(("setting", "late"), [("late", True), ("early", False)])
 async def test_the_mode_may_be_set(tmp_path: Path, setting: str, *, late: bool) -> None:
-    """Whoever knows his runtime better says so; the choice and its reason are journalled."""
+    """An operator who knows the runtime better sets the mode. The choice and its reason are journalled."""
     async with ApiServer() as server:
         server.objects.create("nodes", node("containerd://1.7.20"))
         settings = await volcano_settings(tmp_path, server)

@@ -171,7 +171,7 @@ class Place:
         )
         self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
         self.allocator.refresh_offer()
-        # kubelet has told that nobody holds anything
+        # the kubelet has reported that nothing is held
         self.ledger.reconcile(KubeletRecords(entries=()), lambda _: None, reservation_seconds=60)
 
     async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
@@ -194,7 +194,7 @@ class Place:
         return self.on_server.get((namespace, name))
 
     async def admit(self, pod: Pod, container: str, ids: Sequence[str], *, listed: bool = True) -> Edits:
-        """kubelet admits one container: Allocate, then its records."""
+        """The kubelet admits one container: Allocate, then its records."""
         answer = await self.allocator.allocate(self.resource, ids)
         assert self.checkpoint is not None
         assert self.pod_resources is not None
@@ -205,11 +205,11 @@ class Place:
         return answer
 
     async def start(self, ids: Sequence[str]) -> None:
-        """kubelet is about to start the container that has these ids."""
+        """The kubelet is about to start the container that has these ids."""
         await self.allocator.pre_start(self.resource, ids)
 
     def forget(self, pod: Pod) -> None:
-        """kubelet has cleaned up after the pod."""
+        """The kubelet has cleaned up after the pod."""
         self.checkpoint = [entry for entry in self.checkpoint or () if entry.owner.pod_uid != pod.kubelet_uid]
         self.pod_resources = [entry for entry in self.pod_resources or () if entry.owner.pod != pod.name]
 
@@ -219,7 +219,7 @@ class Place:
 
 
 class SlowPlace(Place):
-    """kubelet answers what is asked about one pod, and never says which pods there are."""
+    """The kubelet answers what is asked about one pod, and never says which pods there are."""
 
     async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
         if whole:

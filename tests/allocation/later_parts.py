@@ -1,4 +1,4 @@
-"""What happens to a `Place` after a while: verification, restarts of the agent, containers that have started."""
+"""The later life of a `Place`: verification, restarts of the agent, containers that have started."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A node that offers several families at once, beside a book of kubelet's that was written from the contract and shares no code with us.
 
-`Kubelet` knows what a real one knows: the lists it was sent, who holds which ids, and nothing of GPUs. `MixedNode` puts the allocator with
-real families beside it. What a container can reach in the end is read from what it was told, as the container runtime would.
+`Kubelet` knows what a real one knows: the lists it was sent, the holders of ids, and nothing of GPUs. `MixedNode` puts the allocator with
+real families beside it. What a container can reach in the end is read from its answers, as the container runtime would.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Container:
 
     Attributes:
         held: resource → the ids it was given.
-        told: what it was told when it was admitted.
+        told: the answers at its admission.
         runs: it has started.
     """
 
@@ -61,7 +61,7 @@ class Kubelet:
         self.lists[resource] = dict(ids)
 
     def free(self, resource: str) -> list[str]:
-        """What it would give to the next container."""
+        """Return the ids that the kubelet would give to the next container."""
         held = {id_ for pod in self.pods.values() for id_ in pod.held.get(resource, ())}
         return [id_ for id_, healthy in self.lists.get(resource, {}).items() if healthy and id_ not in held]
 
@@ -81,7 +81,7 @@ class Kubelet:
 
 
 class MixedNode:
-    """The agent's allocator with its ledger, a kubelet, and the pods that the API server has told of."""
+    """The agent's allocator with its ledger, a kubelet, and the pods that the API server has shown."""
 
     def __init__(self, families: Families, inventory: Inventory, rng: random.Random) -> None:
         self.families, self.inventory, self.rng = families, inventory, rng
@@ -230,5 +230,5 @@ class MixedNode:
 
 
 def _named(owner: Owner) -> Owner:
-    """As pod-resources names a container: without the pod's UID."""
+    """Return the owner as pod-resources names it: without the pod's UID."""
     return Owner(owner.container, namespace=owner.namespace, pod=owner.pod)

@@ -1,4 +1,4 @@
-"""The second half of refusals on a node of several families: who has the GPU, what frees it, what to do, and where there is room."""
+"""The second half of refusals on a node of several families: the holder of the GPU, what frees it, what to do, and where there is room."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_a_pod_whose_gpu_serves_another_family_is_told_what_frees_it_and_w
 
 
 async def test_a_refusal_names_no_pod_of_anybody_else() -> None:
-    """It stands in the status of a tenant's pod and in its events."""
+    """It is shown in the status of a tenant's pod and in its events."""
     node = mixed()
     await hold(node, f"{GPUS[0]}::0")
     name = await admit_scheduled(node, 0)
@@ -146,7 +146,7 @@ async def test_a_pod_that_the_agent_has_to_place_is_told_the_remedy_and_one_reas
 
 
 async def test_the_eviction_that_will_come_is_announced() -> None:
-    """Who waits need not delete anything then."""
+    """The pod's owner need not delete anything then."""
     assert advice.waiting(Binding(refused_evict_seconds=120)) == (
         "The kubelet tries again by itself. To have the pod scheduled anew at once, delete it; binding.refusedEvictSeconds does so after "
         "120 s."
@@ -154,7 +154,7 @@ async def test_the_eviction_that_will_come_is_announced() -> None:
 
 
 async def test_an_allocate_that_came_too_late_is_final_and_says_so() -> None:
-    """kubelet fails the pod for it, and its owner reads why, what to do, and that there is room elsewhere."""
+    """The kubelet fails the pod for it, and its owner reads why, what to do, and that there is room elsewhere."""
     node = mixed()
     name = await admit_scheduled(node, 0)
     await node.allocator.pre_start(NUMBER, node.kubelet.pods[name].held[NUMBER])
@@ -188,7 +188,7 @@ async def test_the_reason_stays_the_same_while_the_node_around_it_changes() -> N
 
 
 async def test_a_gpu_serves_since_its_pod_was_decided_for_also_for_an_agent_that_was_started_later() -> None:
-    """The spec of a late grant has the time; a wait that begins anew with each restart would look short."""
+    """The spec of a late grant has the time. A wait that begins anew with each restart would look short."""
     place = VolcanoPlace()
     await place.started(scheduled("first", (U0, 4, 60)))
     (record,) = place.carrier.records
@@ -200,7 +200,7 @@ async def test_a_gpu_serves_since_its_pod_was_decided_for_also_for_an_agent_that
 
 
 async def test_a_gpu_whose_pod_is_known_from_kubelets_records_alone_serves_since_then_or_earlier() -> None:
-    """kubelet's records have no times; also after the pod has been named and looked at again and again."""
+    """The kubelet's records have no times; also after the pod has been named and looked at again and again."""
     node = mixed()
     await hold(node, f"{GPUS[0]}::0")
     assert not node.ledger.uses[0].or_earlier
@@ -211,6 +211,6 @@ async def test_a_gpu_whose_pod_is_known_from_kubelets_records_alone_serves_since
 
 
 async def test_an_error_carries_its_parts() -> None:
-    """The advice is part of the message and can be told from the rest."""
+    """The advice is part of the message and can be separated from the rest."""
     err = CapacityError("no room", device="GPU-0").advised("Wait.", more="; really")
     assert (str(err), err.text, err.device, err.advice) == ("no room; really. Wait.", "no room; really", "GPU-0", "Wait.")

@@ -36,7 +36,7 @@ async def test_a_repeated_allocate_gets_the_same_answer() -> None:
 
 
 async def test_a24_an_unknown_id_is_refused_in_words_that_users_know() -> None:
-    """nvidia:A24 (and kubelet V8): unknown device, with the resource; the ledger stays as it was."""
+    """nvidia:A24 (and kubelet V8): unknown device, with the resource. The ledger stays as it was."""
     allocator, ledger, journal = make()
     with pytest.raises(
         UnknownDeviceError, match=r'^invalid allocation request for "nvidia.com/gpu": invalid request: unknown device: GPU-x$'
@@ -78,7 +78,7 @@ def test_a_preference_spreads_over_the_gpus() -> None:
 
 
 def test_a_preference_avoids_what_allocate_would_refuse() -> None:
-    """Between an XID and the list that tells kubelet, an unhealthy id is still available to it; it is not recommended."""
+    """Between an XID and the list that tells kubelet, an unhealthy id is still available to it. It is not recommended."""
     allocator, _, _ = make(inventory=golden_inventory(U0=Health(ok=False, reason="XID 79")))
     assert allocator.preferred(GPU, [f"{U0}::0", f"{U1}::0"], [], 1) == [f"{U1}::0"]
     assert allocator.preferred(GPU, [f"{U0}::0", f"{U1}::0"], [], 2) == [f"{U1}::0", f"{U0}::0"]
@@ -89,7 +89,7 @@ def test_a_preference_avoids_what_allocate_would_refuse() -> None:
     "options", [NvidiaOptions(), shared_by(4), shared_by(4, policy="packed"), iktos(("gpu", "gpu", 4)), iktos(("gpu", "gpu", -1))]
 )
 def test_a_simple_pick_avoids_it_too(options: NvidiaOptions, required: str) -> None:
-    """What kubelet wants included, of an init container, is unknown here or Unhealthy by now; the rest is what Allocate would take."""
+    """An id that the kubelet requires, of an init container, may be unknown or Unhealthy. The rest is Allocate's choice."""
     allocator, ledger, _ = make(options, golden_inventory(U0=Health(ok=False, reason="XID 79")))
     first_of = {entry.id.device: entry.id.id for entry in reversed(ledger.listing(GPU))}
     assert allocator.preferred(GPU, [first_of[U0], first_of[U1]], [required], 2) == [required, first_of[U1]]
@@ -156,7 +156,7 @@ async def test_more_replicas_by_mps_find_room_beside_containers_of_before() -> N
 
 
 async def test_a_restatement_leaves_what_is_no_longer_offered() -> None:
-    """Two of four replicas by MPS are left: who has one of them has its part, who has another keeps the one that it was given."""
+    """Two of four replicas by MPS are left. The holder of one of them has its part, that of another keeps its earlier one."""
     allocator, ledger, _ = make(shared_by(4, sharing=SharingMode.MPS))
     for number in (1, 3):
         await allocator.allocate(GPU, [f"{U0}::{number}"])
@@ -166,7 +166,7 @@ async def test_a_restatement_leaves_what_is_no_longer_offered() -> None:
 
 
 def test_ids_of_another_plugin_in_nvidias_domain_are_none_of_ours() -> None:
-    """A plugin for virtual machines names its cards there, too; nothing of the ledger is about them."""
+    """A plugin for virtual machines names its cards there, too. Nothing of the ledger is about them."""
     allocator, ledger, _ = make()
     records = KubeletRecords((Holding("nvidia.com/GA100_A100_PCIE_40GB", ("7",), Owner("compute", "uid-vm", "default", "vm")),))
     allocator.confirm(records, reservation_seconds=60, initial=True)
@@ -174,7 +174,7 @@ def test_ids_of_another_plugin_in_nvidias_domain_are_none_of_ours() -> None:
 
 
 def test_a_name_that_another_family_offers_today_is_that_familys() -> None:
-    """Volcano's names were in NVIDIA's domain up to 1.11, and can be again; the family that offers one knows what its ids mean."""
+    """Volcano's names were in NVIDIA's domain up to 1.11, and can be again. The family that offers one knows what its ids mean."""
     inventory = with_slices(golden_inventory(), U1=golden_slices())
     families = Families((NvidiaFamily(NvidiaOptions()), VolcanoStaticMigFamily(StaticMigOptions("mixed", prefix="nvidia.com"))))
     ledger = Ledger()

@@ -17,7 +17,7 @@ from vgpu_agent.ledger import Ledger
 
 
 async def test_a_device_that_went_away_since_the_last_offer_is_refused() -> None:
-    """nvidia:D9, nvidia:D12: the offers follow a new inventory when its turn comes; an Allocate before that goes by what is there now."""
+    """nvidia:D9, nvidia:D12: the offers follow a new inventory when its turn comes. An Allocate before that goes by what is there now."""
     whole = golden_inventory()
     inventory = whole
     ledger = Ledger()

@@ -1,4 +1,4 @@
-"""What a start is refused for besides its proof, how often the journal tells of it, and who may start unasked."""
+"""Starts refused for reasons besides the proof, their entries in the journal, and containers that may start unasked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def asking_for(**limits: int) -> Place:
 
 
 async def test_a_container_that_asks_two_families_is_refused() -> None:
-    """Each would tell it of other GPUs, and one would win by chance; the text names both resources and the remedy."""
+    """Each would tell it of other GPUs, and one would win by chance. The text names both resources and the remedy."""
     place = await asking_for(number=1, letter=1)
     with pytest.raises(RequestRefusedError, match=f"default/train, container main: .* {NUMBER} and for {LETTER}, .* ask for one of them"):
         await place.start(IDS[:1])
@@ -62,14 +62,14 @@ async def test_what_is_only_counted_or_not_asked_for_is_no_second_family(limits:
 
 
 async def refused(place: Place, times: int = 1) -> None:
-    """kubelet asks again and again."""
+    """The kubelet asks again and again."""
     for _ in range(times):
         with pytest.raises(AgentError):
             await place.start(IDS[:1])
 
 
 async def test_the_journal_tells_once_why_a_start_is_refused() -> None:
-    """kubelet asks every quarter of a minute; a new reason is a new line, and each refusal still counts."""
+    """The kubelet asks every quarter of a minute. A new reason is a new line, and each refusal still counts."""
     place = Place()
     pod = a_pod("train")
     place.book.replace([pod])
@@ -99,7 +99,7 @@ async def test_a_start_in_between_makes_the_same_reason_news() -> None:
 
 
 async def test_the_journal_tells_once_what_cannot_be_proven() -> None:
-    """Nobody is known whose start it is, so the line has the token alone; each call counts as an ambiguity."""
+    """The pod of this start is unknown, so the line has the token alone. Each call counts as an ambiguity."""
     place = Place()
     pods = [a_pod(name, annotations=wants(main=f"{U0} 100")) for name in ("train", "serve")]
     place.book.replace(pods)
@@ -126,7 +126,7 @@ async def test_a_full_disk_is_refused_in_the_carriers_words() -> None:
 
 @pytest.mark.parametrize(("mode", "number"), [(LATE, True), (EARLY, False), (None, False)], ids=["late", "early", "not chosen yet"])
 async def test_only_a_cdi_name_lets_a_container_start_unasked(mode: BindingMode | None, *, number: bool) -> None:
-    """A name stands for its own container or for nothing; an early answer may be another pod's, and counted ids say nothing at all."""
+    """A name is its own container's or undefined. An early answer may be another pod's, and counted ids say nothing at all."""
     place = Place()
     place.allocator.mode = mode
     assert place.allocator.may_start_unasked(NUMBER) is number

@@ -1,4 +1,4 @@
-"""Which GPUs containers get where several families share a node: as few as possible for each family."""
+"""The choice of GPUs where several families share a node: as few as possible for each family."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ async def test_three_pods_of_one_replica_leave_three_gpus_to_the_other_families(
 
 
 async def test_with_one_family_on_replicas_are_spread_as_ever() -> None:
-    """Nobody is locked out there."""
+    """No family is locked out there."""
     alone = node(nvidia())
     assert [await take(alone, GPU) for _ in range(5)] == [["a"], ["b"], ["c"], ["d"], ["a"]]
 
 
 async def test_a_policy_that_an_operator_has_set_counts_before_the_mix() -> None:
-    """Who asks for distributed on such a node wants the time of each GPU more than room for others."""
+    """An operator who sets distributed on such a node wants the time of each GPU more than room for others."""
     mixed = node(nvidia(policy_is_set=True), AWS)
     assert [await take(mixed, GPU) for _ in range(3)] == [["a"], ["b"], ["c"]]
 
@@ -98,7 +98,7 @@ async def test_gpus_that_no_other_family_is_offered_are_shared_out_first() -> No
 
 
 async def test_slices_of_a_gpu_that_no_other_family_can_use_are_chosen_by_the_policy() -> None:
-    """GPU sharing is offered GPUs in MIG mode and gives nothing of them away, so that nvidia's slices lock nobody out."""
+    """GPU sharing is offered GPUs in MIG mode and gives nothing of them away, so nvidia's slices lock no family out."""
     gpus = tuple(
         dataclasses.replace(
             gpu,
@@ -117,7 +117,7 @@ async def test_slices_of_a_gpu_that_no_other_family_can_use_are_chosen_by_the_po
 
 
 async def test_shares_of_aws_stay_on_gpus_of_aws() -> None:
-    """The fullest that has room is one of its own; a free one is begun when those are full."""
+    """The fullest that has room is one of its own. A free one is begun when those are full."""
     mixed = node(nvidia(), AWS)
     assert [await take(mixed, VGPU, 3), await take(mixed, VGPU, 2), await take(mixed, VGPU)] == [["a"] * 3, ["b"] * 2, ["a"]]
 
@@ -142,10 +142,10 @@ async def test_a_pod_that_no_scheduler_placed_goes_where_its_family_is(family: P
 async def test_a_pod_that_no_scheduler_placed_keeps_off_gpus_that_another_family_waits_for(
     family: PodFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod that a scheduler has sent to GPU a would otherwise find it in use when it starts; one of its own family is not in the way."""
+    """A pod that a scheduler has sent to GPU a would otherwise find it in use when it starts. One of its own family is not in the way."""
     limits = {CARD_MEMORY: 1000} if family.name == "volcano-gpushare" else {NUMBER: 1, MEMORY: 1000}
     mixed = node(nvidia(), by_pod=(family,))
-    monkeypatch.setattr(Claims, "refresh", lambda _: None)  # no pod of the book stands behind these
+    monkeypatch.setattr(Claims, "refresh", lambda _: None)  # these belong to no pod of the cache
     mixed.ledger.claim([Claim(GPUS[0], "another", "team/waits", "uid-1", 1.0, 1), Claim(GPUS[1], family.name, "team/b", "uid-2", 2.0, 2)])
     name = await mixed.admit(limits)
     assert await mixed.start(name)
@@ -154,7 +154,7 @@ async def test_a_pod_that_no_scheduler_placed_keeps_off_gpus_that_another_family
 
 @pytest.mark.parametrize(("others", "serving", "expected"), [((), (), 0), ((), (1,), 1), ((0,), (), 1)])
 def test_an_instance_is_taken_of_a_gpu_that_serves_the_family(others: tuple[int, ...], serving: tuple[int, ...], expected: int) -> None:
-    """Where Volcano's shares are MIG instances and both GPUs have one that fits: not of one that another family has or waits for."""
+    """Both GPUs have a MIG instance that fits. One of a GPU that another family has or waits for is not taken."""
     asked = ask(pod(main(number=1, memory=4000)), divided(*GROUP2, of_u1=GROUP2))
     used, wanted = (frozenset(CARDS_40GB[place] for place in places) for places in (serving, others))
     around = Neighbours(frozenset(CARDS_40GB), used, wanted)

@@ -78,7 +78,7 @@ def node() -> Node:
 
 
 async def test_a_gpu_is_claimed_from_bind_to_start(node: Node) -> None:
-    """Image pull and init containers take minutes, in which every other family was told that the GPU is free."""
+    """Image pull and init containers take minutes, in which the GPU was free to every other family."""
     name = node.bind(VGPU_LIMITS, vgpu_on(U0))
     (claim,) = node.ledger.claims
     assert (claim.gpu, claim.family, claim.pod, claim.pod_uid) == (U0, "volcano-vgpu", f"default/{name}", f"uid-{name}")
@@ -149,7 +149,7 @@ NOTHING: Mapping[str, tuple[dict[str, int], dict[str, str]]] = {
 
 @pytest.mark.parametrize(("limits", "annotations"), NOTHING.values(), ids=NOTHING)
 def test_what_can_never_start_claims_nothing(node: Node, limits: dict[str, int], annotations: dict[str, str]) -> None:
-    """Anybody who may create pods may write annotations."""
+    """Every user with the right to create pods may write annotations."""
     node.bind(limits, annotations)
     assert node.ledger.claims == ()
 
@@ -164,19 +164,19 @@ def test_containers_that_together_need_more_than_the_gpu_has_claim_nothing(node:
 
 
 def test_a_pod_that_no_scheduler_has_bound_claims_nothing(node: Node) -> None:
-    """Whoever sets spec.nodeName has asked nobody; kubelet may never admit it."""
+    """A pod with spec.nodeName has passed no scheduler, and the kubelet may never admit it."""
     node.put(node.bind(VGPU_LIMITS, vgpu_on(U0)), scheduled=False)
     assert node.ledger.claims == ()
 
 
 def test_a_pod_that_calls_itself_a_mirror_claims_nothing(node: Node) -> None:
-    """kubelet runs no such pod, so the claim would never end."""
+    """The kubelet runs no such pod, so the claim would never end."""
     node.bind(VGPU_LIMITS, vgpu_on(U0) | {MIRROR_POD: "x"})
     assert node.ledger.claims == ()
 
 
 def test_a_family_that_is_not_served_now_keeps_nothing(node: Node) -> None:
-    """Its library is missing, say: its pods cannot start, and the GPUs would be idle until somebody has delivered it."""
+    """Its library is missing, say: its pods cannot start, and the GPUs would be idle until it is delivered."""
     node.bind(VGPU_LIMITS, vgpu_on(U0))
     node.allocator.use_families(dataclasses.replace(node.families, unserved=node.families.by_pod[:1]))
     node.look()
@@ -184,7 +184,7 @@ def test_a_family_that_is_not_served_now_keeps_nothing(node: Node) -> None:
 
 
 def test_claims_are_as_they_were_after_a_restart_of_the_agent(node: Node) -> None:
-    """They are made from the watch before anything is offered; only since when is not known any more."""
+    """They are made from the watch before anything is offered. Only since when is not known any more."""
     for gpu in (U1, U0):
         node.bind(VGPU_LIMITS, vgpu_on(gpu))
     before = [dataclasses.replace(claim, since=0.0) for claim in node.ledger.claims]
@@ -202,7 +202,7 @@ def test_a_claim_remembers_since_when_it_is_there(node: Node) -> None:
 
 
 async def test_a_start_that_would_join_a_drained_gpu_is_tried_again_later(node: Node) -> None:
-    """Else the other family's pod waits for ever; kubelet asks again, and the text says for whom the GPU is kept."""
+    """Otherwise the other family's pod waits for ever. The kubelet asks again, and the text names the pod for which the GPU is kept."""
     running = node.bind(VGPU_LIMITS, vgpu_on(U0))
     await node.admit({NUMBER: 1}, bound=running)
     assert await node.start(running)
@@ -250,7 +250,7 @@ async def test_a_start_knows_of_a_pod_that_was_bound_a_moment_ago(node: Node) ->
 
 
 def test_the_preferred_ids_are_of_gpus_that_nobody_claims(node: Node) -> None:
-    """kubelet's list may be a moment older than ours."""
+    """The kubelet's list may be a moment older than ours."""
     node.bind(VGPU_LIMITS, vgpu_on(U0))
     assert node.allocator.preferred(GPU, [U0, U1], [], 1) == [U1]
     assert set(node.allocator.preferred(GPU, [U0, U1], [], 2)) == {U0, U1}
@@ -290,7 +290,7 @@ async def test_the_agent_gives_a_pod_the_rest_although_older_pods_claim_all_gpus
 
 
 async def test_a_restarted_agent_waits_for_no_claim_where_a_container_starts_again(node: Node) -> None:
-    """What a container once got it keeps; another family's claim waits for its end."""
+    """A container keeps its share across restarts. Another family's claim waits for its end."""
     name = node.bind(VGPU_LIMITS, vgpu_on(U0))
     await node.admit({NUMBER: 1}, bound=name)
     assert await node.start(name)
@@ -337,7 +337,7 @@ def test_the_annotations_of_pods_that_run_are_not_read(node: Node, monkeypatch: 
 
 
 async def test_a_pod_event_costs_at_most_one_changed_list_a_family(node: Node) -> None:
-    """kubelet rewrites its checkpoint for each list that it is sent."""
+    """The kubelet rewrites its checkpoint for each list that it is sent."""
     lists: dict[str, list[object]] = {}
 
     def note() -> int:
@@ -365,7 +365,7 @@ async def test_a_pod_event_costs_at_most_one_changed_list_a_family(node: Node) -
 
 @pytest.mark.looptime
 async def test_a_start_waits_a_moment_for_a_gpu_that_another_family_is_offered_first(node: Node) -> None:
-    """kubelet would ask again much later than the GPU is everybody's."""
+    """The kubelet would ask again much later than the GPU is free."""
     waiting = await node.admit({NUMBER: 1})
     node.bind(SHARE_LIMITS, share_on(1))
     passing = node.bind(VGPU_LIMITS, vgpu_on(U0))
@@ -383,7 +383,7 @@ async def test_a_start_waits_a_moment_for_a_gpu_that_another_family_is_offered_f
 
 
 async def test_a_booking_by_ids_is_made_although_a_pod_waits_for_the_gpu(node: Node) -> None:
-    """kubelet was told of the claim too late, and would fail the pod for a refusal; the claim waits for this holder."""
+    """The kubelet received the claim too late, and would fail the pod for a refusal. The claim waits for this holder."""
     name = node.bind(VGPU_LIMITS, vgpu_on(U0))
     await node.allocator.allocate(GPU, [U0])
     await node.admit({NUMBER: 1}, bound=name)
@@ -392,7 +392,7 @@ async def test_a_booking_by_ids_is_made_although_a_pod_waits_for_the_gpu(node: N
 
 
 async def test_an_early_answer_is_given_and_its_start_refused_while_an_older_claim_waits() -> None:
-    """In early mode the shares are booked in Allocate, which must not fail the pod; what is not booked then is tried again at the start."""
+    """In early mode the shares are booked in Allocate, which must not fail the pod. What is not booked then is tried again at the start."""
     node = Node()
     node.allocator.mode = BindingMode(late=False, by_annotation=False, reason="a test")
     first = node.bind(SHARE_LIMITS, share_on(0))

@@ -30,7 +30,7 @@ def kept(node: Node) -> list[tuple[str, str]]:
 
 
 async def test_a_free_gpu_is_kept_until_kubelet_has_admitted_the_pod(node: Node) -> None:
-    """Kubelet fails a pod for which it has no Healthy id, for good."""
+    """The kubelet fails a pod for which it has no Healthy id, for good."""
     name = node.bind({GPU: 1}, {})
     assert kept(node) == [(U0, name)]
     node.wait(WITHDRAWAL_SECONDS)
@@ -44,7 +44,7 @@ async def test_a_free_gpu_is_kept_until_kubelet_has_admitted_the_pod(node: Node)
 
 @pytest.mark.parametrize("end", ["deleted", "ended", "deleting", "reported", "by nobody", "a mirror"])
 def test_nothing_is_kept_for_a_pod_that_kubelet_will_not_admit_now(node: Node, end: str) -> None:
-    """Whoever has set spec.nodeName has asked no scheduler."""
+    """A pod with spec.nodeName has passed no scheduler."""
     name = node.bind({GPU: 1}, {})
     match end:
         case "deleted":
@@ -69,7 +69,7 @@ def test_demand_is_served_in_the_order_of_binding_and_never_beyond_what_there_is
 
 
 def test_init_containers_need_no_ids_of_their_own(node: Node) -> None:
-    """Kubelet gives theirs to the containers after them."""
+    """The kubelet gives theirs to the containers after them."""
     init, main = (PodContainer(name, kind, {GPU: 1}) for name, kind in (("i", ContainerKind.INIT), ("m", ContainerKind.MAIN)))
     name = node.bind({GPU: 1}, {})
     node.put(name, containers=(init, main))
@@ -77,7 +77,7 @@ def test_init_containers_need_no_ids_of_their_own(node: Node) -> None:
 
 
 def test_a_claim_by_annotation_of_a_moment_ago_gives_way(node: Node) -> None:
-    """Its pod waits, where the other would be failed; on a node with room neither has to."""
+    """Its pod waits, where the other would be failed. On a node with room neither has to."""
     volcano = node.bind(VGPU_LIMITS, vgpu_on(U0))
     one = node.bind({GPU: 1}, {})
     assert kept(node) == [(U1, one), (U0, volcano)]

@@ -1,4 +1,4 @@
-"""What should stand on pods is asked of a family once, and again when something about that pod has changed."""
+"""A family is asked once for a pod's desired state, and again when something about that pod has changed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class AskedFamily(NumberFamily):
 
     @property
     def news(self) -> list[str]:
-        """Whom it was asked about since the last time."""
+        """Return the pods it was asked about since the last call."""
         asked, self.asked = sorted(self.asked), []
         return asked
 
 
 async def two_started() -> tuple[Place, AskedFamily]:
-    """Two pods that run, whose wishes were looked at once."""
+    """Two running pods, whose desired state was read once."""
     place, family = Place(), AskedFamily()
     place.allocator.use_families(Families(by_pod=(family,)))
     place.book.replace([TRAIN, SERVE])
@@ -44,7 +44,7 @@ async def two_started() -> tuple[Place, AskedFamily]:
     return place, family
 
 
-async def test_wishes_are_remembered_while_nothing_changes() -> None:
+async def test_the_desired_state_is_remembered_while_nothing_changes() -> None:
     """A hundred pods, and a publisher that looks after each change of one of them."""
     place, family = await two_started()
     first = place.allocator.desired_pod()
@@ -53,7 +53,7 @@ async def test_wishes_are_remembered_while_nothing_changes() -> None:
 
 
 async def test_only_the_pod_that_changed_is_asked_about() -> None:
-    """The watch shows its next state; the other's wishes stand."""
+    """The watch shows its next state. The other pod's desired state stays."""
     place, family = await two_started()
     place.book.put(dataclasses.replace(TRAIN, phase="Running"))
     assert place.allocator.desired_pod().keys() == {"uid-train", "uid-serve"}
@@ -61,7 +61,7 @@ async def test_only_the_pod_that_changed_is_asked_about() -> None:
 
 
 async def test_a_refusal_for_good_is_a_change() -> None:
-    """A scheduler has to hear that the pod will never start, although pod and grant are what they were."""
+    """A scheduler has to learn that the pod will never start, although pod and grant are what they were."""
     place, family = await two_started()
     place.refusals.refuse(SERVE, "main", "example.com/number", "the answer is another pod's", final=True)
     place.allocator.desired_pod()
@@ -69,7 +69,7 @@ async def test_a_refusal_for_good_is_a_change() -> None:
 
 
 async def test_a_new_grant_is_a_change() -> None:
-    """What is booked for the pod says what should stand there."""
+    """A pod's grants decide its desired state."""
     place, family = await two_started()
     (number,) = (grant.number for grant in place.ledger.grants if grant.decided_for == ("uid-train", "main"))
     place.ledger.release(number)
@@ -87,8 +87,8 @@ async def test_other_families_are_asked_anew_about_everybody() -> None:
     assert (family.news, other.news) == ([], ["serve", "train"])
 
 
-async def test_a_pod_that_is_gone_is_wished_nothing() -> None:
-    """Its grant stays until kubelet has forgotten it; the other pod is not asked about again for that."""
+async def test_a_pod_that_is_gone_has_no_desired_state() -> None:
+    """Its grant stays until kubelet has forgotten it. The other pod is not asked about again for that."""
     place, family = await two_started()
     place.book.remove(TRAIN)
     assert place.allocator.desired_pod().keys() == {"uid-serve"}

@@ -1,4 +1,4 @@
-"""Containers that need a GPU divided: who has it done, who waits, who is refused; with the family and the ledger as they are."""
+"""Containers that need a GPU divided: one starts the division, others wait or are refused; with a real family and ledger."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class MigPlace(Place):
         return ids
 
     async def begin(self, ids: tuple[str, ...]) -> asyncio.Task[None]:
-        """kubelet is about to start the container of ``ids``, which then waits for something."""
+        """The kubelet is about to start the container of ``ids``, which then waits for something."""
         start = asyncio.get_running_loop().create_task(self.allocator.pre_start(NUMBER, ids))
         for _ in range(20):
             await asyncio.sleep(0)
         return start
 
     def seen(self, ids: tuple[str, ...]) -> str:
-        """The devices that the container of ``ids`` is told of."""
+        """The devices in the answer to the container of ``ids``."""
         return self.carrier.specs[grant_token(NUMBER, ids)][1].edits.environment["NVIDIA_VISIBLE_DEVICES"]
 
     @property
@@ -115,7 +115,7 @@ def pod_of(name: str, text: str, *containers: PodContainer) -> Pod:
 
 
 async def test_a_gpu_is_divided_for_the_first_pod_of_a_group() -> None:
-    """The start waits, nobody gets anything of the GPU meanwhile, and then the container has its instance."""
+    """The start waits, no other container gets anything of the GPU meanwhile, and then the container has its instance."""
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-1]")
     start = await place.begin(ids)
@@ -130,7 +130,7 @@ async def test_a_gpu_is_divided_for_the_first_pod_of_a_group() -> None:
 
 
 async def test_d15_two_pods_of_one_instance_wait_for_one_change_and_get_two() -> None:
-    """volcano-vgpu:D15: both were given the same instance of a GPU still to be divided; it is divided once, and each has its own."""
+    """volcano-vgpu:D15: both were given the same instance of a GPU still to be divided. It is divided once, and each has its own."""
     place = MigPlace()
     first = await place.admitted("a", f"{U1}[group2-0]", number=0)
     second = await place.admitted("b", f"{U1}[group2-0]", number=1)
@@ -163,7 +163,7 @@ async def test_d16_a_failure_costs_one_pod_and_the_next_try_may_succeed() -> Non
 
 
 async def test_two_pods_that_want_different_divisions_of_one_gpu() -> None:
-    """The first one has it done; the second is told by whom and how, then that it is held, and starts when the first has ended."""
+    """The first one starts the division. The second reads its pod and way, then that it is held, and starts after the first's end."""
     place = MigPlace()
     first = await place.admitted("a", f"{U1}[group2-0]", number=0)
     second = await place.admitted("b", f"{U1}[group3-0]", number=1)
@@ -187,7 +187,7 @@ async def test_two_pods_that_want_different_divisions_of_one_gpu() -> None:
 
 
 async def test_a_gpu_that_another_family_has_is_not_divided() -> None:
-    """Whoever has a part of it, and in whatever way: the ledger is asked, not the family."""
+    """This holds for any holder of a part of it. The ledger is asked, not the family."""
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     holding = Holding("example.com/x", ("x-1",), Owner("main", "uid-x", "default", "x"))
@@ -223,7 +223,7 @@ async def test_a_gpu_that_somebody_has_is_not_divided_whatever_a_family_says() -
 
 @pytest.mark.looptime
 async def test_a_change_that_takes_longer_than_a_start_may_goes_on() -> None:
-    """kubelet is answered in time and asks again; the GPU is divided once, and is nobody's meanwhile."""
+    """The kubelet is answered in time and asks again. The GPU is divided once, and is held by no pod meanwhile."""
     place = MigPlace(start_seconds=5)
     ids = await place.admitted("p", f"{U1}[group2-0]")
     with pytest.raises(MigError, match="is still being divided into"):
@@ -237,7 +237,7 @@ async def test_a_change_that_takes_longer_than_a_start_may_goes_on() -> None:
 
 
 async def test_instances_that_nobody_may_have_yet_are_waited_for() -> None:
-    """The book hears of them a moment after the driver shows them, and a CDI name may take a little longer."""
+    """The ledger gets them a moment after the driver shows them, and a CDI name may take a little longer."""
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
@@ -257,7 +257,7 @@ async def test_instances_that_nobody_may_have_yet_are_waited_for() -> None:
 
 @pytest.mark.looptime
 async def test_instances_that_stay_kept_back_are_named() -> None:
-    """The start is refused in time, with the reason of whoever keeps them."""
+    """The start is refused in time, with the reason of the part that keeps them."""
     place = MigPlace(start_seconds=5)
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
@@ -268,7 +268,7 @@ async def test_instances_that_stay_kept_back_are_named() -> None:
 
 
 async def test_a_call_that_is_cut_off_changes_nothing_about_the_change() -> None:
-    """kubelet gives up after 30 seconds; the GPU stays cordoned until it is divided, and the next call finds it so."""
+    """The kubelet gives up after 30 seconds. The GPU stays cordoned until it is divided, and the next call finds it so."""
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
@@ -293,7 +293,7 @@ async def test_a_gpu_that_is_divided_otherwise_than_it_was_asked_to_be_serves_no
 
 
 async def test_a_container_keeps_its_instance_over_its_restarts() -> None:
-    """Also when the scheduler's own instance has become free by then."""
+    """It does so even when the scheduler's own instance has become free by then."""
     place = MigPlace()
     place.show(U1, *GROUP2)
     first = await place.admitted("a", f"{U1}[group2-0]", number=0)
@@ -309,7 +309,7 @@ async def test_a_container_keeps_its_instance_over_its_restarts() -> None:
 
 
 async def test_an_instance_that_is_gone_is_decided_for_anew() -> None:
-    """A reboot takes the instances along; nobody runs on them, so the container's next start has the GPU divided again."""
+    """A reboot takes the instances along. No process uses them, so the container's next start has the GPU divided again."""
     place = MigPlace()
     place.show(U1, *GROUP2)
     ids = await place.admitted("p", f"{U1}[group2-1]")
@@ -323,7 +323,7 @@ async def test_an_instance_that_is_gone_is_decided_for_anew() -> None:
 
 
 async def test_an_instance_of_a_pod_that_has_ended_is_taken_from_it_first() -> None:
-    """The scheduler gives the instance of an ended pod away before kubelet's records forget it; then it is no second best."""
+    """The scheduler gives the instance of an ended pod away before kubelet's records forget it. Then it is no second best."""
     place = MigPlace()
     place.show(U1, *GROUP2)
     first = await place.admitted("a", f"{U1}[group2-0]", number=0)
@@ -361,7 +361,7 @@ async def test_an_init_container_hands_its_instance_on() -> None:
 
 
 async def test_a_restart_in_the_middle_begins_where_the_gpu_stands() -> None:
-    """Nothing is remembered of a change: an agent that finds half of it has it done again, for the same pod."""
+    """Nothing is remembered of a change: an agent that finds half of it repeats it, for the same pod."""
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
@@ -378,14 +378,14 @@ async def test_a_restart_in_the_middle_begins_where_the_gpu_stands() -> None:
 
 
 async def test_early_an_answer_that_needs_a_gpu_divided_is_refused() -> None:
-    """An early answer is complete in Allocate, where nothing can be waited for; the remedy is named."""
+    """An early answer is complete in Allocate, where nothing can be waited for. The remedy is named."""
     place = MigPlace(late=False)
     with pytest.raises(RequestRefusedError, match=r"takes binding\.mode late"):
         await place.admitted("p", f"{U1}[group2-0]")
 
 
 async def test_without_a_divider_nothing_is_divided() -> None:
-    """An agent that was not told how says so."""
+    """An agent without a way to divide says so."""
     place = MigPlace(divider=False)
     ids = await place.admitted("p", f"{U1}[group2-0]")
     with pytest.raises(MigError, match="nobody has told it how"):
@@ -393,7 +393,7 @@ async def test_without_a_divider_nothing_is_divided() -> None:
 
 
 async def test_a_gpu_that_does_not_answer_is_left_alone() -> None:
-    """Nobody divides a GPU that is lost."""
+    """A lost GPU is never divided."""
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     gpus = (place.inventory.gpus[0], dataclasses.replace(place.inventory.gpus[1], present=False))

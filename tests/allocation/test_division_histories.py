@@ -1,4 +1,4 @@
-"""Any history of pods that want instances, of GPUs that are divided, or not, and of pods that end: nobody ever shares an instance."""
+"""Any history of pods that want instances, of GPUs that are divided, or not, and of pods that end: no two pods ever share an instance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class History(MigPlace):
         self.number = 0
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
-        """Nobody has any part of a GPU that is to be divided, and it is not being divided already."""
+        """No pod has any part of a GPU that is to be divided, and it is not being divided already."""
         assert layout.gpu not in self._waiting
         gpu = self.inventory.gpu(layout.gpu)
         assert gpu is not None
@@ -76,7 +76,7 @@ class History(MigPlace):
         self.check()
 
     def check(self) -> None:
-        """Each instance has one holder, who is told of it and of nothing else, and a GPU is cordoned while it is divided."""
+        """Each instance has one holder, which receives it and nothing else, and a GPU is cordoned while it is divided."""
         assert self.ledger.audit() == []
         held = [share.device for grant in self.ledger.grants for share in grant.shares]
         assert len(held) == len(set(held))

@@ -50,7 +50,7 @@ async def test_without_a_candidate_the_words_are_those_that_users_know() -> None
 
 @pytest.mark.looptime
 async def test_a_pod_that_the_watch_shows_within_the_wait_is_served() -> None:
-    """kubelet can be a moment quicker than our watch."""
+    """The kubelet can be a moment quicker than our watch."""
     place = Place(late=False)
     place.book.replace([])
     asyncio.get_running_loop().call_later(0.3, place.book.put, a_pod("train", annotations=wants(main=f"{U0} 1000")))
@@ -77,7 +77,7 @@ async def test_a_wrong_guess_never_starts() -> None:
 
 
 async def test_the_refusal_names_both_pods() -> None:
-    """The user sees whose answer it was."""
+    """The user sees for which pod the answer was."""
     place = Place(late=False)
     train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
     place.book.put(train)
@@ -108,7 +108,7 @@ async def test_equal_shares_are_exchanged() -> None:
 
 
 async def test_without_the_checkpoint_the_files_of_the_answer_are_made_all_the_same() -> None:
-    """What the answer mounts must be there, and a restart must find the grant, whoever has proven the pod."""
+    """The answer's mounts must exist, and a restart must find the grant, whichever record proved the pod."""
     place = Place(late=False)
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([pod])
@@ -121,7 +121,7 @@ async def test_without_the_checkpoint_the_files_of_the_answer_are_made_all_the_s
 
 
 async def test_an_init_container_waits_until_there_is_room_for_its_whole_pod() -> None:
-    """It was told of a part of what its pod has on a card, and shares its ids with a container on another one.
+    """It received a part of what its pod has on a card, and shares its ids with a container on another one.
 
     A pod that is ending still has that card, although the scheduler counts it as gone (volcano-vgpu:D17).
     """
@@ -162,7 +162,7 @@ async def test_after_a_restart_kubelets_stored_answer_is_the_proof() -> None:
 
 
 async def test_a_container_without_any_stored_answer_does_not_start() -> None:
-    """Neither memory nor checkpoint know what it was told: refused."""
+    """Neither memory nor checkpoint have its answer, so its start is refused."""
     place = Place(late=False)
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([pod])
@@ -205,7 +205,7 @@ def test_only_pods_that_can_be_meant_are_candidates() -> None:
 
 
 def test_sizes_of_sibling_calls_speak_for_a_candidate() -> None:
-    """What kubelet allocated of a counted resource since the last decision tells two pods of one number apart."""
+    """The kubelet's allocations of a counted resource since the last decision distinguish two pods of one number."""
     small = a_pod("small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1000}))
     large = a_pod("large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2000}))
     found = candidates([small, large], set(), NUMBER, 1, NODE)
@@ -232,7 +232,7 @@ def test_a_sibling_call_of_the_container_before_says_nothing() -> None:
 
 
 async def test_records_that_name_the_pod_first_do_not_hide_a_wrong_guess() -> None:
-    """Verification may run between Allocate and start; the guess stays what it was."""
+    """Verification may run between Allocate and start. The guess stays what it was."""
     place = Place(late=False)
     train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
     place.book.put(train)
@@ -245,7 +245,7 @@ async def test_records_that_name_the_pod_first_do_not_hide_a_wrong_guess() -> No
 
 
 async def test_an_init_container_that_no_scheduler_decided_for_is_refused() -> None:
-    """It and the container behind it would be told different shares for the same ids; the text names the two remedies."""
+    """It and the container behind it would get different shares for the same ids. The text names the two remedies."""
     place = Place(late=False)
     place.family.by = "the agent, binpack"
     pod = a_pod("train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000"))
@@ -276,7 +276,7 @@ class _VisibleFamily(NumberFamily):
     ],
 )
 async def test_a_pod_whose_variable_would_win_is_refused(variable: str, *, started: bool, refused: bool) -> None:
-    """kubelet prefers the pod's value to the answer's; a container that has run before an update of the agent goes on."""
+    """The kubelet prefers the pod's value to the answer's. A container that has run before an update of the agent goes on."""
     place = Place(late=False)
     place.allocator.use_families(Families(by_pod=(_VisibleFamily(),)))
     place.allocator.refresh_offer()

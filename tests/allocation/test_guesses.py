@@ -1,4 +1,4 @@
-"""Whether an early answer is right for the container that has it."""
+"""The check of an early answer against the container that has it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARES = (Share(U0, 1000),)
 
 
 def provision(of: tuple[str, str], gpu: str = U0) -> Provision:
-    """What a container should be told: its GPU, and a folder of its own."""
+    """Return the right provision of a container: its GPU, and a folder of its own."""
     return Provision(Edits({"GPU": gpu, "OWN": "/".join(of)}))
 
 
@@ -26,7 +26,7 @@ def evidence(key: tuple[str, str], answer: Edits | None, **more: object) -> Evid
 
 
 def alive(_: str) -> bool:
-    """Nobody is gone."""
+    """No container is gone."""
     return False
 
 
@@ -36,7 +36,7 @@ def test_the_answer_that_it_should_have_is_right_whoever_remembers_it() -> None:
 
 
 def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
-    """An init container and the one behind it are told each its own; a third one's answer to either is wrong."""
+    """An init container and the one behind it get their own answers. A third one's answer to either is wrong."""
     expected = {"init": provision(("uid-a", "init")), "main": provision(A)}
     right = evidence(A, None, expected=expected, answers={name: each.edits for name, each in expected.items()}, handed_on=True)
     assert Guesses().judge("t", right, alive) is Verdict.RIGHT
@@ -45,17 +45,17 @@ def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
 
 
 def test_without_the_checkpoint_memory_speaks_but_not_for_init_containers() -> None:
-    """What we remember is one answer for the ids; which of a pod's containers starts with it would be a guess."""
+    """Memory holds one answer for the ids. Which of the pod's containers starts with it would be a guess."""
     guesses = Guesses()
     guesses.made("t", Given(A, SHARES, provision(A)))
     assert guesses.judge("t", evidence(A, None), alive) is Verdict.RIGHT
     assert guesses.judge("t", evidence(A, None, handed_on=True), alive) is Verdict.LATER
     assert Guesses().judge("t", evidence(A, None), alive) is Verdict.WRONG
-    assert guesses.judge("t", evidence(B, None), lambda _: True) is Verdict.LATER  # somebody else may have this answer, too
+    assert guesses.judge("t", evidence(B, None), lambda _: True) is Verdict.LATER  # another pod may have this answer, too
 
 
 def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> None:
-    """Before the other is admitted nobody knows that it will get it; afterwards both are right."""
+    """Before the other is admitted, its share of the answer is unknown. Afterwards both are right."""
     guesses = Guesses()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.LATER
@@ -98,7 +98,7 @@ def test_a_directory_is_never_shared_even_if_the_answers_differ() -> None:
 
 
 def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
-    """It mounted other things, and kubelet keeps it: after an upgrade a container must start again. Whose it is, its directory says."""
+    """It mounted other things, and the kubelet keeps it: after an upgrade a container must start again. The directory names its owner."""
     now = Provision(Edits({"GPU": U0, "NEW": "1"}, (Mount("/region", "/new/a/cache"),)), collected="/new/a", before="/old/a")
     then = Edits({"GPU": U0}, (Mount("/tmp/vgpu", "/old/a"), Mount("/region", "/old/a/cache")))
     assert Guesses().judge("t", evidence(A, then, expected={"main": now}), alive) is Verdict.RIGHT
@@ -127,7 +127,7 @@ def test_unequal_shares_are_never_exchanged() -> None:
 
 
 def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:
-    """It has not been answered by it, and the one who has it has."""
+    """It has not been answered by it, and the one that has it has."""
     guesses = Guesses()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     assert guesses.refuted("t1", B) is not None
@@ -136,11 +136,11 @@ def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:
 
 
 def test_a_container_that_has_a_wrong_answer_waits_for_no_other() -> None:
-    """kubelet asks once for each container, so a third pod's call is not taken for one that has its answer, however wrong."""
+    """The kubelet asks once for each container, so a third pod's call is not taken for one that has its answer, however wrong."""
     guesses = Guesses()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     guesses.made("t2", Given(B, SHARES, provision(B)))
-    guesses.refuted("t2", A)  # A was told what was meant for B
+    guesses.refuted("t2", A)  # A has the answer that was meant for B
     assert guesses.answered == {A}
     guesses.refuted("t1", B)  # and B what was meant for A, which has its ids already
     assert guesses.answered == {A, B}

@@ -1,4 +1,4 @@
-"""Who holds an id, when kubelet's checkpoint names several containers for it."""
+"""The holder of an id for which the kubelet's checkpoint names several containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def line(pod: Pod, container: str, *ids: str) -> Holding:
 
 
 def listed(pod: Pod, container: str, *ids: str) -> Holding:
-    """What pod-resources says, joined with the UID."""
+    """Return a holding as pod-resources lists it, joined with the UID."""
     return Holding(NUMBER, ids, Owner(container, pod.uid, pod.namespace, pod.name))
 
 
@@ -32,14 +32,14 @@ def book(*pods: Pod) -> PodCache:
 
 
 def held(records: KubeletRecords, known: PodCache) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(UID, container) → ids, after they were told apart."""
+    """(UID, container) → ids, after they were separated."""
     found = told_apart(records, {NUMBER}, known)
     assert [holding for holding in found.holdings if holding.resource != NUMBER] == [OTHER]
     return {(holding.owner.pod_uid, holding.owner.container): holding.ids for holding in found.holdings if holding.resource == NUMBER}
 
 
 def test_ids_are_for_the_container_that_comes_last() -> None:
-    """An init container has what nobody after it has taken."""
+    """An init container has what no later container has taken."""
     pod = a_pod("train", init("prepare", 2), "main")
     entries = (line(pod, "prepare", "a", "b"), line(pod, "main", "a"))
     records = KubeletRecords((OTHER, listed(pod, "main", "a")), entries=entries)
@@ -65,7 +65,7 @@ def test_an_unseen_pod_counts_only_where_nobody_could_speak_for_it(
 
 
 def test_the_smaller_entry_of_an_unknown_pod_is_the_later_one() -> None:
-    """Without the pod nobody knows which is the init container; one that asks for more is likelier to be it."""
+    """Without the pod the init container is unknown. One that asks for more is likelier to be it."""
     pod = a_pod("train")
     entries = (line(pod, "a-large", "a", "b"), line(pod, "small", "a"))
     assert held(KubeletRecords((OTHER,), complete=False, entries=entries), PodCache()) == {
@@ -94,7 +94,7 @@ ALL_KINDS = a_pod("train", init("first"), PodContainer("side", ContainerKind.SID
 
 
 def ended_when(starting: str, *, uid: str = "uid-train", unknown: str = "") -> list[str]:
-    """Of whom the shares are free when this container of `ALL_KINDS` starts and everybody of the pod ``uid`` has some."""
+    """Return the containers whose shares are free when this one of `ALL_KINDS` starts and all of the pod ``uid`` have some."""
     names = [*(container.name for container in ALL_KINDS.containers), *([unknown] if unknown else [])]
     grants = [Grant(number, "number", NUMBER, (name,), (), decided_for=(uid, name)) for number, name in enumerate(names)]
     undecided = Grant(len(names), "number", NUMBER, ("undecided",), ())

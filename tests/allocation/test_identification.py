@@ -1,4 +1,7 @@
-"""Which container is about to start, where an answer is late, missing or ambiguous; the proof itself is tested with late binding."""
+"""The container that is about to start, where an answer is late, missing or ambiguous.
+
+The proof itself is tested with late binding.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SERVE = a_pod("serve", annotations=wants(main=f"{U1} 2000"))
 
 
 class DeletedSpecs(MemoryCarrier):
-    """Knows what it delivered, but somebody has deleted the files since."""
+    """A carrier that knows what it delivered, but the files have been deleted since."""
 
     outdated = False
 
@@ -30,7 +33,7 @@ class DeletedSpecs(MemoryCarrier):
 
 
 class SilentPlace(Place):
-    """kubelet's records cannot be read for a very long time."""
+    """The kubelet's records cannot be read for a very long time."""
 
     async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> proof.KubeletEvidence:
         await asyncio.sleep(3600)
@@ -50,7 +53,7 @@ async def in_an_outage(carrier: MemoryCarrier | None = None) -> Place:
 
 
 async def both_hold_the_same_ids(place: Place, *pods: Pod) -> None:
-    """kubelet's records contradict each other."""
+    """The kubelet's records contradict each other."""
     place.book.replace(pods)
     for pod in pods:
         await place.admit(pod, "main", IDS[:1])
@@ -58,7 +61,7 @@ async def both_hold_the_same_ids(place: Place, *pods: Pod) -> None:
 
 @pytest.mark.looptime
 async def test_a_container_starts_again_as_before_while_its_pod_cannot_be_asked_about() -> None:
-    """A crash in an outage after a restart: kubelet's records name the very container that the spec was made for, so nobody is needed."""
+    """A crash in an outage after a restart: the kubelet's records name the very container that the spec was made for."""
     place = await in_an_outage()
     began = asyncio.get_running_loop().time()
     await place.start(IDS[:1])
@@ -71,7 +74,7 @@ async def test_a_container_starts_again_as_before_while_its_pod_cannot_be_asked_
 
 @pytest.mark.looptime
 async def test_a_pod_that_appears_meanwhile_is_asked_about() -> None:
-    """What the API server says is better than what the disk says, so it is waited for as long as for any other pod."""
+    """The API server's answer is better than the disk's, so the agent waits for it as long as for any other pod."""
     place = await in_an_outage()
     asyncio.get_running_loop().call_later(1.0, place.book.put, TRAIN)
     await place.start(IDS[:1])
@@ -80,7 +83,7 @@ async def test_a_pod_that_appears_meanwhile_is_asked_about() -> None:
 
 @pytest.mark.looptime
 async def test_without_its_spec_a_container_does_not_start_as_before() -> None:
-    """The runtime would not find the name; somebody has emptied the directory, and what stood there cannot be made without the pod."""
+    """The runtime would not find the name. The directory was emptied, and its content cannot be made without the pod."""
     place = await in_an_outage(DeletedSpecs())
     with pytest.raises(NotProvenError, match="default/train did not appear in the watch within 2 s, and the API server does not answer"):
         await place.start(IDS[:1])
@@ -99,7 +102,7 @@ async def test_without_its_spec_a_container_does_not_start_as_before() -> None:
     ids=["another UID under its name", "two UIDs", "another name", "another container"],
 )
 async def test_nobody_else_starts_from_a_spec(checkpoint: list[Owner], listed: Owner) -> None:
-    """A spec is its container's own: where the records name anybody else besides or instead, the start waits for the API server."""
+    """A spec is its container's own: where the records name another pod besides or instead, the start waits for the API server."""
     place = await in_an_outage()
     place.checkpoint = [Holding(NUMBER, IDS[:1], owner) for owner in checkpoint]
     place.pod_resources = [Holding(NUMBER, IDS[:1], listed)]
@@ -121,7 +124,7 @@ async def test_a_start_that_takes_too_long_is_refused_before_kubelet_gives_up() 
 
 
 async def test_whoever_cannot_be_told_apart_is_refused_by_name() -> None:
-    """Refusals become events after a while, so the users of both pods hear why; whoever starts after all is struck out."""
+    """Refusals become events after a while, so the users of both pods read why. A pod that starts after all is struck out."""
     place = Place()
     await both_hold_the_same_ids(place, TRAIN, SERVE)
     with pytest.raises(NotProvenError, match="in two pods at once"):
@@ -139,7 +142,7 @@ async def test_whoever_cannot_be_told_apart_is_refused_by_name() -> None:
 
 
 async def test_a_pod_that_has_ended_is_no_suspect() -> None:
-    """Its entry lingers in the checkpoint, and nobody waits for its start."""
+    """Its entry lingers in the checkpoint, but its start is not to come."""
     place = Place()
     ended = a_pod("ended")
     await both_hold_the_same_ids(place, TRAIN, SERVE, ended)

@@ -1,4 +1,4 @@
-"""Binding late: a name in Allocate, and everything else when kubelet's own records say whose the ids are."""
+"""Binding late: a name in Allocate, and everything else when the kubelet's own records name the owner of the ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def given(place: Place, ids: tuple[str, ...]) -> dict[str, str]:
 
 
 async def test_allocate_answers_a_name_and_nothing_else() -> None:
-    """volcano-vgpu:D12 no pod, no API request, no record is looked at in Allocate; the ids are booked."""
+    """volcano-vgpu:D12 no pod, no API request, no record is looked at in Allocate. The ids are booked."""
     place = Place()
     answer = await place.allocator.allocate(NUMBER, IDS[:1])
     assert answer == Edits(cdi_names=(cdi_name(grant_token(NUMBER, IDS[:1])),))
@@ -52,7 +52,7 @@ async def test_a_counted_resource_answers_nothing_and_books_nothing() -> None:
 
 
 def test_ids_that_decide_nothing_are_recommended_as_they_come() -> None:
-    """volcano-vgpu:D10 kubelet is told not to ask; whoever asks gets what is required and then the first, and no warning is written."""
+    """volcano-vgpu:D10 the kubelet is asked not to call. A caller gets the required ids and then the first, and no warning is written."""
     place = Place()
     available = [*IDS[:3], f"{U1}-0"]
     assert place.allocator.preferred(NUMBER, available, [IDS[1]], 2) == [IDS[1], IDS[0]]
@@ -61,7 +61,7 @@ def test_ids_that_decide_nothing_are_recommended_as_they_come() -> None:
 
 
 async def test_equal_pods_admitted_in_any_order_get_their_own_shares() -> None:
-    """volcano-vgpu:D2 two pods of one size in one second: the records say who is who, whatever the order of admission and start."""
+    """volcano-vgpu:D2 two pods of one size in one second: the records identify each, whatever the order of admission and start."""
     place = Place()
     train = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     serve = a_pod("serve", annotations=wants(main=f"{U1} 2000"))
@@ -74,7 +74,7 @@ async def test_equal_pods_admitted_in_any_order_get_their_own_shares() -> None:
 
 
 async def test_the_evidence_is_kept_with_the_grant() -> None:
-    """The grant and one log line say who proved what and who decided, under the token of the Allocate."""
+    """The grant and one log line name the evidence and the decider, under the token of the Allocate."""
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([pod])
@@ -140,7 +140,7 @@ async def test_a_restarted_agent_remembers_by_the_spec() -> None:
 
 
 async def test_an_init_container_and_the_one_behind_it_share_a_name_and_a_grant() -> None:
-    """kubelet hands the ids on inside the pod; the container that they are for decides, and nothing is booked twice."""
+    """The kubelet hands the ids on inside the pod. The container that they are for decides, and nothing is booked twice."""
     place = Place()
     pod = a_pod("train", init("prepare"), "main", annotations=wants(main=f"{U0} 30000"))
     place.book.replace([pod])
@@ -183,7 +183,7 @@ async def test_a_larger_init_container_makes_room_for_what_comes_after() -> None
 
 
 async def test_verification_between_init_and_main_disturbs_nothing() -> None:
-    """kubelet's records list the ids under both; that is no drift."""
+    """The kubelet's records list the ids under both. That is no drift."""
     place = Place()
     pod = a_pod("train", init("prepare", 2), "main", annotations=wants(prepare=f"{U0} 1,{U1} 1", main=f"{U0} 1000"))
     place.book.replace([pod])
@@ -202,7 +202,7 @@ async def test_verification_between_init_and_main_disturbs_nothing() -> None:
 
 
 async def test_what_cannot_be_granted_is_refused_with_pod_and_reason_and_asked_again() -> None:
-    """The text is what the user sees in the pod's status; once it is put right, the next try starts."""
+    """The text is what the user sees in the pod's status. Once it is put right, the next try starts."""
     place = Place()
     pod = a_pod("train")
     place.book.replace([pod])
@@ -234,7 +234,7 @@ async def test_a_claim_to_more_than_there_is_gets_nothing() -> None:
 async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: bool) -> None:
     """Its grant goes as soon as kubelet does not list it and the API server has ended it, without waiting for two verifications.
 
-    Not to be told of it, because only the starting pod was asked about, is not enough.
+    Its absence from an answer about the starting pod alone is not enough.
     """
     place = Place()
     place.can_get = can_get
@@ -275,7 +275,7 @@ async def test_a_start_without_room_is_answered_before_kubelet_gives_up() -> Non
 
 
 async def test_a_full_disk_refuses_the_start_and_names_itself() -> None:
-    """No spec, no start; the next try with room succeeds."""
+    """No spec, no start. The next try with room succeeds."""
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1"))
     place.book.replace([pod])
@@ -303,7 +303,7 @@ async def test_ids_that_change_hands_before_a_start_belong_to_the_new_pod() -> N
 
 
 async def test_a_static_pod_is_found_by_the_hash_of_its_file() -> None:
-    """kubelet knows it under the hash, the API server under the mirror's UID."""
+    """The kubelet knows it under the hash, the API server under the mirror's UID."""
     place = Place()
     mirror = {"kubernetes.io/config.mirror": "hash", "kubernetes.io/config.hash": "hash"}
     pod = a_pod("static", uid="mirrored", annotations={**wants(main=f"{U0} 1"), **mirror})
@@ -313,7 +313,7 @@ async def test_a_static_pod_is_found_by_the_hash_of_its_file() -> None:
     assert given(place, IDS[:1])["GPU"] == U0
 
 
-async def test_node_and_pods_are_wished_what_was_done() -> None:
+async def test_the_desired_state_of_pods_is_what_was_done() -> None:
     """Pods get their annotations once they are proven, also when they ended before anything was written."""
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1"))
@@ -337,7 +337,7 @@ async def test_a_lock_from_before_the_start_is_given_back() -> None:
 
 
 async def test_a_node_that_has_not_been_read_serves_nobody_yet() -> None:
-    """Which way grants reach containers is not known, so nothing is answered that might not."""
+    """The way in which grants reach containers is not known yet, so any answer might be wrong."""
     place = Place()
     place.allocator.mode = None
     with pytest.raises(RequestRefusedError, match="Node object has not been read yet"):

@@ -1,4 +1,4 @@
-"""Who is about to start, when the watch, the API server or one of kubelet's records is late, away or wrong."""
+"""The container that is about to start, when the watch, the API server or a kubelet record is late, away or wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def given(place: Place, ids: tuple[str, ...]) -> dict[str, str]:
 
 @pytest.mark.looptime
 async def test_a_pod_that_the_watch_shows_a_little_later_is_waited_for() -> None:
-    """The watch may be slower than kubelet; the start waits for it and asks nobody."""
+    """The watch may be slower than the kubelet. The start waits for it and makes no request."""
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([])
@@ -61,7 +61,7 @@ async def test_a_pod_is_asked_for_at_once_while_the_first_list_is_read() -> None
 
 @pytest.mark.looptime
 async def test_an_outage_refuses_unseen_pods_only_and_says_so() -> None:
-    """Pods that were seen start without the API server; for one that was not, the text names the outage."""
+    """Pods that were seen start without the API server. For one that was not, the text names the outage."""
     place = Place()
     place.outage = True
     seen, unseen = a_pod("seen", annotations=wants(main=f"{U0} 1")), a_pod("unseen", annotations=wants(main=f"{U0} 1"))
@@ -76,7 +76,7 @@ async def test_an_outage_refuses_unseen_pods_only_and_says_so() -> None:
 
 @pytest.mark.looptime
 async def test_a_pod_that_changed_its_uid_under_its_name_is_refused() -> None:
-    """kubelet starts the one that was, the API server has the one that is: nobody's share is given to the other."""
+    """The kubelet starts the old pod, the API server has the new one. Neither gets the other's share."""
     place = Place()
     old, new = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1")), a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2"))
     await place.admit(old, "main", IDS[:1])
@@ -89,7 +89,7 @@ async def test_a_pod_that_changed_its_uid_under_its_name_is_refused() -> None:
 
 @pytest.mark.looptime
 async def test_a_predecessor_that_the_watch_still_shows_is_not_the_one() -> None:
-    """A StatefulSet's next pod has the name and by chance the ids of the last one, whose entry lingers; the unseen pod is asked for."""
+    """A StatefulSet's next pod has the name and by chance the ids of the last one, whose entry lingers. The unseen pod is asked for."""
     place = Place()
     old = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1"), phase="Running")
     new = a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2"))
@@ -102,7 +102,7 @@ async def test_a_predecessor_that_the_watch_still_shows_is_not_the_one() -> None
 
 
 async def test_ids_in_two_live_pods_are_refused_and_counted() -> None:
-    """An ambiguity is a bug of somebody: counted, named, and never guessed."""
+    """An ambiguity is a bug of some component: counted, named, and never guessed."""
     place = Place()
     train, serve = a_pod("train", annotations=wants(main=f"{U0} 1")), a_pod("serve", annotations=wants(main=f"{U1} 2"))
     place.book.replace([train, serve])
@@ -145,7 +145,7 @@ async def test_silent_pod_resources_leave_the_checkpoint() -> None:
 
 
 @pytest.mark.looptime
-async def test_without_any_witness_nothing_starts() -> None:
+async def test_without_any_kubelet_record_nothing_starts() -> None:
     """Both silent: refused, for as long as that lasts."""
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
@@ -158,7 +158,7 @@ async def test_without_any_witness_nothing_starts() -> None:
 
 @pytest.mark.looptime
 async def test_two_pods_of_one_name_are_not_told_apart_without_the_checkpoint() -> None:
-    """A predecessor that was deleted by force may still be starting; the API server knows only the successor."""
+    """A predecessor that was deleted by force may still be starting. The API server knows only the successor."""
     place = Place()
     old, new = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1")), a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2"))
     place.book.replace([old])

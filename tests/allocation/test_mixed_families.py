@@ -80,7 +80,7 @@ def gpu(place: int, *, ill: bool, profiles: Sequence[str] = (), cut: int = 0) ->
 
 
 class MixedFamilies(RuleBasedStateMachine):
-    """What containers can reach, against who they are."""
+    """A state machine that compares the devices that containers can reach with the containers' identity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class MixedFamilies(RuleBasedStateMachine):
 
     @rule(rush=st.booleans())
     def things_happen_at_once(self, rush: bool) -> None:
-        """Or one after the other."""
+        """Let things happen at once, or one after the other."""
         self.rush = rush
 
     @rule(count=st.integers(1, 3))
@@ -138,7 +138,7 @@ class MixedFamilies(RuleBasedStateMachine):
 
     @rule(units=st.integers(1, UNITS), place=st.integers(0, len(GPUS) - 1), resource=st.sampled_from((NUMBER, GPUSHARE, CARDS)))
     def a_scheduler_binds_a_pod(self, units: int, place: int, resource: str) -> None:
-        """To a GPU that its annotations name, whoever has that GPU; its image is still to be pulled."""
+        """The pod goes to a GPU that its annotations name, whatever holds that GPU. Its image is still to be pulled."""
         if resource not in self.node.kubelet.lists:
             return
         limits = {NUMBER: {NUMBER: 1, MEMORY: units}, GPUSHARE: {GPUSHARE: units}, CARDS: {CARDS: 1}}[resource]
@@ -201,7 +201,7 @@ class MixedFamilies(RuleBasedStateMachine):
 
     @rule(profiles=st.sampled_from(GEOMETRIES))
     def a_gpu_is_divided_anew(self, profiles: tuple[str, ...]) -> None:
-        """Or made whole; an administrator need not ask who uses it."""
+        """The GPU may also be made whole. An administrator need not check for users first."""
         self.profiles, self.cuts = profiles, self.cuts + 1
         self._observe()
 
@@ -274,13 +274,13 @@ class MixedFamilies(RuleBasedStateMachine):
 
     @invariant()
     def a_claim_is_of_a_pod_that_does_not_run(self) -> None:
-        """What has started has its shares, and keeps others away by them."""
+        """A container that has started keeps others away by its shares and needs no claim."""
         claims = self.node.ledger.claims if hasattr(self, "node") else ()
         assert not [claim for claim in claims if (pod := self.node.kubelet.pods.get(claim.pod.partition("/")[2])) and pod.runs]
 
     @invariant()
     def memory_is_given_once(self) -> None:
-        """What running containers were promised of one GPU is not more than it has."""
+        """The memory promised to running containers on one GPU is not more than the GPU has."""
         for device, names in self._reached().items():
             promised = sum(self.limits[name].get(MEMORY, self.limits[name].get(GPUSHARE, 0)) for name in names)
             assert promised <= UNITS, f"{device}: {promised} of {UNITS} units were given to {names}"
@@ -319,7 +319,7 @@ class MixedFamilies(RuleBasedStateMachine):
             pod = self.node.kubelet.pods[name]
             devices = self.node.reaches(name) if pod.runs else set()
             assert devices or not pod.runs, f"{name} runs and reaches nothing"
-            for device in devices & self.node.inventory.devices:  # nobody can use a slice that was cut away
+            for device in devices & self.node.inventory.devices:  # a slice that was cut away cannot be used
                 reached.setdefault(device, []).append(name)
         return reached
 
@@ -334,7 +334,7 @@ class MixedFamilies(RuleBasedStateMachine):
         return NUMBER if NUMBER in self.limits[name] else next(iter(self.limits[name]))
 
     def _place(self, named: str) -> int:
-        """Of the GPU behind an id or a device; gpushare numbers the cards, all others name them."""
+        """Return the place of the GPU behind an id or a device; gpushare numbers the cards, all others name them."""
         if self._is_slice(named):
             return DIVIDED
         named_places = [place for place, uuid in enumerate(GPUS) if uuid in named]

@@ -30,7 +30,7 @@ def test_auto_follows_the_node(kubelet: str, runtime: str, *, late: bool, by_ann
 
 
 def test_a_setting_needs_no_node() -> None:
-    """Whoever set it knows better; only auto waits for the Node."""
+    """An explicit setting wins. Only auto waits for the Node."""
     for setting in ("late", "early"):
         mode = choose(setting, None)
         assert mode is not None

@@ -1,4 +1,4 @@
-"""What becomes of grants over restarts of the agent, outages of the API server and changes of settings, runtime and GPUs."""
+"""Grants over restarts of the agent, outages of the API server and changes of settings, runtime and GPUs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NarrowFamily(NumberFamily):
 
 
 class PickyFamily(NumberFamily):
-    """What was decided for the pod ``unlucky`` cannot be provided."""
+    """A family that cannot provide its decision for the pod ``unlucky``."""
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
         if question.pod.name == "unlucky":
@@ -106,7 +106,7 @@ async def test_a_refuted_early_answer_stays_refused_when_the_node_binds_late() -
 
 
 async def test_a_late_answer_stays_good_when_the_node_binds_early() -> None:
-    """The container crashes after somebody has set ``early``: kubelet keeps our CDI name, and the spec behind it is the container's own."""
+    """The container crashes after ``early`` was set: the kubelet keeps our CDI name, and the spec behind it is the container's own."""
     place = Place()
     await started(place, a_pod("train", annotations=wants(main=f"{U0} 100")), IDS[:1])
     place.allocator.mode = EARLY
@@ -134,7 +134,7 @@ async def test_what_kubelet_counted_while_binding_was_late_says_nothing_about_ea
     "families", [Families(by_pod=(RenamedFamily(),)), Families(unserved=(NumberFamily(),))], ids=["renamed", "not served now"]
 )
 async def test_a_running_container_keeps_its_share_whatever_is_offered_now(families: Families) -> None:
-    """kubelet lists it under a name that today's settings do not offer; even without its spec it is not free, however often we look."""
+    """The kubelet lists it under a name that today's settings do not offer. Even without its spec it is not free, however often we look."""
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 40000"))
     await started(place, pod, IDS[:1])
@@ -147,7 +147,7 @@ async def test_a_running_container_keeps_its_share_whatever_is_offered_now(famil
 
 
 async def test_narrower_settings_do_not_make_what_was_granted_unsound() -> None:
-    """Three share a GPU that is for one by now: the book is right about them, and nobody else gets in."""
+    """Three share a GPU that is for one by now. The ledger has them right, and no other pod gets in."""
     place = Place()
     for number in range(3):
         await started(place, a_pod(f"pod-{number}", annotations=wants(main=f"{U0} 100")), [IDS[number]])
@@ -159,7 +159,7 @@ async def test_narrower_settings_do_not_make_what_was_granted_unsound() -> None:
 
 
 async def test_one_spec_that_cannot_be_made_keeps_nobody_elses_from_being_made() -> None:
-    """After a reboot all are made anew; a setting that has changed since makes one of them impossible."""
+    """After a reboot all are made anew. A setting that has changed since makes one of them impossible."""
     place = Place()
     for name, ids in (("unlucky", IDS[:1]), ("lucky", IDS[1:2])):
         await started(place, a_pod(name, annotations=wants(main=f"{U0} 100")), ids)
@@ -218,7 +218,7 @@ async def test_a_restart_does_not_forget_an_init_container_beside_which_a_sideca
 
 
 async def test_a_restart_finds_an_init_container_at_work_whose_pod_was_made_anew() -> None:
-    """A static pod keeps its UID; what tells that its containers have ended are the youngest records of their starts."""
+    """A static pod keeps its UID. What tells that its containers have ended are the youngest records of their starts."""
     place = Place()
     pod = a_pod("static", init("prepare"), "main", annotations=wants(prepare=f"{U0} 100", main=f"{U0} 50"), uid="hash")
     place.book.replace([pod])
@@ -235,7 +235,7 @@ async def test_a_restart_finds_an_init_container_at_work_whose_pod_was_made_anew
 
 
 async def test_what_an_init_container_had_is_not_held_back_for_the_container_with_its_ids() -> None:
-    """Its record is of a start before the next init container's; what the container after it gets is decided when that starts."""
+    """Its record is of a start before the next init container's. What the container after it gets is decided when that starts."""
     place = Place()
     gpus = wants(prepare=f"{U0} 100,{U1} 100", main=f"{U0} 30000", other=f"{U0} 20000")
     pod = await with_two_init_containers(place, gpus)
@@ -251,7 +251,7 @@ async def test_what_an_init_container_had_is_not_held_back_for_the_container_wit
 
 
 async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -> None:
-    """Both witnesses were silent when the agent started; one that speaks of the starting pod alone does not say what is free."""
+    """Both kubelet records were unreadable when the agent started. An answer about the starting pod alone does not say what is free."""
     place = Place()
     first, second = (a_pod(name, annotations=wants(main=f"{U0} 30000")) for name in ("first", "second"))
     await started(place, first, IDS[:1])
@@ -267,7 +267,7 @@ async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -
 
 
 async def test_nothing_new_is_decided_between_the_first_look_at_the_pods_and_the_next_at_the_records() -> None:
-    """What the replaced plugin gave to a container stands in its pod alone, which nobody could read when kubelet's records were."""
+    """A share from the replaced plugin is recorded in its pod alone, which was unreadable when the kubelet's records were read."""
     place = Place()
     old = running(a_pod("old", annotations=wants(main=f"{U0} 30000")))
     await place.admit(old, "main", IDS[:1])
@@ -299,7 +299,7 @@ async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_ba
 
 
 async def test_an_init_container_that_ended_in_an_outage_holds_nothing_back() -> None:
-    """While no pod is known, what it had stays booked; it is free once the API server says that the next one has started."""
+    """While no pod is known, what it had stays booked. It is free once the API server says that the next one has started."""
     before = Place()
     pod = await with_init_container(before, prepare=f"{U0} 10000,{U1} 10000", main=f"{U0} 10000")
     await before.start(IDS[:1])
@@ -312,7 +312,7 @@ async def test_an_init_container_that_ended_in_an_outage_holds_nothing_back() ->
 
 
 async def test_a_container_with_the_ids_of_its_init_container_keeps_its_share_over_an_outage() -> None:
-    """Nobody knows at first which of the two the spec is for, and nobody else gets the GPU in the meantime or later."""
+    """At first the spec may be for either of the two. No other pod gets the GPU in the meantime or later."""
     before = Place()
     pod = a_pod("train", init("fetch"), "main", annotations=wants(main=f"{U0} 40000"))
     before.book.replace([pod])
@@ -330,7 +330,7 @@ async def test_a_container_with_the_ids_of_its_init_container_keeps_its_share_ov
 
 
 async def test_of_two_records_of_one_container_the_youngest_counts() -> None:
-    """A static pod that is made anew keeps its UID and may get other ids and another share; the first spec still lies there."""
+    """A static pod that is made anew keeps its UID and may get other ids and another share. The first spec still lies there."""
     before = Place()
     pod = a_pod("static", annotations=wants(main=f"{U0} 10000"))
     await started(before, pod, IDS[:1])

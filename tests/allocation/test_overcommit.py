@@ -1,6 +1,6 @@
 """Volcano's scheduler forgets a second container of a pod on the same GPU and overbooks compute and slots, never memory.
 
-Such a pod would wait for ever, for its scheduler counts it as placed. So it is served as long as memory holds, and said where one looks.
+Such a pod would wait for ever, for its scheduler counts it as placed. So it starts as long as memory holds, and reported on all pages.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ async def test_a_restarted_agent_keeps_what_was_overcommitted(*, late: bool) -> 
 
 
 async def test_a_container_that_starts_again_is_not_refused_for_what_its_neighbours_were_given() -> None:
-    """The agent placed it where there was room; a scheduler overcommitted the GPU since, and the agent was restarted."""
+    """The agent placed it where there was room. A scheduler overcommitted the GPU since, and the agent was restarted."""
     place = VolcanoPlace()
     placed, other = unscheduled("placed", (4, 60)), scheduled("other", (U0, 4, 60))
     await place.started(placed)
@@ -126,7 +126,7 @@ async def test_the_operator_can_refuse_instead() -> None:
 
 
 async def test_who_was_served_beyond_the_card_keeps_it_when_the_operator_changes_his_mind() -> None:
-    """The setting is about new pods; what runs would otherwise fail at its next crash."""
+    """The setting is about new pods. What runs would otherwise fail at its next crash."""
     place = VolcanoPlace()
     for name in ("first", "second"):
         await place.started(scheduled(name, (U0, 4, 60)))
@@ -165,7 +165,7 @@ async def test_the_pod_is_told_once_what_it_shares() -> None:
 
 
 async def test_each_container_keeps_its_own_limit() -> None:
-    """The library is told what each container asked for, whatever else is booked of the card."""
+    """The library receives each container's request, whatever else is booked of the card."""
     place = VolcanoPlace()
     for name in ("first", "second"):
         await place.started(scheduled(name, (U0, 4, 60)))

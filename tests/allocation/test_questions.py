@@ -1,4 +1,4 @@
-"""What a family is told when it is asked about one container: who has what besides it."""
+"""The question to a family about one container: the shares of all others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _used(asked: Question) -> dict[str, int]:
 
 
 def test_what_the_container_has_is_not_counted_against_it() -> None:
-    """Of its pod the other container is told, of another pod what room it takes."""
+    """The question has the shares of its pod's other container, and the room that another pod takes."""
     ledger, (_, other, stranger) = _node(
         ("uid-p", "a", 0, Share(U0, 1000)), ("uid-p", "b", 1, Share(U1, 200)), ("uid-q", "b", 2, Share(U1, 30))
     )
@@ -41,14 +41,14 @@ def test_what_the_container_has_is_not_counted_against_it() -> None:
 
 
 def test_whoever_had_these_ids_before_is_not_counted() -> None:
-    """kubelet has given them to this container, so that one is gone."""
+    """The kubelet has given them to this container, so that one is gone."""
     ledger, _ = _node(("uid-q", "main", 0, Share(U0, 1000)))
     asked = _ask(ledger, "a", 0)
     assert (_used(asked)[U0], asked.taken, asked.siblings) == (0, {}, {})
 
 
 def test_an_init_container_that_has_ended_is_not_in_the_way() -> None:
-    """It counts in the sums until its ids are taken over, and nobody is told that it has the GPU."""
+    """It counts in the sums until its ids are taken over, and the GPU is attributed to no container."""
     ledger, (setup,) = _node(("uid-p", "setup", 0, Share(U0, 1000)))
     asked = _ask(ledger, "a", 1)
     assert (asked.taken, asked.siblings) == ({}, {"setup": setup.shares})

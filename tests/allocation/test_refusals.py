@@ -22,7 +22,7 @@ class Clock:
 
 
 def test_a_repeated_refusal_counts_and_keeps_its_first_time() -> None:
-    """kubelet asks again; since when it was refused decides about event and eviction, and the last reason is shown."""
+    """The kubelet asks again; since when it was refused decides about event and eviction, and the last reason is shown."""
     clock = Clock()
     refusals = Refusals(clock)
     refusals.refuse(POD, "main", NUMBER, "the pod has not been seen yet")
@@ -60,7 +60,7 @@ def test_a_container_that_starts_is_struck_out_and_its_sibling_stays() -> None:
 
 
 def test_the_longest_refused_comes_first() -> None:
-    """Whoever waits longest gets the next chance first."""
+    """The pod that waits longest gets the next chance first."""
     clock = Clock()
     refusals = Refusals(clock)
     refusals.refuse(POD, "late", NUMBER, "full")
@@ -70,7 +70,7 @@ def test_the_longest_refused_comes_first() -> None:
 
 
 def test_what_is_known_of_a_static_pod_goes_by_kubelets_uid() -> None:
-    """kubelet's records name a static pod by its hash, so that is what strikes it out."""
+    """The kubelet's records name a static pod by its hash, so that is what strikes it out."""
     refusals = Refusals(Clock())
     pod = Pod("api-uid", "default", "static", annotations={MIRROR_POD: "h", STATIC_POD_HASH: "h"}, static_uid="h")
     refusals.refuse(pod, "main", NUMBER, "full")
@@ -79,7 +79,7 @@ def test_what_is_known_of_a_static_pod_goes_by_kubelets_uid() -> None:
 
 
 def test_pods_that_are_gone_or_have_ended_are_forgotten_and_the_others_refreshed() -> None:
-    """Nobody evicts a pod that no longer is, and a deletion that has begun is seen."""
+    """A pod that no longer exists is not evicted, and a deletion that has begun is seen."""
     refusals = Refusals(Clock())
     gone, ended = Pod("uid-2", "default", "gone"), Pod("uid-3", "default", "ended")
     for pod in (POD, gone, ended):
@@ -90,7 +90,7 @@ def test_pods_that_are_gone_or_have_ended_are_forgotten_and_the_others_refreshed
 
 
 def test_the_revision_moves_with_changes_only() -> None:
-    """Striking out what is not there wakes nobody."""
+    """Striking out a missing entry wakes no reader."""
     refusals = Refusals(Clock())
     refusals.refuse(POD, "main", NUMBER, "full")
     refusals.clear("uid-1", "other")

@@ -78,7 +78,7 @@ async def test_starts_that_meet_a_full_gpu_at_once_all_get_the_room_of_ended_pod
 
 @pytest.mark.looptime
 async def test_room_that_is_made_while_kubelet_is_asked_is_used() -> None:
-    """Whoever made it: here the pass that follows kubelet's records releases the grant while the start waits for them."""
+    """Any source of room will do. Here the pass that follows the kubelet's records releases the grant while the start waits."""
     place = UnhurriedPlace()
     place.book.replace([])
     (old,) = await _filled(place, 1, GPU_MIB)
@@ -157,7 +157,7 @@ async def test_a_pod_that_kubelet_still_runs_keeps_its_share_when_its_name_has_a
 
 @pytest.mark.looptime
 async def test_a_start_waits_for_the_watch_where_kubelet_has_let_go_of_a_pod() -> None:
-    """Kubelet forgets an ended pod before our watch shows its end: a scheduler may have counted the room already."""
+    """The kubelet forgets an ended pod before our watch shows its end: a scheduler may have counted the room already."""
     place = UnhurriedPlace()
     place.book.replace([])
     (old,) = await _filled(place, 1, GPU_MIB)
@@ -167,7 +167,7 @@ async def test_a_start_waits_for_the_watch_where_kubelet_has_let_go_of_a_pod() -
     await place.admit(new, "main", IDS[1:2])
     start = asyncio.ensure_future(place.start(IDS[1:2]))
     await asyncio.sleep(0.5)
-    place.book.put(a_pod("somebody"))  # a change that helps nobody
+    place.book.put(a_pod("somebody"))  # a change that helps no start
     await asyncio.sleep(0.5)
     place.book.put(dataclasses.replace(old, phase="Succeeded"))
     await start
@@ -176,7 +176,7 @@ async def test_a_start_waits_for_the_watch_where_kubelet_has_let_go_of_a_pod() -
 
 @pytest.mark.looptime
 async def test_a_start_does_not_wait_for_what_will_not_come() -> None:
-    """A GPU that is full of pods that run is refused at once; one that kubelet has let go of, after `podWaitSeconds`."""
+    """A GPU that is full of pods that run is refused at once. One that kubelet has let go of, after `podWaitSeconds`."""
     place = UnhurriedPlace()
     place.book.replace([])
     (old,) = await _filled(place, 1, GPU_MIB)
@@ -197,7 +197,7 @@ async def test_a_start_does_not_wait_for_what_will_not_come() -> None:
 
 @pytest.mark.looptime
 async def test_an_init_container_that_kubelet_does_not_list_keeps_its_share_while_its_pod_lives() -> None:
-    """pod-resources hides init containers; their pod is alive, so nothing of it is free, and nobody waits for its end."""
+    """pod-resources hides init containers. Their pod is alive, so nothing of it is free, and no start waits for its end."""
     place = UnhurriedPlace()
     place.book.replace([])
     pod = a_pod("train", init("warm"), annotations=wants(warm=f"{U0} {GPU_MIB}"))
@@ -226,7 +226,7 @@ def test_no_start_is_refused_while_there_is_room_at_the_time_of_the_answer(
 ) -> None:
     """Four old pods with a quarter of the GPU each, of which some end at any moment, and up to six starts at once.
 
-    At each refusal nobody whom kubelet and the API server have ended is still booked, and what is booked leaves too little.
+    At each refusal no pod that kubelet and API server have ended is still booked, and the bookings leave too little.
     """
 
     async def play() -> None:
@@ -252,7 +252,7 @@ def test_no_start_is_refused_while_there_is_room_at_the_time_of_the_answer(
             await place.admit(pod, "main", [IDS[10 + number]])
         await asyncio.gather(*(start(number, size) for number, size in enumerate(sizes)), *(end(number) for number in ended))
         assert place.ledger.audit() == []
-        # What has ended by now is free to whoever asks, however the starts before went.
+        # The shares of ended pods are free to the next start, however the starts before went.
         left = 4 - sum(sizes[number] for number in range(len(sizes)) if _started(place, number)) - (4 - len(ended))
         for number, size in enumerate(sizes):
             if not _started(place, number) and size <= left:

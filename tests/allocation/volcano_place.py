@@ -31,7 +31,7 @@ class OwnDirectory:
 
 
 class VolcanoPlace(Place):
-    """The node. Each container that is admitted gets the next id that nobody has, as kubelet hands them out."""
+    """The node. Each admitted container gets the next free id, as from the kubelet."""
 
     def __init__(self, *, binding: Binding | None = None, late: bool = True, before: VolcanoPlace | None = None) -> None:
         """A node on which nothing runs, or the one of ``before`` with a new agent."""
@@ -46,7 +46,7 @@ class VolcanoPlace(Place):
             self.book.replace(before.book.pods)
 
     async def admitted(self, pod: Pod) -> None:
-        """kubelet admits ``pod``: one id for each container, none of them started."""
+        """The kubelet admits ``pod``: one id for each container, none of them started."""
         self.book.put(pod)
         for each in pod.containers:
             taken = {id_ for ids in self.ids.values() for id_ in ids}
@@ -61,7 +61,7 @@ class VolcanoPlace(Place):
             await self.start(self.ids[pod.kubelet_uid, each.name])
 
     def ended(self, pod: Pod) -> None:
-        """The pod is gone, for kubelet and for the API server; the book is not told."""
+        """The pod is gone for the kubelet and for the API server. The pod cache is not informed."""
         self.forget(pod)
         self.book.remove(pod)
         self.ids = {key: ids for key, ids in self.ids.items() if key[0] != pod.kubelet_uid}

@@ -1,8 +1,8 @@
-"""What the agent costs and how quick it is, on simulated GPUs: its own process, an independent kubelet stand-in, limits that must be met.
+"""The agent's cost and speed on simulated GPUs: its own process, an independent kubelet stand-in, limits to be met.
 
-Run by ``scripts/bench``; its last part stands beside a real kubelet, where there can be one. Each figure has a limit; the exit status is 1
-when one is missed. How each is measured stands beside it. The machine matters: read figures of one run beside each other, and compare runs
-on one machine only.
+Run by ``scripts/bench``. Its last part runs beside a real kubelet, where there can be one. Each figure has a limit, and its way of
+measurement is stated beside it. The exit status is 1 when a limit is missed. The machine matters: compare figures of one run, and runs on
+one machine only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS = {
 
 
 def _speed() -> str:
-    """How fast this machine is now: one that is shared with others may need half as long again from one hour to the next."""
+    """Return this machine's speed now. A shared one may need half as long again from one hour to the next."""
     number, began = 0, time.perf_counter()
     for each in range(5_000_000):
         number += each

@@ -32,7 +32,7 @@ async def timed_calls(socket: Path, asked: Sequence[Sequence[str]], *, warm: int
     Args:
         socket: the agent's.
         asked: the ids of each call.
-        warm: how many of them are not told, because they warm both ends up; GetDevicePluginOptions has opened the connection before.
+        warm: how many of them are not counted, because they warm both ends up; GetDevicePluginOptions has opened the connection before.
     """
     program = [sys.executable, "-m", "tests.bench.allocate", str(socket)]
     text = json.dumps([list(ids) for ids in asked])

@@ -1,7 +1,7 @@
-"""What switching from NVIDIA's plugin costs: each list strategy, the choice of GPUs, MIG slices that come and go.
+"""The cost of switching from NVIDIA's plugin: each list strategy, the choice of GPUs, MIG slices that come and go.
 
 The part ``drop-in`` of the benchmark, called by `__main__`. Each figure is taken from an agent process of its own, asked by an independent
-gRPC client; how stands beside it.
+gRPC client. The way of measurement is stated beside it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Node:
         self.agent = AgentProcess(folder / "agent.log", kubelet=folder / "kubelet", simulate=self.simulated.directory, config=config)
 
     def socket(self, resource: str) -> Path:
-        """Where the agent serves the resource."""
+        """Return the socket on which the agent serves the resource."""
         return self.kubelet.plugins / str(self.kubelet.called("Register", resource)[-1].facts["endpoint"])
 
 

@@ -1,4 +1,4 @@
-"""What a measurement yields, for both parts of the benchmark and the table that `__main__` prints of it."""
+"""Figures of a measurement, for both parts of the benchmark and the table that `__main__` prints of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """Whether the figure is within its limit."""
+        """Tell whether the figure is within its limit."""
         return self.limit is None or self.value <= self.limit
 
     @property

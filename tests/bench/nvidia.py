@@ -1,6 +1,6 @@
-"""What the agent costs and how quick it is with `nvidia.com/gpu`: 8 simulated GPUs × 10 replicas, an independent gRPC client.
+"""The agent's cost and speed with `nvidia.com/gpu`: 8 simulated GPUs × 10 replicas, an independent gRPC client.
 
-The first part of the benchmark, called by `__main__`. How each figure is measured stands beside it.
+The first part of the benchmark, called by `__main__`. The way of measurement is stated beside each figure.
 """
 
 from __future__ import annotations

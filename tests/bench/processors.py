@@ -1,4 +1,4 @@
-"""The processors while the agent is measured: it has its own, and what stands in for the rest of a node has the others.
+"""The processors while the agent is measured: it has its own, and the stand-ins for the rest of a node have the others.
 
 A node with GPUs has dozens of processors, and kubelet and the API server do not take the agent's away; on a machine with two, the stand-ins
 for both, and the kernel that writes their checkpoint, would. Used by `volcano` and `mixed`, whose stand-ins have the most to do.

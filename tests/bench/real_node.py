@@ -1,7 +1,7 @@
-"""How much later pods run because they ask for vGPU, on a real node: the third part of the benchmark, called by `__main__`.
+"""The start delay of pods that ask for vGPU, on a real node: the third part of the benchmark, called by `__main__`.
 
-etcd, API server, kubelet and containerd are real (`scripts/cluster`), so this needs root, and some minutes the first time. What is measured
-and why that is fair: `tests.real_node.start_times`, by which the cluster tests judge more leniently.
+etcd, API server, kubelet and containerd are real (`scripts/cluster`), so this needs root, and some minutes the first time. The
+measurement and its fairness: `tests.real_node.start_times`, by which the cluster tests judge more leniently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What volcano-vgpu-device-plugin does in one Allocate, as a process of its own: the comparison of the benchmark's second part.
+"""One Allocate of volcano-vgpu-device-plugin as a process of its own: the comparison of the benchmark's second part.
 
 Five requests, one after the other: all pods of the cluster, the pod's annotation, the pod, its annotations again, the node's lock
 (volcano-vgpu §4). It is given every advantage: no gRPC around it, one connection that stays open, no limit on requests (the

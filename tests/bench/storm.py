@@ -17,7 +17,7 @@ FILES, STARTS = 1_000_000, 100
 
 async def measure(folder: Path) -> list[Figure]:
     """Throw everything, and start pods one after the other meanwhile."""
-    log.configure(level="error")  # the stand-in scheduler tells of each pod
+    log.configure(level="error")  # the stand-in scheduler logs each pod
     with memory_cgroup(LIMIT_MIB) as cgroup:
         async with storm_stage(folder, cgroup) as stage:
             endured = await endure(stage, files=FILES, starts=STARTS)

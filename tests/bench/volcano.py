@@ -1,9 +1,9 @@
-"""How quick the agent is with Volcano's pods: 110 of them on the node, 49,152 ids of memory, an API server that is 20 ms away.
+"""The agent's speed with Volcano's pods: 110 of them on the node, 49,152 ids of memory, an API server that is 20 ms away.
 
-The second part of the benchmark, called by `__main__`. Allocate is timed by a client that does nothing else (`allocate`), and besides by
-the kubelet stand-in, which shares its process with the API server's and with its own work; PreStartContainer by the stand-in only. Beside
-them stands what the reference plugin does in one Allocate (`reference`), against the same API server. The agent has processors of its own
-(`processors`).
+The second part of the benchmark, called by `__main__`. Allocate is timed by a client that does nothing else (`allocate`), and also by
+the kubelet stand-in, which shares its process with the API server's and with its own work. PreStartContainer is timed by the stand-in
+only. For comparison, one Allocate of the reference plugin (`reference`) runs against the same API server. The agent has processors of its
+own (`processors`).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ async def early_alone(node: VolcanoNode) -> list[Figure]:
 
 
 async def reference(node: VolcanoNode) -> list[Figure]:
-    """What the reference plugin's way of doing it takes."""
+    """Measure the reference plugin's way of allocating."""
     calls = 20
     await node.agent.terminate()
     await node.remove(list(node.pods)[:calls])

@@ -150,7 +150,7 @@ class VolcanoNode:
         return names
 
     async def served(self, names: Iterable[str]) -> None:
-        """Wait until the agent has written about all of them that they are served."""
+        """Wait until the agent has written for all of them that they have been allocated."""
         left = set(names)
 
         def written() -> bool:
@@ -170,7 +170,7 @@ class VolcanoNode:
     # Calls of others than kubelet
 
     def socket(self, resource: str) -> Path:
-        """The socket of the agent's plugin for ``resource``, as kubelet was told of it."""
+        """The socket of the agent's plugin for ``resource``, as registered with the kubelet."""
         return self.cluster.kubelet._endpoints[resource].socket_path
 
     def free(self, resource: str) -> list[str]:
@@ -181,7 +181,7 @@ class VolcanoNode:
 
     @contextlib.asynccontextmanager
     async def waiting(self, count: int) -> AsyncIterator[list[str]]:
-        """That many pods that are bound and that kubelet does not admit; they are deleted in the end."""
+        """Bind that many pods that the kubelet does not admit, and delete them in the end."""
         self.cluster.hold_admission = True
         names = [self.bind() for _ in range(count)]
         bound = {f"default/{name}" for name in names}

@@ -36,7 +36,7 @@ class Tool:
         await asyncio.to_thread(self.stand_in.behave)
 
     async def calls(self) -> list[list[str]]:
-        """How the tool was called."""
+        """Return the calls of the tool."""
         return await asyncio.to_thread(lambda: self.stand_in.calls)
 
     async def set_mig(self, gpu: int, profiles: list[str]) -> None:

@@ -60,7 +60,7 @@ def read(path: Path) -> Any:
 
 
 async def test_the_specs_lie_where_runtimes_look_for_them(tool: Tool, tmp_path: Path) -> None:
-    """File names of upstream, the whole of each file valid, readable for everybody, and no half-written file beside them."""
+    """File names of upstream, the whole of each file valid, readable for all users, and no half-written file beside them."""
     tool.device("gdrdrv")
     cdi = tmp_path / "cdi"
     wanted = Wanted(1, modes=("gdrcopy", "gds"), channels=(0,), channel_root="/run/nvidia/driver", ctk=tool.options)
@@ -81,7 +81,7 @@ async def test_the_specs_lie_where_runtimes_look_for_them(tool: Tool, tmp_path: 
 
 
 async def test_the_tool_runs_again_only_when_the_gpus_have_changed(tool: Tool, tmp_path: Path) -> None:
-    """The same wish again, or time that passes, runs nothing; another geometry does, and the old names are gone with it."""
+    """The same desired state again, or time that passes, runs nothing. Another geometry does, and the old names are gone with it."""
     async with running(tmp_path / "cdi", look_seconds=0.01) as specs:
         await made(specs, Wanted("two GPUs", ctk=tool.options))
         specs.want(Wanted("two GPUs", ctk=tool.options))
@@ -95,7 +95,7 @@ async def test_the_tool_runs_again_only_when_the_gpus_have_changed(tool: Tool, t
 
 
 async def test_a_file_that_was_removed_is_there_again_without_the_tool(tool: Tool, tmp_path: Path) -> None:
-    """Somebody tidied up, or overwrote it: the content is known."""
+    """A deleted or overwritten spec is written again: the content is known."""
     path = tmp_path / "cdi" / GPU_FILE
     async with running(tmp_path / "cdi", look_seconds=0.01) as specs:
         await made(specs, Wanted(1, ctk=tool.options))
@@ -111,7 +111,7 @@ async def test_a_file_that_was_removed_is_there_again_without_the_tool(tool: Too
 
 
 async def test_trouble_is_told_once_and_tried_again(tool: Tool, tmp_path: Path) -> None:
-    """A driver that is not ready yet: the reason stands there, no name is promised, and when the tool works the names are there."""
+    """A driver that is not ready yet: the reason is shown, no name is promised, and when the tool works the names are there."""
     await tool.misbehave(fail="driver not loaded")
     async with running(tmp_path / "cdi") as specs:
         await made(specs, Wanted(1, ctk=tool.options))
@@ -144,7 +144,7 @@ async def test_what_an_earlier_agent_has_made_is_gone_by_while_the_tool_fails(to
 
 
 async def test_what_needs_no_tool_is_there_while_the_tool_hangs(tool: Tool, tmp_path: Path) -> None:
-    """The GPUs have their names from before; without that of its channel a resource would be withheld until the tool is given up."""
+    """The GPUs have their names from before. Without that of its channel a resource would be withheld until the tool is given up."""
     wanted = Wanted(2, DRIVER, channels=(0,), ctk=tool.options)
     async with running(tmp_path / "cdi") as specs:
         await made(specs, wanted)
@@ -204,7 +204,7 @@ async def test_one_spec_that_cannot_be_made_keeps_no_other_from_it(tool: Tool, t
 
 
 async def test_a_directory_that_cannot_be_written_is_one_clear_error(tool: Tool, tmp_path: Path) -> None:
-    """No name is promised while no runtime could find it; the tool is not run again for that, and when it can be written all is well."""
+    """No name is promised while no runtime could find it. The tool is not run again for that, and when it can be written all is well."""
     cdi = tmp_path / "cdi"
     await asyncio.to_thread(cdi.write_text, "a file")
     async with running(cdi) as specs:
@@ -218,7 +218,7 @@ async def test_a_directory_that_cannot_be_written_is_one_clear_error(tool: Tool,
 
 
 async def test_the_file_of_an_earlier_agent_is_not_gone_by(tool: Tool, tmp_path: Path) -> None:
-    """The driver may have been changed since; what is in it is replaced, not trusted."""
+    """The driver may have been changed since. What is in it is replaced, not trusted."""
     cdi = tmp_path / "cdi"
     async with running(cdi) as specs:
         await made(specs, Wanted(1, ctk=tool.options))
@@ -230,7 +230,7 @@ async def test_the_file_of_an_earlier_agent_is_not_gone_by(tool: Tool, tmp_path:
 
 
 async def test_a_node_that_is_left_for_good_keeps_no_spec(tool: Tool, tmp_path: Path) -> None:
-    """All of ours are removed, also those of modes that were switched off; nobody else's."""
+    """All of ours are removed, also those of modes that were switched off, and no others."""
     cdi = tmp_path / "cdi"
     async with running(cdi) as specs:
         await made(specs, Wanted(1, ctk=tool.options))

@@ -59,6 +59,6 @@ def test_the_version_is_what_the_edits_take() -> None:
 
 
 def test_a_name_that_nothing_stands_behind_is_refused() -> None:
-    """Rather than a container without its GPU."""
+    """The alternative would be a container without its GPU."""
     with pytest.raises(CarrierError, match=r"no CDI spec of this node has the device vendor\.com/gpu=z"):
         inlined(["vendor.com/gpu=z"], [GPUS])

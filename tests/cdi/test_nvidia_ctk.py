@@ -61,7 +61,7 @@ async def test_slices_are_described_by_index_with_their_capabilities(tool: Tool)
 
 
 async def test_paths_are_those_of_the_node(tool: Tool) -> None:
-    """What the tool finds in the agent's container is written down as the runtime finds it on the node (nvidia §8)."""
+    """Paths that the tool finds in the agent's container are written as the runtime finds them on the node (nvidia §8)."""
     seen = str(tool.node.directory)
     await tool.misbehave(edits={"mounts": [{"hostPath": f"{seen}/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1"}]})
     spec = await _gpus(dataclasses.replace(tool.options, roots=Roots(seen, "/run/nvidia/driver", seen, "/")))
@@ -85,7 +85,7 @@ OLD_HOOKS = ["create-symlinks", "update-ldcache", "chmod"]
 
 
 def _hooks(spec: Spec) -> list[str]:
-    """The names of the hooks of every device, which stand behind the program and, of nvidia-ctk, its subcommand."""
+    """The names of the hooks of every device, which follow the program and, of nvidia-ctk, its subcommand."""
     return [next(word for word in hook.args[1:] if word != "hook") for hook in spec.container_edits.hooks]
 
 
@@ -138,7 +138,7 @@ async def test_hooks_are_chosen_by_the_settings_alone(tool: Tool, monkeypatch: p
 
 
 async def test_a_mode_that_the_node_does_not_have_gives_no_spec(tool: Tool) -> None:
-    """No GDS devices: nothing to inject, which is no error (nvidia §8); with them there is a device ``all``."""
+    """No GDS devices: nothing to inject, which is no error (nvidia §8). With them there is a device ``all``."""
     assert await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid") is None
     tool.device("nvidia-fs0")
     spec = await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid")
@@ -233,7 +233,7 @@ async def test_a_tool_ends_with_whoever_waits_for_it(tool: Tool) -> None:
 
 
 def _ends(written: Path) -> bool:
-    """Whether the process whose number stands in a file is gone, or dead and not collected, before patience ends."""
+    """Tell whether the process whose number is in a file is gone, or dead and not collected, before patience ends."""
     status = Path(f"/proc/{written.read_text().strip()}/stat")
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:

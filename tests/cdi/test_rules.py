@@ -1,4 +1,4 @@
-"""Which specs are refused before a runtime has to."""
+"""Specs that are refused before a runtime has to."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_a_runtime_would_refuse_is_named(changes: dict[str, Any], said: str
 
 
 def test_a_version_that_is_too_low_is_raised_to_what_is_needed() -> None:
-    """Paths of the node, which we add, are not known to the oldest version; a spec that needs nothing keeps its version."""
+    """Paths of the node, which we add, are not known to the oldest version. A spec that needs nothing keeps its version."""
     spec = _spec(cdiVersion="0.3.0", **_edited(deviceNodes=[{"path": "/dev/a", "hostPath": "/h/dev/a"}]))
     assert with_sufficient_version(spec).cdi_version == "0.5.0"
     assert with_sufficient_version(_spec()).cdi_version == "0.6.0"
@@ -76,17 +76,17 @@ def test_a_version_that_is_too_low_is_raised_to_what_is_needed() -> None:
 
 @pytest.mark.parametrize("text", ["kind: a.com/b\ncdiVersion: 0.5.0\ndevices:\n- name: x\n  containerEdits: {env: [A=b]}\n"])
 def test_a_spec_may_be_yaml(text: str) -> None:
-    """As the container toolkit writes it by default."""
+    """The container toolkit writes YAML by default."""
     assert decode(text.encode(), is_yaml=True).names == ("a.com/b=x",)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode) | st.just(b"[" * 5000), st.booleans())
 def test_junk_never_raises_anything_else(content: bytes, is_yaml: bool) -> None:
-    """Whatever a tool prints or a file holds."""
+    """Any tool may have printed the text."""
     with pytest.raises(CdiError):
         decode(content, is_yaml=is_yaml)
 
 
 def test_a_spec_is_encoded_the_same_each_time() -> None:
-    """So that an unchanged spec is not written again."""
+    """An unchanged spec is then not written again."""
     assert encode(_spec()) == encode(msgspec.structs.replace(_spec()))

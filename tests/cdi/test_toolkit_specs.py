@@ -47,7 +47,7 @@ async def test_names_are_found_in_all_directories_and_formats(tmp_path: Path) ->
 
 
 async def test_a_missing_spec_is_one_clear_error(tmp_path: Path) -> None:
-    """It says where it was looked for, and who makes it."""
+    """It says where the tool looked, and which program makes the spec."""
     specs = await _looked(ToolkitSpecs([str(tmp_path / "none"), str(tmp_path)], Journal(), look_seconds=1))
     assert not specs.names
     assert f"no CDI spec of kind nvidia.com/gpu in {tmp_path / 'none'} or {tmp_path}" in specs.error
@@ -56,7 +56,7 @@ async def test_a_missing_spec_is_one_clear_error(tmp_path: Path) -> None:
 
 
 async def test_a_broken_spec_is_named_with_its_file(tmp_path: Path) -> None:
-    """Garbage, told once; specs of other vendors and of grants are nobody's business here."""
+    """Garbage is reported once. Specs of other vendors and of grants do not matter here."""
     await asyncio.to_thread(_write, tmp_path / "nvidia.yaml", "kind: nvidia.com/gpu\ndevices: 7\n")
     await asyncio.to_thread(_write, tmp_path / "other.json", "{ not ours")
     await asyncio.to_thread(_write, tmp_path / "vgpu-agent-x.json", "nvidia.com/ but of a grant")
@@ -68,7 +68,7 @@ async def test_a_broken_spec_is_named_with_its_file(tmp_path: Path) -> None:
 
 
 async def test_changes_are_seen_and_told(tmp_path: Path) -> None:
-    """A spec that comes, changes and goes; looking again without news tells nobody."""
+    """A spec comes, changes and goes. Another look without news wakes no reader."""
     specs = await _looked(ToolkitSpecs([str(tmp_path)], Journal(), look_seconds=1))
     path = tmp_path / "nvidia.yaml"
     await asyncio.to_thread(_write, path, TOOLKITS)
@@ -87,7 +87,7 @@ async def test_changes_are_seen_and_told(tmp_path: Path) -> None:
 
 
 async def test_a_name_in_two_files_of_one_directory_is_none(tmp_path: Path) -> None:
-    """Runtimes refuse it, as after a copy of the spec that was kept beside it; in two directories the later one has it."""
+    """Runtimes refuse it, as after a copy of the spec that was kept beside it. In two directories the later one has it."""
     for path in ("etc/nvidia.yaml", "run/nvidia.yaml", "run/gds.json"):
         await asyncio.to_thread(_write, tmp_path / path, GDS if path.endswith(".json") else TOOLKITS)
     specs = await _looked(ToolkitSpecs([str(tmp_path / "etc"), str(tmp_path / "run")], Journal(), look_seconds=1))

@@ -47,7 +47,7 @@ def test_check_says_that_a_file_is_ok(command: Command, capsys: pytest.CaptureFi
 
 
 def test_check_takes_the_file_as_a_flag_too(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    """As ``run`` takes it, so that a command can be checked by exchanging one word."""
+    """``run`` takes this flag, so a command can be checked by exchanging one word."""
     assert command("check", "--config", "config.yaml", "--log-format", "console") == 0
     assert capsys.readouterr().out == "config.yaml: ok\n"
 
@@ -112,7 +112,7 @@ def test_show_lists_each_value_and_where_it_came_from(
 
 
 def test_show_takes_the_file_as_a_word_too(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    """As ``check`` does; nobody should have to remember which of the two."""
+    """``check`` does so too, and users should not have to remember which of the two does."""
     assert command("show", "config.yaml") == 0
     assert "config.yaml:3" in capsys.readouterr().out
 
@@ -139,7 +139,7 @@ def test_warnings_go_to_stderr(command: Command, capsys: pytest.CaptureFixture[s
 
 
 def test_the_example_is_a_file_that_checks_as_ok(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is printed can be saved and used."""
+    """The printed example can be saved and used."""
     assert command("example") == 0
 
     text = capsys.readouterr().out
@@ -149,7 +149,7 @@ def test_the_example_is_a_file_that_checks_as_ok(command: Command, capsys: pytes
 
 
 def test_convert_prints_a_configuration_of_nvidias_plugin_as_one_of_ours(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it prints can be checked and used at once."""
+    """The printed configuration can be checked and used at once."""
     Path("v1.yaml").write_text("flags: {migStrategy: mixed}\n")
 
     assert command("convert", "v1.yaml") == 0

@@ -75,7 +75,7 @@ def _command_line(pid: int) -> str:
 
 
 def _type(command: str) -> None:
-    """Do as a person who copies the line; raises when it fails."""
+    """Do as a person that copies the line; raises when it fails."""
     words = shlex.split(command)
     if words[0] == "curl":  # which not every machine has
         connection = http.client.HTTPConnection(words[1].partition("/")[0], timeout=_SECONDS)

@@ -24,7 +24,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ids=["nothing", "unknown command", "unknown flag", "no subcommand", "missing argument", "stray word"],
 )
 def test_a_wrong_call_is_one_line_and_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Usage errors name the command and where to read on; no page of usage."""
+    """Usage errors name the command and where to read on. No page of usage."""
     with pytest.raises(SystemExit) as left:
         cli.main(argv)
     assert left.value.code == 2

@@ -46,7 +46,7 @@ def test_create_spreads_gpus_over_numa_nodes(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_create_takes_a_numa_node_for_each_gpu(tmp_path: Path) -> None:
-    """Also none, -1."""
+    """A GPU may have none, -1."""
     _sim("create", tmp_path / "new", "--gpus", 3, "--numa=1,0,-1")
 
     assert [gpu.numa_node for gpu in SimulatedNode.open(tmp_path / "new").describe()] == [1, 0, None]
@@ -157,7 +157,7 @@ def test_a_process_runs_until_it_is_interrupted(directory: Path) -> None:
     ids=str,
 )
 def test_what_this_node_cannot_take_gets_one_sentence(directory: Path, words: list[object], complaint: str) -> None:
-    """Which the command line prints; the node is as it was."""
+    """The command line prints this sentence, and the node stays as it was."""
     with pytest.raises(SimulationError, match=complaint):
         _sim(words[0], directory, *words[1:])
 
@@ -202,7 +202,7 @@ def test_a_directory_without_a_node(tmp_path: Path) -> None:
 
 
 def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    """That can be copied."""
+    """Users can copy the examples."""
     with pytest.raises(SystemExit):
         _sim("--help")
 

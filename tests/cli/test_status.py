@@ -95,7 +95,7 @@ async def test_the_environment_says_where_the_agent_is(
 
 
 async def test_a_flag_beats_the_environment(agent: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As everywhere in this command line."""
+    """A flag beats the environment everywhere in this command line."""
     monkeypatch.setenv("VGPU_AGENT_DEBUG_LISTEN", "127.0.0.1:1")
     assert await run("--debug-listen", agent.debug_address) == 0
 
@@ -107,7 +107,7 @@ async def test_a_proxy_of_the_environment_does_not_stand_between(agent: WebServe
 
 
 def test_an_agent_that_does_not_run_is_one_clear_line() -> None:
-    """What was tried, what happened, what to do."""
+    """The line says what was tried, what happened and what to do."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     parsed = arguments("--debug-listen", f":{port}")
@@ -116,7 +116,7 @@ def test_an_agent_that_does_not_run_is_one_clear_line() -> None:
 
 
 def test_an_agent_that_does_not_answer_ends_in_time() -> None:
-    """A listening socket that nobody serves: the given time is kept."""
+    """A listening socket without a server: the given time is kept."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         parsed = arguments("--debug-listen", f"127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.05")
         with pytest.raises(AgentError, match=r"did not answer within 0\.05 s"):
@@ -160,7 +160,7 @@ def test_an_address_that_makes_no_sense_is_refused() -> None:
 
 
 def test_a_senseless_address_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would look there otherwise."""
+    """Otherwise it would not be found."""
     monkeypatch.setenv("VGPU_AGENT_DEBUG_LISTEN", "here")
     parsed = arguments()
     with pytest.raises(ConfigError, match=r"^environment variable VGPU_AGENT_DEBUG_LISTEN: address 'here'"):

@@ -31,7 +31,7 @@ class Request:
 
 
 class FakeApi:
-    """Objects by path; `watchers` are told of each change, as a watch would be."""
+    """Objects by path; `watchers` receive each change, as a watch would."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
@@ -44,17 +44,17 @@ class FakeApi:
         self._version = 100
 
     def put(self, path: str, thing: dict[str, Any]) -> None:
-        """Somebody else creates or replaces an object."""
+        """Create or replace an object, as another client would."""
         self._version += 1
         self.objects[path] = {**thing, "metadata": {**thing.get("metadata", {}), "resourceVersion": str(self._version)}}
         self._tell(path)
 
     def change(self, path: str, patch: Mapping[str, Any]) -> None:
-        """Somebody else changes an object by a merge patch."""
+        """Change an object by a merge patch, as another client would."""
         self.put(path, _merged(self.objects[path], patch))
 
     def delete(self, path: str) -> None:
-        """Somebody deletes an object."""
+        """Delete an object, as another client would."""
         del self.objects[path]
         self._tell(path)
 
@@ -168,12 +168,12 @@ def pod(name: str, uid: str = "", **annotations: str) -> dict[str, Any]:
 
 
 def pod_at(name: str) -> str:
-    """Where `pod` stands."""
+    """Return the path of `pod`."""
     return f"/api/v1/namespaces/default/pods/{name}"
 
 
 def node_of(thing: Mapping[str, Any]) -> Node:
-    """What the watch would decode."""
+    """Return the Node as the watch would decode it."""
     metadata, status = thing["metadata"], thing.get("status", {})
     return Node(
         metadata["name"],
@@ -188,7 +188,7 @@ def node_of(thing: Mapping[str, Any]) -> Node:
 
 
 def pod_of(thing: Mapping[str, Any]) -> Pod:
-    """What the watch would decode."""
+    """Return the pod as the watch would decode it."""
     metadata = thing["metadata"]
     reported = "startTime" in thing.get("status", {})
     return Pod(metadata["uid"], metadata["namespace"], metadata["name"], annotations=metadata.get("annotations", {}), reported=reported)
@@ -205,7 +205,7 @@ async def running(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def unavailable(verb: str, path: str, body: Mapping[str, Any]) -> ClusterError:
-    """Nobody answers."""
+    """The server does not answer."""
     return ClusterError(f"{verb.upper()} {path}: connection refused", status=0)
 
 

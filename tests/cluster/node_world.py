@@ -1,4 +1,4 @@
-"""An API server in memory with one Node, its watch, and one publisher of changeable wishes, on virtual time."""
+"""An API server in memory with one Node, its watch, and one publisher of a changeable desired state, on virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READY = ("True", "AllGpus", "2 GPUs")
 
 
 class World:
-    """An API server with the Node n1, its watch, and one publisher of changeable wishes."""
+    """An API server with the Node n1, its watch, and one publisher of a changeable desired state."""
 
     def __init__(
         self, desired_state: DesiredNode | None = None, *, delay_seconds: float = 0.05, annotations: Mapping[str, str] | None = None
@@ -51,13 +51,13 @@ class World:
         return self.desired_state
 
     def desire(self, **parts: Any) -> None:
-        """The families wish for something else from now on."""
+        """Change the desired state of the families from now on."""
         self.desired_state = DesiredNode(**parts)
         self.wake.advance()
 
     @property
     def annotations(self) -> dict[str, str]:
-        """What stands on the Node."""
+        """Return the Node's annotations."""
         found: dict[str, str] = self.api.objects[NODE]["metadata"].get("annotations", {})
         return found
 
@@ -72,4 +72,4 @@ class World:
 
 
 def ignore() -> None:
-    """A sign of life that nobody listens to."""
+    """A sign of life without a listener."""

@@ -1,4 +1,4 @@
-"""What the tests of lists and watches share: objects as JSON, and a source that answers by a script."""
+"""Shared parts of the tests of lists and watches: objects as JSON, and a source that answers by a script."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def json_event(kind: str, thing: Mapping[str, Any]) -> bytes:
 
 
 class Script:
-    """A source that does what it was told, one step for each list and each watch; then watches are silent.
+    """A source that follows a script, one step for each list and each watch; then watches are silent.
 
     A step of ``lists`` is an answer or an error. A step of ``watches`` is a list of lines, an error among them raised in its place, and
     None at the end for a watch that stays open.

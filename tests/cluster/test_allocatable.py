@@ -35,18 +35,18 @@ class World:
         self.kubelet(**{GPU: 4, VGPU: 40})
 
     def kubelet(self, **healthy: int) -> None:
-        """Kubelet writes its status, with the capacity of the start."""
+        """The kubelet writes its status, with the capacity of the start."""
         counts = {resource: str(count) for resource, count in healthy.items()}
         self.api.change(NODE, {"status": {"capacity": {GPU: "4", VGPU: "40"}, "allocatable": counts}})
 
     def send(self, **healthy: int) -> None:
-        """Kubelet is sent lists in which so many are healthy."""
+        """The kubelet is sent lists in which so many are healthy."""
         self.sent |= {resource: SentCounts(self.sent[resource].listed, count, count) for resource, count in healthy.items()}
         self.lists.advance()
 
     @property
     def allocatable(self) -> dict[str, str]:
-        """What schedulers see."""
+        """Return the allocatable resources that schedulers see."""
         found: dict[str, str] = self.api.objects[NODE]["status"]["allocatable"]
         return found
 
@@ -57,7 +57,7 @@ class World:
 
 
 def beat() -> None:
-    """A sign of life that nobody listens to."""
+    """A sign of life without a listener."""
 
 
 async def test_a_count_that_kubelet_was_sent_stands_on_the_node_at_once() -> None:
@@ -78,7 +78,7 @@ async def test_a_count_that_kubelet_was_sent_stands_on_the_node_at_once() -> Non
 
 
 async def test_what_kubelet_has_written_already_is_not_written_again() -> None:
-    """Kubelet computes the same and may be quicker."""
+    """The kubelet computes the same and may be quicker."""
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -120,7 +120,7 @@ async def test_a_resource_that_kubelet_shows_otherwise_is_kubelets_business(allo
 
 
 async def test_a_resource_without_an_open_stream_is_left_alone() -> None:
-    """Kubelet counts its ids as unhealthy from the end of the stream on."""
+    """The kubelet counts its ids as unhealthy from the end of the stream on."""
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -145,7 +145,7 @@ async def test_a_late_watch_does_not_pass_off_an_old_count_as_the_new_one() -> N
 
 
 async def test_a_count_goes_down_before_kubelet_has_the_list() -> None:
-    """Nobody is sent to ids any more that kubelet has for the pods only that are on their way, and later nothing is left to write."""
+    """Pods are no longer sent to ids that the kubelet has only for pods on their way, and later nothing is left to write."""
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -172,7 +172,7 @@ async def test_what_kubelet_writes_while_ids_are_withdrawn_is_written_over() -> 
 
 
 async def test_what_kubelet_wrote_at_the_moment_of_a_new_list_is_written_over_once() -> None:
-    """Else schedulers go by the list before for ten seconds."""
+    """Otherwise schedulers use the old list for ten seconds."""
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -189,7 +189,7 @@ async def test_what_kubelet_wrote_at_the_moment_of_a_new_list_is_written_over_on
 
 
 async def test_many_changes_cost_one_write_a_second() -> None:
-    """Every scheduler and proxy of the cluster watches Nodes; a few in a row go out at once. The last count stands in the end."""
+    """Every scheduler and proxy of the cluster watches Nodes. A few in a row go out at once. The last count is there in the end."""
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -217,7 +217,7 @@ async def test_an_outage_is_borne_in_silence_and_the_count_follows() -> None:
 
 
 async def test_a_missing_right_is_said_once_for_each_resource() -> None:
-    """Kubelet goes on writing, so nothing is broken; asking again is rare."""
+    """The kubelet goes on writing, so nothing is broken; asking again is rare."""
     world = World()
     world.api.fault = lambda *_: ClusterError("forbidden", status=403)
     async with running(world.writer.run(beat)):
@@ -244,7 +244,7 @@ async def test_a_resource_that_a_policy_refuses_does_not_hold_up_the_others() ->
 
 
 async def test_another_node_of_the_name_begins_anew() -> None:
-    """What was written on the one before stands nowhere."""
+    """Values written on the Node before are lost with it."""
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)

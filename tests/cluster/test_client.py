@@ -27,7 +27,7 @@ async def _lines(client: ApiClient, path: str = "/api/v1/nodes", **more: str) ->
 
 
 async def test_a_patch_is_a_merge_patch(server: ApiServer, client: ApiClient) -> None:
-    """Whatever the object: this content type, this user agent, and no proxy of the environment."""
+    """Every object gets this content type and this user agent, and no proxy of the environment."""
     server.objects.create("nodes", {"metadata": {"name": "n1", "annotations": {"old": "1"}}})
     answer = await client.patch(_NODE, {"metadata": {"annotations": {"old": None, "new": "2"}}})
     (request,) = server.requests
@@ -92,7 +92,7 @@ async def test_each_failure_is_one_sentence_with_its_status(
 
 
 async def test_a_server_that_does_not_answer_is_given_up(server: ApiServer, impatient: ApiClient) -> None:
-    """A half-open connection must not hold anybody for longer than the settings allow."""
+    """A half-open connection must not hold a caller for longer than the settings allow."""
     server.faults = [Fault(FaultKind.SILENCE)]
     with pytest.raises(ClusterError, match=r"GET /api/v1/nodes/n1: .* silent for 0\.2 s"):
         await impatient.get(_NODE)
@@ -184,7 +184,7 @@ async def test_a_large_line_below_the_limit_arrives_whole(server: ApiServer, cli
 
 
 async def test_a_token_that_was_rotated_is_read_again_and_the_request_repeated(server: ApiServer) -> None:
-    """401 leads to a fresh look at the file; the caller does not notice."""
+    """401 leads to a fresh look at the file. The caller does not notice."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     server.tokens, tokens = {"new"}, ["Bearer old", "Bearer new"]
     client = ApiClient(Credentials(lambda: Access(server.url, tokens.pop(0)), "test"), QUICK)
@@ -194,7 +194,7 @@ async def test_a_token_that_was_rotated_is_read_again_and_the_request_repeated(s
 
 
 async def test_a_token_that_stays_refused_is_an_error_at_once(server: ApiServer) -> None:
-    """One try, since the file says the same; the message says where to look, and never the token."""
+    """One try, since the file says the same. The message says where to look, and never the token."""
     server.tokens = {"right"}
     client = ApiClient(Credentials(lambda: Access(server.url, "Bearer wr0ng"), "test"), QUICK)
     with pytest.raises(ClusterError, match="service account") as raised:
@@ -227,7 +227,7 @@ async def test_other_tls_files_lead_to_new_connections_and_leave_running_watches
 
 
 async def test_closing_ends_what_runs(server: ApiServer, client: ApiClient) -> None:
-    """A watch that nobody ended is an error for its reader, not a hang."""
+    """A watch that ends by itself is an error for its reader, not a hang."""
     reading = asyncio.ensure_future(_lines(client))
     await until(lambda: server.requests)
     await client.close()

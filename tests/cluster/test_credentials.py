@@ -28,7 +28,7 @@ def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
 
 @pytest.fixture
 def service_account(tmp_path: Path) -> Path:
-    """What kubelet mounts."""
+    """Write the files that the kubelet mounts for a service account."""
     directory = tmp_path / "serviceaccount"
     directory.mkdir()
     (directory / "token").write_text("t0ken\n")
@@ -91,7 +91,7 @@ def test_a_kubeconfig_goes_before_the_service_account(tmp_path: Path, service_ac
 
 @pytest.mark.usefixtures("_library_reads_files")
 def test_certificates_inside_a_kubeconfig_become_files(tmp_path: Path) -> None:
-    """As kubectl writes them."""
+    """kubectl writes certificates into its configuration."""
     data = base64.b64encode(b"a CA").decode()
     path = _kubeconfig(tmp_path / "kubeconfig", cluster={"certificate-authority-data": data})
     access = _access(credentials(_settings(kubeconfig=path), environment={}))
@@ -123,7 +123,7 @@ async def test_another_ca_shows_as_another_fingerprint(service_account: Path) ->
 
 
 async def test_a_file_that_is_away_for_a_moment_leaves_the_last_reading_in_use(service_account: Path) -> None:
-    """kubelet exchanges the mount by renaming."""
+    """The kubelet exchanges the mount by renaming."""
     found = await asyncio.to_thread(credentials, _settings(), environment=_IN_CLUSTER, service_account=service_account)
     assert found is not None
     first = await found.access()
@@ -158,7 +158,7 @@ def _missing(path: Path) -> None:
 @pytest.mark.usefixtures("_library_reads_files")
 @pytest.mark.parametrize("spoil", [_empty, _no_yaml, _a_list, _no_context, _no_ca, _missing])
 def test_a_kubeconfig_that_is_no_good_is_one_clear_error(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
-    """It names the file; whatever the library makes of it stays inside."""
+    """It names the file. Whatever the library makes of it stays inside."""
     path = tmp_path / "kubeconfig"
     spoil(path)
     with pytest.raises(ClusterError, match=f"kubeconfig {path}") as raised:
@@ -174,5 +174,5 @@ def test_an_empty_token_is_one_clear_error(service_account: Path) -> None:
 
 
 def test_an_access_that_is_logged_shows_no_token() -> None:
-    """Nor does one in a traceback."""
+    """A traceback shows none either."""
     assert "t0ken" not in repr(Access("https://api", "Bearer t0ken"))

@@ -130,7 +130,7 @@ def test_a_mirror_pod_claims_the_hash_of_its_file() -> None:
 
 
 def test_a_pod_is_reported_once_kubelet_has_written_when_it_accepted_it() -> None:
-    """A Binding sets the condition PodScheduled; of a pod that was made with spec.nodeName nobody says anything before kubelet does."""
+    """A Binding sets the condition PodScheduled. A pod made with spec.nodeName has no condition before the kubelet's."""
     scheduled, refused = ({"type": "PodScheduled", "status": status} for status in ("True", "False"))
     pods = [decode.pod(_pod(status=status)) for status in (None, {"conditions": [refused]}, {"conditions": [scheduled]})]
     assert [(pod.reported, pod.scheduled) for pod in pods] == [(False, False), (False, False), (False, True)]
@@ -168,7 +168,7 @@ def test_a_node_has_versions_amounts_and_conditions() -> None:
 
 
 def test_what_cannot_be_read_is_named() -> None:
-    """So that somebody can look at the pod."""
+    """A user can then look at the pod."""
     with pytest.raises(ClusterError, match=r"a pod team/train that cannot be read: .*annotations"):
         decode.pod(_pod(annotations={"volcano.sh/vgpu-node": 7}))
     with pytest.raises(ClusterError, match="without a name or a UID"):
@@ -213,13 +213,13 @@ def test_no_bytes_break_a_decoder(raw: bytes) -> None:
     _JSON, st.dictionaries(st.sampled_from(["metadata", "spec", "status", "type", "object", "items", "data"]), _LIKELY | _JSON, max_size=6)
 )
 def test_no_json_breaks_a_decoder(anything: Any, likely: Any) -> None:
-    """Nor what looks almost like an object of Kubernetes."""
+    """Almost valid objects of Kubernetes do not break it either."""
     _try_all(msgspec.json.encode(anything))
     _try_all(msgspec.json.encode(likely))
 
 
 @given(_LIKELY, _LIKELY)
 def test_no_pod_with_a_name_breaks_the_decoder(spec: Any, status: Any) -> None:
-    """Whatever stands in its specification and its status."""
+    """Its specification and its status may hold anything."""
     _try_all(_pod(spec, status))
     _try_all(_pod({"containers": [spec], "initContainers": status}, {"containerStatuses": spec}))

@@ -49,7 +49,7 @@ class World:
 
 
 def _ignore() -> None:
-    """A sign of life that nobody listens to."""
+    """A sign of life without a listener."""
 
 
 async def test_an_event_of_a_pod_is_complete_and_in_its_namespace() -> None:
@@ -89,7 +89,7 @@ async def test_an_event_of_a_node_stands_in_the_namespace_default() -> None:
 
 
 async def test_the_same_within_an_hour_is_one_event_whose_count_grows() -> None:
-    """Said every 14 seconds for ten minutes: one event, and about one patch a minute."""
+    """Raised every 14 seconds for ten minutes: one event, and about one patch a minute."""
     world = World()
     async with running(world.events.run(_ignore)):
         for _ in range(43):
@@ -113,7 +113,7 @@ async def test_after_an_hour_the_same_is_said_anew() -> None:
 
 
 async def test_another_pod_of_the_name_has_events_of_its_own() -> None:
-    """What was said about the old pod says nothing about the new one."""
+    """An event about the old pod says nothing about the new one."""
     world = World()
     async with running(world.events.run(_ignore)):
         world.events.raise_event(POD, REFUSED, "full")
@@ -136,7 +136,7 @@ async def test_an_event_that_the_api_server_forgot_early_is_written_anew_with_it
 
 
 async def test_an_outage_delays_events_and_costs_few_requests() -> None:
-    """Raised in the middle of a half-hour outage, they stand soon after it, in order."""
+    """Raised in the middle of a half-hour outage, they are written soon after it, in order."""
     world = World()
     world.api.fault = unavailable
     async with running(world.events.run(_ignore)):
@@ -154,7 +154,7 @@ async def test_an_outage_delays_events_and_costs_few_requests() -> None:
 
 
 async def test_an_event_is_given_up_after_an_hour() -> None:
-    """Nobody wants to read at noon why a pod waited at ten; what is younger is still written."""
+    """At noon it does not matter why a pod waited at ten. Younger events are still written."""
     world = World()
     world.api.fault = unavailable
     async with running(world.events.run(_ignore)):
@@ -209,7 +209,7 @@ async def test_an_answer_that_was_lost_does_not_make_a_second_event() -> None:
 
 
 async def test_an_event_that_is_refused_does_not_keep_the_next_one_away() -> None:
-    """403 in a namespace that is being deleted; the missing verb is named once."""
+    """403 in a namespace that is being deleted. The missing verb is named once."""
     world = World()
     world.api.fault = lambda _verb, path, _body: ClusterError("forbidden", status=403) if path == TEAM else None
     async with running(world.events.run(_ignore)):

@@ -25,13 +25,13 @@ from vgpu_agent.cluster.node_difference import DesiredEntry, Section, same_quant
     ],
 )
 def test_quantities_are_compared_as_numbers(one: str, other: str, same: bool) -> None:
-    """The API server writes 1000 as 1k; that is not a difference to be written again for ever."""
+    """The API server writes 1000 as 1k. That is not a difference to be written again for ever."""
     assert same_quantity(one, other) is same
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_no_text_makes_the_comparison_fail(one: str, other: str) -> None:
-    """What stands on the Node was written by anybody."""
+    """Any client may have written the text on the Node."""
     assert same_quantity(one, other) == same_quantity(other, one)
 
 
@@ -42,7 +42,7 @@ def test_conditions_that_stand_need_no_write() -> None:
 
 
 def test_the_list_that_was_read_is_not_changed() -> None:
-    """A conflict reads it anew, but whoever holds the old one must not see half a change."""
+    """A conflict reads it anew, but a holder of the old one must not see half a change."""
     standing = [{"type": "GpuReady", "status": "True"}]
     complete = with_conditions(standing, [DesiredEntry(Section.CONDITIONS, "GpuReady", None, ("False", "Lost", "GPU 1 is lost"))], 1000.0)
     assert standing == [{"type": "GpuReady", "status": "True"}]

@@ -1,4 +1,4 @@
-"""What is written to our Node, and how often; on virtual time against an API server in memory."""
+"""Writes to our Node, and their number; on virtual time against an API server in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_annotations_and_labels_are_one_patch_and_set_first() -> None:
 
 
 async def test_an_agent_that_leaves_tries_until_everything_is_written() -> None:
-    """Three refusals cost pauses and no wish; what stands already costs no request."""
+    """Three refusals cost pauses and lose nothing. What is on the Node already costs no request."""
     world = World(
         DesiredNode(annotations={REGISTER: None, HANDSHAKE: "Deleted_x"}, labels={"ours": None}), annotations={REGISTER: "U0,10:"}
     )
@@ -36,7 +36,7 @@ async def test_an_agent_that_leaves_tries_until_everything_is_written() -> None:
 
 
 async def test_an_agent_that_leaves_is_not_done_before_its_node_has_been_read() -> None:
-    """It cannot know what stands there."""
+    """It cannot know the current content."""
     world = World(DesiredNode(annotations={REGISTER: None}), delay_seconds=20, annotations={REGISTER: "U0,10:"})
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(world.publisher.publish_all(), 5)
@@ -46,7 +46,7 @@ async def test_an_agent_that_leaves_is_not_done_before_its_node_has_been_read() 
 
 
 async def test_nothing_is_requested_while_nothing_changes() -> None:
-    """Ten virtual minutes after everything stands: not one request, not even the first one of a new process."""
+    """Ten virtual minutes after everything is written: not one request, not even the first one of a new process."""
     desired_state = DesiredNode(
         annotations={REGISTER: "U0,10:", LOCK: None},
         labels={"a": "b"},
@@ -147,7 +147,7 @@ async def test_conditions_of_others_stay_and_times_move_only_with_a_change() -> 
     assert len(world.patches) == 2
 
 
-async def test_a_wish_that_depends_on_the_time_is_noticed_without_any_event() -> None:
+async def test_a_desired_state_that_depends_on_the_time_is_noticed_without_any_event() -> None:
     """A lock of a scheduler that has died is removed when it is old enough."""
     world = World(annotations={LOCK: "10:00:00"})
     world.publisher._desired_state = lambda _seen, now: DesiredNode(annotations={LOCK: None} if now > 1300 else {})

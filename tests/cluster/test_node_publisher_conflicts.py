@@ -1,4 +1,4 @@
-"""Writes to our Node that must not overwrite what somebody wrote meanwhile: guarded removals and the list of conditions."""
+"""Writes to our Node that must not overwrite another client's: guarded removals and the list of conditions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_a_guarded_removal_fails_when_somebody_wrote_meanwhile() -> None:
 
 
 async def test_a_guarded_removal_is_tried_again_on_the_node_as_it_is_then() -> None:
-    """Still wished for on the newer Node, it succeeds there, without a pause in between."""
+    """A change that is still desired on the newer Node succeeds there, without a pause in between."""
     world = World(DesiredNode(), annotations={LOCK: "10:00:00"})
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(1)
@@ -66,7 +66,7 @@ async def test_a_conflict_storm_slows_the_writer_down_and_ends_with_the_write() 
 
 
 async def test_a_condition_that_conflicts_is_written_into_the_newer_list() -> None:
-    """kubelet changed its own conditions between our reading and our writing; its change is kept."""
+    """The kubelet changed its own conditions between our reading and our writing. Its change is kept."""
     world = World(DesiredNode(conditions={"GpuReady": READY}))
     changed = False
 
@@ -126,7 +126,7 @@ async def test_a_removed_lock_is_not_removed_again_while_the_watch_is_late() -> 
 
 
 async def test_a_removal_that_meets_a_conflict_does_not_delay_the_registration() -> None:
-    """Somebody writes the Node in the moment in which we begin: what this node offers stands there all the same."""
+    """The Node is written in the moment in which we begin. What this node offers is there all the same."""
     world = World(DesiredNode(annotations={LOCK: None, "register": "U0"}, guarded=frozenset({LOCK})), annotations={LOCK: "10:00:00"})
     world.api.fault = lambda _verb, _path, body: (
         ClusterError("the object has been modified", status=409) if "resourceVersion" in body["metadata"] else None
@@ -137,7 +137,7 @@ async def test_a_removal_that_meets_a_conflict_does_not_delay_the_registration()
 
 
 async def test_a_lock_that_stood_through_an_outage_goes_when_the_api_server_is_back() -> None:
-    """Nobody can schedule while it is away; nothing is forgotten either."""
+    """No scheduling happens while it is away, and nothing is forgotten."""
     world = World(DesiredNode(annotations={LOCK: None}, guarded=frozenset({LOCK})), annotations={LOCK: "10:00:00"})
     world.api.fault = lambda *_: ClusterError("connection refused")
     async with running(world.publisher.run(ignore)):

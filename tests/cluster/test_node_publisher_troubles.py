@@ -1,4 +1,4 @@
-"""What is written to our Node through outages, refusals, rivals and crashes; on virtual time against an API server in memory."""
+"""Writes to our Node through outages, refusals, rivals and crashes; on virtual time against an API server in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.looptime
 
 
 async def test_a_watch_that_never_shows_the_write_costs_few_requests() -> None:
-    """A dead watch is somebody else's trouble; the write is repeated with pauses of up to half a minute."""
+    """A dead watch is reported elsewhere. The write is repeated with pauses of up to half a minute."""
     world = World()
     await asyncio.sleep(1)
     world.watched.delay_seconds = 1e6
@@ -76,7 +76,7 @@ async def test_a_scheduler_that_asks_again_and_again_is_no_second_writer() -> No
 
 
 async def test_an_outage_of_an_hour_costs_few_requests_and_loses_nothing() -> None:
-    """What was wished for last stands soon after the API server is back; the trouble is one line, its end another."""
+    """The last desired state is written soon after the API server is back. The trouble is one line, its end another."""
     world = World()
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(10)
@@ -152,7 +152,7 @@ async def test_an_answer_that_is_no_node_is_an_error_like_any_other() -> None:
 
 
 async def test_a_new_process_finishes_what_a_crash_left_between_two_writes() -> None:
-    """Metadata was written, the quantities were not; nothing but the Node itself remembers that."""
+    """Metadata was written, the quantities were not. Nothing but the Node itself remembers that."""
     world = World(DesiredNode(annotations={REGISTER: "U0,10:"}, capacity={GPUS: "2"}))
 
     def crash(_verb: str, path: str, _body: object) -> None:
@@ -172,7 +172,7 @@ async def test_a_new_process_finishes_what_a_crash_left_between_two_writes() -> 
     assert world.api.objects[NODE]["status"]["capacity"] == {GPUS: "2"}
 
 
-async def test_wishes_that_raise_are_reported_once_and_asked_for_again() -> None:
+async def test_a_desired_state_that_raises_is_reported_once_and_asked_for_again() -> None:
     """A family's bug stops neither the loop nor its sign of life."""
     world = World()
     good, beats = world.publisher._desired_state, []

@@ -1,4 +1,4 @@
-"""What is written to our pods: the difference, to the right pod, in order, until it is done; on virtual time."""
+"""Writes to our pods: the difference, to the right pod, in order, until it is done; on virtual time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.looptime
 
 
 class World:
-    """An API server with pods, their watch, and one publisher of changeable wishes."""
+    """An API server with pods, their watch, and one publisher of a changeable desired state."""
 
     def __init__(self, *names: str, delay_seconds: float = 0.05) -> None:
         self.api, self.journal, self.wake = FakeApi(), Journal(), Revision()
@@ -39,12 +39,12 @@ class World:
         return PodPublisher(self.api, self.watched.book, lambda: self.desired_state, self.wake, Cluster(), self.journal)
 
     def desire(self, name: str, **annotations: str | None) -> None:
-        """The families wish for something else from now on; dots and slashes stand as they are in ``annotations``."""
+        """Change the families' desired state from now on. Dots and slashes are as they are in ``annotations``."""
         self.desired_state[f"uid-{name}"] = annotations
         self.wake.advance()
 
     def annotations(self, name: str) -> dict[str, str]:
-        """What stands on the pod."""
+        """Return the pod's annotations."""
         found: dict[str, str] = self.api.objects[pod_at(name)]["metadata"]["annotations"]
         return found
 
@@ -54,11 +54,11 @@ class World:
 
 
 def _ignore() -> None:
-    """A sign of life that nobody listens to."""
+    """A sign of life without a listener."""
 
 
 async def test_only_what_differs_is_written_and_only_to_that_pod() -> None:
-    """volcano-vgpu §3.3: the phase changes, the todo list goes; what already stands and what is not ours is not sent."""
+    """volcano-vgpu §3.3: the phase changes, the todo list goes. What is already there and what is not ours is not sent."""
     world = World("a")
     world.desired_state["uid-a"] = {**DONE, TIME: None}
     async with running(world.publisher.run(_ignore)):
@@ -69,7 +69,7 @@ async def test_only_what_differs_is_written_and_only_to_that_pod() -> None:
 
 
 async def test_the_last_line_about_a_start_bears_the_tokens_of_the_pods_grants() -> None:
-    """One correlation id leads from Allocate to the annotations; how long they waited stands beside it."""
+    """One correlation id leads from Allocate to the annotations; the line has their waiting time, too."""
     world = World("a")
     world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
     publisher = PodPublisher(
@@ -137,7 +137,7 @@ async def test_several_pods_are_written_at_once_and_not_too_many() -> None:
 
 
 def patient(world: World, starting: Callable[[], bool]) -> PodPublisher:
-    """A publisher who knows that pods are being started, for 3 s at most, and which annotations only say how far one has come."""
+    """A publisher that knows that pods are being started, for 3 s at most, and the annotations that only report progress."""
     desired_state, settings = (lambda: world.desired_state), Cluster(starts_first_seconds=3)
     return PodPublisher(
         world.api, world.watched.book, desired_state, world.wake, settings, world.journal, starting=starting, progress={PHASE, TIME, TODO}
@@ -145,7 +145,7 @@ def patient(world: World, starting: Callable[[], bool]) -> PodPublisher:
 
 
 async def test_what_only_says_how_far_a_pod_has_come_waits_while_pods_are_being_started() -> None:
-    """kubelet and the API server have their hands full then; all are written once the last pod runs, and the log says how late."""
+    """The kubelet and the API server have their hands full then. All are written once the last pod runs, and the log says how late."""
     world, starting = World("a"), asyncio.Event()
     starting.set()
     publisher = patient(world, starting.is_set)
@@ -160,7 +160,7 @@ async def test_what_only_says_how_far_a_pod_has_come_waits_while_pods_are_being_
 
 
 async def test_writes_wait_for_starts_only_for_seconds() -> None:
-    """`cluster.startsFirstSeconds`: an image may take minutes; the loop gives signs of life meanwhile."""
+    """`cluster.startsFirstSeconds`: an image may take minutes. The loop gives signs of life meanwhile."""
     world, beats = World("a"), list[float]()
     async with running(patient(world, lambda: True).run(lambda: beats.append(asyncio.get_running_loop().time()))):
         await asyncio.sleep(2.9)
@@ -184,7 +184,7 @@ async def test_each_pod_waits_for_starts_once() -> None:
 
 
 async def test_what_schedulers_count_by_waits_for_no_start() -> None:
-    """Until it stands there, they would give away again what the pod has; also when the first write fails, and beside pods that wait."""
+    """Until it is written, they would give away again what the pod has; also when the first write fails, and beside pods that wait."""
     world = World("a", "b")
     world.desired_state["uid-a"] = {**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
     world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
@@ -195,7 +195,7 @@ async def test_what_schedulers_count_by_waits_for_no_start() -> None:
 
 
 async def test_writes_of_one_pod_are_in_order() -> None:
-    """What changes while a request is under way is written after it, never beside it."""
+    """A change during a request is written after it, never beside it."""
     world = World("a")
     world.api.request_seconds = 5
     async with running(world.publisher.run(_ignore)):
@@ -209,7 +209,7 @@ async def test_writes_of_one_pod_are_in_order() -> None:
 
 
 async def test_a_hung_pod_does_not_hold_up_the_others() -> None:
-    """One request waits for its time limit; the pod that comes then is written at once."""
+    """One request waits for its time limit. The pod that comes then is written at once."""
     world = World("slow")
     world.api.request_seconds = 15
     async with running(world.publisher.run(_ignore)):
@@ -223,7 +223,7 @@ async def test_a_hung_pod_does_not_hold_up_the_others() -> None:
 
 
 async def test_a_new_pod_of_the_same_name_is_never_touched() -> None:
-    """The watch still shows the old one; the UID in the patch keeps the new one as it is, and nobody tries again."""
+    """The watch still shows the old one. The UID in the patch protects the new one, and there is no second try."""
     world = World("a")
     await asyncio.sleep(1)
     world.watched.delay_seconds = 300
@@ -237,7 +237,7 @@ async def test_a_new_pod_of_the_same_name_is_never_touched() -> None:
 
 
 async def test_a_pod_that_is_gone_is_given_up() -> None:
-    """404: nobody reads its annotations any more."""
+    """404: the annotations have no reader any more."""
     world = World("a")
     await asyncio.sleep(1)
     world.watched.delay_seconds = 1000
@@ -249,7 +249,7 @@ async def test_a_pod_that_is_gone_is_given_up() -> None:
 
 
 async def test_a_conflict_with_the_same_pod_is_tried_again() -> None:
-    """A storm of conflicts: each is followed by a look whose pod it is, with pauses, and at last by the write."""
+    """A storm of conflicts: each is followed by a look at the pod's UID, with pauses, and at last by the write."""
     world = World("a")
     storm = 12
 
@@ -268,7 +268,7 @@ async def test_a_conflict_with_the_same_pod_is_tried_again() -> None:
 
 
 async def test_an_outage_of_an_hour_in_the_middle_of_a_burst_loses_nothing() -> None:
-    """Some are written, then nobody answers for an hour: few requests, one line, and everything stands soon after."""
+    """Some are written, then the server is away for an hour: few requests, one line, and everything is written soon after."""
     names = [f"p{number}" for number in range(30)]
     world = World(*names)
     world.api.request_seconds = 1
@@ -314,8 +314,8 @@ async def test_what_the_api_server_refuses_is_said_once_and_tried_again_when_it_
     assert world.annotations("b") == {PHASE: "success"}
 
 
-async def test_a_static_pod_is_wished_for_by_its_hash_and_written_by_its_uid() -> None:
-    """kubelet and ledger know it by the hash of its file, the API server's mirror of it has a UID of its own."""
+async def test_a_static_pod_is_known_by_its_hash_and_written_by_its_uid() -> None:
+    """The kubelet and ledger know it by the hash of its file, the API server's mirror of it has a UID of its own."""
     world = World()
     world.desired_state["hash"] = {PHASE: "success"}
     mirror = pod("static", uid="mirror-uid", **{MIRROR_POD: "hash", STATIC_POD_HASH: "hash"})
@@ -368,7 +368,7 @@ async def test_an_annotation_that_somebody_changes_back_is_repaired_without_a_wa
 
 
 async def test_a_new_process_finishes_what_a_crash_left_between_two_writes() -> None:
-    """Two of five pods are written when the process dies; wishes and watch are all that the next one needs."""
+    """Two of five pods are written when the process dies. The next one needs only the desired state and the watch."""
     names = [f"p{number}" for number in range(5)]
     world = World(*names)
 
@@ -402,7 +402,7 @@ async def test_a_loop_that_was_restarted_does_not_wait_for_requests_of_its_life_
     assert world.annotations("a") == {PHASE: "success"}
 
 
-async def test_wishes_that_raise_are_reported_once_and_asked_for_again() -> None:
+async def test_a_desired_state_that_raises_is_reported_once_and_asked_for_again() -> None:
     """A family's bug stops neither the loop nor its sign of life."""
     world = World("a")
     beats: list[int] = []

@@ -39,7 +39,7 @@ class Node1:
 
     @property
     def names(self) -> list[str]:
-        """Of the pods in the book."""
+        """Return the names of the pods in the cache."""
         return [pod.name for pod in self.book.pods]
 
     async def run_for(self, seconds: float) -> None:
@@ -59,7 +59,7 @@ def node(journal: Journal) -> Node1:
 
 
 async def test_the_first_list_comes_from_the_cache_and_the_watch_goes_on_from_its_version(node: Node1) -> None:
-    """What the list showed is in the book, and the watch asks for bookmarks, a time limit and our own pods."""
+    """The list fills the pod cache, and the watch asks for bookmarks, a time limit and our own pods."""
     node.script.lists = [json_list(json_pod("a"), version=70)]
     await node.run_for(1)
     (_, listed), (_, watched) = node.script.asked
@@ -131,7 +131,7 @@ async def test_a_lost_history_leads_to_a_new_list(node: Node1, gone: bytes | Clu
 
 
 async def test_a_lost_history_between_two_pages_starts_the_list_again(node: Node1) -> None:
-    """What the first page showed is thrown away with it."""
+    """Objects of the first page are thrown away with the lost history."""
     expired = ClusterError("Expired: continue token", status=410)
     node.script.lists = [json_list(json_pod("a"), token="t1"), expired, json_list(json_pod("b"))]
     await node.run_for(10)
@@ -159,7 +159,7 @@ async def test_a_failure_keeps_the_version_and_says_so_once(node: Node1, status:
 
 
 async def test_an_outage_is_over_when_a_quiet_watch_is_accepted(node: Node1) -> None:
-    """Where nothing changes, the next word may be a minute away; an outage that is over must not be shown for so long."""
+    """Without changes the next event may be a minute away, and an ended outage must not be shown for so long."""
     node.script.watches = [[ClusterError("connection refused")], [b"", None]]
     began = time.time()
     await node.run_for(20)
@@ -185,7 +185,7 @@ async def test_what_is_forbidden_is_asked_for_more_and_more_rarely(node: Node1) 
 
 
 async def test_an_outage_of_hours_costs_two_requests_a_minute(node: Node1) -> None:
-    """And the book keeps what it has."""
+    """The pod cache keeps what it has."""
     node.script.lists = [json_list(json_pod("a"))]
     away = ClusterError("connection refused")
     node.script.watches = [[away] for _ in range(1000)]
@@ -197,7 +197,7 @@ async def test_an_outage_of_hours_costs_two_requests_a_minute(node: Node1) -> No
 
 
 async def test_a_first_list_that_fails_is_tried_until_it_succeeds(node: Node1) -> None:
-    """Nothing is said to be synced before."""
+    """The reflector does not report itself synced before."""
     node.script.lists = [ClusterError("connection refused"), ClusterError("connection refused"), json_list(json_pod("a"))]
     async with running(node.reflector.run):
         await asyncio.sleep(0.5)
@@ -218,7 +218,7 @@ async def test_a_bookmark_moves_the_version_and_nothing_else(node: Node1) -> Non
 
 
 async def test_one_unreadable_pod_costs_neither_the_list_nor_the_watch(node: Node1) -> None:
-    """It is named once in the log and counted; all others are there."""
+    """It is named once in the log and counted. All others are there."""
     broken = {"metadata": {"name": "broken", "namespace": "default", "uid": 7, "resourceVersion": "101"}}
     node.script.lists = [json_list(json_pod("a"), broken, json_pod("b"))]
     node.script.watches = [[json_event("MODIFIED", broken), json_event("ADDED", json_pod("c", 102)), None]]
@@ -240,7 +240,7 @@ async def test_one_unreadable_pod_costs_neither_the_list_nor_the_watch(node: Nod
     ],
 )
 async def test_a_line_that_is_no_event_leads_to_a_new_list(node: Node1, line: bytes) -> None:
-    """Nobody can know what it was about, so the list decides."""
+    """Its object is unknown, so the list decides."""
     node.script.lists = [json_list(json_pod("a")), json_list(json_pod("b"), version=200)]
     node.script.watches = [[line], [None]]
     await node.run_for(10)
@@ -250,7 +250,7 @@ async def test_a_line_that_is_no_event_leads_to_a_new_list(node: Node1, line: by
 
 
 async def test_a_single_object_is_got_and_not_listed(journal: Journal) -> None:
-    """Which needs no permission to list; 404 means that there is none, and the watch begins before all versions."""
+    """A GET needs no permission to list. 404 means that there is no object, and the watch begins before all versions."""
     one = Node1(journal, Scope.single("one pod", "/api/v1/namespaces/default/pods", "a"))
     one.script.lists = [ClusterError("not found", status=404)]
     one.script.watches = [[json_event("ADDED", json_pod("a", 55))], [None]]

@@ -1,4 +1,4 @@
-"""Another chance for pods that cannot start here: when their owner is told, and when they are evicted; on virtual time."""
+"""Another chance for pods that cannot start here: when their owner is informed, and when they are evicted; on virtual time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class World:
 
 
 def _ignore() -> None:
-    """A sign of life that nobody listens to."""
+    """A sign of life without a listener."""
 
 
 TOLD = ("a", "VgpuStartRefused", f"container main may not start with its {NUMBER}: no GPU has 8000 MiB left")
@@ -92,7 +92,7 @@ async def test_a_start_that_stays_refused_becomes_an_event_after_its_time() -> N
 
 
 async def test_the_owner_reads_the_remedy_and_is_not_told_again_because_the_node_has_changed() -> None:
-    """Where there is room changes with every pod that comes or goes; an event for each would flood the API server."""
+    """The room changes with every pod that comes or goes. An event for each would flood the API server."""
     world = World()
     async with world.run():
         for number in range(20):
@@ -103,7 +103,7 @@ async def test_the_owner_reads_the_remedy_and_is_not_told_again_because_the_node
 
 
 async def test_a_pod_that_was_started_beyond_the_card_gets_one_event() -> None:
-    """At the next look, whether anything is refused or not; the start itself waits for nothing."""
+    """At the next look, whether anything is refused or not. The start itself waits for nothing."""
     world = World()
     async with world.run():
         text = world.overcommits.add(Pod("uid-a", "default", "a"), "main", [Overcommit(NUMBER, "GPU-0", 111, 100, 3, 10)])
@@ -145,7 +145,7 @@ async def test_a_final_refusal_is_told_at_once() -> None:
 
 
 async def test_a_pod_whose_refusal_is_final_is_given_back_at_once_where_the_operator_evicts() -> None:
-    """kubelet keeps a wrong early answer for the life of the pod, so only a new pod can start."""
+    """The kubelet keeps a wrong early answer for the life of the pod, so only a new pod can start."""
     for evict_seconds, evicted in ((0.0, 0), (600.0, 1)):
         world = World(evict_seconds=evict_seconds)
         async with world.run():
@@ -166,7 +166,7 @@ async def test_a_refusal_that_becomes_final_is_told_again_at_once() -> None:
 
 
 async def test_a_reason_with_changing_numbers_does_not_become_a_flood() -> None:
-    """Each try says another number of free MiB; the owner hears of it every half minute at most."""
+    """Each try has another number of free MiB. The owner gets one every half minute at most."""
     world = World()
     async with world.run():
         for number in range(60):
@@ -248,7 +248,7 @@ async def test_a_disruption_budget_is_honoured() -> None:
 
 
 async def test_a_static_pod_is_never_evicted() -> None:
-    """kubelet reads it from a file; its mirror in the API would only come back."""
+    """The kubelet reads it from a file. Its mirror in the API would only come back."""
     world = World(evict_seconds=60)
     static = Pod("mirror-uid", "default", "a", annotations={MIRROR_POD: "h", STATIC_POD_HASH: "h"})
     async with world.run():
@@ -282,7 +282,7 @@ async def test_another_pod_of_the_name_is_not_evicted() -> None:
 
 
 async def test_an_outage_of_an_hour_costs_few_requests_and_the_eviction_follows() -> None:
-    """Pauses grow to half a minute; both pods get their chance in the end."""
+    """Pauses grow to half a minute. Both pods get their chance in the end."""
     world = World(evict_seconds=60)
     world.api.fault = unavailable
     async with world.run():
@@ -297,7 +297,7 @@ async def test_an_outage_of_an_hour_costs_few_requests_and_the_eviction_follows(
 
 
 async def test_a_missing_permission_is_named_once() -> None:
-    """And tried rarely, for it may be granted later."""
+    """It is tried rarely, for it may be granted later."""
     world = World(evict_seconds=60)
     world.api.fault = lambda _verb, path, _body: ClusterError("forbidden", status=403) if path.endswith("/eviction") else None
     async with world.run():

@@ -28,12 +28,12 @@ def _certificate(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def _credentials(server: ApiServer, ca: Path) -> Credentials:
-    """As a service account has them: the CA's path stays, its content changes."""
+    """Return credentials like a service account's: the CA's path stays, its content changes."""
     return Credentials(lambda: Access(server.url, ca_file=str(ca), tls_fingerprint=ca.read_text()), "test")
 
 
 def _connected(client: ApiClient) -> bool:
-    """Whether the client believes that it has a connection to the server."""
+    """Tell whether the client believes that it has a connection to the server."""
     assert client._connections is not None
     connector = client._connections._session.connector
     assert connector is not None
@@ -41,7 +41,7 @@ def _connected(client: ApiClient) -> bool:
 
 
 async def test_a_ca_that_was_rotated_is_read_again_and_the_request_repeated(tmp_path: Path) -> None:
-    """First the server shows a certificate that nobody trusts yet, then the CA file follows; the caller notices only the gap between."""
+    """First the server shows a certificate that is not trusted yet, then the CA file follows. The caller notices only the gap between."""
     first, second = [await asyncio.to_thread(_certificate, tmp_path, name) for name in ("first", "second")]
     ca = tmp_path / "ca.crt"
     await asyncio.to_thread(shutil.copy, first[0], ca)

@@ -32,13 +32,13 @@ def book() -> PodCache:
 
 @pytest.fixture
 def pods(client: ApiClient, book: PodCache, journal: Journal) -> PodWatch:
-    """Of node n1."""
+    """Return the watch of node n1's pods."""
     return PodWatch(client, "n1", book, settings=QUICK, journal=journal)
 
 
 @pytest.fixture
 def node(client: ApiClient, journal: Journal) -> NodeWatch:
-    """Of node n1."""
+    """Return the watch of node n1."""
     return NodeWatch(client, "n1", settings=QUICK, journal=journal)
 
 
@@ -73,7 +73,7 @@ async def test_the_book_follows_the_pods_of_this_node_in_the_order_of_their_bind
 async def test_a_pod_that_ended_leaves_the_watch_and_is_ended_in_the_book_a_while(
     server: ApiServer, pods: PodWatch, book: PodCache
 ) -> None:
-    """Its annotations are still to be written; its event shows it as it was before it ended."""
+    """Its annotations are still to be written. Its event shows it as it was before it ended."""
     for name in ("short", "long", "deleted"):
         server.objects.create("pods", _pod(name))
     server.objects.create("pods", _pod("before"))
@@ -147,7 +147,7 @@ async def test_one_pod_can_be_fetched(server: ApiServer, pods: PodWatch, book: P
 
 
 async def test_a_node_that_is_deleted_and_created_again_is_noticed(server: ApiServer, node: NodeWatch) -> None:
-    """None in between, and another UID afterwards."""
+    """The value is None in between, and the new Node has another UID."""
     server.objects.create("nodes", {"metadata": {"name": "n1", "uid": "first"}})
     server.objects.create("nodes", {"metadata": {"name": "n2", "uid": "other"}})
     async with running(node.run):
@@ -193,7 +193,7 @@ async def test_a_node_that_does_not_exist_yet_is_waited_for(server: ApiServer, n
 
 
 async def test_nothing_changes_and_nothing_is_asked(server: ApiServer, node: NodeWatch, pods: PodWatch, book: PodCache) -> None:
-    """One GET, one list and two watches, and then silence; none of them is a write."""
+    """One GET, one list and two watches, and then silence. None of them is a write."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     async with running(node.run), running(pods.run):
         await until(lambda: len(server.requests) == 4)
@@ -289,7 +289,7 @@ async def test_a_config_map_without_the_key_is_said_and_is_not_taken_for_none(
 async def test_a_namespace_that_may_not_be_read_is_passed_over(
     server: ApiServer, config_map: ConfigMapWatch, forbidden: str, present: str, text: str | None
 ) -> None:
-    """Its role may be missing where nobody uses it, and what the other says is known at once."""
+    """Its role may be missing where it is not used, and the other object is known at once."""
     server.faults = [Fault(FaultKind.STATUS, resource="configmaps", namespace=forbidden, code=403, reason="Forbidden")]
     server.objects.create("configmaps", _config(present, "second"))
     async with running(config_map.run):
@@ -300,7 +300,7 @@ async def test_a_namespace_that_may_not_be_read_is_passed_over(
 async def test_it_is_said_where_the_config_map_is_and_where_it_may_be_unseen(
     server: ApiServer, config_map: ConfigMapWatch, journal: Journal
 ) -> None:
-    """A missing role is no fault as long as there is a ConfigMap where it may be read; without one it may be the reason, and is said."""
+    """A missing role is no fault as long as there is a ConfigMap where it may be read. Else it may be the reason, and is reported."""
     server.faults = [Fault(FaultKind.STATUS, resource="configmaps", namespace="volcano-system", code=403, reason="Forbidden")]
     server.objects.create("configmaps", _config("kube-system", "first"))
     async with running(config_map.run):

@@ -32,8 +32,8 @@ def _pod(name: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "spec": {"nodeName": "n1", "containers": [{"name": "main"}]}}
 
 
-async def test_the_node_stands_as_wished_through_a_deletion_of_the_node(server: ApiServer, client: ApiClient, journal: Journal) -> None:
-    """Annotations, label, quantities and condition beside kubelet's; a lock removed; all of it again on a new Node."""
+async def test_the_desired_state_outlives_a_deletion_of_the_node(server: ApiServer, client: ApiClient, journal: Journal) -> None:
+    """Annotations, label, quantities and condition beside the kubelet's, and a removed lock. All of it comes again on a new Node."""
     desired_state = DesiredNode(
         annotations={REGISTER: "U0,10:", LOCK: None},
         labels={"vgpu-agent.io/isolation": "none"},
@@ -65,7 +65,7 @@ async def test_the_node_stands_as_wished_through_a_deletion_of_the_node(server: 
 
 
 async def test_a_pods_annotations_stand_after_an_outage(server: ApiServer, client: ApiClient, journal: Journal) -> None:
-    """The container was let go while the API server was away; what is written later is one patch of this very pod."""
+    """The container was let go while the API server was away. What is written later is one patch of this very pod."""
     book, wake = PodCache(), Revision()
     desired_state: dict[str, Mapping[str, str | None]] = {}
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
@@ -100,7 +100,7 @@ async def test_a_refused_pod_is_told_of_and_evicted(server: ApiServer, client: A
 
 
 async def test_a_patch_of_another_pods_uid_changes_nothing(server: ApiServer, client: ApiClient) -> None:
-    """What protects a re-created pod of one name: the precondition travels in the body of the merge patch."""
+    """The precondition in the body of the merge patch protects a re-created pod of one name."""
     server.objects.create("pods", _pod("a"))
     with pytest.raises(ClusterError) as raised:
         await client.patch("/api/v1/namespaces/default/pods/a", {"metadata": {"uid": "another", "annotations": {"a": "b"}}})

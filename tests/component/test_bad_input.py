@@ -88,7 +88,7 @@ async def test_no_driver_with_fail_on_init_error_false_waits(stage: Stage) -> No
 
 
 async def test_gpus_that_come_later_and_would_be_too_many_ids_are_withheld(stage: Stage) -> None:
-    """What could not be checked at the start is no crash loop: /readyz names the factor that would fit, once in the log."""
+    """A problem found after the start is no crash loop: /readyz names the factor that would fit, once in the log."""
     stage.node.fault("nvmlInit*", code=9)
     agent = stage.agent(QUICK + SHARED.replace("replicas: 4", "replicas: 300000"), environment={"FAIL_ON_INIT_ERROR": "false"})
     await agent.start()
@@ -132,7 +132,7 @@ async def test_a_checkpoint_that_makes_no_sense_is_one_warning(stage: Stage, con
 
 
 async def test_pod_resources_missing_is_one_warning(stage: Stage) -> None:
-    """Without that socket the checkpoint alone keeps the book; the warning names the socket."""
+    """Without that socket the checkpoint alone keeps the book. The warning names the socket."""
     (stage.folder / "kubelet" / "pod-resources" / "kubelet.sock").unlink()
     agent = await stage.ready_agent()
     await stage.admit("train")
@@ -189,7 +189,7 @@ def _unwritable(directory: Path, how: str) -> Iterator[None]:
 
 
 async def test_a_read_only_plugin_directory_is_named_and_left_when_it_is_mended(stage: Stage) -> None:
-    """No socket can be made beside kubelet's: /readyz names directory and cause; afterwards it registers by itself."""
+    """No socket can be made beside kubelet's: /readyz names directory and cause. Afterwards it registers by itself."""
     agent = stage.agent()
     with _unwritable(stage.kubelet.plugins, "read-only"):
         await agent.start()
@@ -233,7 +233,7 @@ async def test_unreadable_sysfs_means_no_topology_and_one_warning_a_card(stage: 
 
 
 async def test_garbage_on_the_grpc_socket_disturbs_nobody(stage: Stage) -> None:
-    """Random bytes, half a preface, a silent client: the next Allocate is served as ever."""
+    """Random bytes, half a preface, a silent client: the next Allocate is answered as ever."""
     agent = await stage.ready_agent()
     (path,) = [path for path in stage.kubelet.plugins.iterdir() if path.name.endswith(".sock") and path.name != "kubelet.sock"]
     silent = [socket.socket(socket.AF_UNIX) for _ in range(3)]
@@ -282,7 +282,7 @@ async def test_a_megabyte_of_junk_to_each_path(stage: Stage) -> None:
 
 
 async def test_a_nonsense_log_level_is_refused_with_the_known_ones(stage: Stage) -> None:
-    """PUT /debug/loglevel: 400 with one line; a good one works at once."""
+    """PUT /debug/loglevel: 400 with one line. A good one works at once."""
     agent = await stage.ready_agent()
 
     def put(body: bytes) -> bytes:
@@ -302,7 +302,7 @@ async def test_a_nonsense_log_level_is_refused_with_the_known_ones(stage: Stage)
 
 
 async def test_a_socket_path_that_is_too_long_is_named(folder: Path) -> None:
-    """107 bytes are the limit of a unix socket; the directory is named before anything is tried."""
+    """107 bytes are the limit of a unix socket. The directory is named before anything is tried."""
     deep = folder / ("d" * 80)
     stage = await asyncio.to_thread(Stage, folder)
     agent = AgentProcess(folder / "agent.log", kubelet=deep, simulate=stage.node.directory)

@@ -32,12 +32,12 @@ def config(stage: Stage, strategy: str = "cdi-cri", *, plugin: str = "", more: s
 
 
 async def came(stage: Stage, pod: Pod) -> Received:
-    """What the container starts with."""
+    """Return what the container starts with."""
     return await asyncio.to_thread(received, pod.answers["main"], stage.folder / "cdi")
 
 
 async def withheld(stage: Stage, agent: AgentProcess) -> str:
-    """Why the resource is not offered; kubelet must not have heard of it."""
+    """Return why the resource is not offered, and check that the kubelet has not received it."""
     await agent.start()
     await agent.until_logged("agent.started")
     status, text = await agent.get_text("/readyz")
@@ -48,7 +48,7 @@ async def withheld(stage: Stage, agent: AgentProcess) -> str:
 
 @pytest.mark.parametrize(("strategy", "by_field"), [("cdi-cri", True), ("cdi-annotations", False)])
 async def test_a_container_gets_its_gpu_by_name(stage: Stage, strategy: str, *, by_field: bool) -> None:
-    """nvidia:A7, nvidia:A9: the names in kubelet's answer stand in a spec, which brings in the device and voids the old runtime's wish."""
+    """nvidia:A7, nvidia:A9: the names in kubelet's answer are in a spec, which adds the device and voids the old runtime's request."""
     agent = await stage.ready_agent(config(stage, strategy))
     pod = await stage.admit("train", 1)
     (uuid,) = stage.ids(pod)
@@ -67,7 +67,7 @@ async def test_a_container_gets_its_gpu_by_name(stage: Stage, strategy: str, *, 
 
 
 async def test_everything_at_once(stage: Stage) -> None:
-    """nvidia:A11: two GPUs, the IMEX channel, and GDS, which this node has; GDRCopy it has not, so nobody is told of it by name."""
+    """nvidia:A11: two GPUs, the IMEX channel, and GDS, which this node has; GDRCopy it has not, so no container gets it by name."""
     await asyncio.to_thread(_devices, stage, "nvidia-caps-imex-channels/channel0", "nvidia-fs0")
     await stage.ready_agent(config(stage, plugin=", gdsEnabled: true, gdrcopyEnabled: true, imexChannelIds: [0]"))
     pod = await stage.admit("train", 2)
@@ -81,7 +81,7 @@ async def test_everything_at_once(stage: Stage) -> None:
 
 
 async def test_slices_have_names_as_soon_as_they_are_given_out(stage: Stage) -> None:
-    """nvidia:A10: a GPU is cut anew while the agent runs; whoever is admitted first can start, by index, with the slice's capabilities."""
+    """nvidia:A10: a GPU is cut anew while the agent runs. The pod admitted first can start, by index, with the slice's capabilities."""
     await asyncio.to_thread(stage.node.set_mig, 1, ["1g.5gb"] * 7)
     await stage.ready_agent(config(stage, plugin=", migStrategy: mixed, deviceIdStrategy: index"))
     await stage.allocatable(7, resource=FIVE)
@@ -99,7 +99,7 @@ async def test_slices_have_names_as_soon_as_they_are_given_out(stage: Stage) -> 
 
 
 async def test_a_tool_that_is_missing_withholds_the_resource_until_it_is_there(stage: Stage) -> None:
-    """One clear reason in ``/readyz``, nothing registered; the agent serves, and tries again by itself."""
+    """One clear reason in ``/readyz``, nothing registered. The agent serves, and tries again by itself."""
     tool = stage.folder / "nvidia-ctk"
     agent = stage.agent(config(stage, more=f"cdi: {{nvidiaCtk: {tool}}}\ntasks: {{backoffMaxSeconds: 0.5}}\n"))
     text = await withheld(stage, agent)
@@ -112,7 +112,7 @@ async def test_a_tool_that_is_missing_withholds_the_resource_until_it_is_there(s
 
 
 async def test_a_tool_that_hangs_or_prints_nonsense_stops_nothing_else(stage: Stage) -> None:
-    """The agent starts and answers; the resource waits for a tool that works."""
+    """The agent starts and answers. The resource waits for a tool that works."""
     faulty = StandInCtk(stage.node.directory)
     await asyncio.to_thread(faulty.misbehave, hang_seconds=FOR_EVER_SECONDS)
     more = "cdi: {generateTimeoutSeconds: 3}\ntasks: {backoffMaxSeconds: 0.5}\n"
@@ -160,14 +160,14 @@ async def test_the_toolkits_own_spec_can_be_referred_to(stage: Stage) -> None:
 
 
 async def test_a_required_channel_that_is_missing_withholds_the_resource(stage: Stage) -> None:
-    """Upstream does not start; here the reason is to be read, and the device is noticed when it comes."""
+    """Upstream does not start. Here the reason is to be read, and the device is noticed when it comes."""
     options = ", imexChannelIds: [0], imexRequired: true"
     agent = stage.agent(config(stage, "envvar", plugin=options))
     assert "/dev/nvidia-caps-imex-channels/channel0 is no character device" in await withheld(stage, agent)
 
 
 async def test_an_optional_channel_that_is_missing_is_one_warning(stage: Stage) -> None:
-    """The GPUs are offered, and nobody is told of a channel (nvidia §9)."""
+    """The GPUs are offered, and no container gets a channel (nvidia §9)."""
     agent = await stage.ready_agent(config(stage, "envvar", plugin=", imexChannelIds: [0]"))
     pod = await stage.admit("train", 1)
     assert "NVIDIA_IMEX_CHANNELS" not in pod.answers["main"].envs

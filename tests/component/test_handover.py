@@ -47,7 +47,7 @@ async def serve(stage: VolcanoStage, name: str, resource: str) -> None:
 
 
 async def test_a_gpu_is_free_for_the_other_family_soon_after_the_end_of_its_last_container(stage: VolcanoStage) -> None:
-    """Nobody waits for the next look at kubelet's records, in either direction, whether the pod ended or was deleted."""
+    """No pod waits for the next look at the kubelet's records, in either direction, whether the other ended or was deleted."""
     await stage.start_agent(BOTH, offers=(GPU, NUMBER))
     took = []
     for number in range(HANDOVERS):
@@ -63,7 +63,7 @@ async def test_a_gpu_is_free_for_the_other_family_soon_after_the_end_of_its_last
 
 
 async def test_without_the_api_server_kubelets_records_alone_free_a_gpu(stage: VolcanoStage) -> None:
-    """Nobody tells of the end then; two regular readings without the pod are enough, as ever."""
+    """No event reports the end then. Two regular readings without the pod are enough, as ever."""
     stage.verify_seconds = 2.0
     await stage.start_agent(BOTH, offers=(GPU, NUMBER))
     await serve(stage, "pod", GPU)
@@ -76,7 +76,7 @@ async def test_without_the_api_server_kubelets_records_alone_free_a_gpu(stage: V
 
 
 async def test_schedulers_see_a_handover_long_before_kubelet_writes_it(folder: Path) -> None:
-    """Kubelet writes its Node every ten seconds; on an older count a scheduler sends a pod that kubelet can only fail."""
+    """The kubelet writes its Node every ten seconds. On an older count a scheduler sends a pod that kubelet can only fail."""
     async with volcano_stage(folder, status_seconds=10.0) as stage:
         await stage.start_agent(BOTH, offers=(GPU, NUMBER))
         everything = {name: stage.allocatable[name] for name in (GPU, NUMBER)}

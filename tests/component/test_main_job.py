@@ -1,4 +1,4 @@
-"""The main job with the agent's real process: shares reach containers, and nothing is lost when anybody goes away for a moment."""
+"""The main job with the agent's real process: shares reach containers, and nothing is lost when a component goes away for a moment."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_packed_and_distributed_reach_kubelet(stage: Stage) -> None:
 
 
 async def test_a_refused_request_shows_its_reason_in_the_pods_status(stage: Stage) -> None:
-    """nvidia A23 on the wire: the text kubelet puts into the pod's status is ours; the next pod is served."""
+    """nvidia A23 on the wire: the text kubelet puts into the pod's status is ours. The next pod is served."""
     await stage.ready_agent(QUICK + "sharing: {timeSlicing: {failRequestsGreaterThanOne: true, resources: [{name: gpu, replicas: 4}]}}\n")
     with pytest.raises(AdmissionError, match="maximum request size for shared resources is 1; found 2"):
         await stage.admit("greedy", 2)
@@ -83,7 +83,7 @@ async def test_the_ledger_learns_who_it_was(stage: Stage) -> None:
 
 
 async def test_a_pod_that_ended_is_released(stage: Stage) -> None:
-    """Nobody tells us; kubelet's records do."""
+    """No event reports it. The kubelet's records do."""
     agent = await stage.ready_agent()
     pod = await stage.admit("short")
     await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
@@ -93,7 +93,7 @@ async def test_a_pod_that_ended_is_released(stage: Stage) -> None:
 
 
 async def test_init_container_and_its_successor_share_ids(stage: Stage) -> None:
-    """kubelet gives the init container's ids to the app container: one holder in the book, the running one."""
+    """The kubelet gives the init container's ids to the app container: one holder in the book, the running one."""
     agent = await stage.ready_agent()
     await stage.kubelet.admit("job", [Container("prepare", {GPU: 1}, init=True), Container("main", {GPU: 1})])
     ledger = await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
@@ -118,7 +118,7 @@ async def test_v10_after_kill_9_the_ledger_is_full_before_anything_registers(sta
 
 
 async def test_a_graceful_restart_loses_nothing(stage: Stage) -> None:
-    """SIGTERM ends with status 0 and no socket left; the next process has the same grants."""
+    """SIGTERM ends with status 0 and no socket left. The next process has the same grants."""
     agent = await stage.ready_agent()
     pod = await stage.admit("train")
     assert await agent.terminate() == 0
@@ -145,7 +145,7 @@ async def test_v2_kubelet_restarts_under_running_pods(stage: Stage) -> None:
 
 
 async def test_v14_without_kubelet_the_agent_waits(folder: Path) -> None:
-    """kubelet V14: no kubelet.sock is no crash; /readyz says what is missing; when it appears, Register comes before any poll."""
+    """kubelet V14: a missing kubelet.sock is no crash, and /readyz reports it. When it appears, Register comes before any poll."""
     stage = await asyncio.to_thread(Stage, folder)
     agent = stage.agent(RARE_POLLS + SHARED)
     await agent.start()
@@ -185,7 +185,7 @@ async def test_v16_a_lost_gpu_stays_in_the_list_under_its_holder(stage: Stage) -
 
 
 async def test_a_gpu_recovers_and_is_offered_again(stage: Stage) -> None:
-    """XID 79, then quiet: Unhealthy at once, Healthy again after the quiet time; the running pod never noticed."""
+    """XID 79, then quiet: Unhealthy at once, Healthy again after the quiet time. The running pod never noticed."""
     agent = await stage.ready_agent(QUICK.replace("quietSeconds: 0.5", "quietSeconds: 2") + SHARED)
     pod = await stage.admit("train", 2)
     stage.node.xid(U0, 79)
@@ -197,7 +197,7 @@ async def test_a_gpu_recovers_and_is_offered_again(stage: Stage) -> None:
 
 
 async def test_the_driver_can_forbid_recovery(stage: Stage) -> None:
-    """As long as the driver asks for a reset, the GPU stays out, with the reason in /debug/devices."""
+    """A GPU for which the driver asks for a reset stays out, with the reason in /debug/devices."""
     agent = await stage.ready_agent()
     stage.node.recovery_action(U0, "reset")
     stage.node.xid(U0, 95)
@@ -241,7 +241,7 @@ async def test_a_hung_driver_stops_neither_allocate_nor_http(stage: Stage) -> No
 
 
 async def test_new_replicas_take_effect_under_running_pods(stage: Stage) -> None:
-    """A changed file changes the list within moments; who runs keeps its id."""
+    """A changed file changes the list within moments. A running container keeps its id."""
     agent = await stage.ready_agent()
     pod = await stage.admit("train")
     replace_text(stage.config, QUICK + SHARED.replace("replicas: 4", "replicas: 6"))
@@ -276,7 +276,7 @@ async def test_a_new_list_is_held_against_the_budget_in_force(stage: Stage) -> N
 
 
 async def test_renaming_under_running_pods_gives_no_gpu_away_twice(stage: Stage) -> None:
-    """renameByDefault with one replica keeps the ids: who holds a GPU under its old name keeps it alone, and the book settles."""
+    """renameByDefault with one replica keeps the ids: a holder of a GPU under its old name keeps it alone, and the book settles."""
     agent = await stage.ready_agent(QUICK)
     pod = await stage.admit("train")
     (held,) = stage.ids(pod)
@@ -316,7 +316,7 @@ async def test_a_simulated_node_says_so(stage: Stage) -> None:
 
 
 async def test_two_pods_in_a_burst_and_a_lost_admission(stage: Stage) -> None:
-    """Eight pods in a row get eight different ids; one more is refused by kubelet and nothing leaks."""
+    """Eight pods in a row get eight different ids. One more is refused by kubelet and nothing leaks."""
     agent = await stage.ready_agent()
     pods = [await stage.admit(f"pod-{number}") for number in range(8)]
     assert len({id_ for pod in pods for id_ in stage.ids(pod)}) == 8
@@ -343,7 +343,7 @@ async def test_device_nodes_are_passed_from_a_mounted_driver_root(stage: Stage, 
 
 
 async def test_gpus_without_the_nodes_that_they_need_are_withheld(stage: Stage) -> None:
-    """The module nvidia-uvm is loaded late: until then each CUDA program of a pod would fail, and nobody would see why."""
+    """The module nvidia-uvm is loaded late: until then each CUDA program of a pod would fail for no visible reason."""
     uvm = stage.node.directory / "dev" / "nvidia-uvm"
     await asyncio.to_thread(uvm.rename, stage.folder / "uvm")
     agent = stage.agent(QUICK + "plugin: {passDeviceSpecs: true}\n")

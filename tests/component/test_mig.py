@@ -14,7 +14,7 @@ from vgpu_agent.sim.kubelet.faults import AdmissionError
 from vgpu_agent.sim.state import SimulatedNode
 
 MIXED = "plugin: {migStrategy: mixed}\n"
-# With the intervals that an operator gets who sets none.
+# With the default intervals.
 DEFAULTS = "version: v1\nkubelet: {verifySeconds: 1, reservationSeconds: 3}\n" + MIXED
 FIVE, TEN, TWENTY = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-2g.10gb", "nvidia.com/mig-3g.20gb"
 LIMIT_SECONDS = 2.0
@@ -27,7 +27,7 @@ async def _cut(stage: Stage, gpu: int, *profiles: str) -> float:
 
 
 async def test_slices_are_resources_beside_whole_gpus(stage: Stage) -> None:
-    """nvidia G6 on the wire: GPU 0 whole, seven slices of GPU 1 by their profile; a pod gets the slice that kubelet chose."""
+    """nvidia G6 on the wire: GPU 0 whole, seven slices of GPU 1 by their profile. A pod gets the slice that kubelet chose."""
     await _cut(stage, 1, *["1g.5gb"] * 7)
     await stage.ready_agent(QUICK + MIXED)
     await stage.allocatable(1)
@@ -39,7 +39,7 @@ async def test_slices_are_resources_beside_whole_gpus(stage: Stage) -> None:
 
 
 async def test_a_change_of_geometry_reaches_kubelet_in_two_seconds(stage: Stage) -> None:
-    """nvidia:D9: with the default intervals; the old name goes to 0, the new one comes, the whole GPU stays as it is."""
+    """nvidia:D9: with the default intervals. The old name goes to 0, the new one comes, the whole GPU stays as it is."""
     await _cut(stage, 1, *["1g.5gb"] * 7)
     agent = await stage.ready_agent(DEFAULTS)
 
@@ -59,7 +59,7 @@ async def test_a_change_of_geometry_reaches_kubelet_in_two_seconds(stage: Stage)
 
 
 async def test_mig_mode_switched_on_and_off_moves_the_gpu_between_resources(stage: Stage) -> None:
-    """nvidia:D9: a whole GPU becomes slices and is whole again, and nobody restarts anything."""
+    """nvidia:D9: a whole GPU becomes slices and is whole again, without any restart."""
     await stage.ready_agent(QUICK + MIXED)
     await stage.allocatable(2)
 
@@ -72,7 +72,7 @@ async def test_mig_mode_switched_on_and_off_moves_the_gpu_between_resources(stag
 
 
 async def test_a_pod_on_an_instance_that_is_cut_away_is_named(stage: Stage) -> None:
-    """nvidia:D9: event with pod and instance, and a metric; the pod keeps its ids, and the new slices are not held up by it."""
+    """nvidia:D9: event with pod and instance, and a metric. The pod keeps its ids, and the new slices are not held up by it."""
     await _cut(stage, 1, *["1g.5gb"] * 7)
     agent = await stage.ready_agent(QUICK + MIXED)
     await stage.allocatable(7, resource=FIVE)
@@ -89,7 +89,7 @@ async def test_a_pod_on_an_instance_that_is_cut_away_is_named(stage: Stage) -> N
     assert await agent.metric(f'vgpu_agent_grants_on_vanished_devices{{resource="{FIVE}"}}') == 1
     assert stage.ids(pod, FIVE) == [instance]
     await agent.terminate()
-    await agent.start()  # a new process learns of it from kubelet's records, although nobody offers the resource any more
+    await agent.start()  # a new process learns of it from kubelet's records, although the resource is not offered any more
     event = await agent.until_logged("grant.device_vanished")
     assert (event["device"], event["gpu"]) == (instance, stage.node.uuids[1])
     await _cut(stage, 1)  # a process of the pod may still be at work on the GPU
@@ -100,7 +100,7 @@ async def test_a_pod_on_an_instance_that_is_cut_away_is_named(stage: Stage) -> N
 
 
 async def test_geometry_that_changes_under_load(stage: Stage) -> None:
-    """nvidia:D9: pods of whole GPUs and of slices come and go while GPU 1 is cut anew; none of them gets what is not there."""
+    """nvidia:D9: pods of whole GPUs and of slices come and go while GPU 1 is cut anew. None of them gets what is not there."""
     layouts = [["1g.5gb"] * 7, ["2g.10gb"] * 3, ["3g.20gb", "2g.10gb", "1g.5gb"]]
     await _cut(stage, 1, *layouts[0])
     agent = await stage.ready_agent(QUICK + MIXED)
@@ -142,7 +142,7 @@ async def test_an_error_in_a_slice_is_that_slices(stage: Stage) -> None:
 
 
 async def test_health_survives_everything_but_the_agents_own_restart(stage: Stage) -> None:
-    """nvidia:D11: kubelet comes back and the settings change, and what was Unhealthy still is; a new process reads anew."""
+    """nvidia:D11: kubelet comes back and the settings change, and what was Unhealthy still is. A new process reads anew."""
     never = QUICK.replace("quietSeconds: 0.5", "mode: never, quietSeconds: 0.5")
     agent = await stage.ready_agent(never)
     await asyncio.to_thread(stage.node.xid, 1, 79)
@@ -161,7 +161,7 @@ async def test_health_survives_everything_but_the_agents_own_restart(stage: Stag
 
 
 async def test_garbage_in_the_capability_file_costs_what_it_describes(stage: Stage) -> None:
-    """One bad line is one Unhealthy slice; no file at all withholds the slices with a reason, and whole GPUs are served."""
+    """One bad line is one Unhealthy slice. No file at all withholds the slices with a reason, and whole GPUs are offered."""
     minors = stage.node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors"
     await _cut(stage, 1, *["1g.5gb"] * 7)
     whole = minors.read_text()

@@ -42,7 +42,7 @@ class MixedStage(VolcanoStage):
         return self.cluster.annotations(name)[IDS].partition(",")[0]
 
     def gpu_of(self, name: str) -> str:
-        """The GPU that a running pod of nvidia.com/gpu was told."""
+        """The GPU in the answer to a running pod of nvidia.com/gpu."""
         return self.cluster.starts(name)[-1].environment["NVIDIA_VISIBLE_DEVICES"]
 
 
@@ -60,7 +60,7 @@ def other(gpu: str) -> str:
 
 
 async def test_a_gpu_is_kept_from_bind_to_start_and_returned_at_the_end(stage: MixedStage) -> None:
-    """The other scheduler's pods go elsewhere or wait; before, one of them took the GPU while the image was being pulled."""
+    """The other scheduler's pods go elsewhere or wait. Before, one of them took the GPU while the image was being pulled."""
     await stage.start_mixed()
     gpu = await stage.bound_while_pulling("p")
     await stage.until_whole(other(gpu))
@@ -80,7 +80,7 @@ async def test_a_gpu_is_kept_from_bind_to_start_and_returned_at_the_end(stage: M
 
 
 async def test_a_pod_that_is_deleted_before_it_started_keeps_nothing(stage: MixedStage) -> None:
-    """Its image may never come; whoever deletes it gets the GPU back at once, one family a moment before the other."""
+    """Its image may never come; deleting it returns the GPU at once, one family a moment before the other."""
     await stage.start_mixed()
     gpu = await stage.bound_while_pulling("p")
     await stage.until_whole(other(gpu))
@@ -95,7 +95,7 @@ async def test_a_pod_that_is_deleted_before_it_started_keeps_nothing(stage: Mixe
 
 
 async def test_a_gpu_in_use_takes_no_new_pods_while_one_of_another_family_waits(stage: MixedStage) -> None:
-    """Else others of the first family keep coming, and the pod waits for ever."""
+    """Otherwise others of the first family keep coming, and the pod waits for ever."""
     await stage.start_mixed(SHARED)
     stage.cluster.create_pod("first", {GPU: 1}, scheduler="default-scheduler")
     await stage.cluster.running("first")
@@ -114,7 +114,7 @@ async def test_a_gpu_in_use_takes_no_new_pods_while_one_of_another_family_waits(
 
 
 async def test_a_restarted_agent_offers_nothing_before_it_knows_the_claims(stage: MixedStage) -> None:
-    """The pods are read before kubelet is told of anything."""
+    """The pods are read before the kubelet receives anything."""
     await stage.start_mixed()
     gpu = await stage.bound_while_pulling("p")
     await stage.until_whole(other(gpu))

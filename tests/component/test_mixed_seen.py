@@ -1,4 +1,4 @@
-"""What a person sees on a node of two families, from the agent's real process: ``vgpu-agent status``, one pod explained, and /metrics."""
+"""A person's view of a node of two families, from a real process: ``vgpu-agent status``, one pod explained, and /metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _decided(gpu: str) -> dict[str, str]:
 
 
 async def test_a_pod_whose_gpu_has_gone_to_another_family_is_explained_everywhere(stage: VolcanoStage) -> None:
-    """It was sent to a GPU that a pod of NVIDIA's names got first: the pages say who has it, and the refusal where there is room.
+    """It was sent to a GPU that a pod of NVIDIA's names got first: the pages name its holder, and the refusal where there is room.
 
     The other family's pod goes on over a restart of the agent, of which kubelet's records do not tell since when.
     """
@@ -101,7 +101,7 @@ async def test_the_time_since_a_gpu_serves_pods_bound_late_outlives_the_agent(st
 
 
 async def test_a_pod_that_waits_for_its_image_claims_its_gpu_for_everybody_to_see(stage: VolcanoStage) -> None:
-    """From its binding to its start: who waits and for how long, on the page, for the pod and as a number; also for a new agent."""
+    """From its binding to its start: which pod waits and for how long, on the page, for the pod and as a number; also for a new agent."""
     await stage.start_agent(MIXED, offers=(GPU, NUMBER))
     pulled = stage.cluster.pull("main")
     stage.cluster.create_pod("waits", asks(1, 100, 10), annotations={"volcano.sh/vgpu-use-gpuuuid": U0})

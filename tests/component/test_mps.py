@@ -45,7 +45,7 @@ mps:
 
     @property
     def compute_modes(self) -> list[int]:
-        """As NVML would show them: 0 default, 3 exclusive process."""
+        """Return the compute modes that NVML would show: 0 default, 3 exclusive process."""
         state = SimulatedNode.open(self.stage.node.directory).state
         return [state.gpus[number].compute_mode for number in range(2)]
 
@@ -57,7 +57,7 @@ mps:
 
 @pytest.fixture
 async def mps(stage: Stage) -> AsyncIterator[Mps]:
-    """What the test has started and mounted goes with it."""
+    """Yield the MPS parts, and clean up what the test has started and mounted."""
     made = await asyncio.to_thread(Mps, stage)
     yield made
     for agent in stage.agents:
@@ -71,7 +71,7 @@ def _is_proven(ledger: Any) -> bool:
 
 
 async def test_pods_share_a_gpu_through_a_daemon_that_outlives_the_agent(mps: Mps) -> None:
-    """nvidia:A19, nvidia:G11: the answer names pipe and shared memory; a new agent adopts the daemon; the last one without pods ends it."""
+    """nvidia:A19, nvidia:G11: the answer names pipe and shared memory. A new agent adopts the daemon. The last one without pods ends it."""
     stage = mps.stage
     agent = await stage.ready_agent(mps.shared)
     await stage.allocatable(8)
@@ -115,7 +115,7 @@ async def test_a_killed_daemon_is_told_with_its_pods_and_comes_back(mps: Mps) ->
 
 @pytest.mark.parametrize("binary", ["missing", "nonsense"])
 async def test_a_bad_control_binary_withholds_its_resource_only(mps: Mps, binary: str) -> None:
-    """Issue part 7: the reason stands in the readiness and in /debug/resources; another family's resource is served."""
+    """Issue part 7: the readiness and /debug/resources have the reason. Another family's resource is offered."""
     stage = mps.stage
     config = mps.shared + "families: {aws: true}\n"
     if binary == "missing":
@@ -134,7 +134,7 @@ async def test_a_bad_control_binary_withholds_its_resource_only(mps: Mps, binary
 
 
 async def test_more_replicas_than_clients_withhold_the_resource_only(mps: Mps) -> None:
-    """nvidia:G15: no retry every 30 seconds but a reason with the number that fits; AWS's resource is served, and no tool was started."""
+    """nvidia:G15: no retry every 30 seconds but a reason with the number that fits; AWS's resource is offered, and no tool was started."""
     stage = mps.stage
     agent = stage.agent(mps.shared.replace("replicas: 4", "replicas: 49") + "families: {aws: true}\n")
     await agent.start()

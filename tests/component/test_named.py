@@ -69,10 +69,10 @@ def _until_remembered(file: Path, text: str) -> None:
 
 
 async def test_a_start_waits_once_for_an_api_server_that_never_answers(stage: Stage) -> None:
-    """NVIDIA's init container waits for ever (its issue 1540); here the default is offered, and the problem is told."""
+    """NVIDIA's init container waits for ever (its issue 1540). Here the default is offered, and the problem is reported."""
     await _shelf(stage, four=4, two=2)
     async with ApiServer() as server:
-        with socket.create_server(("127.0.0.1", 0)) as hung:  # the kernel takes the connection, and nobody else does
+        with socket.create_server(("127.0.0.1", 0)) as hung:  # only the kernel takes the connection
             config = await _config(stage, server, url=f"http://127.0.0.1:{hung.getsockname()[1]}")
             agent = await stage.ready_agent(config)
             await stage.allocatable(4)

@@ -27,7 +27,7 @@ async def test_units_of_memory_lie_on_one_gpu(stage: Stage) -> None:
 
 
 async def test_gpus_are_shared_and_named_one_by_one(stage: Stage) -> None:
-    """nvidia:D15 on the wire: GPU 0 three times under a name of its own, GPU 1 whole; each pod gets the GPU of its resource."""
+    """nvidia:D15 on the wire: GPU 0 three times under a name of its own, GPU 1 whole. Each pod gets the GPU of its resource."""
     entry = "{name: gpu, replicas: 3, rename: nvidia.com/third, devices: [0]}"
     await stage.ready_agent(QUICK + f"sharing: {{timeSlicing: {{resources: [{entry}]}}}}\n")
     await stage.allocatable(3, resource="nvidia.com/third")
@@ -37,7 +37,7 @@ async def test_gpus_are_shared_and_named_one_by_one(stage: Stage) -> None:
 
 
 async def test_a_pod_keeps_its_gpu_over_a_restart_with_other_names(stage: Stage) -> None:
-    """The whole GPU that it has is not shared under the new name before it ends; its grant has its owner in the new process."""
+    """The whole GPU that it has is not shared under the new name before it ends. Its grant has its owner in the new process."""
     before = await stage.ready_agent(QUICK)
     await stage.allocatable(2)
     pod = await stage.admit("train")
@@ -64,7 +64,7 @@ async def test_a_replica_of_before_does_not_hold_up_replicas_of_now(stage: Stage
 
 
 async def test_what_single_cannot_offer_is_said_in_the_readiness(stage: Stage) -> None:
-    """nvidia:G3 and iktos:K6 on the wire: the process lives and says which GPUs differ; once they are alike, it serves."""
+    """nvidia:G3 and iktos:K6 on the wire: the process lives and says which GPUs differ. Once they are alike, it serves."""
     stage.node.set_mig(1, ["3g.20gb", "3g.20gb"])
     agent = stage.agent(QUICK + "plugin: {migStrategy: single}\n")
     await agent.start()
@@ -93,7 +93,7 @@ async def test_a_family_that_is_switched_off_keeps_its_gpus_from_others_until_it
 
 
 async def test_the_same_the_other_way_round(stage: Stage) -> None:
-    """Two of three virtual GPUs of a card are held: nobody gets the card whole."""
+    """Two of three virtual GPUs of a card are held: no container gets the card whole."""
     before = await stage.ready_agent(QUICK + "families: {nvidia: false, aws: true}\naws: {vgpus: 3}\n")
     await stage.allocatable(6, resource=VGPU)
     pod = await stage.admit("old", 2, VGPU)

@@ -27,7 +27,7 @@ def _last_errors(answer: list[dict[str, str]]) -> str:
 
 
 async def test_a_second_agent_that_goes_takes_nothing_with_it(stage: Stage) -> None:
-    """The one that stays has an open stream and no error; it finds out by itself, and pods are admitted again."""
+    """The one that stays has an open stream and no error. It finds out by itself, and pods are admitted again."""
     first = await stage.ready_agent(QUICK)
     second = await _second(stage)
     await stage.allocatable(2)
@@ -45,7 +45,7 @@ async def test_a_second_agent_that_goes_takes_nothing_with_it(stage: Stage) -> N
 
 
 async def test_a_rival_is_named_and_the_resource_comes_back_when_it_goes(stage: Stage) -> None:
-    """Ids that are not ours are an error with an example; neither of the two gives up, and the last one there has it all."""
+    """Ids that are not ours are an error with an example. Neither of the two gives up, and the last one there has it all."""
     first = await stage.ready_agent(QUICK)
     other = SimulatedNode.create(stage.folder / "others", model="A100-SXM4-40GB", gpus=2, seed="another")
     rival = await _second(stage, other.directory)

@@ -19,7 +19,7 @@ def on_tegra(stage: Stage, config: str = "", **environment: str) -> AgentProcess
 
 
 async def test_the_gpu_of_a_tegra_processor_is_found_shared_and_given_out(stage: Stage) -> None:
-    """nvidia §4, §7, §9: without NVML it is one GPU of id ``tegra``; two pods share it, and each is told ``tegra``."""
+    """nvidia §4, §7, §9: without NVML it is one GPU of id ``tegra``. Two pods share it, and each receives ``tegra``."""
     agent = on_tegra(stage, SHARED)
     await agent.start()
     await agent.until_ready()
@@ -50,7 +50,7 @@ async def test_what_is_shown_of_it_makes_sense(stage: Stage) -> None:
 
 
 async def test_what_needs_memory_or_nvml_offers_nothing_and_says_why(stage: Stage) -> None:
-    """nvidia §1: CDI names are made through NVML, and Volcano's and AWS's shares of its memory; each says one reason."""
+    """nvidia §1: CDI names are made through NVML, and Volcano's and AWS's shares of its memory. Each says one reason."""
     agent = on_tegra(stage, "families: {volcanoVgpu: true, volcanoGpushare: true, aws: true}\n", DEVICE_LIST_STRATEGY="cdi-cri")
     await agent.start()
     named = (GPU, "volcano-vgpu", "volcano-gpushare", "k8s.amazonaws.com/vgpu")

@@ -103,7 +103,7 @@ async def test_every_shape_of_a_pod(stage: VolcanoStage) -> None:
 
 
 async def test_twenty_unequal_pods_in_one_second(stage: VolcanoStage) -> None:
-    """volcano-vgpu:D2: all bound in the same second, all different; each container has exactly what the scheduler wrote for it."""
+    """volcano-vgpu:D2: all bound in the same second, all different. Each container has exactly what the scheduler wrote for it."""
     await stage.start_agent()
     names = [f"burst-{number:02}" for number in range(20)]
     for number, name in enumerate(names):
@@ -136,7 +136,7 @@ async def test_a_gang_and_spread_and_binpack(stage: VolcanoStage) -> None:
 
 
 async def test_type_and_uuid_and_an_unhealthy_card(stage: VolcanoStage) -> None:
-    """volcano-vgpu:D6: the scheduler is told of the broken card, so nobody lands on it until it is back."""
+    """volcano-vgpu:D6: the scheduler reads of the broken card, so no pod lands on it until it is back."""
     await stage.start_agent()
     came = await stage.serve("uuid", asks(1, 10), annotations={"volcano.sh/vgpu-use-gpuuuid": U0})
     assert came.environment["NVIDIA_VISIBLE_DEVICES"] == U0
@@ -170,7 +170,7 @@ async def test_pods_that_no_gpu_scheduler_placed(stage: VolcanoStage) -> None:
 
 
 async def test_enough_in_sum_and_not_on_one_card(stage: VolcanoStage) -> None:
-    """What the plain scheduler cannot see is refused before the start with the reason, and starts once there is room."""
+    """The plain scheduler cannot see this. The start is refused with the reason, and succeeds once there is room."""
     await stage.start_agent()
     for number in range(2):
         await stage.serve(f"half-{number}", asks(1, 200), annotations={"volcano.sh/vgpu-use-gpuuuid": (U0, U1)[number]})
@@ -183,7 +183,7 @@ async def test_enough_in_sum_and_not_on_one_card(stage: VolcanoStage) -> None:
 
 
 async def test_gpu_share_through_the_process(stage: VolcanoStage) -> None:
-    """volcano-gpushare:S2 is what the scheduler writes, volcano-gpushare:S3 what the container gets; the count stands on the Node."""
+    """volcano-gpushare:S2 is what the scheduler writes, volcano-gpushare:S3 what the container gets. The Node has the count."""
     await stage.cluster.start_volcano(VolcanoSettings(gpushare="share", retry_seconds=0.2))
     await stage.start_agent(GPUSHARE + "volcanoGpushare: {gpuMemoryFactor: 64}\n", offers=[GPU_MEMORY])
     await stage.cluster.until(lambda: stage.allocatable.get("volcano.sh/gpu-number") == "2", "the count of cards")

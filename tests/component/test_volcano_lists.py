@@ -1,4 +1,4 @@
-"""Volcano's families with the other list strategies: the same grants, told by mounts or by CDI, also without an NVIDIA runtime."""
+"""Volcano's families with the other list strategies: the same grants, passed by mounts or by CDI, also without an NVIDIA runtime."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 @pytest.mark.parametrize("config", [VGPU + INLINE, by("[cdi-cri]"), by("[cdi-annotations]")], ids=["inline", "cdi-cri", "cdi-annotations"])
 async def test_a_late_bound_container_needs_no_nvidia_runtime(stage: VolcanoStage, config: str) -> None:
-    """volcano-vgpu:G10: the grant's own spec has what the card's name stands for, beside its limits."""
+    """volcano-vgpu:G10: the grant's own spec has the content of the card's name, beside its limits."""
     await stage.start_agent(config)
     for number in range(3):
         check(stage, f"p{number}", await stage.serve(f"p{number}", asks(1, 20)))
@@ -56,7 +56,7 @@ async def test_a_late_bound_container_needs_no_nvidia_runtime(stage: VolcanoStag
 
 
 async def test_a_container_bound_early_is_told_by_name(stage: VolcanoStage) -> None:
-    """Decided in Allocate: the name itself is answered, and the runtime resolves it; kubelet's copy proves whose answer it was."""
+    """Decided in Allocate: the name itself is answered, and the runtime resolves it. The kubelet's copy proves the answer's pod."""
     stage.configure(by("[cdi-annotations]"))
     text = await asyncio.to_thread(stage.config.read_text)
     await asyncio.to_thread(replace_text, stage.config, text.replace("binding: {", "binding: {mode: early, "))
@@ -96,7 +96,7 @@ async def test_everything_is_there_again_after_a_reboot(stage: VolcanoStage) -> 
 
 
 async def test_without_the_tool_nothing_is_offered_and_nobody_is_started(stage: VolcanoStage) -> None:
-    """The reason stands in ``/readyz``; a node that is only inlined for later needs no restart when the tool is there."""
+    """``/readyz`` has the reason. A node that is only inlined for later needs no restart when the tool is there."""
     tool = StandInCtk(stage.gpus.directory)
     await asyncio.to_thread(tool.misbehave, fail="Driver Not Loaded")
     stage.configure(VGPU + INLINE + "tasks: {backoffMaxSeconds: 0.5}\n")

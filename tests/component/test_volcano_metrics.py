@@ -1,4 +1,4 @@
-"""What a dashboard of the replaced plugin sees of a container, from the region file to the scrape of the agent's real process."""
+"""A container on a dashboard of the replaced plugin, from the region file to the scrape of the agent's real process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_memory_of_a_container_from_its_region_to_the_scrape(stage: Volcan
 
 
 async def test_a_region_that_is_cut_short_takes_nobody_with_it(stage: VolcanoStage) -> None:
-    """volcano-vgpu:D20: a container empties its region between two scrapes; the agent runs on and shows the others."""
+    """volcano-vgpu:D20: a container empties its region between two scrapes. The agent runs on and shows the others."""
     await stage.start_agent()
     came = [await stage.serve(name, asks(1, 10)) for name in ("p", "q")]
     await until_used(stage, {"p": 0, "q": 0})

@@ -48,7 +48,7 @@ class MigStage(VolcanoStage):
 
     @property
     def register(self) -> str:
-        """What schedulers read of the cards."""
+        """Return the annotation in which schedulers read of the cards."""
         return str(self.cluster.node_object()["metadata"]["annotations"].get(REGISTER))
 
     def create(self, name: str, place: str) -> None:
@@ -64,7 +64,7 @@ class MigStage(VolcanoStage):
         await asyncio.to_thread(misbehave, self.gpus.directory, what)
 
     async def applied(self) -> int:
-        """How often the tool was asked to divide something."""
+        """Return the number of times that the tool was asked to divide something."""
         return sum(arguments[0] == "apply" for arguments in await asyncio.to_thread(calls, self.gpus.directory))
 
     async def refused(self, name: str, text: str) -> None:
@@ -76,7 +76,7 @@ class MigStage(VolcanoStage):
 
 @pytest.fixture
 async def stage(folder: Path) -> AsyncIterator[MigStage]:
-    """Two A100 that nobody has divided."""
+    """Two undivided A100."""
     async with volcano_stage(folder, of=MigStage, model="A100-SXM4-40GB") as stage:
         assert isinstance(stage, MigStage)
         await stage.cluster.stop_volcano()
@@ -98,14 +98,14 @@ async def test_instances_are_cut_when_pods_come_and_each_pod_has_its_own(stage: 
     assert stage.seen("c") in stage.gpus.mig_uuids(U0)
     assert await stage.applied() == 2
     places = {stage.cluster.annotations(name)[IDS].partition(",")[0] for name in ("a", "b")}
-    assert places == {f"{U1}[group2-0]", f"{U1}[group2-1]"}  # a scheduler goes by what is held
+    assert places == {f"{U1}[group2-0]", f"{U1}[group2-1]"}  # a scheduler counts what is held
     received = stage.cluster.starts("a")[-1]
     assert [name for name in received.environment if name.startswith("CUDA_")] == []
     assert received.mounts == {}
 
 
 async def test_d16_a_tool_that_fails_costs_one_pod(stage: MigStage) -> None:
-    """volcano-vgpu:D16: the others are served, the agent lives on, and the pod starts when the tool is mended."""
+    """volcano-vgpu:D16: the others start, the agent lives on, and the pod starts when the tool is repaired."""
     await asyncio.to_thread(stage.gpus.set_mig, U0, ["3g.20gb", "3g.20gb"])
     await stage.misbehave(Misbehaviour(command="apply", fails="Insufficient Resources"))
     await stage.begin()
@@ -137,7 +137,7 @@ async def test_the_agent_is_killed_while_a_gpu_is_divided(stage: MigStage) -> No
 
 
 async def test_a_card_in_use_is_never_divided_anew(stage: MigStage) -> None:
-    """Once a card has a group in use, only that group; when its last pod has ended, the card is divided for the one that waits."""
+    """Once a card has a group in use, only that group. When its last pod has ended, the card is divided for the one that waits."""
     await stage.begin()
     stage.create("first", f"{U1}[group2-0]")
     await stage.cluster.running("first")
@@ -152,7 +152,7 @@ async def test_a_card_in_use_is_never_divided_anew(stage: MigStage) -> None:
 
 
 async def test_the_node_config_switches_the_mode_while_the_agent_runs(stage: MigStage) -> None:
-    """Who has a whole card keeps it; until he has ended it is announced as full, and not divided."""
+    """A pod keeps its whole card. Until it has ended, the card is announced as full and not divided."""
     stage.deliver_library()
     node_config = stage.folder / "config.json"
     await stage.begin(operatingMode="hami-core", nodeConfigFile=str(node_config))
@@ -180,7 +180,7 @@ async def test_early_binding_cannot_serve_the_mode_and_says_so(folder: Path) -> 
 
 
 async def test_a_scheduler_and_the_agent_agree_about_the_instances(stage: MigStage) -> None:
-    """volcano-vgpu:D15: the scheduler gives the pods of one round one instance; it goes by what is held the next time, to the last one."""
+    """volcano-vgpu:D15: the scheduler gives the pods of one round one instance; it counts what is held the next time, to the last one."""
     await stage.begin()
     text = DEVICE_CONFIG.replace("gpuMemoryFactor: 1", "gpuMemoryFactor: 64")
     settings = VolcanoSettings(retry_seconds=0.2, geometries=Geometries.of(text))

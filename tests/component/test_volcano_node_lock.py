@@ -19,7 +19,7 @@ from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 LOCK = "hamivgpu"
 PODS = 20
 
-# The real scheduler makes a round each second, and binds one pod in each at best; twice as often is enough to see who is waited for.
+# The real scheduler makes a round each second, and binds one pod in each at best; twice as often is enough to see the awaited pod.
 ROUND_SECONDS = 0.5
 
 
@@ -60,7 +60,7 @@ async def _storm(stage: VolcanoStage, name: str, *, node_lock: bool) -> float:
 
 @contextlib.asynccontextmanager
 async def _locks_removed_at_once(stage: VolcanoStage) -> AsyncIterator[None]:
-    """A plugin that does nothing but remove each lock in the moment in which it is taken: nobody can be quicker for the scheduler."""
+    """A plugin that does nothing but remove each lock in the moment in which it is taken: the quickest way possible for the scheduler."""
 
     async def remove() -> None:
         async for _ in stage.cluster.objects.revision.changes():
@@ -92,7 +92,7 @@ async def test_a_burst_under_the_node_lock_keeps_the_schedulers_pace(stage: Volc
 
 
 async def test_an_agent_that_is_killed_in_a_locked_burst_frees_the_lock_when_it_is_back(stage: VolcanoStage) -> None:
-    """The lock of the moment stays behind, for a pod that the kubelet has failed meanwhile; the others run all the same."""
+    """The lock of the moment stays behind, for a pod that the kubelet has failed meanwhile. The others run all the same."""
     await stage.start_agent(factor=512)
     await stage.cluster.start_volcano(VolcanoSettings(node_lock=True, period_seconds=0.1))
     names = [f"burst-{number}" for number in range(10)]

@@ -1,4 +1,4 @@
-"""What must survive: kills of the agent at every write, reboots, outages of the API server, a Node that is deleted, lost files."""
+"""Kills of the agent at every write, reboots, API server outages, a deleted Node and lost files, all survived."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _is_served(stage: VolcanoStage, name: str) -> bool:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 async def test_killed_at_every_write(stage: VolcanoStage, before: bool) -> None:
-    """volcano-vgpu:D24: kill -9 at each write to Node and pods; the next agent finds what is missing and finishes it."""
+    """volcano-vgpu:D24: kill -9 at each write to Node and pods. The next agent finds what is missing and finishes it."""
     killer = Killer(stage)
     killer.arm(0, before=before)
     stage.configure()
@@ -110,7 +110,7 @@ async def test_killed_while_an_old_scheduler_waits(stage: VolcanoStage) -> None:
     await stage.cluster.start_volcano(VolcanoSettings(old=True, node_lock=True, retry_seconds=0.2))
     await stage.start_agent()
     killer = Killer(stage)
-    # An answer to the handshake may be under way during Allocate, and whoever is killed then costs a pod its life.
+    # An answer to the handshake may be under way during Allocate, and a kill then fails a pod for good.
     killer.counts = lambda request: _by_agent(request) and (request.resource == "pods" or LOCK in str(request.body))
     for at in range(2):
         await asyncio.sleep(2.5)  # a lock as young as the agent itself would be given back before the Allocate, and the kill cost the pod
@@ -164,7 +164,7 @@ async def test_a_reboot_that_empties_the_spec_directory(stage: VolcanoStage) -> 
 
 
 async def test_an_api_outage_in_the_middle_of_a_burst(stage: VolcanoStage) -> None:
-    """Pods that were seen start without the API server; what is to be written is written when it is back."""
+    """Pods that were seen start without the API server. What is to be written is written when it is back."""
     await stage.start_agent()
     names = [f"burst-{number}" for number in range(10)]
     done = stage.cluster.pull("main")
@@ -178,7 +178,7 @@ async def test_an_api_outage_in_the_middle_of_a_burst(stage: VolcanoStage) -> No
     await stage.cluster.running(*names)
     assert all(stage.cluster.annotations(name)["volcano.sh/bind-phase"] == "allocating" for name in names)
     stage.check()
-    await stage.cluster.crash("burst-0")  # needs nobody either
+    await stage.cluster.crash("burst-0")  # needs no server either
     await asyncio.sleep(1)
     await stage.cluster.api.up()
     await stage.settled(*names)
@@ -186,7 +186,7 @@ async def test_an_api_outage_in_the_middle_of_a_burst(stage: VolcanoStage) -> No
 
 
 async def test_a_restart_during_an_api_outage(stage: VolcanoStage) -> None:
-    """The agent comes back with the same ids from what it remembers, and knows who holds what."""
+    """The agent comes back with the same ids from what it remembers, and knows the holder of each."""
     await stage.start_agent()
     await stage.serve("p", asks(1, 10, 30))
     await stage.settled("p")
@@ -207,7 +207,7 @@ async def test_a_restart_during_an_api_outage(stage: VolcanoStage) -> None:
 
 
 async def test_the_node_is_deleted_and_annotations_are_removed(stage: VolcanoStage) -> None:
-    """Whoever takes away what we wrote, or the whole Node: it stands there again, and pods go on."""
+    """Annotations or the whole Node are deleted: they are written again, and pods go on."""
     await stage.start_agent()
     await stage.serve("before", asks(1, 10))
     await stage.settled("before")
@@ -286,7 +286,7 @@ async def test_an_idle_node_makes_no_requests(stage: VolcanoStage) -> None:
 
 
 def _forbidden(stage: VolcanoStage) -> list[dict[str, object]]:
-    """What the agent's log says of refused writes."""
+    """Return the lines of the agent's log about refused writes."""
     return [line for line in stage.agent.log_lines() if "403" in str(line.get("error"))]
 
 

@@ -1,4 +1,4 @@
-"""Overbooking by a GPU scheduler, through the agent's real process: served, told, shown, and kept over a kill."""
+"""Overbooking by a GPU scheduler, through the agent's real process: started, reported, shown, and kept over a kill."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _decided(*shares: tuple[int, int]) -> dict[str, str]:
 
 
 async def test_what_a_scheduler_overcommitted_runs_and_shows(stage: VolcanoStage) -> None:
-    """Pods of two containers on one GPU, of which the scheduler has counted one: all run, and everybody can see why they are slow.
+    """Pods of two containers on one GPU, of which the scheduler has counted one: all run, and it is visible why they are slow.
 
     A killed agent finds them again; memory that is not there is refused all the same.
     """

@@ -1,4 +1,4 @@
-"""What must not add up: restarts of kubelet and SIGHUP leave each loop of the agent single, and nothing is written twice."""
+"""Restarts of the kubelet and SIGHUP leave each loop of the agent single, and nothing is written twice."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ async def registered(stage: VolcanoStage, times: int) -> None:
 
 
 async def restart_kubelet(stage: VolcanoStage) -> None:
-    """kubelet goes and comes back."""
+    """The kubelet goes and comes back."""
     await stage.cluster.kubelet.restart()
 
 
 async def send_sighup(stage: VolcanoStage) -> None:
-    """What an operator sends to the replaced plugin to make it begin anew."""
+    """Send the signal by which an operator makes the replaced plugin begin anew."""
     os.kill(stage.agent.pid, signal.SIGHUP)
 
 
@@ -112,7 +112,7 @@ async def test_what_changes_afterwards_is_written_once(stage: VolcanoStage) -> N
 
 
 async def test_an_agent_in_a_terminal_ends_with_it(stage: VolcanoStage) -> None:
-    """There, SIGHUP says that the terminal was closed; nobody is left who could end the agent."""
+    """There, SIGHUP says that the terminal was closed, and the agent cannot be ended from it any more."""
     stage.configure()
     stage.deliver_library()
     ours, its = pty.openpty()
@@ -135,7 +135,7 @@ async def test_an_agent_in_a_terminal_ends_with_it(stage: VolcanoStage) -> None:
 
 
 def read_to_the_end(terminal: int) -> None:
-    """A terminal that nobody reads holds up who writes to it; its end is an error (EIO)."""
+    """A terminal without a reader blocks its writers, and its end is an error (EIO)."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 65536):
             pass

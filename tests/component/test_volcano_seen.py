@@ -1,4 +1,4 @@
-"""What a person sees of Volcano's pods: over HTTP, in the log, and during an outage of the API server, with the agent's real process."""
+"""A person's view of Volcano's pods: over HTTP, in the log, and during an API server outage, with a real agent process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 
 async def test_one_token_leads_from_allocate_to_the_last_annotation(stage: VolcanoStage) -> None:
-    """It stands beside the grant's evidence, and in the log at every step."""
+    """It is shown beside the grant's evidence, and in the log at every step."""
     await stage.start_agent()
     await stage.serve("p", asks(1, 100, 10))
     await stage.settled("p")
@@ -50,7 +50,7 @@ async def test_a_pod_is_explained_whether_it_runs_or_is_refused_or_was_never_her
 
 
 async def test_an_outage_is_seen_with_its_length_and_leaves_the_agent_ready(stage: VolcanoStage) -> None:
-    """Part of the problems, not of the readiness; it is over when the API server is back."""
+    """Part of the problems, not of the readiness. It is over when the API server is back."""
     await stage.start_agent()
     await stage.serve("p", asks(1, 100))
     await stage.settled("p")

@@ -48,7 +48,7 @@ async def test_an_old_scheduler_with_handshake_and_lock(stage: VolcanoStage) -> 
 
 
 async def test_a_scheduler_that_is_restarted_in_a_burst(stage: VolcanoStage) -> None:
-    """Its ledger is in the annotations, and so is ours: nobody is given anything twice."""
+    """Its ledger is in the annotations, and so is ours: nothing is given twice."""
     await stage.start_agent()
     names = [f"burst-{number}" for number in range(12)]
     for name in names[:6]:
@@ -76,7 +76,7 @@ async def _held_back(stage: VolcanoStage) -> Callable[[], None]:
 
 
 async def test_pods_are_written_to_once_none_is_being_started(stage: VolcanoStage) -> None:
-    """A pod that waits for its image is one of those; nobody else waits for what is written then."""
+    """A pod that waits for its image is one of those. No other pod waits for what is written then."""
     pulled = await _held_back(stage)
     await asyncio.sleep(12)  # longer than by default
     assert stage.cluster.annotations("quick")["volcano.sh/bind-phase"] == "allocating"
@@ -115,7 +115,7 @@ async def test_early_the_same_pods(early: VolcanoStage) -> None:
 
 
 async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
-    """kubelet admits in another order than the pods were bound in: who was answered for another is refused, whoever runs is right."""
+    """The kubelet admits in another order than the pods were bound in: another's answer is refused, each that runs is right."""
     await early.start_agent()
     cluster = early.cluster
     cluster.hold_admission = True
@@ -139,7 +139,7 @@ async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
 
 
 async def test_early_a_restart_under_running_pods(early: VolcanoStage) -> None:
-    """kubelet keeps the answers: after a kill -9 a crashed container comes with what it had, and the next pod with its own."""
+    """The kubelet keeps the answers: after a kill -9 a crashed container comes with what it had, and the next pod with its own."""
     await early.start_agent()
     await early.serve("p", asks(1, 30, 20))
     await early.settled("p")

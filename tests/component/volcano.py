@@ -115,7 +115,7 @@ class VolcanoStage:
 
     @property
     def allocatable(self) -> dict[str, str]:
-        """What the Node's status shows."""
+        """Return the allocatable resources in the Node's status."""
         return dict(self.cluster.node_object()["status"].get("allocatable") or {})
 
     async def serve(self, name: str, *args: Any, **kwargs: Any) -> Received:
@@ -147,7 +147,7 @@ class VolcanoStage:
             await asyncio.sleep(0.1)
 
     async def quiet(self, seconds: float = 1.0) -> None:
-        """Wait until nobody has asked the API server anything for so long; what was begun is done then."""
+        """Wait until the API server has had no request for so long. What was begun is done then."""
         deadline, before = time.monotonic() + PATIENCE_SECONDS, -1
         while (now := len(self.cluster.api.requests)) != before:
             assert time.monotonic() < deadline, [f"{one.verb} {one.path}" for one in self.cluster.api.requests[-5:]]
@@ -155,7 +155,7 @@ class VolcanoStage:
             await asyncio.sleep(seconds)
 
     def check(self) -> None:
-        """Whoever runs has exactly what the scheduler wrote for it, nobody was given another's, and no GPU is full beyond its size."""
+        """Check that each running container has exactly the scheduler's share, and that no GPU is full beyond its size."""
         for item in self.cluster.objects.list("pods"):
             if item["status"].get("phase") != "Running":
                 continue

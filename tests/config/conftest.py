@@ -1,4 +1,4 @@
-"""What the tests of the configuration share: one way to load a text, and one to get what is wrong with it."""
+"""Shared parts of the tests of the configuration: one way to load a text, and one to get its problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration that is accepted means: defaults, domains that are added, and devices, replicas and addresses that are fine."""
+"""The meaning of an accepted configuration: defaults, added domains, and valid devices, replicas and addresses."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ def _signals_as_they_were() -> Iterator[None]:
 def test_bad_input_ends_the_command_with_its_sentence(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The labels nvidia:G13, iktos:D9 and aws:W3 among them; nothing is started, and nothing goes to stdout."""
+    """The labels nvidia:G13, iktos:D9 and aws:W3 among them. Nothing is started, and nothing goes to stdout."""
     monkeypatch.chdir(tmp_path)
     for name, value in {**row.environment, "NODE_NAME": "node"}.items():
         monkeypatch.setenv(name, value)

@@ -175,7 +175,7 @@ def crowded(setting: str, family: str, other: str, default: str) -> str:
     ],
 )
 def test_a_policy_that_costs_other_families_is_warned_of(load_text: Load, text: str, warnings: tuple[str, ...]) -> None:
-    """It is the operator's to choose, and counts; who has only taken it over from a node with one family learns the price."""
+    """It is the operator's to choose, and counts. The caution names its price where it was copied from a node with one family."""
     loaded = load_text(f"version: v1\n{text}")
     assert (loaded.warnings, loaded.collisions) == (warnings, ())
 

@@ -17,7 +17,7 @@ from vgpu_agent.errors import ConfigError
 
 
 def outcome(do: Callable[[], Settings | str]) -> Any:
-    """What ``do`` returns, or the sentences of its refusal; any other exception is a failure."""
+    """Return the result of ``do``, or the sentences of its refusal; any other exception is a failure."""
     try:
         return do()
     except ConfigError as refused:
@@ -47,7 +47,7 @@ class Documents:
         return self._of(st.sampled_from(words))
 
     def _some(self, members: dict[str, st.SearchStrategy[Any]], **needed: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-        """A mapping with ``needed`` and some of ``members``, at times with a key that is unknown or stands elsewhere."""
+        """A mapping with ``needed`` and some of ``members``, at times with a key that is unknown or misplaced."""
         known = st.fixed_dictionaries(needed, optional=members)
         stray = st.dictionaries(st.sampled_from(["renameByDefault", "migStrategy", "flags", "replicas", "x"]) | _TEXT, _JUNK, max_size=1)
         return st.one_of(known, known, known, st.builds(lambda one, other: {**other, **one}, known, stray)) if self._junk else known
@@ -118,7 +118,7 @@ def test_what_is_printed_loads_to_the_same_settings(document: dict[str, Any]) ->
 @settings(max_examples=200, deadline=None)
 @given(Documents(junk=True).documents())
 def test_what_is_wrong_is_refused_with_the_sentences_of_the_agent(document: dict[str, Any]) -> None:
-    """Or it is printed, and loads to the same settings."""
+    """Any other content is printed, and loads to the same settings."""
     content = json.dumps(document).encode()
     expected, printed = read(content), outcome(lambda: convert("v1.yaml", content))
 
@@ -154,7 +154,7 @@ def test_anything_in_any_place_is_taken_or_refused(place: str, value: Any) -> No
 
 
 def test_it_says_only_what_the_file_says(load_text: Load) -> None:
-    """With the warnings above; a person reads on from there."""
+    """With the warnings above. A person reads on from there."""
     text = "flags: {migStrategy: mixed, migstrat: 1}\nsharing:\n  timeSlicing:\n    resources: [{name: gpu, replicas: 2, devices: [0]}]\n"
 
     assert convert("v1.yaml", text.encode()) == (

@@ -1,4 +1,4 @@
-"""Which changes a running agent follows."""
+"""Changes that a running agent follows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESOURCES = "version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - {{name
 def test_a_change_takes_effect_at_once_or_waits_for_a_restart(
     load_text: Load, old: str, new: str, at_once: list[str], at_restart: list[str]
 ) -> None:
-    """What containers are given and how health is judged is live; what a running part was built with is not."""
+    """Settings for containers' answers and for health are live. Those with which a running part was built are not."""
     before, after = load_text(f"version: v1\n{old}\n").settings, load_text(f"version: v1\n{new}\n").settings
 
     assert reloadable_difference(before, after) == (at_once, at_restart)

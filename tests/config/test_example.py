@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_example_loads_to_the_defaults(load_text: Load) -> None:
-    """So that a person may start from it and change single lines."""
+    """A person may start from it and change single lines."""
     assert load_text(example()).settings == Settings()
 
 
 def test_the_example_sets_every_key_but_the_sharing(load_text: Load) -> None:
-    """Sharing cannot stand there with its default, because its list must not be empty."""
+    """Sharing cannot be there with its default, because its list must not be empty."""
     origins = load_text(example()).origins
 
     assert {path for path, origin in origins.items() if origin == "default"} == {path for path in origins if path.startswith("sharing.")}
@@ -31,7 +31,7 @@ def test_the_example_sets_every_key_but_the_sharing(load_text: Load) -> None:
 
 @pytest.mark.parametrize("kind", ["timeSlicing", "mps"])
 def test_the_sharing_of_the_example_works_when_its_comment_is_removed(load_text: Load, kind: str) -> None:
-    """As the text above it says: the first # of each line."""
+    """The text above it says how: remove the first # of each line."""
     before, block = example().split(f"  # {kind}:\n")
     commented, after = block.split("\n\n", 1)
     text = f"{before}    {kind}:\n" + re.sub(r"(?m)^  #", "  ", commented) + "\n\n" + after

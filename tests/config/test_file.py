@@ -34,7 +34,7 @@ def test_a_missing_file_is_said_to_be_missing() -> None:
 
 
 def test_a_directory_is_no_file() -> None:
-    """As happens when a volume is mounted over the file's name."""
+    """A volume that is mounted over the file's name makes it a directory."""
     Path("config.yaml").mkdir()
 
     assert _problems("config.yaml") == ["config.yaml: is a directory; expected a YAML file"]
@@ -67,7 +67,7 @@ def test_what_cannot_be_a_file_name_is_one_line(name: str) -> None:
 
 
 def test_a_file_above_one_mebibyte_is_not_read() -> None:
-    """The largest ConfigMap is one; the wrong file may have no end."""
+    """The largest ConfigMap is one. The wrong file may have no end."""
     Path("config.yaml").write_bytes(b"#" * (LARGEST_FILE_BYTES + 1))
 
     assert _problems("config.yaml") == ["config.yaml: is larger than 1048576 bytes; no configuration is, look whether it is the right file"]
@@ -140,7 +140,7 @@ def _loads_or_is_refused(content: bytes, flags: dict[str, str], environment: dic
 @given(st.one_of(st.binary(), st.text().map(lambda text: text.encode("utf-8", "surrogatepass"))))
 @settings(max_examples=300, deadline=None)
 def test_no_content_raises_anything_but_a_config_error(content: bytes) -> None:
-    """Whatever stands in the file."""
+    """The file may hold anything."""
     _loads_or_is_refused(content, {}, {})
 
 

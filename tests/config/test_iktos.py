@@ -65,7 +65,7 @@ def test_what_cannot_be_used_is_refused_with_its_entry(problems_of: Problems, te
 
 
 def test_every_wrong_entry_has_its_sentence() -> None:
-    """So that everything can be mended at once."""
+    """Everything can then be mended at once."""
     assert len(list(problems("gpu:a:0,x:y:1,mig-1g.5gb:slice:2,gpu"))) == 3
 
 

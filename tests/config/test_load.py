@@ -226,7 +226,7 @@ def test_a_wrong_file_is_refused_with_line_key_expectation_and_value(problems_of
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused_in_one_line(problems_of: Problems, text: str | bytes, problem: str) -> None:
-    """Version, encoding and outermost form are said before anything else."""
+    """Version, encoding and outermost form are reported before anything else."""
     assert problems_of(text) == [problem]
 
 
@@ -274,14 +274,14 @@ def test_of_very_many_mistakes_the_first_are_shown_and_the_others_counted(proble
 
 
 def test_a_value_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of: Problems) -> None:
-    """Without retryMaxSeconds nobody knows whether retryMinSeconds is too large."""
+    """Without retryMaxSeconds it is unknown whether retryMinSeconds is too large."""
     assert problems_of("version: v1\nkubelet:\n  retryMinSeconds: 60\n  retryMaxSeconds: lots\n") == [
         'config.yaml:4: kubelet.retryMaxSeconds: expected a number from 0.01 to 86400, got "lots"'
     ]
 
 
 def test_a_section_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of: Problems) -> None:
-    """Nobody knows what stood in a section that is no mapping."""
+    """The content of a section that is no mapping is unknown."""
     assert problems_of("version: v1\nshutdownSeconds: 1\nkubelet: [1]\n") == ["config.yaml:3: kubelet: expected a mapping, got a list"]
 
 

@@ -1,4 +1,4 @@
-"""The choice among named configurations: label, default, fallback strategies (nvidia §13), and what is said when none fits."""
+"""The choice among named configurations: label, default, fallback strategies (nvidia §13), and the problem reported when none fits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_label_then_default_then_the_fallback_strategies_in_their_order(
 
 
 def test_a_label_that_names_no_configuration_chooses_nothing_and_says_which_there_are() -> None:
-    """NVIDIA's ends with an error; here what is in force stays, and the sentence names label, value and remedy."""
+    """NVIDIA's ends with an error. Here what is in force stays, and the sentence names label, value and remedy."""
     choice = choose(shelf("a"), "typo", {"b", "a"})
     assert choice.key == ""
     assert choice.problem == (
@@ -56,7 +56,7 @@ def test_a_default_that_does_not_exist_is_no_reason_to_guess() -> None:
 
 
 def test_nothing_that_fits_is_a_problem_with_its_remedy() -> None:
-    """As when the fallback strategy `empty` was taken out on purpose."""
+    """This happens when the fallback strategy `empty` was taken out on purpose."""
     choice = choose(shelf(fallbacks=("named", "single")), "", {"a", "b"})
     assert "(named, single) fits /available-configs (which has a, b); label the node" in choice.problem
 
@@ -68,7 +68,7 @@ def test_many_configurations_do_not_make_a_long_sentence() -> None:
 
 
 def test_keys_are_the_files_of_a_mounted_config_map(tmp_path: Path) -> None:
-    """kubelet mounts links into ``..data``, itself a link; neither that nor a directory is a key."""
+    """The kubelet mounts links into ``..data``, itself a link. Neither that nor a directory is a key."""
     version = tmp_path / "..2026"
     version.mkdir()
     (version / "a.yaml").write_text("version: v1\n")

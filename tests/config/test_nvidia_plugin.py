@@ -161,7 +161,7 @@ def test_the_section_of_our_file_is_the_same() -> None:
 
 
 def test_a_section_and_a_file_at_once_are_refused() -> None:
-    """Nobody could say which counts."""
+    """It would be unclear which of them counts."""
     assert problems("version: v1\n", own="version: v1\nnvidiaConfig: {}\n") == [
         "v1.yaml:1: is not read, because config.yaml:2 holds one as nvidiaConfig; keep one of them"
     ]
@@ -253,7 +253,7 @@ def test_keys_are_known_in_any_case() -> None:
     ("said", "refused"), [("", True), ("failRequestsGreaterThanOne:", True), ("failRequestsGreaterThanOne: false", False)]
 )
 def test_with_mps_more_than_one_replica_is_refused_unless_said_otherwise(said: str, refused: bool) -> None:
-    """nvidia §2: a nullable switch; an explicit false is honoured."""
+    """nvidia §2: a nullable switch. An explicit false is honoured."""
     text = f"sharing:\n  mps:\n    resources: [{{name: gpu, replicas: 2}}]\n    {said}\n"
 
     assert read(text).settings.sharing.mps.fail_requests_greater_than_one is refused
@@ -290,7 +290,7 @@ def test_devices_are_taken_as_upstream_parses_them(devices: str, taken: object) 
     ],
 )
 def test_the_file_is_named_by_flag_variable_or_our_file(own: str, environment: dict[str, str], flags: dict[str, str], file: str) -> None:
-    """Where named configurations are on, only a flag names one: the node's label chooses, and who follows it says so with the flag."""
+    """With named configurations on, the node's label chooses, and only a flag names a file."""
     assert load.nvidia_file(Sources(flags, environment, "config.yaml"), own.encode()) == file
 
 

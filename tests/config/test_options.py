@@ -30,7 +30,7 @@ def test_a_flag_that_is_given_is_kept_as_text(parser: argparse.ArgumentParser) -
 
 
 def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) -> None:
-    """The command line is an interface; what stands in people's manifests must not vanish."""
+    """The command line is an interface. Options in people's manifests must not vanish."""
     flags = {text for action in parser._actions for text in action.option_strings if text.startswith("--")}
 
     assert flags == {
@@ -77,7 +77,7 @@ def test_every_flag_has_a_key_and_a_variable_of_its_own() -> None:
 
 
 def test_the_help_names_variable_and_default(parser: argparse.ArgumentParser) -> None:
-    """So that nobody has to look them up."""
+    """Users then need not look them up."""
     text = " ".join(parser.format_help().split())
 
     assert "--kubelet-dir DIR the kubelet's root directory (VGPU_AGENT_KUBELET_DIR; default /var/lib/kubelet)" in text

@@ -1,4 +1,4 @@
-"""What other rooms ask the settings for beyond the values."""
+"""Derived values that other packages ask of the settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vgpu_agent.config.settings import Gpu, Kubelet, Settings, split_address
 
 
 def test_the_kubelets_sockets_and_records_lie_below_its_directory() -> None:
-    """kubelet's own layout; only the root of it can be set."""
+    """The kubelet's own layout. Only the root of it can be set."""
     kubelet = Kubelet(directory="/k")
 
     assert kubelet.device_plugin_directory == Path("/k/device-plugins")
@@ -33,7 +33,7 @@ def test_a_node_without_a_name_is_called_like_its_host() -> None:
 
 
 def test_a_node_with_a_name_keeps_it() -> None:
-    """Whatever the host is called."""
+    """The host's name does not matter then."""
     assert Settings(node_name="gpu-7").node_name_or_hostname == "gpu-7"
 
 

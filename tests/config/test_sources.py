@@ -1,4 +1,4 @@
-"""Four sources: who wins, and what is said about where a value came from."""
+"""Four sources: which one wins, and how the origin of a value is named."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_every_variable_reaches_its_key(load_text: Load, option: Option, variabl
 
 
 def test_the_kubelets_socket_says_where_its_directory_is(load_text: Load, problems_of: Problems) -> None:
-    """nvidia §1: the flag names the socket; our own flag beats it."""
+    """nvidia §1: the flag names the socket. Our own flag beats it."""
     socket = {"KUBELET_SOCKET": "/data/kubelet/device-plugins/kubelet.sock"}
 
     assert load_text(environment=socket).settings.kubelet.directory == "/data/kubelet"
@@ -150,7 +150,7 @@ def test_a_mistake_in_the_file_counts_even_where_a_flag_overrides_it(problems_of
 
 
 def test_a_relative_path_on_the_command_line_starts_from_here(load_text: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with any command; a file, which has no "here", must be absolute."""
+    """Any command does this. A path in a file has no "here", so it must be absolute."""
     monkeypatch.chdir(tmp_path)
 
     loaded = load_text(flags={"--kubelet-dir": "kubelet"}, environment={"VGPU_AGENT_KUBECONFIG": "./admin.conf"})
@@ -160,7 +160,7 @@ def test_a_relative_path_on_the_command_line_starts_from_here(load_text: Load, t
 
 
 def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
-    """Roots that nobody set follow the directory of simulated GPUs, and say so."""
+    """Roots that are not set follow the directory of simulated GPUs, and say so."""
     loaded = load_text(flags={"--simulate": "/sim"})
 
     assert (loaded.settings.gpu.driver_root, loaded.settings.gpu.sysfs_root, loaded.settings.gpu.proc_root) == (
@@ -176,7 +176,7 @@ def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
 
 
 def test_with_simulate_a_root_that_somebody_set_stays(load_text: Load) -> None:
-    """Also when it was set to what is the default."""
+    """This holds even for a root that was set to the default."""
     loaded = load_text("version: v1\nsimulate: /sim\ngpu:\n  sysfsRoot: /sys\n", environment={"VGPU_AGENT_PROC_ROOT": "/host/proc"})
 
     assert (loaded.settings.gpu.driver_root, loaded.settings.gpu.sysfs_root, loaded.settings.gpu.proc_root) == (
@@ -210,7 +210,7 @@ def test_an_empty_simulate_flag_switches_the_simulation_of_the_file_off(load_tex
     ],
 )
 def test_a_variable_that_looks_like_ours_is_warned_of(load_text: Load, name: str, warnings: tuple[str, ...]) -> None:
-    """It stops nothing; variables that Kubernetes writes for a Service of our name are nobody's mistake."""
+    """It stops nothing. Kubernetes writes such variables for a Service of our name, so they are no mistake."""
     assert load_text(environment={name: "x"}).warnings == warnings
 
 

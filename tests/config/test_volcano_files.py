@@ -87,7 +87,7 @@ def test_the_core_limit_is_switched_off_as_the_documentation_has_it(key: str, va
 
 @pytest.mark.parametrize("key", ["overwriteEnv: false", "defaultMem: 0", "defaultGPUNum: 1", "migstrategy: none", "defaultCores: null"])
 def test_a_key_without_effect_that_asks_for_nothing_is_no_problem(key: str) -> None:
-    """As it is shipped or left empty: a warning on every node for a file that nobody has touched is one that nobody reads."""
+    """Shipped files have such keys, and warnings about untouched files on every node would not be read."""
     assert read_device_config(f"nvidia: {{{key}}}") == Overlay()
 
 
@@ -169,7 +169,7 @@ def test_an_integral_number_may_be_written_as_a_fraction() -> None:
     ],
 )
 def test_a_wrong_value_in_the_node_config_costs_that_value_only(entry: dict[str, Any], place: str, expected: str) -> None:
-    """``volcano-vgpu:D23``: the replaced plugin ignores the whole file for one wrong type; here the rest counts."""
+    """``volcano-vgpu:D23``: the replaced plugin ignores the whole file for one wrong type. Here the rest counts."""
     overlay = read_node_config(_node_config(devicecorescaling=2, **entry), "node-a")
     (problem,) = overlay.problems
     assert problem.startswith(f"config.json: nodeconfig[0]{place}: ")
@@ -178,12 +178,12 @@ def test_a_wrong_value_in_the_node_config_costs_that_value_only(entry: dict[str,
 
 
 def test_the_shipped_strategy_asks_for_nothing() -> None:
-    """The replaced plugin follows its flag although ``migstrategy: none`` stands in the file, so a flag goes on to count."""
+    """The replaced plugin follows its flag although ``migstrategy: none`` is in the file, so a flag goes on to count."""
     assert read_node_config(_node_config(migstrategy="none"), "node-a") == Overlay()
 
 
 def test_the_node_config_chooses_the_mode_and_the_static_strategy() -> None:
-    """``operatingmode`` and ``migstrategy`` of the node count; the replaced plugin does nothing with the second."""
+    """``operatingmode`` and ``migstrategy`` of the node count. The replaced plugin does nothing with the second."""
     overlay = read_node_config(_node_config(operatingmode="mig", migstrategy="mixed"), "node-a")
     assert overlay.problems == ()
     assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(operating_mode="mig", mig_strategy="mixed")
@@ -219,7 +219,7 @@ A_GROUP = "{group: g, geometries: [{name: 1g.5gb, memory: 5120, count: 7}]}"
     ],
 )
 def test_geometries_that_make_no_sense_are_named_and_none_of_them_counts(text: str, place: str, expected: str) -> None:
-    """Positions count through a group, so the geometries that stood there before stay, whole; the other keys count."""
+    """Positions count through a group, so the earlier geometries stay, whole. The other keys count."""
     before = read_device_config(GEOMETRY.format(f"[{{models: [A100], allowedGeometries: [{A_GROUP}]}}]"))
     overlay = read_device_config(GEOMETRY.format(text))
     assert any(f"{place}: " in problem and expected in problem for problem in overlay.problems), overlay.problems
@@ -297,7 +297,7 @@ def test_a_wrong_value_leaves_what_stood_there_before() -> None:
 
 
 def test_wrong_edits_in_a_row_are_remembered_back_to_the_last_right_one() -> None:
-    """Each leaves its right part in force; the oldest that count stay few, however often somebody tries."""
+    """Each leaves its right part in force. The oldest that count stay few, however often the file changes."""
     texts: tuple[str, ...] = ()
     for text in (GOOD, *(f"nvidia: {{deviceSplitCount: {number}, gpuMemoryFactor: ten}}" for number in range(30, 60)), "nvidia: 3"):
         texts = told(texts, text, read_device_config)
@@ -322,7 +322,7 @@ def test_a_right_file_owes_nothing_to_the_one_before() -> None:
     [({"uuid": ["GPU-2"]}, {"GPU-2"}), ({"uuid": ["GPU-2", 7]}, {"GPU-1", "GPU-2"}), ("GPU-2", {"GPU-1"}), ({}, set())],
 )
 def test_a_gpu_that_was_hidden_does_not_come_back_by_mistake(filtered: Any, hidden: set[str]) -> None:
-    """Somebody keeps it for something else; what is wrong in ``filterdevices`` adds to what was hidden before."""
+    """It may be kept for another purpose. Mistakes in ``filterdevices`` add to what was hidden before."""
     before = read_node_config(_node_config(filterdevices={"uuid": ["GPU-1"]}), "node-a")
     assert read_node_config(_node_config(filterdevices=filtered), "node-a").after(before).hidden_uuids == hidden
 
@@ -345,7 +345,7 @@ DEVICE_KEYS = st.sampled_from(["deviceSplitCount", "gpuMemoryFactor", "deviceCor
 
 @given(entry=st.dictionaries(NODE_KEYS, JSON))
 def test_any_node_entry_leads_to_settings_that_hold(entry: dict[str, Any]) -> None:
-    """Whatever JSON stands there, what comes out is what the schema accepts."""
+    """The schema accepts the result of any JSON in the entry."""
     overlay = read_node_config(json.dumps({"nodeconfig": [entry, {**entry, "name": "node-a"}]}), "node-a")
     settings = overlay.over(VolcanoVgpu())
     assert msgspec.convert(msgspec.to_builtins(settings), VolcanoVgpu) == settings
@@ -360,6 +360,6 @@ def test_any_device_config_leads_to_settings_that_hold(members: dict[str, Any]) 
 
 @given(text=st.text(max_size=200) | st.text(alphabet='nvidia:{}[]",&*!-# \n0123456789', max_size=200))
 def test_any_text_is_read_without_an_exception(text: str) -> None:
-    """Whoever may edit a ConfigMap cannot stop the agent."""
+    """An editor of a ConfigMap cannot stop the agent."""
     assert isinstance(read_device_config(text), Overlay)
     assert isinstance(read_node_config(text, "node-a"), Overlay)

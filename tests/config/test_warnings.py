@@ -1,4 +1,4 @@
-"""What of an accepted configuration has no effect, and is named with its value and what to do instead."""
+"""Parts of an accepted configuration without effect, named with their value and the remedy."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_a_variable_of_a_replaced_plugin_that_is_ignored_is_named(
 def test_a_variable_of_a_replaced_plugin_that_says_what_holds_anyway_is_not_named(
     load_text: Load, text: str, variable: str, value: str
 ) -> None:
-    """Whatever its plugin would have done, the agent does, or nobody would see a difference; KUBECONFIG is in many a shell."""
+    """The agent does what that plugin would have done, or there is no visible difference. KUBECONFIG is in many a shell."""
     assert load_text(text, environment={variable: value}).warnings == ()
 
 
 def test_a_shared_resource_that_no_node_can_have_is_named() -> None:
-    """A typing error would share nothing, silently; a MIG profile or a renamed resource may be on another node."""
+    """A typing error would share nothing, silently. A MIG profile or a renamed resource may be on another node."""
     text = """\
 version: v1
 resources: {gpus: [{pattern: "*A100*", name: nvidia.com/a100}]}
@@ -91,7 +91,7 @@ sharing:
 
 
 def test_a_key_of_an_earlier_version_does_not_keep_the_agent_from_starting(load_text: Load) -> None:
-    """A node that is upgraded has its configuration from before; what means nothing any more is named with the place and the reason."""
+    """A node that is upgraded has its configuration from before. What means nothing any more is named with the place and the reason."""
     loaded = load_text("version: v1\nhamiCore:\n  hostDirectory: /opt/vgpu\n  lockDirectory: /tmp/vgpulock\n")
     (warning,) = loaded.warnings
     assert "config.yaml:4: hamiCore.lockDirectory: has no effect any more; containers share no lock directory" in warning

@@ -39,13 +39,13 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def loaded(file: Path) -> Loaded:
-    """What is in force: `file`, a flag and a variable."""
+    """Return the configuration in force: `file`, a flag and a variable."""
     return load({"--config": str(file), "--log-level": "debug"}, {"VGPU_AGENT_LISTEN": ":1"})
 
 
 @pytest.fixture
 async def watched(loaded: Loaded) -> AsyncIterator[Changes]:
-    """What happens to `file` from now on."""
+    """Yield the changes of `file` from now on."""
     found = cast("Changes", changes(loaded, interval_seconds=INTERVAL_SECONDS))
     yield found
     await found.aclose()
@@ -85,7 +85,10 @@ async def _next_name(watched: Changes) -> str:
 
 
 async def _nothing(watched: Changes, until: Callable[[], object] = lambda: True) -> bool:
-    """Whether nothing comes ``until`` something is so, and for many intervals after it; the iterator is at its end afterwards."""
+    """Tell whether nothing comes ``until`` a condition holds, and for many intervals after it.
+
+    The iterator is at its end afterwards.
+    """
     waiting = asyncio.ensure_future(anext(watched))
     await eventually(until)
     done, _ = await asyncio.wait({waiting}, timeout=LONG_ENOUGH_SECONDS)
@@ -95,14 +98,14 @@ async def _nothing(watched: Changes, until: Callable[[], object] = lambda: True)
 
 
 async def test_a_file_that_is_written_in_place_is_noticed(file: Path, watched: Changes) -> None:
-    """As by ``cat >``."""
+    """``cat >`` writes this way."""
     _write(file, _text("second"))
 
     assert await _next_name(watched) == "second"
 
 
 async def test_a_file_that_is_replaced_is_noticed(file: Path, watched: Changes) -> None:
-    """As by an editor."""
+    """Editors write this way."""
     _replace(file, _text("second"))
 
     assert await _next_name(watched) == "second"
@@ -117,7 +120,7 @@ class TestConfigMap:
         return configmap
 
     async def test_the_swap_of_a_configmap_is_noticed(self, file: Path, watched: Changes) -> None:
-        """kubelet renames a new link over ``..data``; the file's own link never changes."""
+        """The kubelet renames a new link over ``..data``. The file's own link never changes."""
         file.with_name("..data_tmp").replace(file.with_name("..data"))
 
         assert await _next_name(watched) == "second"
@@ -186,7 +189,7 @@ async def test_content_that_changed_before_the_watch_began_is_not_lost(file: Pat
 
 
 async def test_bad_content_comes_once_as_the_error(file: Path, watched: Changes) -> None:
-    """The reader keeps what it has; repeating the complaint every two seconds would help nobody."""
+    """The reader keeps what it has. Repeating the complaint every two seconds would not help."""
     _write(file, "version: v1\nnodName: x\n")
 
     found = await _next(watched)
@@ -197,7 +200,7 @@ async def test_bad_content_comes_once_as_the_error(file: Path, watched: Changes)
 
 
 async def test_after_bad_content_the_good_one_comes_again(file: Path, watched: Changes) -> None:
-    """Also when it is what was in force all the time, so that an alarm about it can end."""
+    """It comes even when it was in force all the time, so that an alarm about it can end."""
     _write(file, "junk")
     await _next(watched)
 
@@ -215,7 +218,7 @@ async def test_a_file_that_is_touched_or_copied_over_itself_is_no_change(file: P
 
 
 async def test_a_file_that_vanishes_is_a_warning_and_no_change(file: Path, watched: Changes) -> None:
-    """A volume that is remounted must not turn the sharing off; it is said once."""
+    """A volume that is remounted must not turn the sharing off. It is logged once."""
     os.unlink(file)
 
     with structlog.testing.capture_logs() as lines:

@@ -46,7 +46,7 @@ def _value_of(text: str) -> object:
     ],
 )
 def test_a_plain_value_is_what_json_would_call_it(text: str, value: object) -> None:
-    """Words and numbers of JSON get its types; whatever stands in quotes is text."""
+    """Words and numbers of JSON get its types. Anything in quotes is text."""
     found = _value_of(text)
 
     assert (type(found), found) == (type(value), value)
@@ -157,5 +157,5 @@ def test_what_is_not_yaml_is_one_fault_near_its_line(text: str, line: int) -> No
 
 
 def test_a_number_that_is_too_large_for_a_float_is_infinite() -> None:
-    """It is a number by its form; whoever wants a finite one refuses it."""
+    """It is a number by its form. A field that needs a finite one refuses it."""
     assert _value_of("1e999") == math.inf

@@ -34,7 +34,7 @@ NUMBER = "11111111-2222-4333-8444-555555555555"
 
 
 def answer(devices: list[VisibleDevice], options: ListOptions) -> Edits:
-    """What the container gets, after a way through the bytes that kubelet keeps."""
+    """Return the container's edits, after a way through the bytes that the kubelet keeps."""
     edits = edits_of(devices, options, number=NUMBER)
     (container,) = wire.messages(codec.encode_allocate([edits]), 1)
     assert codec.decode_answer(bytes(container)) == edits
@@ -211,7 +211,7 @@ def test_any_combination_is_the_sum_of_its_strategies(chosen: tuple[str, ...]) -
 
 
 def test_the_number_of_an_answer_is_a_uuid_that_only_its_ids_make() -> None:
-    """A repeated Allocate, in any order of the ids, gets the same; other ids or another resource get another."""
+    """A repeated Allocate, in any order of the ids, gets the same. Other ids or another resource get another."""
     number = answer_number("nvidia.com/gpu", [U0, U1])
     assert uuid.UUID(number).version == 4
     assert number == answer_number("nvidia.com/gpu", [U1, U0])

@@ -30,7 +30,7 @@ def test_each_container_is_given_the_gpus_of_its_segment() -> None:
 
 
 def test_init_containers_and_sidecars_are_given_nothing_of_their_own() -> None:
-    """The first work on the GPUs of the containers after them; the second have no segment, and the agent places them."""
+    """The first work on the GPUs of the containers after them. The second have no segment, and the agent places them."""
     init, sidecar = (PodContainer(str(kind), kind, LIMITS) for kind in (ContainerKind.INIT, ContainerKind.SIDECAR))
     about = pod(init, sidecar, main(number=1, memory=3000), annotations=decided(entries(U0)))
     assert family().named(about, INVENTORY) == {"main": (U0,)}
@@ -44,7 +44,7 @@ def test_a_container_that_cannot_follow_its_segment_takes_nothing_from_the_other
 
 
 def test_an_instance_of_a_gpu_is_a_claim_on_the_gpu() -> None:
-    """It may have to be divided first, of which nobody else may have a part."""
+    """It may have to be divided first, and no other pod may have a part of it."""
     place = f"{U0}[group2-0]"
     for inventory in (node(), node(*GROUP2)):
         about = pod(main(number=1, memory=3000), annotations=decided(f"{place},NVIDIA,3000,0:"))
@@ -70,7 +70,7 @@ def test_a_pod_that_needs_more_than_a_card_has_is_given_nothing() -> None:
 
 
 def test_a_divided_card_is_nobodys_to_share() -> None:
-    """Its slices are another family's; the pod could not start as long as they are there."""
+    """Its slices are another family's. The pod could not start as long as they are there."""
     divided = dataclasses.replace(cards.TWO, gpus=(dataclasses.replace(cards.NODE_0, mig_enabled=True), cards.NODE_1))
     about = cards.pod_of(1000, annotations={cards.INDEX: "0"})
     assert cards.family_of(inventory=divided).named(about, divided) == {}
@@ -82,7 +82,7 @@ def test_a_divided_card_is_nobodys_to_share() -> None:
     memory=st.just(3000) | st.integers(-1, 2**63),
 )
 def test_what_is_named_is_what_would_be_decided(text: str, number: int, memory: int) -> None:
-    """Whatever anybody writes: it is no error, and no GPU is kept with which the container could not start."""
+    """Any text in an annotation: it is no error, and no GPU is kept with which the container could not start."""
     annotations = decided(text) | {cards.INDEX: text}
     about = Pod("uid-p1", "team", "p1", "node-a", annotations=annotations, containers=(main(number=1, memory=1),), scheduled=True)
     container = dataclasses.replace(about.containers[0], limits={NUMBER: number, MEMORY: memory, cards.MEMORY: number})

@@ -1,4 +1,4 @@
-"""When the lock of Volcano's schedulers is given back."""
+"""The release of the lock of Volcano's schedulers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_next_lock_of_the_same_second_waits_for_its_own_pod() -> None:
 
 
 def test_the_next_lock_is_told_apart_when_nobody_looked_in_between() -> None:
-    """The publisher looks ten times a second; the scheduler may release and take within that time."""
+    """The publisher looks ten times a second. The scheduler may release and take within that time."""
     locks = NodeLocks()
     assert locks.desired_state(_node(seen_at=TAKEN + 0.1), LOCK, allocated_at=TAKEN + 0.2, now=TAKEN + 0.2) == GONE
     assert locks.desired_state(_node(seen_at=TAKEN + 0.25), LOCK, allocated_at=TAKEN + 0.2, now=TAKEN + 0.3) == DesiredNode()
@@ -106,5 +106,5 @@ def test_what_is_no_time_is_nothing(text: str) -> None:
 
 @given(st.one_of(st.text(max_size=40), st.from_regex(r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)\Z")))
 def test_no_text_is_an_exception(text: str) -> None:
-    """Whatever stands there: a time or None."""
+    """The result of any text is a time or None."""
     assert isinstance(taken(text), float | None)

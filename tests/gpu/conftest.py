@@ -18,7 +18,7 @@ from vgpu_agent.sim.state import SimulatedNode
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[SimulatedNode]:
-    """Four A100 on two NUMA nodes, under the NVML of this process; when the test is over, nobody holds them any more."""
+    """Four A100 on two NUMA nodes, under the NVML of this process; when the test is over, they are released."""
     earlier = set(threading.enumerate())
     node = simulated_node(tmp_path, gpus=4, numa=[0, 0, 1, 1])
     preload(node.directory)

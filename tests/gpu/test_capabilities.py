@@ -53,7 +53,7 @@ def test_the_numbers_of_a_simulated_driver(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_a_bad_line_costs_its_instance_and_no_other(line: bytes, said: str) -> None:
-    """The trouble names file, line, value and remedy; the instance next to it keeps its nodes."""
+    """The trouble names file, line, value and remedy. The instance next to it keeps its nodes."""
     minors = parse(WHOLE.replace(b"gpu1/gi7/ci0/access 202", line), "mig-minors")
 
     nodes, trouble = minors.nodes(1, 7, 0)
@@ -110,7 +110,7 @@ def test_the_table_is_parsed_again_only_when_it_changed(tmp_path: Path) -> None:
 
 @given(st.binary())
 def test_no_bytes_break_the_table(text: bytes) -> None:
-    """Whatever the file holds, an answer comes out, and nodes and a trouble never together."""
+    """Any file gives an answer, and nodes and a trouble never come together."""
     nodes, trouble = parse(text, "mig-minors").nodes(0, 0, 0)
 
     assert bool(nodes) != bool(trouble)

@@ -1,4 +1,4 @@
-"""Which nodes are taken for a Tegra processor, by the files of a small tree, and what they are asked."""
+"""Nodes recognized as Tegra processors by the files of a small tree, and the questions put to them."""
 
 from __future__ import annotations
 
@@ -77,28 +77,28 @@ async def never_asked(_: GpuSettings) -> tuple[str, ...] | None:
 async def test_auto_goes_by_the_files_of_the_node_and_then_by_nvml(
     tmp_path: Path, files: dict[str, str], names: Names, integrated: bool
 ) -> None:
-    """nvidia §9: WSL through NVML; Tegra files without NVML, or integrated GPUs only, are Tegra; the rest is NVML's."""
+    """nvidia §9: WSL through NVML. Tegra files without NVML, or integrated GPUs only, are Tegra. The rest is NVML's."""
     settings = await asyncio.to_thread(lambda: tree(tmp_path, **files))
     found = await discover(settings, simulated=False, names=names)
     assert (found.integrated, found.doubt) == (integrated, "")
 
 
 async def test_a_directory_is_no_sign(tmp_path: Path) -> None:
-    """nvidia §9: files are meant; what a failed mount leaves behind is a directory."""
+    """nvidia §9: files are meant. What a failed mount leaves behind is a directory."""
     await asyncio.to_thread((tmp_path / RELEASE).mkdir, parents=True)
     await asyncio.to_thread((tmp_path / SOC).mkdir, parents=True)
     assert not (await discover(tree(tmp_path), simulated=False, names=never_asked)).integrated
 
 
 async def test_a_root_that_cannot_be_looked_into_is_no_sign(tmp_path: Path) -> None:
-    """It is the first thing that is looked at: an agent on an ordinary node must not end over it. A name that is too long stands for it."""
+    """It is the first thing that is looked at: an agent on an ordinary node must not end over it. A name that is too long represents it."""
     odd = GpuSettings(driver_root=str(tmp_path / ("x" * 300)), sysfs_root=str(tmp_path))
     assert not (await discover(odd, simulated=False, names=never_asked)).integrated
 
 
 @pytest.mark.parametrize("error", [DriverMissingError("NVML code 9"), NvmlHungError("the NVIDIA driver hangs")])
 async def test_a_driver_that_does_not_answer_is_waited_for_and_named_with_the_way_out(tmp_path: Path, error: Exception) -> None:
-    """nvidia §9: there is NVML, so it is NVML's; whoever knows better can say so."""
+    """nvidia §9: there is NVML, so it is NVML's. A setting overrides this."""
 
     async def fails(_: GpuSettings) -> tuple[str, ...] | None:
         raise error
@@ -122,7 +122,7 @@ async def test_nvml_that_was_asked_for_and_simulated_gpus_are_not_looked_into(
 
 
 async def test_tegra_that_was_asked_for_is_offered_and_doubted_where_nothing_shows_it(tmp_path: Path) -> None:
-    """nvidia §1: ``tegra`` needs no files, as upstream; but a node without them is probably none, and somebody should know."""
+    """nvidia §1: ``tegra`` needs no files, as upstream; but a node without them is probably none, and the log should say so."""
     settings = GpuSettings(discovery="tegra", driver_root=str(tmp_path), sysfs_root=str(tmp_path / "sys"))
     doubtful = await discover(settings, simulated=False, names=never_asked)
     tree(tmp_path, soc="Tegra\n")

@@ -49,7 +49,7 @@ async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNo
 
 
 async def test_the_loop_stays_responsive_during_a_hang(node: SimulatedNode) -> None:
-    """Most who wait on the event loop get their turn within 50 ms; the machine itself may be busy now and then."""
+    """Most that wait on the event loop get their turn within 50 ms. The machine itself may be busy now and then."""
     async with watching(node, **SOON_HUNG) as watched:
         lags = []
         node.fault("nvmlDeviceGetMemoryInfo", gpu=0, times=1, delay_ms=FOR_EVER_MS)
@@ -76,7 +76,7 @@ async def test_a_short_hang_leaves_the_gpu_alone(node: SimulatedNode) -> None:
 
 
 async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNode) -> None:
-    """It belongs to no GPU, so none is marked; XIDs are heard again afterwards."""
+    """It belongs to no GPU, so none is marked. XIDs are received again afterwards."""
     async with watching(node, **SOON_HUNG) as watched:
         node.fault("nvmlEventSetWait", times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
@@ -90,7 +90,7 @@ async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNod
 
 
 async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
-    """Whoever asks while the driver hangs is refused at once, with the call and the GPU in the text."""
+    """Questions while the driver hangs are refused at once, with the call and the GPU in the text."""
     async with watching(node, **SOON_HUNG) as watched:
         node.fault("nvmlDeviceGetTemperature", gpu=2, times=1, delay_ms=FOR_EVER_MS)
         await watched.recorded("nvml.hung")
@@ -106,7 +106,7 @@ async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
 
 
 async def test_a_caller_gets_its_deadline_and_the_thread_goes_on(node: SimulatedNode) -> None:
-    """A caller with less patience than callTimeoutSeconds leaves alone; its job does not disturb the ones after it."""
+    """A caller with less patience than callTimeoutSeconds leaves alone. Its job does not disturb the ones after it."""
     async with watching(node) as watched:
         thread, returning = watched.watch._thread, threading.Event()
         with pytest.raises(TimeoutError):
@@ -134,7 +134,7 @@ async def test_a_job_that_nobody_waits_for_is_not_begun(node: SimulatedNode) -> 
 
 
 async def test_an_exception_of_a_job_reaches_its_caller(node: SimulatedNode) -> None:
-    """And the thread takes the next job."""
+    """The thread takes the next job."""
     async with watching(node) as watched:
         with pytest.raises(ZeroDivisionError):
             await watched.watch._thread.call("bad job", lambda: 1 / 0)
@@ -167,7 +167,7 @@ async def test_a_driver_that_hangs_at_the_start_can_be_waited_for(node: Simulate
 
 
 async def test_calls_to_a_stopped_watch_are_refused(node: SimulatedNode) -> None:
-    """Nobody waits for ever on a thread that has ended."""
+    """No caller waits for ever on a thread that has ended."""
     async with watching(node) as watched:
         await watched.watch.stop(PATIENCE_SECONDS)
 

@@ -30,7 +30,7 @@ def test_a_new_gpu_is_healthy_until_it_is_asked() -> None:
 
 
 def test_an_xid_makes_it_unhealthy_at_once() -> None:
-    """No second opinion is asked for; the reason is the XID's."""
+    """No second opinion is asked for. The reason is the XID's."""
     machine = _machine()
 
     assert machine.reported("XID 79: …", 5)
@@ -50,7 +50,7 @@ def test_it_recovers_after_the_quiet_time_and_not_before() -> None:
 
 
 def test_time_alone_brings_nothing_back() -> None:
-    """Only a good answer after the quiet time does; a bad one starts it again."""
+    """Only a good answer after the quiet time does. A bad one starts it again."""
     machine = _machine()
     machine.reported("XID 79", 0)
     machine.probed(LOST, 500)
@@ -60,7 +60,7 @@ def test_time_alone_brings_nothing_back() -> None:
 
 
 def test_another_xid_while_unhealthy_starts_the_quiet_time_again() -> None:
-    """A card that keeps reporting errors stays away; the newest reason is shown and the time of the change stays."""
+    """A card that keeps reporting errors stays away. The newest reason is shown and the time of the change stays."""
     machine = _machine()
     machine.reported("XID 79", 0)
 
@@ -72,7 +72,7 @@ def test_another_xid_while_unhealthy_starts_the_quiet_time_again() -> None:
 
 @pytest.mark.parametrize("action", [action for action in RecoveryAction if action is not RecoveryAction.NONE])
 def test_a_wanted_recovery_action_blocks_recovery(action: RecoveryAction) -> None:
-    """Whatever the driver wants done, an Unhealthy GPU waits for it, and the reason says so."""
+    """An Unhealthy GPU waits for any action that the driver wants, and the reason says so."""
     machine = _machine()
     machine.reported("XID 48", 0)
 
@@ -85,7 +85,7 @@ def test_a_wanted_recovery_action_blocks_recovery(action: RecoveryAction) -> Non
 
 @pytest.mark.parametrize("action", [RecoveryAction.GPU_RESET, RecoveryAction.NODE_REBOOT, RecoveryAction.DRAIN_AND_RESET])
 def test_a_gpu_that_needs_a_reset_is_unhealthy_without_any_xid(action: RecoveryAction) -> None:
-    """After a restart of the agent nobody remembers the XID; the driver still asks for the reset."""
+    """After a restart of the agent the XID is forgotten. The driver still asks for the reset."""
     machine = _machine()
 
     assert machine.probed(Probe(recovery_action=action), 0)
@@ -93,7 +93,7 @@ def test_a_gpu_that_needs_a_reset_is_unhealthy_without_any_xid(action: RecoveryA
 
 
 def test_a_drain_of_peer_traffic_leaves_a_healthy_gpu_alone() -> None:
-    """The card itself works on; only a recovery would wait for it."""
+    """The card itself works on. Only a recovery would wait for it."""
     machine = _machine()
 
     assert not machine.probed(Probe(recovery_action=RecoveryAction.DRAIN_P2P), 0)
@@ -119,7 +119,7 @@ def test_a_pending_row_remap_blocks_recovery_and_the_reset_that_ends_it_starts_t
 
 
 def test_a_pending_row_remap_leaves_a_healthy_gpu_alone() -> None:
-    """The bad row is out of use already; the card works on until its next reset."""
+    """The bad row is out of use already. The card works on until its next reset."""
     machine = _machine()
 
     assert not machine.probed(Probe(remap_pending=True), 0)
@@ -171,7 +171,7 @@ def test_mode_never_keeps_it_away_until_the_setting_changes() -> None:
 
 
 def test_a_hang_holds_until_the_call_returns_and_the_gpu_was_quiet() -> None:
-    """A probe that was answered before the hang does not count; the quiet time begins when the driver answers."""
+    """A probe that was answered before the hang does not count. The quiet time begins when the driver answers."""
     machine = _machine()
     machine.probed(GOOD, 0)
 
@@ -205,7 +205,7 @@ _STEPS = st.lists(
 
 @given(_STEPS, st.booleans())
 def test_the_promises_hold_in_every_order_of_events(steps: list[tuple[float, Probe | str]], automatic: bool) -> None:
-    """Never healthy after a bad answer, in a hang, or too soon; never back at all in mode never; `reason` and `ok` always agree."""
+    """Never healthy after a bad answer, in a hang, or too soon, and never back in mode never. `reason` and `ok` always agree."""
     machine = _machine(dataclasses.replace(POLICY, automatic=automatic))
     now, bad_news_at, hung, ever_bad = 0.0, float("-inf"), False, False
     for delay, step in steps:

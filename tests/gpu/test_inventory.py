@@ -67,7 +67,7 @@ def test_mig_instances_are_read_with_their_ids_and_profiles(node: SimulatedNode,
 
 
 def test_probe_facts_are_read(node: SimulatedNode, nvml: Nvml) -> None:
-    """What the driver wants done, and a row that waits for its replacement."""
+    """The facts are the recovery action that the driver wants, and a row that waits for its replacement."""
     node.recovery_action(0, "drain-and-reset")
     node.remap(1, uncorrected=1, pending=True)
 
@@ -120,7 +120,7 @@ def test_a_display_card_is_skipped(node: SimulatedNode, nvml: Nvml) -> None:
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetPciInfo", "nvmlDeviceGetMinorNumber"])
 def test_a_gpu_without_identity_is_a_failure_of_its_own(node: SimulatedNode, nvml: Nvml, function: str) -> None:
-    """A card that cannot be named cannot be offered; the others can (iktos:D11)."""
+    """A card that cannot be named cannot be offered. The others can (iktos:D11)."""
     node.fault(function, gpu=1, code=999)
 
     reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
@@ -198,7 +198,7 @@ def test_a_missing_gpu_keeps_its_place_on_the_bus() -> None:
 
 
 def test_a_reading_leaves_health_alone() -> None:
-    """What makes a GPU Unhealthy is judged elsewhere; the facts are new, the verdict stays."""
+    """Health is judged elsewhere: the facts are new, the verdict stays."""
     ill = Health(ok=False, reason="XID 79")
 
     merged = inventory.merge((dataclasses.replace(_gpu(1), health=ill, memory_mib=1),), _reading(_gpu(1)))
@@ -207,7 +207,7 @@ def test_a_reading_leaves_health_alone() -> None:
 
 
 def test_all_gpus_can_be_missing() -> None:
-    """Nobody is forgotten."""
+    """No GPU is forgotten."""
     known = (_gpu(1), _gpu(2))
 
     merged = inventory.merge(known, Reading())

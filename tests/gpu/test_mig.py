@@ -36,7 +36,7 @@ def _reading(node: SimulatedNode, nvml: Nvml) -> Reading:
 
 
 class CutDuring(Nvml):
-    """A driver that cuts the GPU anew right before one of its calls, as somebody with nvidia-smi may."""
+    """A driver that cuts the GPU anew right before one of its calls, as nvidia-smi may."""
 
     def __init__(self, before: str, cut: Callable[[], None], *, times: int = 1) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_an_instance_that_does_not_answer_costs_only_itself(node: SimulatedNode,
 
 @pytest.mark.parametrize(("function", "times", "silent"), [("nvmlDeviceGetAttributes_v2", 1, 1), ("nvmlDeviceGetGpuInstanceId", -1, 3)])
 def test_a_known_instance_that_does_not_answer_is_kept(node: SimulatedNode, nvml: Nvml, function: str, times: int, silent: int) -> None:
-    """Its facts are those of before, also where it does not even say who it is; who judges health is told what the driver said."""
+    """Its facts are those of before, also where its identity is missing. The health machine gets the driver's message."""
     node.set_mig(0, THREE)
     known = inventory.merge((), _reading(node, nvml))
     node.fault(function, gpu=0, code=UNKNOWN, times=times)
@@ -237,7 +237,7 @@ def test_known_instances_are_kept_when_the_right_to_read_them_is_lost(node: Simu
 
 
 def test_a_driver_that_cannot_count_instances_has_none(node: SimulatedNode, nvml: Nvml) -> None:
-    """An old one does not know the function; that is no want of permission."""
+    """An old one does not know the function. That is no want of permission."""
     node.set_mig(0, THREE)
     node.fault("nvmlDeviceGetMaxMigDeviceCount", code=13)
 
@@ -254,7 +254,7 @@ def test_a_lost_card_is_lost_with_its_instances(node: SimulatedNode, nvml: Nvml)
 
 
 def test_the_light_look_sees_what_a_reading_would(node: SimulatedNode, nvml: Nvml) -> None:
-    """Same layout, same value; another layout, another value; nothing when an instance goes away during the look."""
+    """Same layout, same value. Another layout, another value. Nothing when an instance goes away during the look."""
     node.set_mig(0, THREE)
     layout = mig.look(nvml, nvml.handle(0))
 
@@ -266,7 +266,7 @@ def test_the_light_look_sees_what_a_reading_would(node: SimulatedNode, nvml: Nvm
 
 
 def test_reading_and_looking_take_few_calls(node: SimulatedNode, nvml: Nvml) -> None:
-    """A GPU with seven instances: some hundred calls a poll, some thirty a second in between; both are counted, as clocks differ."""
+    """A GPU with seven instances: some hundred calls a poll, some thirty a second in between. Both are counted, as clocks differ."""
     node.set_mig(0, SEVEN)
     handle = nvml.handle(0)
     before = nvml.calls

@@ -35,7 +35,7 @@ def _load_in_fresh_process(driver_root: Path) -> str:
 
 
 def test_a_missing_library_is_said_with_every_place_that_was_looked_at(tmp_path: Path) -> None:
-    """The operator reads where it was looked for, what NVML said, and what to do."""
+    """The operator reads where the agent looked, what NVML answered, and what to do."""
     text = _load_in_fresh_process(tmp_path)
 
     assert text.startswith("no usable NVIDIA driver: looked for libnvidia-ml.so.1 at ")
@@ -57,7 +57,7 @@ def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("directory", ["usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"])
 def test_a_library_below_the_driver_root_is_found(node: SimulatedNode, tmp_path: Path, directory: str) -> None:
-    """nvidia §9: the usual directories; here the library finds no driver behind it, which proves that it was loaded."""
+    """nvidia §9: the usual directories. Here the library finds no driver behind it, which proves that it was loaded."""
     from vgpu_agent.sim.build import build
 
     assert node
@@ -78,7 +78,7 @@ def test_the_library_says_whether_it_is_simulated(nvml: Nvml) -> None:
 
 
 def test_an_error_has_call_code_and_text(node: SimulatedNode, nvml: Nvml) -> None:
-    """And it is counted, as it is no normal answer."""
+    """It is counted, as it is no normal answer."""
     handle = nvml.handle(1)
     node.lose(1)
 
@@ -161,7 +161,7 @@ def test_an_event_of_a_lost_gpu_is_attributed_by_its_handle(node: SimulatedNode,
 
 
 def test_an_event_that_nobody_can_place_has_no_gpu(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia §10.6, not copied: it does not stand for every GPU."""
+    """nvidia §10.6, not copied: it does not mean every GPU."""
     handle = nvml.handle(1)
     events = nvml.create_event_set()
     nvml.register(handle, events)
@@ -186,7 +186,7 @@ def test_implausible_pids_are_left_out(node: SimulatedNode, nvml: Nvml) -> None:
 
 
 def test_the_binding_is_the_vendors_own_and_of_today() -> None:
-    """iktos:D15: no binding that nobody keeps any more; NVIDIA's own, of the driver branch that knows today's GPUs."""
+    """iktos:D15: no unmaintained binding; NVIDIA's own, of the driver branch that knows today's GPUs."""
     required = [name for name in importlib.metadata.requires("vgpu-agent") or () if name.startswith("nvidia-ml-py")]
     assert len(required) == 1
     assert int(importlib.metadata.version("nvidia-ml-py").partition(".")[0]) >= 13

@@ -1,4 +1,4 @@
-"""When the driver is opened anew, on plain readings."""
+"""The decision to open the driver anew, on plain readings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_news_does_not_wait_for_the_pause() -> None:
 
 
 def test_the_kernel_driving_another_card_is_a_reason_once() -> None:
-    """A card that NVML does not know of yet; the opening settles it."""
+    """A card that NVML does not know of yet. The opening settles it."""
     reopening = Reopening(5)
     reopening.read(_snapshot("A", bound=frozenset({"0000:07:00.0"})), ["A"], reopened=False, now=0)
 

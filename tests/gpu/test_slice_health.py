@@ -1,4 +1,4 @@
-"""The health of MIG slices beside their GPU's: whom an error hits, who recovers, and what survives."""
+"""The health of MIG slices beside their GPU's: which slices an error hits, which recover, and what survives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHER = Gpu("GPU-2", 1, 1, "A100", 81920)
 
 
 class Machines:
-    """The machines of both GPUs, and who is Unhealthy."""
+    """The machines of both GPUs, and the Unhealthy devices."""
 
     def __init__(self, policy: RecoveryPolicy = POLICY) -> None:
         self.healths = Healths(policy, wall=lambda: 1234.5)
@@ -60,7 +60,7 @@ class Machines:
     ],
 )
 def test_an_error_hits_the_right_slices(gpu_instance: int | None, compute_instance: int | None, hit: str) -> None:
-    """nvidia:D1: by both ids; 0xFFFFFFFF for one or both is all below; ids of no slice that is known are the whole GPU's."""
+    """nvidia:D1: by both ids. 0xFFFFFFFF for one or both is all below, and ids of no known slice are the whole GPU's."""
     machines = Machines()
 
     machines.hit(gpu_instance, compute_instance)
@@ -78,7 +78,7 @@ def test_a_gpu_without_slices_is_hit_as_a_whole() -> None:
 
 
 def test_a_slice_recovers_by_its_gpus_answers() -> None:
-    """nvidia:D2: after the quiet time, by a good probe of the GPU; a slice that was hit later comes later."""
+    """nvidia:D2: after the quiet time, by a good probe of the GPU. A slice that was hit later comes later."""
     machines = Machines()
     machines.hit(7, 0, at=0.0)
     machines.hit(8, 0, at=5.0)
@@ -122,7 +122,7 @@ def test_a_slice_that_the_driver_cannot_describe_is_ill_alone() -> None:
 
 
 def test_a_pending_reset_of_the_gpu_keeps_an_ill_slice_away() -> None:
-    """A row of memory that waits for a reset is an obstacle for whoever is Unhealthy, and for nobody else."""
+    """A row of memory that waits for a reset is an obstacle for Unhealthy slices only."""
     machines = Machines()
     machines.hit(7, 0)
 
@@ -190,7 +190,7 @@ def _slices(watched: Watched, node: SimulatedNode) -> list[bool]:
 
 
 async def test_an_xid_of_a_slice_is_published_for_that_slice(node: SimulatedNode) -> None:
-    """nvidia:D1: from the driver's event to the inventory, at once; the GPU and the other six stay; the journal has the ids."""
+    """nvidia:D1: from the driver's event to the inventory, at once. The GPU and the other six stay, and the journal has the ids."""
     await _seven(node)
     async with watching(node, quiet=60, poll_seconds=30.0) as watched:
         node.xid(0, 48, gpu_instance=10, compute_instance=0)
@@ -206,7 +206,7 @@ async def test_an_xid_of_a_slice_is_published_for_that_slice(node: SimulatedNode
 
 
 async def test_an_xid_without_ids_is_published_for_gpu_and_slices(node: SimulatedNode) -> None:
-    """nvidia:D1: 0xFFFFFFFF for both ids; told once in the journal, for the GPU, and all come back together."""
+    """nvidia:D1: 0xFFFFFFFF for both ids; logged once in the journal, for the GPU, and all come back together."""
     await _seven(node)
     async with watching(node, quiet=0.3) as watched:
         node.xid(0, 79)
@@ -250,7 +250,7 @@ async def test_an_ignored_xid_of_a_slice_hits_nobody(node: SimulatedNode) -> Non
 
 
 async def test_a_reload_forgets_no_illness(node: SimulatedNode) -> None:
-    """nvidia:D11: the original forgets what is Unhealthy at each SIGHUP; here settings change and the GPU and slice stay as they are."""
+    """nvidia:D11: the original forgets what is Unhealthy at each SIGHUP. Here settings change and the GPU and slice stay as they are."""
     await _seven(node)
     async with watching(node, quiet=60) as watched:
         node.xid(0, 48, gpu_instance=7, compute_instance=0)

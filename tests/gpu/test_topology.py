@@ -44,7 +44,7 @@ def test_each_link_counts_once_though_both_ends_report_it() -> None:
 
 
 def test_an_end_that_does_not_answer_is_covered_by_the_other() -> None:
-    """One card is lost while it is read; the other one knows how many links there are."""
+    """One card is lost while it is read. The other one knows how many links there are."""
     assert count_nvlinks(ADDRESSES, {"A": [ADDRESSES["B"]] * 4})[frozenset("AB")] == 4
 
 

@@ -1,4 +1,4 @@
-"""The watch on simulated GPUs: what it finds at start, and how it hears of trouble."""
+"""The watch on simulated GPUs: its findings at start, and its ways to notice trouble."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_start_reads_the_whole_inventory(node: SimulatedNode) -> None:
 
 
 async def test_a_quiet_node_publishes_nothing(node: SimulatedNode) -> None:
-    """Polls that find the same things as before wake nobody."""
+    """Polls that find the same things as before wake no reader."""
     async with watching(node) as watched:
         await watched.polls(3)
 
@@ -45,7 +45,7 @@ async def test_a_quiet_node_publishes_nothing(node: SimulatedNode) -> None:
 
 
 async def test_a_gpu_that_is_lost_before_the_start_costs_only_itself(node: SimulatedNode) -> None:
-    """Three of four GPUs are offered; the fourth is a line among the failures."""
+    """Three of four GPUs are offered. The fourth is a line among the failures."""
     node.lose(2)
 
     async with watching(node) as watched:
@@ -88,7 +88,7 @@ async def test_an_xid_makes_the_gpu_unhealthy_at_once(node: SimulatedNode) -> No
 
 
 async def test_an_ignored_xid_is_recorded_and_changes_nothing(node: SimulatedNode) -> None:
-    """XID 31 is a program's fault: it stands in the journal, and the GPU stays."""
+    """XID 31 is a program's fault: it is journalled, and the GPU stays."""
     async with watching(node) as watched:
         node.xid(0, 31)
         entry = await watched.recorded("gpu.xid")
@@ -99,7 +99,7 @@ async def test_an_ignored_xid_is_recorded_and_changes_nothing(node: SimulatedNod
 
 
 async def test_a_storm_of_one_xid_is_one_entry_and_hides_no_other(node: SimulatedNode) -> None:
-    """A thousand times the same line would push the rest of the night out of the journal; another XID is news at once."""
+    """A thousand times the same line would push the rest of the night out of the journal. Another XID is news at once."""
     async with watching(node) as watched:
         for _ in range(100):
             node.xid(1, 31)
@@ -111,7 +111,7 @@ async def test_a_storm_of_one_xid_is_one_entry_and_hides_no_other(node: Simulate
 
 @pytest.mark.parametrize("entirely", [False, True])
 async def test_a_gpu_that_vanishes_without_an_event_is_found_by_the_poll(node: SimulatedNode, *, entirely: bool) -> None:
-    """It stays in the inventory at its place, not present and Unhealthy; the others are untouched."""
+    """It stays in the inventory at its place, not present and Unhealthy. The others are untouched."""
     async with watching(node) as watched:
         node.lose(1, entirely=entirely)
         gpu = await watched.unhealthy(node.uuids[1])
@@ -124,7 +124,7 @@ async def test_a_gpu_that_vanishes_without_an_event_is_found_by_the_poll(node: S
 
 
 async def test_a_lost_gpu_recovers_when_it_answers_and_is_quiet(node: SimulatedNode) -> None:
-    """nvidia:D2: lost, back, and offered again after the quiet time, with each step in the journal; its events are heard again."""
+    """nvidia:D2: lost, back, and offered again after the quiet time, with each step in the journal. Its events are received again."""
     async with watching(node) as watched:
         node.lose(1)
         await watched.unhealthy(node.uuids[1])
@@ -202,7 +202,7 @@ async def test_a_pending_row_remap_blocks_recovery(node: SimulatedNode) -> None:
 
 
 async def test_an_unplugged_gpu_keeps_its_place_and_comes_back(node: SimulatedNode) -> None:
-    """NVML renumbers the others; the inventory keeps the order of the bus, and after plugging in all is as before."""
+    """NVML renumbers the others. The inventory keeps the order of the bus, and after plugging in all is as before."""
     async with watching(node) as watched:
         node.unplug(1)
         inventory = await watched.until(lambda inventory: not found(inventory, node.uuids[1]).present)
@@ -219,7 +219,7 @@ async def test_an_unplugged_gpu_keeps_its_place_and_comes_back(node: SimulatedNo
 
 
 async def test_events_are_heard_after_the_driver_was_opened_anew(node: SimulatedNode) -> None:
-    """Unplugging one GPU makes all handles void; the XIDs of the others still arrive, and mark the right one."""
+    """Unplugging one GPU makes all handles void. The XIDs of the others still arrive, and mark the right one."""
     async with watching(node) as watched:
         node.unplug(0)
         await watched.until(lambda inventory: inventory.gpus[3].index == 2)
@@ -240,7 +240,7 @@ async def test_a_card_without_events_is_polled_all_the_same(node: SimulatedNode)
 
 
 async def test_an_event_that_nobody_can_place_may_have_hit_any_gpu(node: SimulatedNode) -> None:
-    """nvidia §10.6: an error that counts is not lost because the driver does not name its GPU; all recover by good answers."""
+    """nvidia §10.6: an error that counts is not lost because the driver does not name its GPU. All recover by good answers."""
     async with watching(node, quiet=0.3) as watched:
         watched.watch._on_event(DeviceEvent(gpu="", xid=48))
         assert not any(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)
@@ -262,7 +262,7 @@ async def test_a_broken_event_queue_makes_no_gpu_unhealthy(node: SimulatedNode) 
     async with watching(node) as watched:
         node.fault("nvmlEventSetWait", code=UNKNOWN, times=1)
         await watched.recorded("nvml.events_failed")
-        await eventually(lambda: not watched.watch._reopening.queue_broken)  # an XID between the two queues is heard by nobody
+        await eventually(lambda: not watched.watch._reopening.queue_broken)  # an XID between the two queues is lost
         node.xid(2, 79)
         await watched.unhealthy(node.uuids[2])
 
@@ -332,7 +332,7 @@ async def test_without_fail_on_init_error_the_watch_waits_for_the_driver(node: S
 
 
 async def test_a_driver_that_goes_away_takes_all_gpus_out_of_use_until_it_is_back(node: SimulatedNode) -> None:
-    """Nothing may be given away that nobody can ask; afterwards each GPU recovers by the ordinary way."""
+    """Nothing may be given away that cannot be checked. Afterwards each GPU recovers by the ordinary way."""
     async with watching(node) as watched:
         node.fault("nvmlInit", code=DRIVER_NOT_LOADED, times=3)
         node.fault("nvmlDeviceGetCount", code=UNKNOWN, times=1)

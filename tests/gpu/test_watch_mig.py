@@ -1,4 +1,4 @@
-"""MIG geometry that changes while the watch runs: seen soon, told whole, and never at the price of a GPU."""
+"""MIG geometry that changes while the watch runs: seen soon, reported whole, and never at the price of a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _profiles(inventory: Inventory, uuid: str) -> list[str]:
 
 
 async def test_a_new_layout_is_published_between_polls(node: SimulatedNode) -> None:
-    """nvidia:D9: mode and instances, however rare the polls are; the journal says what went and what came."""
+    """nvidia:D9: mode and instances, however rare the polls are. The journal says what went and what came."""
     await asyncio.to_thread(node.set_mig, 3, ["7g.80gb"])
     before = node.mig_uuids(3)
     async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
@@ -126,7 +126,7 @@ async def test_a_slow_driver_is_looked_at_less_often(node: SimulatedNode) -> Non
 
 
 async def test_errors_in_two_slices_are_two_lines_of_the_journal(node: SimulatedNode) -> None:
-    """Of a storm one line is kept for each place, so that the second slice is not taken for the first."""
+    """One line of a storm is kept for each place, so that the second slice is not taken for the first."""
     await asyncio.to_thread(node.set_mig, 0, ["3g.40gb", "2g.20gb"])
     async with watching(node) as watched:
         for gpu_instance in (1, 5, 1, 5):

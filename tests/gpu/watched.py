@@ -51,7 +51,7 @@ class Watched:
         return [entry for entry in self.journal.entries if entry.event == event][-1]
 
     def count(self, event: str) -> int:
-        """How many entries of that name the journal holds."""
+        """Return the number of journal entries with that name."""
         return sum(entry.event == event for entry in self.journal.entries)
 
     async def polls(self, number: int) -> None:

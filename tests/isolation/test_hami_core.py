@@ -38,7 +38,7 @@ def cache(backend_target: Target) -> str:
 
 
 def region_limits(backend_target: Target) -> tuple[list[str], list[int], list[int]]:
-    """What the region says: uuids, MiB, percent."""
+    """Return the limits in the region: uuids, MiB, percent."""
     parts = dict(BACKEND.provision(backend_target).files[0].parts)
     (count,) = struct.unpack("<Q", parts[56])
     uuids = [parts[64][96 * place : 96 * (place + 1)].rstrip(b"\0").decode() for place in range(count)]
@@ -47,7 +47,7 @@ def region_limits(backend_target: Target) -> tuple[list[str], list[int], list[in
 
 
 def test_one_card_gets_exactly_the_golden_environment() -> None:
-    """volcano-vgpu:G4: limit, cores and cache, and nothing else; what names the cards is the family's affair."""
+    """volcano-vgpu:G4: limit, cores and cache, and nothing else. What names the cards is the family's affair."""
     environment = dict(BACKEND.provision(target((U1, 3000, 50))).edits.environment)
     assert environment.pop("CUDA_DEVICE_MEMORY_SHARED_CACHE").startswith("/tmp/vgpu/")
     assert environment == {"CUDA_DEVICE_MEMORY_LIMIT_0": "3000m", "CUDA_DEVICE_SM_LIMIT": "50"}
@@ -82,7 +82,7 @@ def test_two_cards_get_a_limit_each() -> None:
 
 
 def test_limits_are_numbered_as_the_container_counts_its_cards() -> None:
-    """volcano-vgpu:D22: by PCI bus id, whatever order the annotation has; the compute limit is that of the first in the annotation."""
+    """volcano-vgpu:D22: by PCI bus id, whatever order the annotation has. The compute limit is that of the first in the annotation."""
     wanted = target((U1, 8000, 20), (U0, 2000, 70))
     environment = BACKEND.provision(wanted).edits.environment
     assert [environment[f"CUDA_DEVICE_MEMORY_LIMIT_{place}"] for place in range(2)] == ["2000m", "8000m"]
@@ -91,7 +91,7 @@ def test_limits_are_numbered_as_the_container_counts_its_cards() -> None:
 
 
 def test_bus_ids_are_compared_as_numbers() -> None:
-    """A domain of five digits comes after one of four, capitals or not; without bus ids the minor number decides."""
+    """A domain of five digits comes after one of four, capitals or not. Without bus ids the minor number decides."""
     far = dataclasses.replace(U0, uuid="GPU-far", pci_bus_id="10000:01:00.0")
     middle = dataclasses.replace(U0, uuid="GPU-middle", pci_bus_id="0000:0A:00.0")
     assert region_limits(target((far, 1, 0), (U1, 2, 0), (middle, 3, 0)))[0] == ["GPU-middle", U1.uuid, "GPU-far"]
@@ -109,7 +109,7 @@ def test_a_pod_that_turns_the_library_off_is_not_preloaded() -> None:
 
 
 def test_a_spec_sets_all_that_a_limit_depends_on() -> None:
-    """There the agent's value beats the image's and the pod's; in an answer to Allocate it is the replaced plugin's, to the letter."""
+    """There the agent's value beats the image's and the pod's. In an answer to Allocate it is the replaced plugin's, to the letter."""
     late = dataclasses.replace(BACKEND, late=True)
     more = {"GPU_CORE_UTILIZATION_POLICY": "force", "CUDA_REDIRECT": "/usr/local/vgpu/libvgpu.so"}
     wanted = target((U1, 3000, 50))
@@ -141,7 +141,7 @@ def test_more_cards_than_the_library_counts_are_refused() -> None:
 
 
 def test_two_shares_of_one_card_are_one_limit() -> None:
-    """The container counts the card once; a second number would be another card's."""
+    """The container counts the card once. A second number would be another card's."""
     assert region_limits(target((U1, 3000, 30), (U1, 2000, 40))) == ([U1.uuid], [5000], [70])
 
 
@@ -151,7 +151,7 @@ def test_oversubscription_is_told() -> None:
 
 
 def test_cores_are_not_limited_where_the_operator_says_so() -> None:
-    """By the variable, and in the region for shells that do not have it; what was booked is still told."""
+    """By the variable, and in the region for shells that do not have it. What was booked is still passed."""
     wanted = target((U1, 3000, 50), limit_cores=False)
     provision = BACKEND.provision(wanted)
     assert provision.edits.environment["GPU_CORE_UTILIZATION_POLICY"] == "disable"
@@ -183,7 +183,7 @@ def test_a_restarted_container_finds_the_same_name_and_another_grant_another() -
 
 
 def test_a_newer_library_is_mounted_by_grants_made_from_then_on() -> None:
-    """Whoever installs it says so; running containers keep theirs (volcano-vgpu:D21)."""
+    """The installer sets the new path, and running containers keep theirs (volcano-vgpu:D21)."""
     changing = HamiCore(H, LIBRARY)
     backend: Backend = changing
     changing.library_path = "/usr/local/vgpu/libvgpu.so.newer"

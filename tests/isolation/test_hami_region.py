@@ -68,17 +68,17 @@ def test_there_are_no_processes_yet() -> None:
 
 
 def test_the_limiter_is_on_from_the_start() -> None:
-    """utilization_switch 1, recent_kernel 2, priority 1; nobody would turn it on later (hami-core §0.3.8)."""
+    """utilization_switch 1, recent_kernel 2, priority 1. They would not be turned on later (hami-core §0.3.8)."""
     assert numbers(whole(region(LIMITS)), "iiiQ", 2_008_900) == (1, 2, 1, 0)
 
 
 def test_the_limiter_is_off_where_cores_are_not_limited() -> None:
-    """Also for processes that have lost the variable which says so."""
+    """This holds also for processes that have lost the variable which says so."""
     assert numbers(whole(region(LIMITS, limit_cores=False)), "i", 2_008_900) == (0,)
 
 
 def test_renewing_touches_the_limits_alone() -> None:
-    """Two arrays of sixteen; everything else in the file belongs to the processes."""
+    """Two arrays of sixteen. Everything else in the file belongs to the processes."""
     assert [(offset, len(part)) for offset, part in limit_parts(LIMITS)] == [(1_600, 128), (1_728, 128)]
     assert set(limit_parts(LIMITS)) <= set(region(LIMITS))
 

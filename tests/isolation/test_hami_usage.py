@@ -1,4 +1,4 @@
-"""What a region says about usage, for regions built byte by byte after the contract, and for junk."""
+"""Usage read from regions that are built byte by byte after the contract, and from junk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(content: bytes | bytearray, **options: Callable[[int, int], bool]) -> R
 
 @pytest.mark.parametrize("minor", [1, 2])
 def test_versions_1_1_and_1_2_sum_the_running_processes(minor: int) -> None:
-    """volcano-vgpu:D7: Σ used[i].total and Σ sm over slots that are not free, per device; limits and the last kernel as they stand."""
+    """volcano-vgpu:D7: Σ used[i].total and Σ sm over slots that are not free, per device; limits and the last kernel as they are."""
     slots = [Slot({0: 700 * MIB, 1: 5 * MIB}, {0: 30}), Slot({0: 999 * MIB}, {0: 9}, status=0), Slot({0: 300 * MIB}, {0: 12}, status=2)]
     assert read(v1(TWO, slots, minor=minor, last_kernel=NOW)) == RegionUse(
         (DeviceUse(0, U0, 1000 * MIB, 3000 * MIB, 42, 50), DeviceUse(1, U1, 5 * MIB, 4000 * MIB, 0, 100)), NOW, 2
@@ -54,7 +54,7 @@ def test_the_layout_before_versions() -> None:
 
 
 def test_a_region_that_the_agent_has_made_and_nobody_has_used() -> None:
-    """Limits stand there before the first process; nothing is used, and no kernel ran."""
+    """Limits are there before the first process. Nothing is used, and no kernel ran."""
     content = bytearray(SIZE)
     for offset, part in region([DeviceLimit(U0, 3000, 50)]):
         content[offset : offset + len(part)] = part
@@ -74,7 +74,7 @@ def test_only_slots_in_use_are_copied() -> None:
 
 @pytest.mark.parametrize(("claimed", "counted"), [(-1, 0), (2**31 - 1, 1024)])
 def test_a_number_of_slots_that_cannot_be(claimed: int, counted: int) -> None:
-    """The container may write any number there; there are 1024 slots."""
+    """The container may write any number there. There are 1024 slots."""
     content = v1([Device(U0)], [Slot({0: 1})] * 1024, in_use=claimed)
     found = read(content)
     assert isinstance(found, RegionUse)
@@ -82,7 +82,7 @@ def test_a_number_of_slots_that_cannot_be(claimed: int, counted: int) -> None:
 
 
 def test_a_number_of_devices_that_cannot_be() -> None:
-    """There are 16 places; those without a name are none."""
+    """There are 16 places. Those without a name are none."""
     content = v1(TWO)
     struct.pack_into("<Q", content, 56, 2**64 - 1)
     found = read(content)
@@ -99,7 +99,7 @@ def test_processes_that_are_gone_do_not_count() -> None:
 
 @pytest.mark.parametrize("uuid", [b"GPU-\xff\xfe", b'GPU-1"} 1\n', b"A" * 96, b"GPU-" + b"a" * 92, b""])
 def test_a_uuid_that_no_driver_gave_is_no_device(uuid: bytes) -> None:
-    """The text would become a label; the other devices keep their places."""
+    """The text would become a label. The other devices keep their places."""
     found = read(v1([Device(uuid, 5), Device(U1, 6)]))
     assert isinstance(found, RegionUse)
     assert [(device.index, device.uuid) for device in found.devices] == [(1, U1)]
@@ -126,7 +126,7 @@ def test_nothing_is_said_before_the_library_has_been_there() -> None:
     ],
 )
 def test_any_other_layout_is_refused_with_a_reason(content: bytes, words: str) -> None:
-    """Size and version decide together; a layout that is nearly right would give wrong numbers instead of none."""
+    """Size and version decide together. A layout that is nearly right would give wrong numbers instead of none."""
     found = read(content)
     assert isinstance(found, Unreadable)
     assert words in found.reason
@@ -134,7 +134,7 @@ def test_any_other_layout_is_refused_with_a_reason(content: bytes, words: str) -
 
 @pytest.mark.parametrize("left", [0, 4, 11, 12, 1_600, 1_855, 1_860, 3_815, 2_008_890, 2_008_914])
 def test_a_file_that_is_cut_short_while_it_is_read(left: int) -> None:
-    """volcano-vgpu:D20: its size was that of a region a moment ago; there is nothing to say now, and nothing breaks."""
+    """volcano-vgpu:D20: its size was that of a region a moment ago. There is nothing to say now, and nothing breaks."""
     asked = Asked(v1(TWO, [Slot({0: 1})])[:left])
     assert read_region(V1_BYTES, asked) is None
 

@@ -55,7 +55,7 @@ def test_compute_is_divided_and_rounded_down(replicas: int, percent: int) -> Non
 
 
 def test_a_gpu_of_unknown_memory_gets_no_memory_limit() -> None:
-    """A limit of 0M would let nobody allocate anything; NVIDIA's daemon leaves the command out, and so do we."""
+    """A limit of 0M would allow no allocation at all. NVIDIA's daemon leaves the command out, and so do we."""
     plan = mps.daemon_plan(_resource(), _with(golden_inventory(), memory_mib=0), OPTIONS)
     assert plan.commands == ("set_default_active_thread_percentage 25",)
 
@@ -68,7 +68,7 @@ def test_a_gpu_that_is_gone_is_not_in_the_plan() -> None:
 
 
 def test_the_largest_number_of_replicas_decides_about_compute() -> None:
-    """A daemon has one thread percentage; with 2 replicas of one GPU and 5 of another nobody may have more than 20 percent."""
+    """A daemon has one thread percentage. With 2 replicas of one GPU and 5 of another no client may have more than 20 percent."""
     mixed = dataclasses.replace(_resource(), ids=(*_resource(2, devices=(U0,)).ids, *_resource(5, devices=(U1,)).ids))
     plan = mps.daemon_plan(mixed, golden_inventory(), OPTIONS)
     assert plan.commands == (
@@ -120,14 +120,14 @@ def test_with_cdi_only_the_variable_of_mps_is_added() -> None:
 
 
 def test_a_renamed_resource_has_its_own_paths() -> None:
-    """nvidia:A21: the paths go by the name under which the resource is offered."""
+    """nvidia:A21: the paths use the name under which the resource is offered."""
     edits = mps.mps_edits(_resource(name="nvidia.com/gpu.shared"), [U0], golden_inventory(), OPTIONS)
     assert edits.environment["CUDA_MPS_PIPE_DIRECTORY"] == "/mps/nvidia.com/gpu.shared/pipe"
     assert edits.mounts[0].host_path == "/run/nvidia/mps/nvidia.com/gpu.shared/pipe"
 
 
 def test_two_replicas_are_twice_the_share_with_limits_per_container() -> None:
-    """Upstream gives a container of two replicas the limit of one; here its own variables say two, and the daemon allows them."""
+    """Upstream gives a container of two replicas the limit of one. Here its own variables say two, and the daemon allows them."""
     edits = mps.mps_edits(_resource(), [U0, U0], golden_inventory(), PER_CONTAINER)
     assert edits.environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=20480M"
     assert edits.environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
@@ -139,7 +139,7 @@ def test_two_replicas_are_twice_the_share_with_limits_per_container() -> None:
 
 
 def test_the_gpus_of_a_container_are_counted_in_the_nodes_order() -> None:
-    """A container that got U1 before U0 still sees U0 as its GPU 0; its compute limit is that of its smaller share."""
+    """A container that got U1 before U0 still sees U0 as its GPU 0. Its compute limit is that of its smaller share."""
     edits = mps.mps_edits(_resource(), [U1, U1, U0], golden_inventory(), PER_CONTAINER)
     assert edits.environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M,1=20480M"
     assert edits.environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
@@ -153,7 +153,7 @@ def test_all_replicas_are_all_of_the_gpu() -> None:
 
 
 def test_the_daemon_keeps_its_limit_where_one_replica_is_all_that_a_container_may_have() -> None:
-    """A container can change its variables, so the daemon's own limit is only given up where somebody needs more than it."""
+    """A container can change its variables, so the daemon's own limit is only given up where a container needs more than it."""
     options = MpsOptions(per_container_limits=True, single=True)
     assert mps.daemon_plan(_resource(), golden_inventory(), options).commands[-1] == "set_default_active_thread_percentage 25"
 
@@ -165,7 +165,7 @@ def test_volta_takes_48_clients(capability: tuple[int, int], most: int) -> None:
 
 
 def test_more_replicas_than_clients_are_refused_with_the_number_that_fits() -> None:
-    """nvidia:G15: 49 replicas are one more than an MPS server takes; the reason says so instead of a retry every 30 seconds."""
+    """nvidia:G15: 49 replicas are one more than an MPS server takes. The reason says so instead of a retry every 30 seconds."""
     reason = mps.why_not(_resource(49), golden_inventory())
     assert "49 replicas of GPU 0 (NVIDIA A100-SXM4-40GB, compute capability 8.0) are more than the 48 clients" in reason
     assert not mps.why_not(_resource(48), golden_inventory())

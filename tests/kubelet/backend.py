@@ -34,7 +34,7 @@ class FakeBackend:
         self.right_by_itself = True
 
     def lose(self, uuid: str) -> None:
-        """Make a GPU unhealthy, with all its ids, and tell whoever waits."""
+        """Make a GPU unhealthy, with all its ids, and wake the readers."""
         self.unhealthy.add(uuid)
         self.touch()
 
@@ -62,7 +62,7 @@ class FakeBackend:
         return Edits(environment={"NVIDIA_VISIBLE_DEVICES": ",".join(sorted({device.partition("::")[0] for device in ids}))})
 
     def may_start_unasked(self, resource: str) -> bool:
-        """Whatever was answered is right, unless the test says otherwise."""
+        """Every earlier answer is right, unless the test says otherwise."""
         return self.right_by_itself
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:

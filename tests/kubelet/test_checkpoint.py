@@ -1,4 +1,4 @@
-"""kubelet's checkpoint in every state that a file can be in (kubelet §9)."""
+"""The kubelet's checkpoint in every state that a file can be in (kubelet §9)."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_no_file_means_that_nothing_was_given(directory: Path) -> None:
 
 
 async def test_a_file_that_cannot_be_read_is_an_error(directory: Path) -> None:
-    """Here a directory in its place; the message names the path."""
+    """Here a directory in its place. The message names the path."""
     (directory / "checkpoint").mkdir()
 
     with pytest.raises(CheckpointError, match=r"/checkpoint cannot be read: Is a directory"):
@@ -173,7 +173,7 @@ async def test_a_big_file_is_read_without_blocking_the_loop(directory: Path) -> 
 
 
 async def test_files_of_any_size_are_read_one_after_the_other_and_at_once(tmp_path: Path) -> None:
-    """They share one piece of memory; nothing of a longer file is left over in the reading of a shorter one."""
+    """They share one piece of memory. Nothing of a longer file is left over in the reading of a shorter one."""
     files = {}
     for number in (1, 3000, 2, 40_000, 3):
         ids = [f"GPU-{number}-{each}" for each in range(number)]
@@ -222,7 +222,7 @@ async def test_the_entries_are_found_wherever_they_end(tmp_path: Path) -> None:
 
 
 async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kubelet has replaced it meanwhile, and giving back its megabytes takes the file system milliseconds."""
+    """The kubelet has replaced it meanwhile, and giving back its megabytes takes the file system milliseconds."""
     path, closing = tmp_path / "checkpoint", threading.Event()
     _as_kubelet_writes(path, ["a"])
 

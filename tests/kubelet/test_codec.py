@@ -112,7 +112,7 @@ def test_every_edit_reaches_kubelet() -> None:
 
 
 def test_empty_edits_are_an_element_each() -> None:
-    """kubelet reads the first element, so nothing to add is still one empty element (conformance table, "two empty responses")."""
+    """The kubelet reads the first element, so nothing to add is still one empty element (conformance table, "two empty responses")."""
     assert codec.encode_allocate([Edits(), Edits()]).hex() == "0a000a00"
 
 
@@ -204,7 +204,7 @@ def test_a_flipped_device_changes_one_piece_of_the_list() -> None:
 
 
 def test_a_list_above_the_budget_is_refused_with_the_factor_that_fits() -> None:
-    """kubelet V13: 70,000 ids of 65 bytes are refused with clear text; the number that it names does fit."""
+    """kubelet V13: 70,000 ids of 65 bytes are refused with clear text. The number that it names does fit."""
     resource = Resource("nvidia.com/gpu", "nvidia", _ids_of_65_bytes(8750))
 
     with pytest.raises(ConfigError) as refusal:
@@ -246,7 +246,7 @@ def test_an_allocate_request_is_one_tuple_of_ids_for_each_container() -> None:
     ],
 )
 def test_an_allocate_request_without_sense_is_refused(request_hex: str, complaint: str) -> None:
-    """What the decoder of the library would accept is refused before the ledger sees it."""
+    """The library's decoder would accept such a request. It is refused before the ledger sees it."""
     with pytest.raises(RequestRefusedError, match=complaint):
         codec.decode_allocate(bytes.fromhex(request_hex))
 
@@ -260,7 +260,7 @@ def test_a_preference_request_is_understood() -> None:
 
 
 def test_one_container_in_two_entries_is_united() -> None:
-    """kubelet V11: one entry for each NUMA node becomes one holding; other containers and resources stay apart."""
+    """kubelet V11: one entry for each NUMA node becomes one holding. Other containers and resources stay apart."""
     response = google_resources.ListPodResourcesResponse()
     container = response.pod_resources.add(name="p", namespace="ns").containers.add(name="c")
     container.devices.add(resource_name="r", device_ids=["a", "b"]).topology.nodes.add(id=0)
@@ -275,7 +275,7 @@ def test_one_container_in_two_entries_is_united() -> None:
 
 
 def test_what_can_be_allocated_is_united_by_resource() -> None:
-    """kubelet makes an entry of each id; a resource that it knows without ids has none."""
+    """The kubelet makes an entry of each id. A resource that it knows without ids has none."""
     response = google_resources.AllocatableResourcesResponse()
     response.devices.add(resource_name="r", device_ids=["a"]).topology.nodes.add(id=0)
     response.devices.add(resource_name="r", device_ids=["b", "a"])

@@ -100,7 +100,7 @@ async def test_a_kubelet_restart_is_another_socket_of_the_same_name(watched: Wat
 
 
 async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -> None:
-    """At the start at once; later when kubelet is away for longer than a poll; each time one line, however long it lasts."""
+    """At the start at once, later when the kubelet is away for longer than a poll: each time one line, however long it lasts."""
     watched = Watched(plugins, 0.05)
     await watched.until(lambda: watched.beats > 3)
     assert watched.events() == ["kubelet.waiting"]
@@ -132,7 +132,7 @@ async def test_a_socket_that_moves_in_is_seen(watched: Watched) -> None:
 
 
 async def test_kubelets_checkpoint_wakes_nobody(watched: Watched) -> None:
-    """kubelet rewrites it in the same directory several times for every pod; a socket that comes after is seen all the same."""
+    """The kubelet rewrites it in the same directory several times for every pod. A socket that comes after is seen all the same."""
     await asyncio.sleep(0.05)
     looks = watched.beats
     for number in range(50):
@@ -148,7 +148,7 @@ async def test_kubelets_checkpoint_wakes_nobody(watched: Watched) -> None:
 
 
 async def test_a_directory_that_is_replaced_is_watched_again(watched: Watched) -> None:
-    """A watch is on an inode; when the directory is replaced, the new one must not go unseen."""
+    """A watch is on an inode. When the directory is replaced, the new one must not go unseen."""
     await asyncio.to_thread(shutil.rmtree, watched.path)
     watched.path.mkdir()
 
@@ -191,7 +191,7 @@ async def test_without_inotify_the_directory_is_polled_after_one_warning(plugins
 
 
 async def test_a_lost_event_is_made_up_for_by_the_poll(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When inotify stays silent, a look every few seconds finds the socket all the same."""
+    """If inotify stays silent, a look every few seconds finds the socket all the same."""
     monkeypatch.setattr(Inotify, "_readable", lambda self: os.read(self._descriptor, 65536))
     watched = Watched(plugins, poll_seconds=0.05)
     await watched.started()
@@ -201,7 +201,7 @@ async def test_a_lost_event_is_made_up_for_by_the_poll(plugins: Path, monkeypatc
 
 
 async def test_leftover_sockets_are_removed_when_the_watch_begins(plugins: Path) -> None:
-    """What a killed agent left behind goes, and the journal says so."""
+    """The sockets of a killed agent are removed, and the journal says so."""
     sockets.bind(plugins / "vgpu-agent-gpu-00aa11-1.sock").close()
 
     watched = Watched(plugins, SLOW_POLL_SECONDS)

@@ -49,7 +49,7 @@ async def test_one_pod_is_told_as_list_would_tell_it(kubelet: SimulatedKubelet, 
 
 
 async def test_a_pod_that_kubelet_does_not_know_holds_nothing(kubelet: SimulatedKubelet, node: Node, pod_resources: PodResources) -> None:
-    """It is missing in a List, too; others are told of all the same."""
+    """It is missing in a List, too. Others are reported all the same."""
     await _admitted(kubelet, node)
     assert await pod_resources.get([("default", "nobody")]) == ()
     assert [held.owner.pod for held in await pod_resources.get([("default", "nobody"), *P])] == ["p"]
@@ -59,7 +59,7 @@ async def test_a_pod_that_kubelet_does_not_know_holds_nothing(kubelet: Simulated
 async def test_a_kubelet_without_get_is_not_asked_again_until_it_restarts(
     kubelet: SimulatedKubelet, pod_resources: PodResources, fault: str
 ) -> None:
-    """Before 1.27 it has none, before 1.34 it is usually switched off; its next start makes another socket."""
+    """Before 1.27 it has none, before 1.34 it is usually switched off. Its next start makes another socket."""
     setattr(kubelet.faults, fault, True)
     for _ in range(3):
         with pytest.raises(GetNotPossibleError, match="has no Get"):
@@ -73,7 +73,7 @@ async def test_a_kubelet_without_get_is_not_asked_again_until_it_restarts(
 
 
 async def test_get_leaves_some_calls_to_others(kubelet: SimulatedKubelet, pod_resources: PodResources) -> None:
-    """kubelet answers ten calls at once; eight of them for Get, after which List is still answered."""
+    """The kubelet answers ten calls at once; eight of them for Get, after which List is still answered."""
     for _ in range(8):
         await pod_resources.get(P)
     with pytest.raises(GetNotPossibleError, match="as often as it allows"):
@@ -83,7 +83,7 @@ async def test_get_leaves_some_calls_to_others(kubelet: SimulatedKubelet, pod_re
 
 
 async def test_after_a_refused_get_list_waits_a_moment_and_is_answered(kubelet: SimulatedKubelet) -> None:
-    """Others have used up what kubelet allows; that is no reason to leave it alone for seconds."""
+    """Others have used up what kubelet allows. That is no reason to leave it alone for seconds."""
     client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS)
     kubelet.faults.exhausted_gets = 1
     for _ in range(2):
@@ -113,7 +113,7 @@ async def test_without_a_kubelet_get_fails_like_any_call(tmp_path: Path) -> None
 
 
 async def test_the_stand_in_refuses_what_kubelet_would_refuse(kubelet: SimulatedKubelet) -> None:
-    """Ten calls at once and a hundred a second, whoever makes them."""
+    """Ten calls at once and a hundred a second, for all callers together."""
     clients = [PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS) for _ in range(40)]
     began = time.monotonic()
     answers = await asyncio.gather(*(client.list() for client in clients), return_exceptions=True)
@@ -124,8 +124,8 @@ async def test_the_stand_in_refuses_what_kubelet_would_refuse(kubelet: Simulated
     assert answered + sum(isinstance(answer, KubeletBusyError) for answer in answers) == 40
 
 
-def test_an_allowance_fills_up_with_time() -> None:
-    """So many at once, so many a second; what is made in any case counts as well, and is never owed."""
+def test_a_rate_limiter_refills_with_time() -> None:
+    """It allows so many at once, and so many a second. Unconditional calls count as well, and are never owed."""
     now = 50.0
     limiter = RateLimiter(4, 10.0, lambda: now)
     assert [limiter.take_all(3), limiter.take_all(2), limiter.take_all(1)] == [True, False, True]

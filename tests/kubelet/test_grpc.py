@@ -1,4 +1,4 @@
-"""What the wrapper of grpclib serves, to grpcio and to peers that speak nonsense (python-stack: each pitfall here was met)."""
+"""The wrapper of grpclib, with grpcio and with peers that speak nonsense (python-stack: each pitfall here was met)."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ async def test_an_unknown_method_is_unimplemented(served: Served) -> None:
     ],
 )
 async def test_our_errors_reach_kubelet_with_their_text(served: Served, failure: AgentError, status: str) -> None:
-    """What kubelet copies into the pod's status is our sentence."""
+    """The kubelet copies our sentence into the pod's status."""
     served.service.failure = failure
 
     assert await status_of(served.call(FAIL)) == (status, str(failure))
 
 
 async def test_a_bug_reaches_kubelet_as_a_short_text_and_the_log_as_a_whole(served: Served) -> None:
-    """A traceback in a pod's status helps nobody; in our log it does. Other calls go on."""
+    """A traceback in a pod's status does not help. In our log it does. Other calls go on."""
     with capture_logs() as lines:
         status, text = await status_of(served.call(FAIL))
 
@@ -79,7 +79,7 @@ async def test_a_bug_reaches_kubelet_as_a_short_text_and_the_log_as_a_whole(serv
 
 
 async def test_a_long_error_text_is_cut(served: Served) -> None:
-    """An error text is an HTTP/2 header; a list of a thousand ids must not break the connection."""
+    """An error text is an HTTP/2 header. A list of a thousand ids must not break the connection."""
     served.service.failure = RequestRefusedError("é" * 100_000)
 
     status, text = await status_of(served.call(FAIL))
@@ -88,7 +88,7 @@ async def test_a_long_error_text_is_cut(served: Served) -> None:
 
 
 async def test_a_cancelled_stream_is_cleaned_up_at_once(served: Served) -> None:
-    """kubelet's cancel reaches the method as a cancellation; the connection stays usable."""
+    """The kubelet's cancel reaches the method as a cancellation. The connection stays usable."""
     call = served.watch()
     await call.read()
 
@@ -114,7 +114,7 @@ async def test_a_reader_that_goes_away_during_a_send_is_cleaned_up_at_once(serve
     "junk", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 500, b""]
 )
 async def test_garbage_on_the_socket_disturbs_nobody(served: Served, junk: bytes) -> None:
-    """A peer that speaks nonsense loses its own connection; a call before and after it is answered."""
+    """A peer that speaks nonsense loses its own connection. A call before and after it is answered."""
     assert await served.call(ECHO, b"before") == b"before"
     reader, writer = await asyncio.open_unix_connection(str(served.path))
     writer.write(junk)

@@ -25,7 +25,7 @@ async def test_a_missing_socket_is_an_error_of_ours(directory: Path) -> None:
 
 
 async def test_a_dead_socket_is_an_error_of_ours(directory: Path) -> None:
-    """What a stopped kubelet leaves behind."""
+    """A stopped kubelet leaves a dead socket behind."""
     sockets.bind(directory / "kubelet.sock").close()
 
     with pytest.raises(CallError, match="Connection refused"):
@@ -33,13 +33,13 @@ async def test_a_dead_socket_is_an_error_of_ours(directory: Path) -> None:
 
 
 async def test_an_answer_that_does_not_come_is_an_error_of_ours(served: Served) -> None:
-    """No call waits longer than its caller said."""
+    """No call waits longer than its caller allows."""
     with pytest.raises(CallError, match=r"Hang on .* was not answered within 0\.05 s|DEADLINE_EXCEEDED"):
         await room.call(served.path, HANG, b"", timeout_seconds=0.05)
 
 
 async def test_a_peer_that_never_speaks_is_an_error_of_ours(directory: Path) -> None:
-    """A socket on which somebody listens and nobody accepts."""
+    """A listening socket that accepts no connection."""
     with sockets.bind(directory / "a.sock") as listener:
         listener.listen()
         with pytest.raises(CallError, match=r"not answered within 0\.05 s"):
@@ -82,7 +82,7 @@ async def test_calls_that_follow_each_other_share_a_connection(served: Served) -
 
 
 async def test_a_connection_that_nobody_has_used_for_a_while_is_closed(served: Served) -> None:
-    """And the next call makes another."""
+    """The next call makes another."""
     caller = room.Caller(served.path, kept_seconds=0.05)
     connections = served.server._server._connections
     for _ in range(2):
@@ -104,7 +104,7 @@ async def test_calls_at_the_same_time_have_connections_of_their_own(served: Serv
 
 
 async def test_a_server_that_has_started_anew_is_found_over_a_new_connection(directory: Path) -> None:
-    """kubelet makes its socket anew; whoever asked the one before is not told of its end."""
+    """The kubelet makes its socket anew. Callers of the one before get no notice of its end."""
     caller = room.Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
     for answer in (b"first", b"second"):
 

@@ -17,7 +17,7 @@ from vgpu_agent.kubelet.grpc import CallError
 
 
 async def test_draining_ends_streams_cleanly_while_the_client_keeps_its_connection(served: Served) -> None:
-    """kubelet never closes its connection by itself; grpclib's own stop would wait for it forever on Python 3.12 and later."""
+    """The kubelet never closes its connection by itself; grpclib's own stop would wait for it forever on Python 3.12 and later."""
     call = served.watch()
     await call.read()
     served.service.ending.set()
@@ -29,7 +29,7 @@ async def test_draining_ends_streams_cleanly_while_the_client_keeps_its_connecti
 
 
 async def test_draining_lets_a_running_call_finish(served: Served) -> None:
-    """An Allocate in flight gets its answer, while nobody new is let in."""
+    """An Allocate in flight gets its answer, while no new call is let in."""
     answer = asyncio.ensure_future(served.call(SLOW, b"answer"))
     await served.service.watching.wait()
 

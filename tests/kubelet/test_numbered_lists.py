@@ -51,7 +51,7 @@ def test_a_block_is_encoded_as_its_ids_would_be(blocks: list[IdBlock], healthy: 
 
 
 def test_a_long_list_is_encoded_in_parts_without_keeping_any() -> None:
-    """At most 4096 ids at a time, so that an Allocate of another resource is answered in between; nothing is kept for the next time."""
+    """At most 4096 ids at a time, so that an Allocate of another resource is answered in between. Nothing is kept for the next time."""
     encoder = codec.DeviceListEncoder()
     listed = NumberedList(((IdBlock(f"{U0}-memory-", 50_000, U0), True),))
     sizes = [len(part) for part in encoder.parts(listed)]
@@ -62,7 +62,7 @@ def test_a_long_list_is_encoded_in_parts_without_keeping_any() -> None:
 
 
 async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
-    """Whoever wants the event loop gets it once for each part."""
+    """A waiting task gets the event loop once for each part."""
     resource = Resource(MEMORY, "volcano-vgpu", NumberedIds((IdBlock("m-", 50_000, U0),)), decided_by=Decider.NOBODY)
     backend = FakeBackend(resource)
     turns, sent, done = 0, [], asyncio.Event()
@@ -88,7 +88,7 @@ async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
 
 
 def test_too_many_numbered_ids_name_the_setting() -> None:
-    """kubelet V13 in the words of whoever set the unit, instead of replicas."""
+    """kubelet V13 in the words of the setting of the unit, instead of replicas."""
     resource = Resource(MEMORY, "volcano-vgpu", NumberedIds((IdBlock("m-", 50_000, U0),)), unit="volcanoVgpu.gpuMemoryFactor")
 
     with pytest.raises(ConfigError) as refusal:
@@ -98,7 +98,7 @@ def test_too_many_numbered_ids_name_the_setting() -> None:
 
 
 def test_more_ids_than_can_be_looked_at_are_refused_at_once() -> None:
-    """Replicas of four thousand million come from one wrong digit; the answer says how many would fit."""
+    """Replicas of four thousand million come from one wrong digit. The answer says how many would fit."""
     blocks = tuple(IdBlock(f"{uuid}::", 2**31 - 1, uuid) for uuid in (U0, U1))
 
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_more_ids_than_can_be_looked_at_are_refused_at_once() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.sets(st.sampled_from([entry.id for entry in IDS]), max_size=40), st.sets(st.sampled_from(["x", f"{U0}-memory-1200", "-"])))
 def test_what_kubelet_lists_is_compared_by_number(topology: bool, ours: set[str], strangers: set[str]) -> None:
-    """Exactly our ids are seen, in any order and form; every other id is a stranger."""
+    """Exactly our ids are seen, in any order and form. Every other id is a stranger."""
     seen = _seen(_allocatable(*sorted(ours | strangers, key=hash), topology=topology))
 
     assert sum(seen.missing(block) for block in IDS.blocks) == len(IDS) - len(ours)
@@ -178,7 +178,7 @@ _ENTRIES = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(_ENTRIES)
 def test_ids_that_are_read_in_runs_are_those_that_stand_there(entries: list[tuple[str, list[str], bool]]) -> None:
-    """Whatever their lengths, resources, number and topology, and in the order of each resource."""
+    """This holds for all lengths, resources, numbers and topologies, in the order of each resource."""
     response = google_resources.ListPodResourcesResponse()
     container = response.pod_resources.add(name="p", namespace="ns").containers.add(name="c")
     expected: dict[str, list[str]] = {}
@@ -197,7 +197,7 @@ def test_ids_that_are_read_in_runs_are_those_that_stand_there(entries: list[tupl
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_ENTRIES, max_size=6))
 def test_one_answer_after_the_other_is_read_as_if_each_were_the_first(answers: list[list[tuple[str, list[str], bool]]]) -> None:
-    """What was learnt about the entries of one pod never changes what is read of the next."""
+    """Knowledge of one pod's entries never changes what is read of the next."""
     reader = PodResourcesReader(lambda name: name != "not-wanted")
     for place, entries in enumerate(answers):
         response = google_resources.GetPodResourcesResponse()
@@ -221,7 +221,7 @@ def _of_one_pod(*entries: tuple[str, str]) -> bytes:
 
 
 def test_a_reader_that_has_seen_too_much_to_learn_more_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pods of many plugins come and go on a node for months; what the last one holds is read as quickly as what the first held."""
+    """Pods of many plugins come and go on a node for months. What the last one holds is read as quickly as what the first held."""
     reader = PodResourcesReader("number".__eq__)
     for plugin in range(300):
         reader.read(_of_one_pod(*((f"plugin-{plugin}", f"id-{each}") for each in range(3))))

@@ -109,7 +109,7 @@ async def test_whoever_follows_the_lists_hears_of_each_and_of_the_end(asked: Ask
 
 @pytest.mark.looptime
 async def test_a_lost_gpu_stays_in_the_list(asked: Asked) -> None:
-    """kubelet V16, kubelet side: no id disappears; an absent id would be shown as Healthy in the pod's status."""
+    """kubelet V16, kubelet side: no id disappears. An absent id would be shown as Healthy in the pod's status."""
     async with asked.stream() as received:
         asked.backend.lose(U1)
         await asyncio.sleep(60)
@@ -119,7 +119,7 @@ async def test_a_lost_gpu_stays_in_the_list(asked: Asked) -> None:
 
 @pytest.mark.looptime
 async def test_a_burst_of_changes_is_one_message(asked: Asked) -> None:
-    """kubelet rewrites its checkpoint at each list, so changes within the quiet time are sent together."""
+    """The kubelet rewrites its checkpoint at each list, so changes within the quiet time are sent together."""
     async with asked.stream() as received:
         await asyncio.sleep(COALESCE_SECONDS * 2)
         asked.backend.lose(U0)
@@ -174,7 +174,7 @@ async def test_an_empty_list_is_sent(asked: Asked) -> None:
 
 @pytest.mark.looptime
 async def test_streams_return_when_they_are_told_to_end(asked: Asked) -> None:
-    """Also in the middle of the quiet time."""
+    """They return even in the middle of the quiet time."""
     async with asked.stream():
         asked.backend.lose(U0)
         await asyncio.sleep(COALESCE_SECONDS / 10)
@@ -187,7 +187,7 @@ async def test_streams_return_when_they_are_told_to_end(asked: Asked) -> None:
 
 @pytest.mark.parametrize("pre_start_required", [True, False])
 async def test_options_say_what_the_resource_needs(pre_start_required: bool) -> None:
-    """kubelet believes these options and not those of Register (kubelet §2)."""
+    """The kubelet believes these options and not those of Register (kubelet §2)."""
     asked = Asked(shared_resource(pre_start_required=pre_start_required))
 
     options = await asked.call("GetDevicePluginOptions", b"", google.DevicePluginOptions.FromString)

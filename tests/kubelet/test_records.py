@@ -1,4 +1,4 @@
-"""kubelet's two records as one picture, and what remains of it when one of them fails (kubelet §13)."""
+"""The kubelet's two records as one picture, and what remains of it when one of them fails (kubelet §13)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _held(uid: str, pod: str, container: str, *ids: str) -> Holding:
 
 
 def test_the_checkpoint_adds_the_uid() -> None:
-    """Name from the one, UID from the other, joined by container and ids; the order of ids does not matter."""
+    """Name from the one, UID from the other, joined by container and ids. The order of ids does not matter."""
     assert join([_listed("p", "c", "a", "b")], [_stored("u", "c", "b", "a")]) == (_held("u", "p", "c", "a", "b"),)
 
 
@@ -52,7 +52,7 @@ def test_what_pod_resources_lists_is_held_even_when_the_checkpoint_is_silent() -
 
 
 def test_an_ended_pod_in_the_checkpoint_holds_nothing() -> None:
-    """kubelet rewrites the file late; List knows better."""
+    """The kubelet rewrites the file late. List is more recent."""
     assert join([_listed("p", "c", "a")], [_stored("u", "c", "a"), _stored("ended", "c", "b")]) == (_held("u", "p", "c", "a"),)
 
 
@@ -67,12 +67,12 @@ def test_ids_from_two_pods_are_not_guessed_either() -> None:
 
 
 def test_an_init_container_whose_ids_were_taken_over_is_not_a_second_holder() -> None:
-    """Init container and successor have the same ids; an id has one holder."""
+    """Init container and successor have the same ids. An id has one holder."""
     assert join([_listed("p", "c", "a")], [_stored("u", "init", "a"), _stored("u", "c", "a")]) == (_held("u", "p", "c", "a"),)
 
 
 def test_an_init_container_keeps_what_nobody_took_over() -> None:
-    """It asked for two, its successor for one: kubelet gives the second id to nobody else while the pod lives."""
+    """It asked for two, its successor for one: the kubelet gives the second id to no other pod while the pod lives."""
     joined = join([_listed("p", "c", "a")], [_stored("u", "init", "a", "b"), _stored("u", "c", "a")])
 
     assert joined == (_held("u", "p", "c", "a"), _held("u", "p", "init", "b"))
@@ -117,7 +117,7 @@ async def test_both_sources_make_the_whole_picture(kubelet: SimulatedKubelet, no
 
 
 async def test_a_busy_kubelet_is_left_alone_for_a_while(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V12: RESOURCE_EXHAUSTED means pauses that grow, without a call in between; the service goes on."""
+    """kubelet V12: RESOURCE_EXHAUSTED means pauses that grow, without a call in between. The service goes on."""
     now = 100.0
     client = PodResources(kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS, clock=lambda: now)
     await _admitted(kubelet, node)
@@ -156,7 +156,7 @@ async def test_without_pod_resources_the_checkpoint_says_what_it_can(
 async def test_without_a_readable_checkpoint_pod_resources_are_still_the_truth(
     kubelet: SimulatedKubelet, node: Node, pod_resources: PodResources
 ) -> None:
-    """A foreign format must not keep ended pods in the book for ever; names are known, UIDs are not, and the trouble is told."""
+    """A foreign format must not keep ended pods in the ledger for ever. Names are known, UIDs are not, and the trouble is reported."""
     await _admitted(kubelet, node)
     node.settings.checkpoint_path.write_text("{}", encoding="utf-8")
 
@@ -232,7 +232,7 @@ async def test_a_list_that_does_not_come_is_an_error(kubelet: SimulatedKubelet) 
 
 
 async def test_a_list_above_four_mebibytes_is_accepted(kubelet: SimulatedKubelet, pod_resources: PodResources) -> None:
-    """kubelet repeats every id of every container; its own client allows 16 MiB, we set no limit."""
+    """The kubelet repeats every id of every container. Its own client allows 16 MiB, we set no limit."""
     ids = [f"GPU-aaaaaaaa-0000-4000-8000-000000000000::{number}" for number in range(60_000)]
     kubelet.pods["u"] = Pod("p", "ns", "u", (Container("c", {R: len(ids)}),))
     kubelet._records.allocations = [Allocation("u", "c", R, {"-1": ids}, b"")]

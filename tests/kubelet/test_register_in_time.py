@@ -141,7 +141,7 @@ async def test_a_new_socket_counts_although_nobody_saw_the_old_one_go(directory:
 @pytest.mark.looptime
 @pytest.mark.usefixtures("at_once")
 async def test_a_socket_that_a_dead_kubelet_left_is_not_hammered(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks come milliseconds apart at first, then as far apart as is configured; the reason is recorded, and again after a while."""
+    """Looks come milliseconds apart at first, then as far apart as is configured. The reason is recorded, and again after a while."""
     lying, kubelet, journal = Directory(directory), Answers(_refused), Journal()
     monkeypatch.setattr(server, "register", kubelet.register)
     plugin = _plugin(lying, journal)

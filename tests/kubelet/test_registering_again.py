@@ -1,4 +1,4 @@
-"""When a device plugin registers again, when it must not, and what is said about it (kubelet V6)."""
+"""Repeated registrations of a device plugin, the cases that forbid one, and their log lines (kubelet V6)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_refusing_kubelet_is_asked_once(kubelet: SimulatedKubelet, node:
 
 
 async def test_a_refused_resource_waits_for_another_kubelet(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V6: a newer kubelet in its place may take it; until then the state and its error stay."""
+    """kubelet V6: a newer kubelet in its place may take it. Until then the state and its error stay."""
     kubelet.faults.refuse_version = True
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await kubelet.until(lambda: plugin.status.state is PluginState.FAILED)
@@ -89,7 +89,7 @@ async def test_a_refused_resource_can_be_stopped(kubelet: SimulatedKubelet, node
 
 
 async def test_what_kubelet_was_told_is_known_while_a_stream_is_open(kubelet: SimulatedKubelet, node: Node) -> None:
-    """The last list's ids, without the unhealthy ones among the healthy; nothing before there is a stream."""
+    """The last list's ids, without the unhealthy ones among the healthy. Nothing before there is a stream."""
     backend = FakeBackend(shared_resource())
     plugin = node.offer(shared_resource(), backend)
     assert plugin.told is None
@@ -105,7 +105,7 @@ async def test_what_kubelet_was_told_is_known_while_a_stream_is_open(kubelet: Si
 
 
 async def test_registering_again_on_request_is_a_new_server(kubelet: SimulatedKubelet, node: Node) -> None:
-    """One new Register on a fresh socket, the reason in the journal, and the complaint stays until somebody takes it back."""
+    """One new Register on a fresh socket, the reason in the journal, and the complaint stays until it is taken back."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     await kubelet.until(lambda: plugin.status.ready)
@@ -123,7 +123,7 @@ async def test_registering_again_on_request_is_a_new_server(kubelet: SimulatedKu
 
 
 async def test_a_registration_counts_the_ids_of_the_moment(kubelet: SimulatedKubelet, node: Node) -> None:
-    """What is listed follows the backend, not the resource that the plugin began with."""
+    """The number of ids follows the backend, not the resource with which the plugin began."""
     backend = FakeBackend(shared_resource())
     plugin = node.offer(shared_resource(), backend)
     await _all_offered(kubelet)

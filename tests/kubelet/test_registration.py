@@ -18,7 +18,7 @@ async def _register(kubelet: SimulatedKubelet, resource: str = "nvidia.com/gpu",
 
 
 async def test_a_refused_version_is_final(kubelet: SimulatedKubelet) -> None:
-    """kubelet V6: a kubelet that knows other versions only; its own words are in the message."""
+    """kubelet V6: a kubelet that knows other versions only. Its own words are in the message."""
     kubelet.faults.refuse_version = True
 
     with pytest.raises(RegistrationRefusedError, match='requested API version "v1beta1" is not supported by kubelet'):
@@ -27,7 +27,7 @@ async def test_a_refused_version_is_final(kubelet: SimulatedKubelet) -> None:
 
 @pytest.mark.parametrize("resource", ["gpu", "kubernetes.io/gpu", "nvidia.com/" + "x" * 64])
 async def test_an_invalid_resource_name_is_final(kubelet: SimulatedKubelet, resource: str) -> None:
-    """kubelet takes extended resource names only (kubelet §2)."""
+    """The kubelet takes extended resource names only (kubelet §2)."""
     with pytest.raises(RegistrationRefusedError, match="is invalid"):
         await _register(kubelet, resource)
 

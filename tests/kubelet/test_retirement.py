@@ -50,7 +50,7 @@ async def test_answers_that_may_be_wrong_are_not_let_through_while_nobody_can_be
 
 
 async def test_a_resource_without_pre_start_just_goes(kubelet: SimulatedKubelet, node: Node) -> None:
-    """No farewell registration where it would change nothing."""
+    """There is no last registration where it would change nothing."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
 
@@ -59,8 +59,8 @@ async def test_a_resource_without_pre_start_just_goes(kubelet: SimulatedKubelet,
     assert len(kubelet.called("Register")) == 1
 
 
-async def test_a_farewell_that_fails_costs_nothing(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet may be stopping at the same time; the agent ends all the same, without a socket left."""
+async def test_a_last_registration_that_fails_costs_nothing(kubelet: SimulatedKubelet, node: Node) -> None:
+    """The kubelet may be stopping at the same time. The agent ends all the same, without a socket left."""
     resource = shared_resource(pre_start_required=True)
     plugin = node.offer(resource, FakeBackend(resource))
     await _all_offered(kubelet)

@@ -28,7 +28,7 @@ RESOURCE = "nvidia.com/gpu.shared"
 
 
 async def _all_offered(kubelet: SimulatedKubelet, resource: str = RESOURCE, number: int = 8) -> None:
-    """As many are allocatable, and the list that said so is noted, which kubelet does once its checkpoint is written."""
+    """Wait until as many are allocatable and their list is noted, which happens once the kubelet's checkpoint is written."""
 
     def offered() -> bool:
         lists = kubelet.called("list", resource)
@@ -70,7 +70,7 @@ async def test_the_socket_is_for_root_alone(kubelet: SimulatedKubelet, node: Nod
 
 
 async def test_kubelets_return_is_a_new_socket_and_one_register(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V2: sockets wiped, kubelet.sock made anew; the full list is back at once, on a socket of another name."""
+    """kubelet V2: sockets wiped, kubelet.sock made anew. The full list is back at once, on a socket of another name."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     before = len(kubelet.called("Register"))
@@ -129,7 +129,7 @@ async def test_a_cancelled_stream_leads_to_a_new_registration(kubelet: Simulated
 
 
 async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V4: only our own socket file goes; the server behind it would never notice."""
+    """kubelet V4: only our own socket file goes. The server behind it would never notice."""
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     (name,) = _sockets(kubelet)
@@ -143,7 +143,7 @@ async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, no
 
 
 async def test_two_agents_with_one_resource_do_not_disturb_each_other(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V5: unique endpoints; the later registration's list is equal to the first."""
+    """kubelet V5: unique endpoints. The later registration's list is equal to the first."""
     first = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await kubelet.until(lambda: first.status.ready)
     second = node.offer(shared_resource(), FakeBackend(shared_resource()))
@@ -169,7 +169,7 @@ async def test_allocate_goes_to_the_backend_and_back(kubelet: SimulatedKubelet, 
 
 
 async def test_an_unknown_id_fails_the_pod_with_our_text(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V8, kubelet side: a gRPC error with the backend's words; the stream and the next pod are not disturbed."""
+    """kubelet V8, kubelet side: a gRPC error with the backend's words. The stream and the next pod are not disturbed."""
     backend = FakeBackend(shared_resource())
     node.offer(shared_resource(), backend)
     await _all_offered(kubelet)
@@ -231,7 +231,7 @@ async def test_kubelets_records_are_readable_before_the_first_register(directory
 
 
 async def test_two_resources_have_sockets_and_lists_of_their_own(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V17, kubelet side: no call names its resource, so the socket must; no id is in both lists."""
+    """kubelet V17, kubelet side: no call names its resource, so the socket must. No id is in both lists."""
     cores = Resource("nvidia.com/cores", "nvidia", tuple(DeviceId(f"cores-{number}", U0, 0) for number in range(5)))
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     node.offer(cores, FakeBackend(cores))
@@ -258,7 +258,7 @@ async def test_a_preference_among_100_000_ids_through_the_socket(kubelet: Simula
 
 
 async def test_stopping_ends_the_stream_cleanly_and_removes_the_socket(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet sees the end of the stream, not an error, although it keeps its connection."""
+    """The kubelet sees the end of the stream, not an error, although it keeps its connection."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
 
@@ -271,7 +271,7 @@ async def test_stopping_ends_the_stream_cleanly_and_removes_the_socket(kubelet: 
 
 
 async def test_stopping_does_not_wait_for_a_register_that_hangs(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet may take 15 seconds for a Register; an agent that stops does not."""
+    """The kubelet may take 15 seconds for a Register. An agent that stops does not."""
     kubelet.faults.register_delay_seconds = FOR_EVER_SECONDS
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await kubelet.until(lambda: kubelet.called("Register") != [])
@@ -330,7 +330,7 @@ async def test_a_directory_that_cannot_be_written_is_one_error_and_a_retry(
 
 
 async def test_a_directory_that_is_removed_and_made_again_is_survived(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Somebody cleans up too much; the next kubelet finds us all the same."""
+    """A cleanup removes too much. The next kubelet finds us all the same."""
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
 
@@ -344,7 +344,7 @@ async def test_a_directory_that_is_removed_and_made_again_is_survived(kubelet: S
 async def test_a_plugin_that_is_cancelled_while_it_starts_leaves_nothing(
     kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the moment when the socket file is there and nobody listens on it yet."""
+    """The socket file is there, but its listener is not ready yet."""
     bound = asyncio.Event()
 
     async def never(*_: object) -> None:

@@ -31,7 +31,7 @@ async def _offered(kubelet: SimulatedKubelet, node: Node, resource: Resource | N
 
 
 async def test_later_containers_take_over_the_ids_of_init_containers(kubelet: SimulatedKubelet, node: Node) -> None:
-    """The init container comes first whatever its place; what it had is used before anything new."""
+    """The init container comes first whatever its place. What it had is used before anything new."""
     await _offered(kubelet, node)
 
     pod = await kubelet.admit("p", [Container("main", {R: 3}), Container("init", {R: 2}, init=True)])
@@ -127,7 +127,7 @@ async def test_an_unreadable_checkpoint_leaves_no_allocations(kubelet: Simulated
 
 
 async def test_the_end_of_a_stream_makes_every_id_unhealthy(kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capacity stays, allocatable is 0 at once, new pods are refused; after five minutes the resource is gone (kubelet §5)."""
+    """Capacity stays, allocatable is 0 at once, new pods are refused. After five minutes the resource is gone (kubelet §5)."""
     await _offered(kubelet, node)
 
     await node.plugins[0].stop()
@@ -142,7 +142,7 @@ async def test_the_end_of_a_stream_makes_every_id_unhealthy(kubelet: SimulatedKu
 
 
 async def test_the_end_of_an_old_stream_takes_the_new_registration_down(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Endpoints are known by resource only; the survivor has to notice and register again (kubelet §3)."""
+    """Endpoints are known by resource only. The survivor has to notice and register again (kubelet §3)."""
     await _offered(kubelet, node)
     await _offered(kubelet, node)
     await kubelet.until(lambda: node.plugins[1].status.ready)
@@ -164,7 +164,7 @@ async def test_a_list_above_four_mebibytes_ends_the_stream(kubelet: SimulatedKub
 
 
 async def test_too_many_devices_are_refused(kubelet: SimulatedKubelet, node: Node) -> None:
-    """With the real kubelet's words; what the pod already had is cleaned up at the next allocation."""
+    """With the real kubelet's words. What the pod already had is cleaned up at the next allocation."""
     await _offered(kubelet, node)
 
     with pytest.raises(AdmissionError, match=r"Requested: 5, Available: 2, which is unexpected"):
@@ -174,7 +174,7 @@ async def test_too_many_devices_are_refused(kubelet: SimulatedKubelet, node: Nod
 
 
 async def test_a_resource_that_nobody_registered_is_ignored(kubelet: SimulatedKubelet) -> None:
-    """It may be somebody else's, patched into the node's status."""
+    """Another client may have patched it into the node's status."""
     pod = await kubelet.admit("p", [Container("c", {"example.com/thing": 1})])
 
     assert kubelet.ids_of(pod, "c", "example.com/thing") == []

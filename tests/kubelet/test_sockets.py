@@ -38,7 +38,7 @@ def test_only_root_may_connect(directory: Path) -> None:
 
 
 def test_a_path_that_is_too_long_is_refused(directory: Path) -> None:
-    """A unix socket path has at most 107 bytes (kubelet §2); the message says what to shorten."""
+    """A unix socket path has at most 107 bytes (kubelet §2). The message says what to shorten."""
     with pytest.raises(ListenError, match=r"107 are allowed; choose a shorter --kubelet-dir"):
         sockets.bind(directory / ("x" * 100))
 
@@ -90,7 +90,7 @@ def test_a_new_socket_has_a_new_identity_and_a_new_mode_is_no_news(directory: Pa
 
 
 def test_leftovers_of_a_killed_agent_are_removed(directory: Path) -> None:
-    """Sockets of our naming scheme on which nobody listens go; those of a living agent, of kubelet and of other plugins stay."""
+    """Sockets of our naming scheme without a listener go. Those of a living agent, of the kubelet and of other plugins stay."""
     dead, living, foreign = "vgpu-agent-gpu-00aa11-1.sock", "vgpu-agent-gpu-00aa22-1.sock", "nvidia-gpu.sock"
     for name in (dead, foreign, "kubelet.sock"):
         sockets.bind(directory / name).close()

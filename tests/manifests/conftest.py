@@ -11,7 +11,7 @@ from tests.manifests.documents import documents_of
 
 @pytest.fixture(scope="module")
 def kustomization() -> Any:
-    """What ``kubectl apply -k`` reads first."""
+    """Return the document that ``kubectl apply -k`` reads first."""
     return documents_of("kustomization.yaml")[0]
 
 

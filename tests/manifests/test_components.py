@@ -18,7 +18,7 @@ from vgpu_agent.isolation.mps import SHARED_MEMORY, MpsOptions
 
 
 def test_the_kustomization_offers_every_component(kustomization: Any) -> None:
-    """The policy is on; each of the others stands there as a comment, so that using it means taking a ``#`` away."""
+    """The policy is on. Each of the others is there as a comment, so that using it means taking a ``#`` away."""
     text = (MANIFESTS / "kustomization.yaml").read_text()
     offered = set(re.findall(r"^  (?:# )?- components/(\S+)", text, flags=re.MULTILINE))
     assert offered == {path.name for path in COMPONENTS.iterdir()}
@@ -27,7 +27,7 @@ def test_the_kustomization_offers_every_component(kustomization: Any) -> None:
 
 @pytest.mark.parametrize("folder", sorted(COMPONENTS.iterdir()), ids=lambda folder: folder.name)
 def test_a_component_lists_its_files_and_patches_what_exists(folder: Path, objects: dict[str, Any]) -> None:
-    """A file that is not listed would look deployed; a patch for an object or container that is not there fails only at the user's."""
+    """A file that is not listed would look deployed. A patch for an object or container that is not there fails only at the user's."""
     component = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert component["kind"] == "Component"
     patches = [patch["path"] for patch in component.get("patches", [])]
@@ -42,7 +42,7 @@ def test_a_component_lists_its_files_and_patches_what_exists(folder: Path, objec
 
 
 def test_the_init_container_has_no_more_rights_than_the_agent(library_component: Any, container: Any) -> None:
-    """And it sees one folder: the one from which the library is then installed."""
+    """It sees one folder: the one from which the library is then installed."""
     (delivering,) = library_component["initContainers"]
     assert delivering["securityContext"] == container["securityContext"]
     (mount,) = delivering["volumeMounts"]
@@ -92,7 +92,7 @@ def test_the_pipe_of_a_daemon_of_the_host_is_seen_and_nothing_else_changes() -> 
 
 
 def test_what_divides_gpus_lies_where_the_settings_say_and_nothing_else_has_more_rights(container: Any) -> None:
-    """The program is delivered by a container without rights; the agent may divide GPUs, and the setting in the comment names its path."""
+    """The program is delivered by a container without rights. The agent may divide GPUs, and the setting in the comment names its path."""
     patched = documents_of("components/mig/daemonset.yaml")[0]["spec"]["template"]["spec"]
     (delivering,), (agent,) = patched["initContainers"], patched["containers"]
     assert delivering["securityContext"] == container["securityContext"]
@@ -105,14 +105,14 @@ def test_what_divides_gpus_lies_where_the_settings_say_and_nothing_else_has_more
 
 
 def test_what_reads_mig_instances_has_what_nvidias_chart_has_for_it_and_no_more() -> None:
-    """nvidia §14: the variable and the capability; the API server refuses SYS_ADMIN without the escalation."""
+    """nvidia §14: the variable and the capability. The API server refuses SYS_ADMIN without the escalation."""
     (agent,) = documents_of("components/mig-monitor/daemonset.yaml")[0]["spec"]["template"]["spec"]["containers"]
     assert agent["env"] == [{"name": "NVIDIA_MIG_MONITOR_DEVICES", "value": "all"}]
     assert agent["securityContext"] == {"allowPrivilegeEscalation": True, "capabilities": {"add": ["SYS_ADMIN"]}}
 
 
 def test_named_configurations_are_mounted_whole_where_the_agent_looks() -> None:
-    """The variable is NVIDIA's word for namedConfig.directory; a key mounted alone would never change under the agent."""
+    """The variable is NVIDIA's word for namedConfig.directory. A key mounted alone would never change under the agent."""
     patched = documents_of("components/nvidia-config/daemonset.yaml")[0]["spec"]["template"]["spec"]
     (agent,), (volume,) = patched["containers"], patched["volumes"]
     (variable,), (mount,) = agent["env"], agent["volumeMounts"]
@@ -124,7 +124,7 @@ def test_named_configurations_are_mounted_whole_where_the_agent_looks() -> None:
 
 
 def test_only_the_monitoring_reaches_the_metrics_port(objects: dict[str, Any], pod: Any, container: Any) -> None:
-    """The policy selects the DaemonSet's pods and opens their one port by its name; a pod on the host's network would be beyond it."""
+    """The policy selects the DaemonSet's pods and opens their one port by its name. A pod on the host's network would be beyond it."""
     (policy,) = documents_of("components/network-policy/networkpolicy.yaml")
     template = objects["DaemonSet"]["spec"]["template"]
     assert policy["metadata"]["namespace"] == objects["DaemonSet"]["metadata"]["namespace"]
@@ -137,7 +137,7 @@ def test_only_the_monitoring_reaches_the_metrics_port(objects: dict[str, Any], p
 
 
 def test_slots_for_regions_are_mounted_before_the_agent_and_reach_the_node() -> None:
-    """Only the init container is privileged. What it mounts is seen by node and agent: else a region would lie where nobody finds it."""
+    """Only the init container is privileged. What it mounts is seen by node and agent: else a region would lie where it is not found."""
     patched = documents_of("components/region-slots/daemonset.yaml")[0]["spec"]["template"]["spec"]
     (slots,), (agent,) = patched["initContainers"], patched["containers"]
     assert slots["securityContext"]["privileged"] is True

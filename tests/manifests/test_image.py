@@ -10,7 +10,7 @@ from vgpu_agent import __version__
 
 
 def test_the_image_is_of_this_version_and_knows_its_commit() -> None:
-    """The label and the variable that ``build_info`` shows; the build ignores what it does not copy."""
+    """The label and the variable that ``build_info`` shows. The build ignores what it does not copy."""
     containerfile = (ROOT / "Containerfile").read_text()
     assert f'org.opencontainers.image.version="{__version__}"' in containerfile
     assert "VGPU_AGENT_COMMIT=${COMMIT}" in containerfile
@@ -30,7 +30,7 @@ def test_the_image_script_builds_what_the_manifests_deploy(kustomization: Any) -
 
 
 def test_the_last_stage_of_the_image_needs_no_shell() -> None:
-    """Its base may have none; each RUN there names a program, and the command is Python."""
+    """Its base may have none. Each RUN there names a program, and the command is Python."""
     containerfile = (ROOT / "Containerfile").read_text()
     last = containerfile[containerfile.rindex("\nFROM ") :]
     assert [line for line in last.splitlines() if line.startswith("RUN ") and not line.startswith('RUN ["python3"')] == []

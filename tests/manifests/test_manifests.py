@@ -35,7 +35,7 @@ def _folder(pod: Any, container: Any, mount_path: str) -> Any:
 
 
 def test_the_kustomization_names_every_manifest_once(kustomization: Any) -> None:
-    """A file that nobody lists would look deployed and not be."""
+    """A file that is not listed would look deployed and not be."""
     files = {path.name for path in MANIFESTS.glob("*.yaml")} - {"kustomization.yaml"}
     assert sorted(kustomization["resources"]) == sorted(files)
 
@@ -51,7 +51,7 @@ def test_the_image_is_the_one_the_kustomization_sets_to_this_version(kustomizati
     """A placeholder that kustomize does not know would reach the nodes as it is."""
     assert [image["name"] for image in kustomization["images"]] == [container["image"]]
     assert kustomization["images"][0]["newTag"] == __version__
-    assert kustomization["images"][0]["newName"].startswith("localhost/")  # nobody else can publish under it
+    assert kustomization["images"][0]["newName"].startswith("localhost/")  # no other account can publish under it
 
 
 def test_the_config_map_holds_a_configuration_that_the_agent_accepts(objects: dict[str, Any], container: Any, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_config_map_holds_a_configuration_that_the_agent_accepts(objects: di
 
 
 def test_the_commented_sharing_is_accepted_once_the_hashes_are_gone(objects: dict[str, Any], tmp_path: Path) -> None:
-    """The ConfigMap tells its reader to take the ``#`` away; that must be all there is to do."""
+    """The ConfigMap tells its reader to take the ``#`` away. That must be all there is to do."""
     text = objects["ConfigMap"]["data"]["config.yaml"]
     opened = re.sub(r"^# (sharing:|  .*)$", r"\1", text, flags=re.MULTILINE)
     file = tmp_path / "config.yaml"
@@ -82,7 +82,7 @@ def test_the_commented_sharing_is_accepted_once_the_hashes_are_gone(objects: dic
 
 @pytest.mark.parametrize("key", ["nvidia.com/gpu", "k8s.amazonaws.com/vgpu", "volcano.sh/gpu-memory"])
 def test_the_pod_tolerates_the_taints_that_the_replaced_plugins_tolerate(pod: Any, key: str) -> None:
-    """Whoever keeps other pods off the GPU nodes in the usual way must not have to change the manifest."""
+    """Clusters that keep other pods off the GPU nodes in the usual way must not have to change the manifest."""
     assert {"key": key, "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
 
 
@@ -103,7 +103,7 @@ def test_the_configuration_lies_where_the_arguments_look(pod: Any, container: An
 
 
 def test_every_folder_of_the_node_is_there_for_a_setting(pod: Any) -> None:
-    """Whole folders, since the kubelet makes its sockets anew; under the node's own path; the kubelet's must exist, ours are made."""
+    """Whole folders, since the kubelet makes its sockets anew, under the node's own path. The kubelet's must exist, ours are made."""
     assert _host_folders(pod) == HOST_FOLDERS[""]
     patched = documents_of("components/hami-core/daemonset.yaml")[0]["spec"]["template"]["spec"]
     assert _host_folders(patched) == HOST_FOLDERS["hami-core"]
@@ -125,7 +125,7 @@ def test_the_node_configuration_may_be_missing(pod: Any, container: Any) -> None
 
 
 def test_the_metrics_port_is_the_default_one_everywhere(objects: dict[str, Any], container: Any) -> None:
-    """The container's port, the probes' and the scraper's annotation; the debug port is not published at all."""
+    """The container's port, the probes' and the scraper's annotation. The debug port is not published at all."""
     (port,) = container["ports"]
     _, listening = split_address(DEFAULTS.listen)
     annotations = objects["DaemonSet"]["spec"]["template"]["metadata"]["annotations"]
@@ -135,13 +135,13 @@ def test_the_metrics_port_is_the_default_one_everywhere(objects: dict[str, Any],
 
 
 def test_readiness_can_never_restart_anything(container: Any) -> None:
-    """A missing kubelet or a hung card makes the agent not ready; only a stuck loop may cost it its life."""
+    """A missing kubelet or a hung card makes the agent not ready. Only a stuck loop may cost it its life."""
     paths = {probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert paths == {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/readyz"}
 
 
 def test_the_agent_has_time_to_stop_in_order(pod: Any) -> None:
-    """Draining and the web server's last answers are each bounded by shutdownSeconds; both fit before SIGKILL."""
+    """Draining and the web server's last answers are each bounded by shutdownSeconds. Both fit before SIGKILL."""
     assert pod["terminationGracePeriodSeconds"] > 2 * DEFAULTS.shutdown_seconds
 
 
@@ -155,7 +155,7 @@ def test_the_container_has_the_least_that_works(container: Any) -> None:
 
 
 def test_the_config_map_says_nothing_that_would_beat_a_configuration_of_nvidias(objects: dict[str, Any], tmp_path: Path) -> None:
-    """What stands in our file wins, so a value there would make one of a v1 file below ``nvidiaConfig``, or named by a label, void."""
+    """Our file wins, so a value there would void one of a v1 file below ``nvidiaConfig``, or named by a label."""
     file = tmp_path / "config.yaml"
     file.write_text(objects["ConfigMap"]["data"]["config.yaml"])
     origins = load.load({"--config": str(file)}, {}).origins

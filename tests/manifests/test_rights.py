@@ -1,4 +1,4 @@
-"""What the manifests let the agent do: nothing is granted that is not used, and nobody else is granted it."""
+"""Rights that the manifests grant: none that the agent does not use, and none to any other account."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_nothing_is_granted_that_is_not_used(objects: dict[str, Any]) -> None:
 
 
 def test_one_config_map_is_readable_in_each_namespace_the_agent_looks_at(objects: dict[str, Any]) -> None:
-    """The base grants it in kube-system and the component in volcano-system; that is where `cluster.config_map` looks, and by this name."""
+    """The base grants it in kube-system and the component in volcano-system. That is where `cluster.config_map` looks, and by this name."""
     component = {document["kind"]: document for document in documents_of("components/volcano/rbac.yaml")}
     roles = [objects["Role"], component["Role"]]
     assert tuple(role["metadata"]["namespace"] for role in roles) == config_map.NAMESPACES
@@ -36,20 +36,20 @@ def test_one_config_map_is_readable_in_each_namespace_the_agent_looks_at(objects
 
 
 def test_evicting_must_be_asked_for() -> None:
-    """Because no policy can confine it, the component grants it and the base does not."""
+    """No policy can confine it, so the component grants it and the base does not."""
     (role, _) = documents_of("components/eviction/rbac.yaml")
     assert rights_of(role) == {("pods/eviction", "create")}
     assert DEFAULTS.binding.refused_evict_seconds == 0
 
 
 def test_only_the_agents_pod_gets_the_token(objects: dict[str, Any], pod: Any) -> None:
-    """The pod asks for it; another pod under the same account would have to ask, too."""
+    """The pod asks for it. Another pod under the same account would have to ask, too."""
     assert pod["automountServiceAccountToken"] is True
     assert objects["ServiceAccount"]["automountServiceAccountToken"] is False
 
 
 def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: Any) -> None:
-    """So that the rules reach the agent and nobody else."""
+    """The rules reach the agent and no other account."""
     account = {"kind": "ServiceAccount", "name": objects["ServiceAccount"]["metadata"]["name"], "namespace": NAME}
     assert pod["serviceAccountName"] == account["name"]
     files = [path.relative_to(MANIFESTS) for path in MANIFESTS.rglob("rbac.yaml")]
@@ -64,7 +64,7 @@ def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: A
 
 
 def test_the_policies_speak_of_the_account_that_the_pod_uses(objects: dict[str, Any]) -> None:
-    """Another name would match nobody, and confine nothing; and together they cover every resource whose patch is granted."""
+    """Another name would match no account, and confine nothing. Together they cover every resource whose patch is granted."""
     documents = documents_of("components/own-node-only/policy.yaml")
     account = objects["ServiceAccount"]["metadata"]
     covered: set[str] = set()

@@ -58,7 +58,7 @@ def test_all_means_every_gpu() -> None:
     ],
 )
 def test_nonsense_is_refused_with_what_was_found(text: str, expected: str) -> None:
-    """Whatever a tool prints that calls itself so."""
+    """The message quotes what the tool has printed as its export."""
     with pytest.raises(MigError, match=expected):
         read_export(text, 2)
 

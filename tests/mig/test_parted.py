@@ -71,7 +71,7 @@ def impatient(parted: MigParted) -> MigParted:
 
 
 async def test_it_shows_and_divides(node: SimulatedNode, parted: MigParted, tmp_path: Path) -> None:
-    """One GPU is divided and the other left alone; what is written for the tool is nobody else's to read."""
+    """One GPU is divided and the other left alone. The tool's file is readable by no other user."""
     await parted.apply(1, ["3g.20gb", "2g.10gb", "1g.5gb"])
     assert await parted.export(2) == {
         0: Division(enabled=False, instances={}),
@@ -85,20 +85,20 @@ async def test_it_shows_and_divides(node: SimulatedNode, parted: MigParted, tmp_
 
 
 async def test_a_tool_that_is_missing_is_named_with_its_setting(tmp_path: Path) -> None:
-    """volcano-vgpu:D16: the replaced plugin ends itself; here it is a reason."""
+    """volcano-vgpu:D16: the replaced plugin ends itself. Here it is a reason."""
     with pytest.raises(MigError, match=r"cannot run /nowhere/nvidia-mig-parted: No such file.*volcanoVgpu\.migParted"):
         await MigParted("/nowhere/nvidia-mig-parted", tmp_path, timeout_seconds=1).export(1)
 
 
 async def test_a_failure_has_its_last_words(node: SimulatedNode, parted: MigParted) -> None:
-    """Exit status and what it said on stderr."""
+    """The exit status and its text on stderr."""
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(fails="error setting MIGConfig: Insufficient Resources"))
     with pytest.raises(MigError, match="apply failed with status 1: error setting MIGConfig: Insufficient Resources"):
         await parted.apply(0, ["7g.40gb"])
 
 
 async def test_a_tool_that_hangs_is_ended(node: SimulatedNode, parted: MigParted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that does not listen; the next run is not kept waiting by it."""
+    """This includes one that does not react to the first signal. The next run is not kept waiting by it."""
     monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.2)
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(hangs=True))
     with pytest.raises(MigError, match=r"export has not ended after 0\.5 s and was ended"):
@@ -143,7 +143,7 @@ asyncio.run(MigParted(sys.argv[1], Path(sys.argv[2]), timeout_seconds=60).export
 
 
 async def test_a_tool_that_outlives_its_agent_has_the_lock(node: SimulatedNode, parted: MigParted, tmp_path: Path) -> None:
-    """An agent that is killed leaves its tool running; the next one does not run a second beside it."""
+    """An agent that is killed leaves its tool running. The next one does not run a second beside it."""
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=FOR_EVER_SECONDS))
     arguments = ("-c", _AN_AGENT, str(tmp_path / "nvidia-mig-parted"), str(tmp_path / "state" / "mig"))
     agent = await asyncio.create_subprocess_exec(sys.executable, *arguments)
@@ -177,7 +177,7 @@ async def test_a_directory_that_cannot_be_used_is_named(parted: MigParted, tmp_p
 
 
 async def test_a_gpu_in_use_is_refused_by_the_tool(node: SimulatedNode, parted: MigParted) -> None:
-    """As by the driver; the GPU stays as it was."""
+    """The driver refuses it the same way, and the GPU stays as it was."""
     await asyncio.to_thread(node.set_mig, 0, ["7g.40gb"])
     await asyncio.to_thread(node.add_process, 0, 4711, ProcessUse(memory_mib=100))
     with pytest.raises(MigError, match="In use by another client"):

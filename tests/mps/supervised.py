@@ -32,7 +32,7 @@ _MAY_BLOCK = {
 
 @contextlib.contextmanager
 def no_blocked_loop() -> Iterator[None]:
-    """As in all unit tests, a blocking call of the agent on its event loop fails the test; the simulator, which is not the agent, may."""
+    """Fail a test in which the agent blocks its event loop, as in all unit tests. The simulator may block."""
     with blockbuster_ctx("vgpu_agent") as detector:
         for function in detector.functions.values():
             for file, names in _MAY_BLOCK.items():
@@ -62,7 +62,7 @@ class Node:
 
     @property
     def pipe(self) -> Path:
-        """Where the daemon of `RESOURCE` has its pipe."""
+        """Return the path of the pipe of `RESOURCE`'s daemon."""
         return self.root / RESOURCE / "pipe"
 
     def plan(self, replicas: int = 4, resource: str = RESOURCE) -> DaemonPlan:
@@ -73,7 +73,7 @@ class Node:
 
     @property
     def compute_modes(self) -> list[int]:
-        """As NVML would show them: 0 default, 3 exclusive process."""
+        """Return the compute modes that NVML would show: 0 default, 3 exclusive process."""
         state = SimulatedNode.open(self.gpus.directory).state
         return [state.gpus[number].compute_mode for number in range(2)]
 

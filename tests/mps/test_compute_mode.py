@@ -1,4 +1,4 @@
-"""Which GPUs are in exclusive mode when: one that leaves a daemon, is lost, or changes to another daemon."""
+"""Times at which GPUs are in exclusive mode: one that leaves a daemon, is lost, or changes to another daemon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _first_only(plan: DaemonPlan) -> DaemonPlan:
 
 @pytest.mark.parametrize("replicas", [4, 2], ids=["same limits", "other limits"])
 async def test_a_gpu_that_leaves_the_resource_takes_any_process_again(node: Node, replicas: int) -> None:
-    """It serves somebody else from now on, whose second process would find the GPU busy; whether the daemon goes on or is replaced."""
+    """It serves another pod from now on, whose second process would find the GPU busy; whether the daemon goes on or is replaced."""
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
@@ -54,7 +54,7 @@ async def test_a_lost_gpu_keeps_no_other_in_exclusive_mode(node: Node) -> None:
 
 
 async def test_a_daemon_starts_again_without_a_gpu_that_is_lost(node: Node) -> None:
-    """The lost one cannot be given back, which is tried again, and keeps nobody from sharing the others."""
+    """The lost one cannot be given back, which is tried again, and blocks no sharing of the others."""
     lost = "GPU-00000000-0000-0000-0000-000000000000"
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -80,7 +80,7 @@ async def test_a_daemon_that_ends_late_leaves_its_successors_gpus_exclusive(node
 
 
 async def test_a_daemon_that_stays_for_its_last_holders_keeps_nobody_else_out(node: Node) -> None:
-    """Sharing by MPS is switched off under pods: who gets the GPUs from now on comes without MPS, and its programs must find them free."""
+    """Sharing by MPS is switched off under pods: later holders of the GPUs come without MPS, and their programs must find them free."""
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})

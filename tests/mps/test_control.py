@@ -1,4 +1,4 @@
-"""How answers of the control binary are read, in the forms that its versions have."""
+"""Answers of the control binary, in the forms that its versions have."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ async def test_every_form_of_the_right_limits_is_no_difference(tmp_path: Path, t
 
 @pytest.mark.parametrize("memory", ["10133M", "10G", "0M"])
 async def test_another_memory_limit_is_told(tmp_path: Path, memory: str) -> None:
-    """What the daemon has, and what it should have."""
+    """The sentence has the daemon's limit and the desired one."""
     assert await (await _control(tmp_path, "25.0", memory)).difference() == f"{memory} on GPU 0 instead of 10134M"
 
 
 @pytest.mark.parametrize("threads", ["", "nan", "101", "-1", "lots"])
 async def test_what_is_no_percentage_is_an_error(tmp_path: Path, threads: str) -> None:
-    """An empty answer as well: the daemon has said nothing about its limit."""
+    """An empty answer fails as well: the daemon has reported no limit."""
     with pytest.raises(MpsError, match="expected a percentage"):
         await (await _control(tmp_path, threads)).difference()
 

@@ -20,7 +20,7 @@ def _plan(root: Path) -> DaemonPlan:
 
 
 def test_the_pipe_directory_is_open_to_all_and_what_is_in_it_stays(tmp_path: Path) -> None:
-    """Mode 0755 whatever the umask; an earlier daemon's socket is not touched, since that daemon may be alive."""
+    """Mode 0755 whatever the umask. An earlier daemon's socket is not touched, since that daemon may be alive."""
     pipe = Path(_plan(tmp_path).pipe)
     pipe.mkdir(parents=True, mode=0o700)
     (pipe / "control").touch()
@@ -31,7 +31,7 @@ def test_the_pipe_directory_is_open_to_all_and_what_is_in_it_stays(tmp_path: Pat
 
 
 def test_with_selinux_containers_may_use_the_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where selinuxfs is mounted, the pipe directory and all in it get the type of container files; elsewhere nothing is labelled."""
+    """With selinuxfs mounted, the pipe directory and its content get the type of container files. Elsewhere none is set."""
     labelled: list[tuple[str, bytes]] = []
     monkeypatch.setattr(os, "setxattr", lambda path, name, value, **_: labelled.append((f"{path} {name}", value)))
     directories.prepare(_plan(tmp_path), sysfs_root=str(tmp_path))
@@ -60,7 +60,7 @@ def test_a_plan_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) 
 
 
 def test_a_pipe_whose_socket_no_daemon_could_open_is_refused(tmp_path: Path) -> None:
-    """Too long a path makes the real daemon start and never listen; the reason names the length and the keys."""
+    """Too long a path makes the real daemon start and never listen. The reason names the length and the keys."""
     with pytest.raises(MpsError, match=r"has a name of \d{3} bytes, and the kernel takes 107; set a shorter mps.containerRoot"):
         directories.prepare(_plan(tmp_path / ("x" * 100)))
     assert list(tmp_path.iterdir()) == []
@@ -68,7 +68,7 @@ def test_a_pipe_whose_socket_no_daemon_could_open_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["link", "stranger's"])
 def test_a_directory_that_somebody_else_has_put_there_is_left_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anybody may make /tmp/nvidia-mps: root would change the mode of what a link leads to, and an owner is between daemon and clients."""
+    """Any user may make /tmp/nvidia-mps: root would change the mode of what a link leads to, and an owner is between daemon and clients."""
     victim, pipe = tmp_path / "victim", tmp_path / "tmp/nvidia-mps"
     victim.mkdir(mode=0o700)
     pipe.parent.mkdir()
@@ -99,7 +99,7 @@ def test_shared_memory_is_half_of_the_nodes(tmp_path: Path) -> None:
 
 
 def test_shared_memory_that_is_mounted_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers have it mounted; a second tmpfs on top would part them from their daemon."""
+    """Containers have it mounted. A second tmpfs on top would part them from their daemon."""
     monkeypatch.setattr(os.path, "ismount", lambda _: True)
     directories.share_memory(str(tmp_path), size_mib=1, mount=lambda *_: pytest.fail("it was mounted again"))
 
@@ -115,7 +115,7 @@ def test_who_may_not_mount_is_told_how_somebody_else_can(tmp_path: Path) -> None
 
 
 def test_the_shared_memory_is_really_mounted_and_only_once(tmp_path: Path) -> None:
-    """In a mount namespace of its own, where anybody may mount: a tmpfs of the size, open to all; the second call leaves it alone."""
+    """In a mount namespace of its own, where any user may mount: a tmpfs of the size, open to all. The second call leaves it alone."""
     script = (
         "import os; from vgpu_agent.mps.directories import share_memory\n"
         f"share_memory({str(tmp_path)!r}, size_mib=4); open({str(tmp_path / 'shm/kept')!r}, 'w').close()\n"
@@ -133,6 +133,6 @@ def test_the_shared_memory_is_really_mounted_and_only_once(tmp_path: Path) -> No
 
 
 def test_the_kernels_refusal_to_mount_is_an_error_with_its_number(tmp_path: Path) -> None:
-    """mount(2) through the C library: a target that is not there gives ENOENT, or EPERM to those who may not mount at all."""
+    """mount(2) through the C library: a target that is not there gives ENOENT, or EPERM without the right to mount."""
     with pytest.raises(OSError, match=r"No such file|not permitted"):
         directories.mount_tmpfs(str(tmp_path / "no"), "size=4k")

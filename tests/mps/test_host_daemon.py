@@ -1,4 +1,4 @@
-"""The daemon that somebody else runs on the host: what can be proven of it, by the control binary or by its files."""
+"""The operator's own daemon on the host: what can be proven of it, by the control binary or by its files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_without_a_control_binary_the_pipe_is_what_can_be_proven(node: Nod
 
 
 async def test_a_daemon_that_hangs_is_told_with_the_tools_words(node: Node, pipe: Path) -> None:
-    """It may serve its clients all the same; nobody knows."""
+    """It may serve its clients all the same. This cannot be known."""
     await asyncio.to_thread(_daemon_of_the_host, node, pipe)
     node.tools.misbehave(get_default_active_thread_percentage="hang")
     reason = await HostDaemon(str(pipe), msgspec.structs.replace(node.settings, command_timeout_seconds=0.3)).why_not()

@@ -1,4 +1,4 @@
-"""What an MPS daemon writes reaches the agent's log once, without the noise of our own questions, and does not fill the node's memory."""
+"""Output of an MPS daemon, logged by the agent once, without our own questions and without filling the node's memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_line_is_told_once_and_questions_are_not(path: Path) -> None:
 
 
 def test_what_an_earlier_agent_has_told_is_not_told_again(path: Path) -> None:
-    """After an adoption reading begins at the end; a new file is read from its beginning all the same."""
+    """After an adoption reading begins at the end. A new file is read from its beginning all the same."""
     path.write_text("old\n")
     tail = LogTail(str(path), from_the_end=True)
     assert tail.read() == []
@@ -48,7 +48,7 @@ def test_a_line_without_end_and_junk_are_bounded(path: Path) -> None:
 
 
 def test_a_large_file_is_emptied_once_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file lies in memory and grows with each probe; the daemon itself never shortens it."""
+    """The file lies in memory and grows with each probe. The daemon itself never shortens it."""
     monkeypatch.setattr(log_tail, "_LARGEST_FILE", 4096)
     path.write_text("x" * 9000 + "\n")
     tail = LogTail(str(path), from_the_end=False)

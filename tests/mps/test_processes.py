@@ -1,4 +1,4 @@
-"""Whom a file that clients can write makes the agent kill: nobody but the daemon it belongs to."""
+"""A file that clients can write makes the agent kill nothing but the daemon to which it belongs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_daemon_of_a_pipe_is_found_and_ended(tmp_path: Path, daemon: subproc
 
 
 def test_a_client_cannot_have_another_daemon_ended(tmp_path: Path, daemon: subprocess.Popen[bytes]) -> None:
-    """Root in a container may write the number of any process; one of another pipe, or that has nothing to do with MPS, stays."""
+    """Root in a container may write the number of any process. One of another pipe, or that has nothing to do with MPS, stays."""
     mine = str(tmp_path / "mine")
     Path(mine).mkdir()
     for pid in (daemon.pid, os.getpid(), 1, 0, -1):
@@ -47,7 +47,7 @@ def test_a_client_cannot_have_another_daemon_ended(tmp_path: Path, daemon: subpr
 
 @pytest.mark.parametrize("kind", ["nothing", "fifo", "link", "words", "directory"])
 def test_a_file_that_is_no_number_names_nobody_and_holds_nobody_up(kind: str, tmp_path: Path, daemon: subprocess.Popen[bytes]) -> None:
-    """A pipe that nobody writes to would block for ever, and a link lead to any file of the node."""
+    """A pipe without a writer would block for ever, and a link could lead to any file of the node."""
     path = Path(processes.pid_path(str(tmp_path)))
     if kind == "fifo":
         os.mkfifo(path)

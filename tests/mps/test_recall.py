@@ -1,4 +1,4 @@
-"""What an agent that was killed has left behind is undone by the next one, although nobody wants a daemon by then."""
+"""Remains of a killed agent are undone by the next one, even when no daemon is desired by then."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a_daemon_that_is_wanted_again_is_recalled_by_nobody(node: Node) -
 
 
 async def test_a_daemon_that_nobody_wants_does_not_count_for_the_mark(node: Node) -> None:
-    """``.ready`` says that all daemons are up; one that has been ended is none of them."""
+    """``.ready`` says that all daemons are up. One that has been ended is none of them."""
     other = node.plan(2, "nvidia.com/other")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY), other.resource: (other, NOBODY)})
@@ -83,7 +83,7 @@ async def test_a_daemon_that_nobody_wants_does_not_count_for_the_mark(node: Node
 
 @pytest.mark.parametrize("pods", [(), ("team/serve-0",)])
 async def test_an_agent_without_mps_clears_away_what_a_dead_daemon_has_left(node: Node, pods: tuple[str, ...]) -> None:
-    """It has none of NVIDIA's programs and needs none; its pods under the same name share by other means, and nothing has failed."""
+    """It has none of NVIDIA's programs and needs none. Its pods under the same name share by other means, and nothing has failed."""
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -102,7 +102,7 @@ async def test_an_agent_without_mps_clears_away_what_a_dead_daemon_has_left(node
 
 
 async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node: Node) -> None:
-    """It may still be exclusive, so the plan stays; that is a warning and no daemon's failure."""
+    """It may still be exclusive, so the plan stays. That is a warning and no daemon's failure."""
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -136,7 +136,7 @@ async def test_gpus_of_another_node_need_not_be_given_back(node: Node) -> None:
 
 
 async def test_a_daemon_that_lives_is_never_taken_for_a_dead_one(node: Node) -> None:
-    """Without the program it cannot be ended, which the operator is told; its clients go on."""
+    """Without the program it cannot be ended, which the operator reads. Its clients go on."""
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})

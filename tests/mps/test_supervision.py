@@ -27,7 +27,7 @@ def _nothing_blocks() -> Iterator[None]:
 
 
 def _told(node: Node, tool: str) -> list[str]:
-    """What a tool was told, questions left out."""
+    """Return the commands that a tool received, questions left out."""
     lines = [" ".join(call["arguments"] or call["commands"]) for call in node.tools.calls if call["tool"] == tool]
     return [line for line in lines if not line.startswith("get_")]
 
@@ -64,7 +64,7 @@ async def test_a_daemon_is_started_with_the_golden_commands(node: Node) -> None:
 
 
 async def test_nothing_is_offered_before_the_limits_are_read_back(node: Node) -> None:
-    """NVIDIA's issue 1946: a daemon that forgets what it is told keeps the resource from being offered, and the reason says what it has."""
+    """NVIDIA's issue 1946: a daemon that forgets its commands keeps the resource from being offered, and the reason says what it has."""
     node.tools.misbehave(set_default_active_thread_percentage="forget")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -79,7 +79,7 @@ async def test_nothing_is_offered_before_the_limits_are_read_back(node: Node) ->
 
 
 async def test_a_killed_daemon_is_noticed_and_comes_back(node: Node) -> None:
-    """nvidia:D7: upstream asks once, at its start; here a death is seen, clients are counted, their pods named, and a new one starts."""
+    """nvidia:D7: upstream asks once, at its start. Here a death is seen, clients are counted, their pods named, and a new one starts."""
     node.pods = ("team/train-0", "team/train-1")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -124,7 +124,7 @@ async def test_a_new_agent_adopts_the_daemon_of_the_last_one(node: Node) -> None
 
 
 async def test_new_limits_wait_for_the_holders_of_the_old_ones(node: Node) -> None:
-    """A running daemon with other limits is replaced when nobody holds a share; until then nothing new is offered, and the pod is named."""
+    """A running daemon with other limits is replaced when no pod holds a share. Until then nothing new is offered, and the pod is named."""
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(4), NOBODY)})
@@ -246,7 +246,7 @@ async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> No
 
 
 async def test_limits_that_somebody_changed_are_put_back(node: Node) -> None:
-    """An administrator's experiment on the daemon lasts until the next proof; the journal says what was found."""
+    """An administrator's experiment on the daemon lasts until the next proof. The journal says what was found."""
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
@@ -279,7 +279,7 @@ async def test_limits_shown_in_whole_gib_are_understood(node: Node) -> None:
 
 
 async def test_one_daemon_that_fails_stops_no_other(node: Node) -> None:
-    """Each resource has a daemon of its own; only the one in trouble is withheld."""
+    """Each resource has a daemon of its own. Only the one in trouble is withheld."""
     other = node.plan(2, "nvidia.com/other")
     bad = dataclasses.replace(node.plan(), pipe="/proc/no/pipe")
     async with node.agent() as supervision:

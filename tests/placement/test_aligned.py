@@ -1,4 +1,4 @@
-"""Which whole GPUs a container should get: those of nvidia §6.1, and a search of one's own that tries everything."""
+"""The choice of whole GPUs for a container: that of nvidia §6.1, and that of an independent search that tries everything."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_up_to_eight_gpus_there_is_no_better_choice(data: strategies.DataObject)
 
 @pytest.mark.parametrize(("count", "seconds"), [(8, 0.02), (16, 0.1)])
 def test_many_gpus_take_no_longer_than_kubelet_may_wait(count: int, seconds: float) -> None:
-    """The replaced plugin needs tens of seconds for 16; the limits leave room for a slow machine."""
+    """The replaced plugin needs tens of seconds for 16. The limits leave room for a slow machine."""
     names = gpus(count)
     pairs = itertools.combinations(range(count), 2)
     links = both_ways({(names[one], names[other]): Link(10 * (1 + (one ^ other) % 5), (one + other) % 3) for one, other in pairs})

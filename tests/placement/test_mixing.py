@@ -19,25 +19,25 @@ WANT = Want(1, lambda _: 1000, 0, "1 share")
 
 
 def request(ranks: dict[str, int], replicas: int, size: int, *, required: tuple[str, ...] = ()) -> IdRequest:
-    """Of as many GPUs as there are ranks, each with as many free ids."""
+    """Return a request for ids of as many GPUs as there are ranks, each with as many free ids."""
     every = {f"{gpu}::{number}": gpu for gpu in ranks for number in range(replicas)}
     return IdRequest(list(every), required, size, every, collections.Counter(every.values()), ranks=ranks)
 
 
 def test_a_family_has_four_kinds_of_gpus() -> None:
-    """Its own and those that no other is offered lock nobody out; a free one does; one of others it cannot have, or not for long."""
+    """Its own and those that no other is offered lock no family out, and a free one does. One of others it cannot have, or not for long."""
     around = neighbours("a", frozenset("123"), [("1", "a"), ("3", "b")])
     assert {gpu: around.rank(gpu) for gpu in "0123"} == {"0": OWN, "1": OWN, "2": FREE, "3": OTHERS}
 
 
 def test_a_gpu_that_a_scheduler_has_named_for_another_family_comes_last() -> None:
-    """Also one that serves this family: what is added to it keeps the pod of the other family waiting."""
+    """This includes one that serves this family: what is added to it keeps the other family's pod waiting."""
     around = neighbours("a", frozenset("012"), [("1", "a")], [("0", "b"), ("1", "b"), ("2", "a")])
     assert {gpu: around.rank(gpu) for gpu in "012"} == {"0": OTHERS, "1": OTHERS, "2": FREE}
 
 
 def test_a_family_that_shares_no_gpu_chooses_as_if_it_were_alone() -> None:
-    """Whatever it has: the answers on a node with one family are those of the plugin that is replaced."""
+    """Its answers are those of the replaced plugin on a node with one family, for any holdings."""
     assert neighbours("a", frozenset(), [("0", "a")]) == ALONE
 
 
@@ -75,7 +75,7 @@ def test_spreading_takes_several_gpus_but_none_of_another_family() -> None:
 
 
 def test_whole_gpus_are_aligned_among_those_of_the_lowest_ranks() -> None:
-    """Links decide between GPUs that lock out as few families; one of another family is taken only when there are too few."""
+    """Links decide between GPUs that lock out as few families. One of another family is taken only when there are too few."""
     ranks = {"0": OWN, "1": OTHERS, "2": OWN, "3": OWN}
     links = {("0", "1"): Link(0, 8), ("1", "0"): Link(0, 8), ("2", "3"): Link(0, 4), ("3", "2"): Link(0, 4)}
     every = {gpu: gpu for gpu in ranks}
@@ -94,7 +94,7 @@ def test_a_required_id_is_in_the_answer_whatever_its_rank() -> None:
     policy=st.sampled_from(sorted(POLICIES)), rank=st.sampled_from((OWN, FREE, OTHERS)), replicas=st.integers(1, 3), size=st.integers(1, 3)
 )
 def test_equal_ranks_change_no_answer(policy: str, rank: int, replicas: int, size: int) -> None:
-    """What was held by others or by nobody before is chosen from as ever."""
+    """GPUs of one rank are chosen as before, whether others held them or not."""
     replicas = 1 if policy == ALIGNED else max(replicas, size)
     one_rank, none = (request(dict.fromkeys("0123", each), replicas, size) for each in (rank, OWN))
     assert choose(policy, one_rank) == choose(policy, none)
@@ -107,6 +107,6 @@ def test_a_pod_without_a_scheduler_goes_to_a_gpu_that_serves_its_family() -> Non
 
 
 def test_spread_is_chosen_by_an_operator_and_only_avoids_gpus_of_others() -> None:
-    """An explicit setting counts before the mix; a GPU that another family waits for would not start the pod."""
+    """An explicit setting counts before the mix. A GPU that another family waits for would not start the pod."""
     around = Neighbours(frozenset("0123"), serving=frozenset("2"), others=frozenset("0"))
     assert [room.device for room in choose_rooms(ROOMS, WANT, policy="spread", neighbours=around)] == ["1"]

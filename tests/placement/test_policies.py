@@ -39,7 +39,10 @@ def test_each_policy_by_name(policy: str, expected: list[str]) -> None:
 
 
 def test_spread_and_distributed_differ_where_gpus_have_different_numbers_of_replicas() -> None:
-    """Of a GPU with 1 of 1 free and one with 3 of 4 free, spread takes that with more free and distributed that with fewer held."""
+    """Spread takes a GPU with 3 of 4 free, distributed one with 1 of 1 free.
+
+    Spread compares free ids, distributed held ones.
+    """
     every = {"0::0": "0", **{f"1::{number}": "1" for number in range(4)}}
     asked = IdRequest(["0::0", "1::1", "1::2", "1::3"], (), 1, every, collections.Counter(every.values()))
     assert choose(SPREAD, asked) == ["1::1"]

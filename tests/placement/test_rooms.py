@@ -34,7 +34,7 @@ def test_binpack_takes_the_fullest_that_fits() -> None:
 
 
 def test_spread_takes_the_one_with_the_fewest_containers() -> None:
-    """How much memory they use does not matter."""
+    """The memory that they use does not matter."""
     rooms = [_room("GPU-0", used_mib=1000, holders=2), _room("GPU-1", used_mib=20000, holders=1)]
     assert _chosen(rooms, _want(), SPREAD) == ["GPU-1"]
 
@@ -53,7 +53,7 @@ def test_several_are_several_different_devices() -> None:
 
 
 def test_all_compute_needs_an_empty_device() -> None:
-    """100 percent goes to a GPU that nobody shares."""
+    """100 percent goes to a GPU without other holders."""
     assert _chosen([_room("GPU-0", holders=1), _room("GPU-1")], _want(cores=100), BINPACK) == ["GPU-1"]
 
 
@@ -70,7 +70,7 @@ def test_all_compute_needs_an_empty_device() -> None:
     ],
 )
 def test_the_error_says_what_each_device_lacks(room: DeviceRoom, want: Want, text: str) -> None:
-    """Whoever reads the pod's status knows which of its wishes does not fit, and by how much."""
+    """The pod's status says which of its requests does not fit, and by how much."""
     with pytest.raises(CapacityError, match=f"GPU-0: .*{text}"):
         choose_rooms([room], want, policy=SPREAD)
 
@@ -82,7 +82,7 @@ def test_a_node_without_devices_says_so() -> None:
 
 
 def test_a_device_that_the_pod_does_not_want_is_passed_over() -> None:
-    """The reason stands where the lack of room would."""
+    """The error has the reason in place of the lack of room."""
     rooms = [_room("GPU-0"), _room("GPU-1")]
     assert [room.device for room in choose_rooms(rooms, _want(), policy=BINPACK, refused={"GPU-0": "no"})] == ["GPU-1"]
     with pytest.raises(CapacityError, match="GPU-0: not this one; GPU-1: fits"):
@@ -115,7 +115,7 @@ def test_types_match_by_any_part_of_the_name(wanted: str | None, unwanted: str |
     [(None, None, True), (" GPU-0 ,GPU-1", None, True), ("GPU-1", None, False), ("GPU-0", "GPU-0", False), (None, "GPU", True)],
 )
 def test_uuids_match_exactly_and_unwanted_wins(wanted: str | None, unwanted: str | None, *, allowed: bool) -> None:
-    """What stands around a UUID does not matter; a part of one is none."""
+    """Text around a UUID does not matter, and a part of a UUID does not match."""
     assert (uuid_refusal("GPU-0", wanted=wanted, unwanted=unwanted) == "") is allowed
 
 
@@ -139,7 +139,7 @@ ROOMS = st.lists(
     rooms=ROOMS, count=st.integers(1, 3), memory=st.integers(1, 1000), cores=st.integers(0, 100), policy=st.sampled_from([BINPACK, SPREAD])
 )
 def test_what_is_chosen_has_room(rooms: list[DeviceRoom], count: int, memory: int, cores: int, policy: str) -> None:
-    """Whatever the node looks like: as many different devices as wanted, each with room, or an error."""
+    """Any node gives as many different devices as wanted, each with room, or an error."""
     try:
         chosen = choose_rooms(rooms, _want(count, memory, cores), policy=policy)
     except CapacityError:

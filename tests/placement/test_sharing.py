@@ -61,7 +61,7 @@ def test_the_same_input_spreads_or_packs_by_policy() -> None:
 
 @pytest.mark.parametrize("policy", [DISTRIBUTED, PACKED])
 def test_more_than_there_is_cannot_be_chosen(policy: str) -> None:
-    """nvidia:§6.2-10: needed > candidates is an error, which names both numbers; the allocator then makes a simple pick."""
+    """nvidia:§6.2-10: needed > candidates is an error, which names both numbers. The allocator then makes a simple pick."""
     with pytest.raises(CapacityError, match="5 ids are wanted, 4 can be had"):
         _choose(2, 2, None, 5, policy)
 

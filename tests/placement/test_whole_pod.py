@@ -22,7 +22,7 @@ def test_the_first_device_with_room_is_taken(memory_mib: int, device: str) -> No
 
 
 def test_no_room_says_what_each_device_has() -> None:
-    """The error names the wish and the state of every device."""
+    """The error names the request and the state of every device."""
     with pytest.raises(CapacityError) as refused:
         first_with_room(ROOMS, 101)
     assert str(refused.value) == (
@@ -32,7 +32,7 @@ def test_no_room_says_what_each_device_has() -> None:
 
 
 def test_idle_devices_are_those_without_holders() -> None:
-    """Only devices of which nobody has anything count, in their order."""
+    """Only devices without any holder count, in their order."""
     other = DeviceRoom("other")
     assert first_idle((*ROOMS, other), 2) == (EMPTY, other)
 

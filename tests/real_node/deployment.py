@@ -44,7 +44,7 @@ def kustomized(rig: Rig, folder: Path, components: list[str]) -> list[dict[str, 
 
 
 def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
-    """Simulated GPUs; libvgpu.so out of busybox's image, which has a shell; hami-core's folders inside ``folder``."""
+    """Simulated GPUs, libvgpu.so out of busybox's image, which has a shell, and hami-core's folders inside ``folder``."""
     (daemon_set,) = [each for each in objects if each["kind"] == "DaemonSet"]
     daemon_set["spec"]["minReadySeconds"] = 0
     spec = daemon_set["spec"]["template"]["spec"]

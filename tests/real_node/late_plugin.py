@@ -34,7 +34,7 @@ KIND = "vgpu-agent.test/grant"
 
 
 class LateBackend:
-    """Answers Allocate without knowing anybody, and PreStartContainer from kubelet's records."""
+    """Answers Allocate without knowing the pod, and PreStartContainer from the kubelet's records."""
 
     def __init__(self, resource: Resource, settings: Kubelet, cdi_directory: Path) -> None:
         self.revision = Revision()
@@ -56,14 +56,14 @@ class LateBackend:
         return Edits(cdi_names=(f"{KIND}={_name(ids)}",))
 
     def may_start_unasked(self, resource: str) -> bool:
-        """A CDI name stands for its own container or for nothing."""
+        """A CDI name is its own container's or undefined."""
         return True
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
-        """Find out whose ids these are, and write the spec.
+        """Find the owner of these ids, and write the spec.
 
         Raises:
-            RequestRefusedError: kubelet's records name nobody, or several, or the test wants a refusal.
+            RequestRefusedError: the kubelet's records name no owner, or several, or the test asks for a refusal.
         """
         refusal = self._cdi_directory / "refuse"
         if await asyncio.to_thread(refusal.exists):

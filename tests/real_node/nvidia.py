@@ -112,7 +112,7 @@ def printed(rig: Rig, name: str, container_name: str = "main", timeout: float = 
 
 
 def containers_of(rig: Rig, names: Collection[str]) -> dict[str, tuple[str, int]]:
-    """Pod → its first container's id and how often that was started again: what must not change under whoever only runs."""
+    """Pod → its first container's id and how often that was started again: what must not change under a running pod."""
     states = {}
     for name in names:
         found = rig.pod(name)

@@ -1,9 +1,9 @@
 """Start times of 20 pods at once on a real node, for several kinds of pods whose rounds take turns.
 
 The benchmark (tests/bench/real_node.py) judges by it, and `test_volcano_speed` more leniently. A round creates 20 pods and ends when the
-last of them is Running for the API server. All kinds have the same image, command and scheduler; there is a pause between rounds. Judged is
-the **best round of each kind**: starting 20 pods keeps both cores of a small machine busy from beginning to end, so whatever else the
-machine does makes a round longer, and nothing makes it shorter. Rounds go on until the verdict is good, at most `MOST_ROUNDS` and always as
+last of them is Running for the API server. All kinds have the same image, command and scheduler, with a pause between rounds. The **best
+round of each kind** counts: starting 20 pods keeps both cores of a small machine busy from beginning to end, so any other work of the
+machine makes a round longer, and nothing makes it shorter. Rounds go on until the verdict is good, at most `MOST_ROUNDS` and always as
 many of each kind: more of them bring both bests nearer to what the node itself needs, and a plugin that is too slow stays too slow.
 """
 
@@ -147,7 +147,7 @@ def with_coarse_units(rig: Rig, *, most_later: float, least_rounds: int = 5) -> 
 
 
 def with_units_of_a_mib(rig: Rig, *, most_later: float, least_rounds: int = 5) -> Rounds:
-    """Pods without vGPU, with a plugin that does nothing, and with an agent that nobody has configured, in turn; memory counted in MiB.
+    """Pods without vGPU, with a plugin that does nothing, and with an agent without configuration, in turn. Memory is counted in MiB.
 
     The two plugins take turns as well: a resource has one. The agent is as good as new in each of its rounds.
     """

@@ -80,7 +80,7 @@ def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(agen
     for number in range(1, HANDOVERS + 1):
         resource = NUMBER if number % 2 else GPU
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        assert _wait_count(rig, resource, 0) - began < KUBELETS_SECONDS / 2  # nobody is sent here in vain
+        assert _wait_count(rig, resource, 0) - began < KUBELETS_SECONDS / 2  # no pod is sent here in vain
         rig.create_pod(_pod(f"pod-{number}", resource, "sleep 5"))
         rig.wait_for_phase(f"pod-{number - 1}", "Succeeded")
         reported_at = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -107,7 +107,7 @@ def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(agen
 
 
 def test_kubelet_keeps_the_counts_that_the_agent_has_written(agent: NodeAgent) -> None:
-    """It computes the same from the list that it was sent, so its next look changes nothing; the Node is written once a change."""
+    """It computes the same from the list that it was sent, so its next look changes nothing. The Node is written once a change."""
     rig = agent.rig
     rig.create_pod(_pod("pod", GPU, "sleep 100000"))
     wait_running(rig, ["pod"])

@@ -86,7 +86,7 @@ def test_a_refused_start_waits_with_our_text_and_goes_on_when_it_may(rig: Rig, s
 
 
 def test_after_a_graceful_stop_a_crashed_container_restarts_without_the_plugin(rig: Rig, start_plugin: Start) -> None:
-    """The last act of a stop is a registration without pre-start, so kubelet asks nobody who is not there."""
+    """The last act of a stop is a registration without pre-start, so the kubelet calls no missing server."""
     plugin = start_plugin()
     rig.create_pod(pod("alone", command=PRINT, limits={RESOURCE: 1}, restartPolicy="Always"))
     rig.wait_for_phase("alone", "Running")

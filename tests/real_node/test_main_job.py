@@ -163,7 +163,7 @@ def test_3f_a_gpu_fails_and_recovers_under_a_running_pod(rig: Rig, start_agent: 
 
 
 def test_3g_an_unhealthy_id_fails_that_pod_only_with_our_message(rig: Rig, start_agent: StartAgent) -> None:
-    """3g: kubelet has not heard of the fault yet and hands out the ill GPU: the pod's status says why; the next pod runs."""
+    """3g: the kubelet has not received the fault yet and hands out the ill GPU: the pod's status says why. The next pod runs."""
     agent = start_agent(rig, QUICK.replace("verifySeconds: 2", "verifySeconds: 2, coalesceSeconds: 8"))
     wait_allocatable(rig, 2)
     agent.simulated.xid(0, 79)
@@ -179,7 +179,7 @@ def test_3g_an_unhealthy_id_fails_that_pod_only_with_our_message(rig: Rig, start
 
 
 def test_3g_an_unknown_id_fails_that_pod_only_with_our_message(rig: Rig, start_agent: StartAgent) -> None:
-    """3g: replicas were taken away and kubelet has not heard of it yet: unknown device, in the pod's status; the next pod runs."""
+    """3g: replicas were taken away and the kubelet has not received it yet: unknown device, in the pod's status. The next pod runs."""
     agent = start_agent(rig, shared(4).replace("verifySeconds: 2", "verifySeconds: 2, coalesceSeconds: 8"))
     wait_allocatable(rig, 8)
     replace_text(agent.config, agent.config.read_text().replace("replicas: 4", "replicas: 1"))
@@ -194,7 +194,7 @@ def test_3g_an_unknown_id_fails_that_pod_only_with_our_message(rig: Rig, start_a
 
 
 def test_3h_a_deleted_pods_ids_come_back(rig: Rig, start_agent: StartAgent) -> None:
-    """3h: with all GPUs taken a pod waits; when one holder is deleted it runs on that very GPU."""
+    """3h: with all GPUs taken a pod waits. When one holder is deleted it runs on that very GPU."""
     agent = start_agent(rig)
     wait_allocatable(rig, 2)
     for name in ("first", "second"):

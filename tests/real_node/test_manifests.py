@@ -26,7 +26,7 @@ _COMPONENTS = sorted(path.name for path in (MANIFESTS / "components").iterdir())
 
 
 def test_the_api_server_accepts_every_manifest(rig: Rig) -> None:
-    """``kubectl apply -k manifests`` with strict validation creates all objects; a second time nothing changes."""
+    """``kubectl apply -k manifests`` with strict validation creates all objects. A second time nothing changes."""
     try:
         created = rig.kubectl("apply", "-k", str(MANIFESTS), "--validate=strict").splitlines()
         assert {line.split("/")[0].split(".")[0] for line in created} >= {
@@ -56,7 +56,7 @@ def deployed(rig: Rig) -> Iterator[Deployed]:
 
 
 def test_the_daemon_set_serves_pods_with_the_rights_it_asks_for(deployed: Deployed) -> None:
-    """Root without a single capability, on a read-only file system: it registers, pods run, and a rolling update loses nobody."""
+    """Root without a single capability, on a read-only file system: it registers, pods run, and a rolling update loses none."""
     rig = deployed.rig
     wait_allocatable(rig, 2)
     rig.create_pod(pod("user", command='echo "NVIDIA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES"; sleep 100000', limits={GPU: 1}))
@@ -176,7 +176,7 @@ def _left_on_the_node(rig: Rig) -> dict[str, str]:
     return {key: value for key, value in keys.items() if key.startswith(_OF_THE_AGENT)}
 
 
-def test_a_removal_leaves_nothing_on_the_node_but_the_farewell(deployed: Deployed) -> None:
+def test_a_removal_leaves_nothing_on_the_node_but_the_deleted_handshake(deployed: Deployed) -> None:
     """docs/operations.md, Remove: with the rights it has until its end, the agent takes its annotations and labels off.
 
     The last test of this file, because the agent is gone afterwards.

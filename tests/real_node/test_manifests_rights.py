@@ -285,7 +285,7 @@ _COUNTS: list[tuple[dict[str, Any], bool]] = [
 
 
 def test_the_policy_lets_the_agent_count_what_is_healthy_and_no_more(deployed: Deployed, agent: Api) -> None:
-    """Within what kubelet has written as the capacity, and only of resources that kubelet has written; nothing is made up."""
+    """Within what kubelet has written as the capacity, and only of resources that kubelet has written. Nothing is made up."""
     rig, status = deployed.rig, f"/api/v1/nodes/{deployed.rig.node_name()}/status"
     rig.api.patch(status, {"status": {"capacity": {_COUNTED: "4", "example.com/other": "4"}, "allocatable": {_COUNTED: "4"}}})
     wrong = []
@@ -299,14 +299,14 @@ def test_the_policy_lets_the_agent_count_what_is_healthy_and_no_more(deployed: D
 
 
 def test_a_token_without_a_node_changes_nothing(deployed: Deployed) -> None:
-    """Made by somebody who may make tokens of this account: without a pod behind it, the policy refuses every patch and says why."""
+    """Made with the right to make tokens of this account: without a pod behind it, the policy refuses every patch and says why."""
     unbound = deployed.rig.api.as_bearer(_token(deployed.rig))
     with pytest.raises(ApiError, match="does not say on which node"):
         unbound.patch(f"/api/v1/nodes/{deployed.rig.node_name()}", _OURS)
 
 
 def test_a_refusal_by_the_policy_names_the_node_and_the_key(deployed: Deployed, agent: Api, another_node: str) -> None:
-    """So that whoever reads the agent's log knows which rule it was."""
+    """Readers of the agent's log then know which rule it was."""
     with pytest.raises(ApiError, match=f"vgpu-agent on node {deployed.rig.node_name()} changes that node"):
         agent.patch(f"/api/v1/nodes/{another_node}", _OURS)
     with pytest.raises(ApiError, match=r"refused: example\.com/other"):
@@ -357,7 +357,7 @@ def test_a_stolen_token_cannot_forge_or_change_the_events_of_others(deployed: De
 
 
 def test_the_eviction_component_grants_evictions_and_nothing_else(deployed: Deployed, agent: Api) -> None:
-    """With it, the token can evict a pod; the deletion itself is the API server's."""
+    """With it, the token can evict a pod. The deletion itself is the API server's."""
     rig = deployed.rig
     rights = (MANIFESTS / "components" / "eviction" / "rbac.yaml").read_text()
     rig.kubectl("apply", "-f", "-", stdin=rights)

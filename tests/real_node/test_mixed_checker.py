@@ -125,7 +125,7 @@ def test_a_handover_ends_with_healthy_ids_of_another_family(tmp_path: Path) -> N
 
 
 def test_an_offer_before_kubelet_has_let_go_is_found(tmp_path: Path) -> None:
-    """Kubelet would give the GPU to another family while the pod may still have processes."""
+    """The kubelet would give the GPU to another family while the pod may still have processes."""
     folder = _Folder(tmp_path, [_job("n", NVIDIA)])
     folder.start("n", 1.0)
     folder.end("n", 10.0)

@@ -1,4 +1,4 @@
-"""Devices by their CDI names on a real kubelet and containerd: what a container gets that is told of its GPU in no other way."""
+"""Devices by their CDI names on a real kubelet and containerd: the share of a container that learns of its GPU in no other way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL, LARGE = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-3g.20gb"
 
 @pytest.mark.parametrize("strategy", ["cdi-cri", "cdi-annotations"])
 def test_cdi_names_inject_the_device(rig: Rig, strategy: str) -> None:
-    """By the field of the CRI and by annotations: the nodes of the pod's own GPU, and no wish that an older hook would act upon."""
+    """By the field of the CRI and by annotations: the nodes of the pod's own GPU, and no request that an older hook would act upon."""
     with running(NodeAgent(rig, QUICK + cdi_config(rig, strategy), gpus=3)) as agent:
         wait_allocatable(rig, 3)
         rig.create_pod(gpu_pod("one"))

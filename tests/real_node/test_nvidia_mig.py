@@ -22,7 +22,7 @@ GEOMETRY = ("1g.5gb", "2g.10gb", "3g.20gb")
 
 
 def test_a_pod_with_two_profiles_gets_a_slice_of_each(rig: Rig) -> None:
-    """nvidia:G6: GPU 0 is whole and GPU 1 in slices; each container is told of its own slice, and has its capability files."""
+    """nvidia:G6: GPU 0 is whole and GPU 1 in slices. Each container gets its own slice, and has its capability files."""
     agent = NodeAgent(rig, MIXED, gpus=2)
     agent.simulated.set_mig(1, GEOMETRY)
     with running(agent):

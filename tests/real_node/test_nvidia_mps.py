@@ -1,4 +1,4 @@
-"""MPS on a real node: the control daemon (a stand-in of NVIDIA's) dies under running pods, and everybody can see that it is back."""
+"""MPS on a real node: the control daemon (a stand-in of NVIDIA's) dies under running pods, and all can see that it is back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def agent(rig: Rig) -> Iterator[NodeAgent]:
 
 
 def test_a_daemon_that_is_killed_under_running_pods_comes_back(rig: Rig, agent: NodeAgent) -> None:
-    """Pods run on with their share, the loss is told with their names, no new share is given until the limits hold again, then it is."""
+    """Pods run on with their share, the loss is logged with their names, no new share is given until the limits hold again, then it is."""
     pipe, tools = agent.folder / "mps" / GPU / "pipe", MpsTools(agent.folder / "tools")
     with running(agent):
         wait_allocatable(rig, 8)
@@ -77,7 +77,7 @@ def test_a_daemon_that_is_killed_under_running_pods_comes_back(rig: Rig, agent: 
 
 
 def test_a_control_binary_that_refuses_withholds_its_resource(rig: Rig, agent: NodeAgent) -> None:
-    """No pod is sent to a daemon whose limits nobody knows; as soon as it answers, the resource is there."""
+    """No pod is sent to a daemon with unknown limits. As soon as it answers, the resource is there."""
     tools = MpsTools(agent.folder / "tools")
     tools.misbehave(start="refuse")
     with contextlib.closing(agent):

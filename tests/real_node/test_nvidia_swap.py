@@ -17,7 +17,7 @@ from tests.real_node.rig import Rig
     ids=["NVIDIA's", "iktos'"],
 )
 def test_pods_of_the_plugin_before_keep_their_replicas(rig: Rig, infix: str, config: str) -> None:
-    """The checkpoint that it left says who holds what; four replicas are held, four are had, and a fifth pod waits."""
+    """The checkpoint that it left names the holders; four replicas are held, four are had, and a fifth pod waits."""
     agent = NodeAgent(rig, config, gpus=2)
     with contextlib.closing(agent):
         with former_plugin(rig, {GPU: {f"{uuid}{infix}": 4 for uuid in agent.simulated.uuids}}):

@@ -83,7 +83,7 @@ class TestOneNode:
         assert rig.node()["status"]["nodeInfo"]["kubeletVersion"] == "v1.36.3"
 
     def test_a_pod_runs_and_prints(self, rig: Rig) -> None:
-        """A pod is scheduled and runs; its log, its environment and its file system can be read."""
+        """A pod is scheduled and runs. Its log, its environment and its file system can be read."""
         rig.create_pod(pod("speaker", command="echo I am $NAME; sleep 1000", containers=[_named_container()]))
 
         rig.wait_for_phase("speaker", "Running")
@@ -92,7 +92,7 @@ class TestOneNode:
         assert rig.exec("speaker", "sh", "-c", "echo $NAME") == "a container\n"
 
     def test_a_service_account_is_known_and_limited(self, rig: Rig) -> None:
-        """A pod has a token of its own with which the API server knows it; RBAC refuses what nobody granted."""
+        """A pod has a token of its own with which the API server knows it; RBAC refuses what was not granted."""
         rig.create_pod(pod("client"))
         rig.wait_for_phase("client", "Running")
 
@@ -119,7 +119,7 @@ class TestOneNode:
         rig.wait_for(lambda: rig.pod("fixed-node-1") is None, what="the end of the static pod")
 
     def test_the_kubelet_can_be_stopped_and_started_under_a_running_pod(self, rig: Rig) -> None:
-        """The pod's container survives; the host sees the new kubelet's registration socket."""
+        """The pod's container survives. The host sees the new kubelet's registration socket."""
         rig.create_pod(pod("survivor"))
         before = rig.wait_for_phase("survivor", "Running")["status"]["containerStatuses"]
         socket_file = rig.kubelet_dir() / "device-plugins" / "kubelet.sock"
@@ -171,7 +171,7 @@ class TestShapes:
         assert sorted(state["machineState"]) == ["0", "1"]
 
     def test_two_nodes_have_separate_kubelets_and_one_network(self, start_rig: Callable[..., Rig]) -> None:
-        """A pod on each node runs; each kubelet has its own folder; one pod reaches the other over the network."""
+        """A pod on each node runs, each kubelet has its own folder, and one pod reaches the other over the network."""
         rig = start_rig(Options(nodes=2))
         rig.create_pod(pod("server", command="echo hello > /tmp/index.html; exec httpd -f -p 80 -h /tmp", nodeName=rig.node_name(1)))
         rig.create_pod(pod("client", nodeName=rig.node_name(2)))
@@ -244,7 +244,7 @@ class TestEnd:
         assert leftovers.traces(layout, record.namespaces) == []
 
     def test_the_remains_of_a_killed_keeper_are_collected(self, cluster_available: None) -> None:
-        """Its processes die with it; the folder and the cgroups go at the next start, or at `scripts/cluster down`."""
+        """Its processes die with it. The folder and the cgroups go at the next start, or at `scripts/cluster down`."""
         layout = Layout.fresh()
         rig = Rig(layout.name)
         rig.start(owned=False)
@@ -273,7 +273,7 @@ class TestCommand:
     """`scripts/cluster`, as a person uses it."""
 
     def test_a_cluster_stays_up_until_down(self, cluster_available: None) -> None:
-        """Up, looked at from another folder, refused a second time, down; each says what it did."""
+        """Up, looked at from another folder, refused a second time, down. Each says what it did."""
         name = Layout.fresh().name
         try:
             up = _cluster("up", "--name", name)

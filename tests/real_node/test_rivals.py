@@ -10,7 +10,7 @@ from tests.real_node.rig.manifests import pod
 
 
 def test_allocatable_comes_back_when_the_second_agent_has_gone(rig: Rig) -> None:
-    """kubelet's book is by resource name, so the end of the last to register ends both; the first one mends it by itself (#121994)."""
+    """The kubelet's book is by resource name, so the end of the last to register ends both. The first one mends it by itself (#121994)."""
     with contextlib.ExitStack() as ended:
         first, second = (NodeAgent(rig, QUICK, gpus=2, numa=None) for _ in range(2))
         ended.callback(first.close)

@@ -126,7 +126,7 @@ def test_an_init_container_with_a_gpu_and_the_container_after_it(volcano_rig: Ri
 
 
 def test_twenty_unequal_pods_bound_within_one_second(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """volcano-vgpu:D2: no time stamp tells them apart, and every container has its own limit; nothing was guessed and none refused."""
+    """volcano-vgpu:D2: no time stamp tells them apart, and every container has its own limit. Nothing was guessed and none refused."""
     rig = volcano_rig
     limits = {f"burst-{number:02}": 100 + 10 * number for number in range(20)}
     for name, memory in limits.items():
@@ -196,7 +196,7 @@ def test_an_unhealthy_card_is_avoided(volcano_rig: Rig, agent: NodeAgent) -> Non
 
 
 def test_a_scheduler_that_is_killed_in_a_burst(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """The next one reads from the annotations what is given; every container has what was decided for it."""
+    """The next one reads from the annotations what is given. Every container has what was decided for it."""
     rig = volcano_rig
     limits = {f"torn-{number}": 400 + number for number in range(8)}
     with VolcanoScheduler(rig, policy="binpack") as scheduler:

@@ -1,4 +1,4 @@
-"""Early binding on a real node: kubelet does not say whose Allocate it is, so a guess is proven before the container starts."""
+"""Early binding on a real node: the kubelet does not name the pod of an Allocate, so a guess is proven before the container starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STORM = 10
 
 @pytest.fixture
 def agent(volcano_rig: Rig) -> Iterator[NodeAgent]:
-    """An agent whose runtime cannot be told anything later."""
+    """An agent whose runtime takes nothing after the answer."""
     running = volcano_agent(volcano_rig, COARSE_CONFIG, cdi=False)
     try:
         yield start_vgpu(running, UNIT_MIB)
@@ -40,7 +40,7 @@ def test_pods_one_after_the_other(volcano_rig: Rig, agent: NodeAgent) -> None:
 def test_in_a_storm_nobody_runs_with_another_ones_limits(
     volcano_rig: Rig, agent: NodeAgent, record_property: Callable[[str, object], None]
 ) -> None:
-    """volcano-vgpu:D2: unequal pods at once: who runs has its own limit, and who cannot is told for whom its answer was made."""
+    """volcano-vgpu:D2: unequal pods at once: each that runs has its own limit, and a refusal names the pod of its answer."""
     rig, limits = volcano_rig, {f"storm-{number}": 30 + 2 * number for number in range(STORM)}
     for name, memory in limits.items():
         rig.create_pod(volcano_pod(name, containers=[showing(limits=vgpu(1, memory))]))

@@ -79,18 +79,18 @@ def test_kubelet_restarts_under_running_pods(volcano_rig: Rig, agent: NodeAgent)
 
 
 def test_the_agent_is_killed_in_the_middle_of_a_burst(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """kill -9: pods that were admitted wait and are told why, and once it is back all have their own limits and annotations."""
+    """kill -9: pods that were admitted wait with the reason, and once it is back all have their own limits and annotations."""
     rig, pods = volcano_rig, _burst("burst", 10)
     with VolcanoScheduler(rig, policy="spread"):
         for name, memory in pods.items():
             rig.create_pod(_asking(name, memory))
         rig.wait_for(lambda: "start.bound" in agent.events() or None, what="the first start")
         agent.run(agent.process.kill())
-        time.sleep(1)  # kubelet meets nobody
+        time.sleep(1)  # the kubelet meets no server
         agent.start()
         wait_running_or_failed(rig, pods)
         failed = {pod["metadata"]["name"]: pod["status"].get("message", "") for pod in rig.pods() if pod["status"]["phase"] == "Failed"}
-        # Whoever was being admitted at that moment has failed for good, as with every device plugin; whoever runs, runs right.
+        # Pods being admitted at that moment have failed for good, as with every device plugin. Those that run, run right.
         assert all("Allocate failed" in message for message in failed.values()), failed
         running = {name: memory for name, memory in pods.items() if name not in failed}
         assert len(running) >= 2
@@ -110,7 +110,7 @@ def wait_running_or_failed(rig: Rig, names: Mapping[str, int]) -> None:
 
 
 def test_a_crashed_container_restarts_while_the_agent_is_away(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """After a graceful stop kubelet asks nobody, and the container starts again from the spec that is there, with the same limit."""
+    """After a graceful stop the kubelet asks no server, and the container starts again from the spec that is there, with the same limit."""
     rig = volcano_rig
     with VolcanoScheduler(rig):
         rig.create_pod(_asking("alone", 40, restartPolicy="Always"))
@@ -147,7 +147,7 @@ def test_the_api_server_goes_away_in_the_middle_of_a_burst(volcano_rig: Rig, age
 
 
 def test_a_node_that_was_deleted_is_announced_again(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """Somebody removes our annotation, then the whole Node: both come back, and a pod runs."""
+    """Our annotation is removed, then the whole Node: both come back, and a pod runs."""
     rig = volcano_rig
     path = f"/api/v1/nodes/{rig.node_name()}"
     announced = rig.node()["metadata"]["annotations"][REGISTER]

@@ -25,7 +25,7 @@ def agent(volcano_rig: Rig) -> Iterator[NodeAgent]:
 
 
 def test_kubelet_is_asked_about_the_starting_pod_only(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """Each start is proven by both witnesses, and for none of them all pods of the node were listed."""
+    """Each start is proven by both kubelet records, and for none of them all pods of the node were listed."""
     rig = volcano_rig
     with VolcanoScheduler(rig):
         for name, memory in PODS.items():

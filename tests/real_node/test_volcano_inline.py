@@ -11,7 +11,7 @@ from tests.real_node.volcano_node import U0, U1, VGPU_CONFIG, start_vgpu, volcan
 
 
 def test_a_late_bound_grant_brings_its_own_device(volcano_rig: Rig) -> None:
-    """cdi.inline: what `nvidia.com/gpu` would be told by a CDI name stands in the grant's spec, for that container's GPU alone."""
+    """cdi.inline: what `nvidia.com/gpu` would get by a CDI name is in the grant's spec, for that container's GPU alone."""
     with contextlib.closing(volcano_agent(volcano_rig, VGPU_CONFIG + "cdi: {inline: true}\n")) as agent:
         start_vgpu(agent)
         with VolcanoScheduler(volcano_rig):

@@ -35,7 +35,7 @@ def rig(cluster_available: None) -> Iterator[Rig]:
 
 @pytest.fixture
 def advertised(rig: Rig) -> Iterator[Advertised]:
-    """The golden node of the contract, without anybody who serves its resources."""
+    """The golden node of the contract, without a plugin that serves its resources."""
     with Advertised(rig, RESOURCES, {"volcano.sh/node-vgpu-register": REGISTER}) as node:
         yield node
 
@@ -45,7 +45,7 @@ def _asking(name: str, number: int = 1, memory: int | None = None, cores: int | 
 
 
 def test_g3_on_a_real_api_server(rig: Rig, advertised: Advertised) -> None:
-    """volcano-vgpu:G3: the real API server lays the Binding's annotations over the pod as it sets the node; kubelet starts the pod."""
+    """volcano-vgpu:G3: the real API server lays the Binding's annotations over the pod as it sets the node. The kubelet starts the pod."""
     with VolcanoScheduler(rig):
         rig.create_pod(_asking("g3", 1, 3000, 50))
         written = wait_bound(rig, "g3")

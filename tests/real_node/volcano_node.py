@@ -1,7 +1,7 @@
 """A real Kubernetes node whose Volcano resources the agent offers, and what its containers find.
 
 For the tests test_volcano*.py. The agent runs on the host, in the rig's network; what it makes for containers lies in its own folder, which
-has the same path on the node. The library only passes for one: busybox is static, so nobody ever loads it.
+has the same path on the node. The library only passes for one: busybox is static, so it is never loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a container runtime accepts as a CDI 0.6.0 spec, as a JSON schema of our own.
+"""The CDI 0.6.0 specs that a container runtime accepts, as a JSON schema of our own.
 
 Facts from the specification and from the checks of its reference implementation: an unknown field refuses the whole file, a device must
 have at least one edit, names and annotation keys have a fixed form, a variable has a name and an equals sign.

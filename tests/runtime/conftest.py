@@ -1,4 +1,4 @@
-"""Fixtures for what stands on the host: a grant with a region, a made-up /proc, and the schema of what a runtime accepts."""
+"""Fixtures for the host: a grant with a region, a made-up /proc, and the schema of what a runtime accepts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def journal() -> Journal:
 
 @pytest.fixture
 def cdi_directory(tmp_path: Path) -> Path:
-    """Where the runtime looks for specs; missing, as after a reboot."""
+    """Return the runtime's folder of specs; missing, as after a reboot."""
     return tmp_path / "run" / "cdi"
 
 
@@ -95,5 +95,5 @@ def grant(tmp_path: Path) -> MakeGrant:
 
 
 def names(directory: Path) -> list[str]:
-    """What is in the directory, hidden files too."""
+    """Return the names in the directory, hidden files too."""
     return sorted(path.name for path in directory.iterdir()) if directory.exists() else []

@@ -1,4 +1,4 @@
-"""What the tests of the grants' files look at: names of specs, what stands in files, what was recorded."""
+"""Shared parts of the tests of the grants' files: names of specs, contents of files, records."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def spec_name(token: str) -> str:
 
 
 def read(path: str) -> bytes:
-    """What stands there; empty when nothing does."""
+    """Return the file's content; empty when there is no file."""
     return Path(path).read_bytes() if Path(path).exists() else b""
 
 
 def put(directory: str | Path, name: str, text: str = "") -> Path:
-    """Something of somebody's in a directory that may be missing."""
+    """A foreign file in a directory that may be missing."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     (Path(directory) / name).write_text(text)
     return Path(directory) / name

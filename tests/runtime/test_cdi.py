@@ -57,27 +57,27 @@ def test_the_version_is_the_lowest_that_knows_annotations(grant: MakeGrant) -> N
 
 
 def test_a_record_is_read_back_as_it_was_written(grant: MakeGrant) -> None:
-    """After a restart the files say who has what, to the last fraction of a second."""
+    """After a restart the files name the holder of each share, to the last fraction of a second."""
     record, _ = grant(shares=(Share("GPU-b", 3000, 50), Share("GPU-a", 0, 0, exclusive=True)), decided_at=1795200692.1234567)
     assert cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token) == record
 
 
 def test_a_record_says_that_a_scheduler_decided(grant: MakeGrant) -> None:
-    """Overcommitted shares are kept after a restart; a record from before there was such a fact says nothing and is within its device."""
+    """Overcommitted shares are kept after a restart. A record from before there was such a fact says nothing and is within its device."""
     record, _ = grant(may_overcommit=True)
     assert cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token) == record
     assert b"may-overcommit" not in cdi.spec_text(grant()[0], Edits({"A": "b"}))
 
 
 def test_the_same_grant_gives_the_same_text(grant: MakeGrant) -> None:
-    """So that delivering it again writes nothing."""
+    """Delivering it again then writes nothing."""
     record, provision = grant()
     assert cdi.spec_text(record, provision.edits) == cdi.spec_text(dataclasses.replace(record), provision.edits)
 
 
 @pytest.mark.parametrize("edits", [Edits(annotations={"cdi.k8s.io/x": "y"}), Edits(cdi_names=("vendor.com/gpu=1",))])
 def test_what_a_spec_cannot_carry_is_refused(edits: Edits, grant: MakeGrant) -> None:
-    """Rather than left out, which nobody would notice before the program misses it."""
+    """If it were left out, this would be noticed only when the program misses it."""
     with pytest.raises(CarrierError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*binding\.mode early"):
         cdi.spec_text(grant()[0], edits)
 
@@ -91,7 +91,7 @@ def test_what_a_spec_cannot_carry_is_refused(edits: Edits, grant: MakeGrant) -> 
     ],
 )
 def test_names_are_replaced_by_what_stands_behind_them(named: Edits, grant: MakeGrant) -> None:
-    """A grant's spec cannot refer to names, however the list strategy gives them; the container gets the same devices by its own spec."""
+    """A grant's spec cannot refer to names, however the list strategy gives them. The container gets the same devices by its own spec."""
     hook = {"hookName": "createContainer", "path": "/hook"}
     behind = {
         "env": ["NVIDIA_VISIBLE_DEVICES=void"],
@@ -113,7 +113,7 @@ def test_names_are_replaced_by_what_stands_behind_them(named: Edits, grant: Make
 
 
 def test_what_is_inlined_may_take_a_newer_version(grant: MakeGrant) -> None:
-    """Groups of device nodes are known from 0.7 on; the runtime would refuse them under an older version."""
+    """Groups of device nodes are known from 0.7 on. The runtime would refuse them under an older version."""
     text = cdi.spec_text(grant()[0], Edits(cdi_names=("vendor.com/gpu=a",)), Inlined("0.7.0", {"additionalGids": [44]}))
     spec = json.loads(text)
     assert spec["cdiVersion"] == "0.7.0"
@@ -163,6 +163,6 @@ def test_a_damaged_annotation_is_refused(name: str, value: str, grant: MakeGrant
 
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode) | st.just(b"[" * 5000))
 def test_junk_never_raises_anything_else(content: bytes) -> None:
-    """Whatever stands in a file of our name."""
+    """A file of our name may hold anything."""
     with pytest.raises(CarrierError):
         cdi.read_record(content, TOKEN)

@@ -94,7 +94,7 @@ async def test_a_container_in_both_directories_is_shown_once(host: Host) -> None
 
 
 async def test_a_pod_and_its_successor_of_the_same_name(host: Host) -> None:
-    """While one is on its way out, both are known; the later one has the name."""
+    """While one is on its way out, both are known. The later one has the name."""
     host.pod("same", uid="uid-b")
     host.pod("same", uid="uid-a")
     host.region(host.new, "uid-b_main", used(5))
@@ -112,7 +112,7 @@ async def test_directories_of_nobody_are_not_looked_at(host: Host) -> None:
 
 
 async def test_a_static_pod_under_either_uid(host: Host) -> None:
-    """kubelet knows it by the hash of its file, and so do we; the replaced plugin knew the API server's."""
+    """The kubelet knows it by the hash of its file, and so do we. The replaced plugin knew the API server's."""
     annotations = {MIRROR_POD: "x", STATIC_POD_HASH: "hash"}
     containers = (PodContainer("main"),)
     host.book.put(Pod("uid-api", "team", "static", phase="Running", annotations=annotations, containers=containers, reported=True))
@@ -124,7 +124,7 @@ async def test_a_static_pod_under_either_uid(host: Host) -> None:
 
 
 async def test_a_killed_process_is_not_counted(host: Host) -> None:
-    """Its slot says running for ever; where the host's processes are seen, it is known to be gone (hami-core §2.4)."""
+    """Its slot says running for ever. Where the host's processes are seen, it is known to be gone (hami-core §2.4)."""
     host.process(2, 2, "kthreadd")
     host.process(4001, 7)
     host.pod("p")
@@ -133,7 +133,7 @@ async def test_a_killed_process_is_not_counted(host: Host) -> None:
 
 
 async def test_without_host_pids_every_process_counts(host: Host) -> None:
-    """The agent sees only its own processes then, and whose absence says nothing."""
+    """The agent sees only its own processes then, and the absence of others says nothing."""
     host.process(2, 2, "sleep")
     host.pod("p")
     host.region(host.new, "uid-p_main", used(100, pid=6, hostpid=4000))
@@ -141,7 +141,7 @@ async def test_without_host_pids_every_process_counts(host: Host) -> None:
 
 
 async def test_a_container_that_has_not_used_cuda_yet(host: Host) -> None:
-    """An empty directory, an empty file, and one that is being made: nothing is shown, and nobody complains."""
+    """An empty directory, an empty file, and one that is being made: nothing is shown, and nothing is reported."""
     for name in ("a", "b", "c"):
         host.pod(name)
     (host.new / "uid-a_main").mkdir(parents=True)
@@ -152,7 +152,7 @@ async def test_a_container_that_has_not_used_cuda_yet(host: Host) -> None:
 
 
 async def test_a_region_that_cannot_be_read_is_said_once(host: Host) -> None:
-    """With pod, container and reason; the others are shown, and it is shown as soon as it can be read."""
+    """With pod, container and reason. The others are shown, and it is shown as soon as it can be read."""
     host.pod("good")
     host.pod("odd")
     host.region(host.new, "uid-good_main", used(5))
@@ -190,7 +190,7 @@ async def test_what_is_no_file_is_not_opened(host: Host) -> None:
 
 
 async def test_a_directory_full_of_files_costs_no_more_than_some(host: Host) -> None:
-    """Whoever fills his directory gets no usage, and delays nobody's."""
+    """A container that fills its directory gets no usage, and delays no other's."""
     host.pod("full")
     host.pod("p")
     for number in range(200):
@@ -200,7 +200,7 @@ async def test_a_directory_full_of_files_costs_no_more_than_some(host: Host) -> 
 
 
 async def test_files_that_vanish_or_shrink_while_they_are_read(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """volcano-vgpu:D20: a region ends under the reader's hands; what was copied is let go, and the other containers are shown."""
+    """volcano-vgpu:D20: a region ends under the reader's hands. What was copied is let go, and the other containers are shown."""
     for name in ("gone", "short", "stays"):
         host.pod(name)
     paths = {name: host.region(host.new, f"uid-{name}_main", used(5)) for name in ("gone", "short", "stays")}
@@ -230,7 +230,7 @@ async def test_nothing_stays_of_a_container_that_is_gone(host: Host) -> None:
 
 
 async def test_an_idle_node_publishes_nothing(host: Host) -> None:
-    """Readers wait for something newer; the same again is none."""
+    """Readers wait for something newer. The same again is none."""
     host.pod("p")
     host.region(host.new, "uid-p_main", used(5))
     await host.look()

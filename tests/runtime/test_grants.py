@@ -33,7 +33,7 @@ STEPS = {"mkdir": 5, "chmod": 5, "ftruncate": 1, "pwrite": 3, "fchmod": 2, "rena
 async def test_a_delivered_grant_is_on_the_host_and_in_the_runtimes_directory(
     grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path
 ) -> None:
-    """The directory is made first, since /run is empty after a reboot; the file alone is there, without leftovers."""
+    """The directory is made first, since /run is empty after a reboot. The file alone is there, without leftovers."""
     record, provision = grant()
     carrier: Carrier = grants
     await carrier.deliver(record, provision)
@@ -44,7 +44,7 @@ async def test_a_delivered_grant_is_on_the_host_and_in_the_runtimes_directory(
 
 
 async def test_delivering_again_writes_nothing(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
-    """kubelet asks before each start of the container."""
+    """The kubelet asks before each start of the container."""
     record, provision = grant()
     await grants.deliver(record, provision)
     os.utime(cdi_directory / spec_name(record.token), (1, 1))
@@ -55,7 +55,7 @@ async def test_delivering_again_writes_nothing(grants: GrantDirectory, grant: Ma
 
 
 async def test_a_spec_that_is_written_twice_means_the_second_thing(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
-    """An init container and the container after it share a name; each start sees its own edits."""
+    """An init container and the container after it share a name. Each start sees its own edits."""
     record, provision = grant()
     await grants.deliver(record, provision)
     await grants.deliver(record, dataclasses.replace(provision, edits=Edits({"SECOND": "yes"})))
@@ -64,7 +64,7 @@ async def test_a_spec_that_is_written_twice_means_the_second_thing(grants: Grant
 
 
 async def test_a_spec_that_somebody_deleted_is_written_again(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
-    """What was delivered before is no proof that it is still there."""
+    """An earlier delivery is no proof that the spec is still there."""
     record, provision = grant()
     await grants.deliver(record, provision)
     (cdi_directory / spec_name(record.token)).unlink()
@@ -88,7 +88,7 @@ async def test_after_a_reboot_all_specs_are_restored(
 async def test_what_cannot_be_restored_is_said_once_as_long_as_nothing_changes(
     grants: GrantDirectory, grant: MakeGrant, journal: Journal
 ) -> None:
-    """It is tried at every look; the journal has room for a thousand entries, and others need it, too."""
+    """It is tried at every look. The journal has room for a thousand entries, and others need it, too."""
     bad = grant()
     stone = put(*os.path.split(bad[1].directories[0].path), "in the way")
     for _ in range(3):
@@ -124,7 +124,7 @@ async def test_a_start_in_the_middle_of_a_restoration_is_not_undone(
 async def test_an_early_answer_needs_host_files_and_is_remembered(
     grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path, journal: Journal
 ) -> None:
-    """A runtime without CDI gets no spec; the next agent knows it, and all of it is collected in the end."""
+    """A runtime without CDI gets no spec. The next agent knows it, and all of it is collected in the end."""
     record, provision = grant()
     await grants.prepare(record, provision)
     assert (len(read(provision.files[0].path)), names(cdi_directory), grants.records) == (8192, [], (record,))
@@ -148,7 +148,7 @@ async def test_a_new_agent_finds_what_the_old_one_wrote(
 
 
 async def test_loading_leaves_the_files_of_others_alone(grants: GrantDirectory, cdi_directory: Path, journal: Journal) -> None:
-    """Also those whose names are like ours."""
+    """This includes files whose names are like ours."""
     theirs = ["nvidia.yaml", "vgpu-agent-node.json", f"vgpu-agent-{'g' * 32}.json", ".vgpu-agent-x", "rig.json"]
     for name in theirs:
         put(cdi_directory, name, "not ours")
@@ -173,7 +173,7 @@ async def test_loading_moves_a_damaged_spec_out_of_the_runtimes_way(
 
 
 async def test_loading_clears_away_what_a_killed_agent_had_half_written(grants: GrantDirectory, cdi_directory: Path) -> None:
-    """Nobody else would."""
+    """No other program would."""
     put(cdi_directory, ".vgpu-agent-17af.tmp", "half")
     await grants.load()
     assert names(cdi_directory) == []
@@ -189,7 +189,7 @@ async def test_a_directory_that_cannot_be_read_is_an_error(tmp_path: Path, journ
 
 
 async def test_a_file_in_the_place_of_the_directory_holds_no_grants(tmp_path: Path, journal: Journal, grant: MakeGrant) -> None:
-    """The agent starts, for all that needs no specs; a grant that does is refused with the reason."""
+    """The agent starts, for all that needs no specs. A grant that does is refused with the reason."""
     (tmp_path / "cdi").write_text("a file")
     directory = GrantDirectory(str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept"))
     await directory.load()
@@ -233,7 +233,7 @@ async def test_a_kill_at_any_step_leaves_a_whole_grant_or_none(
 
 
 async def test_a_cancelled_delivery_is_finished_and_known(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
-    """kubelet may give up on its call at any moment; file and memory stay of one mind."""
+    """The kubelet may give up on its call at any moment; file and memory stay of one mind."""
     record, provision = grant()
     task = asyncio.create_task(grants.deliver(record, provision))
     await asyncio.sleep(0)
@@ -247,7 +247,7 @@ async def test_a_cancelled_delivery_is_finished_and_known(grants: GrantDirectory
 async def test_a_full_disk_refuses_this_grant_alone(
     grants: GrantDirectory, grant: MakeGrant, monkeypatch: pytest.MonkeyPatch, cdi_directory: Path
 ) -> None:
-    """With path, reason and remedy; the same grant goes through once there is room."""
+    """With path, reason and remedy. The same grant goes through once there is room."""
     record, provision = grant()
     with monkeypatch.context() as patched:
         patched.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -259,7 +259,10 @@ async def test_a_full_disk_refuses_this_grant_alone(
 
 
 async def test_forty_starts_at_once_are_delivered_in_milliseconds(grants: GrantDirectory, grant: MakeGrant) -> None:
-    """Of the start's 50 ms (p99) this room takes a small part: the forty together stay below forty times 10 ms, one alone below 10."""
+    """This package takes a small part of the start's 50 ms (p99).
+
+    The forty together stay below forty times 10 ms, one alone below 10 ms.
+    """
     alone = []
     for record, provision in [grant(number) for number in range(100, 120)]:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What grants that are gone leave on the host: collected, never while it is mounted or needed, and swept where no grant remembers it."""
+"""Remains of grants on the host: collected, never while mounted or needed, and swept where no grant remembers them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vgpu_agent.runtime.grants import GrantDirectory
 async def test_a_grant_that_is_gone_is_collected_whole(
     grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path, tmp_path: Path
 ) -> None:
-    """Spec and directory, and nobody else's."""
+    """Spec and directory go, and no others."""
     gone, kept = grant(1), grant(2)
     await grants.deliver(*gone)
     await grants.deliver(*kept)
@@ -31,7 +31,7 @@ async def test_a_grant_that_is_gone_is_collected_whole(
 
 
 async def test_nothing_that_is_mounted_is_collected(grants: GrantDirectory, grant: MakeGrant, proc: HostProc, cdi_directory: Path) -> None:
-    """volcano-vgpu:D5: the container that is still ending keeps its files; the next time they go."""
+    """volcano-vgpu:D5: the container that is still ending keeps its files. The next time they go."""
     record, provision = grant()
     await grants.deliver(record, provision)
     proc.someone_else((provision.files[0].path, "/tmp/cudevshr.cache"))
@@ -83,7 +83,7 @@ async def test_the_directory_of_an_init_container_goes_with_its_turn(grants: Gra
 async def test_a_directory_whose_container_starts_again_is_not_taken_for_left_behind(
     grants: GrantDirectory, grant: MakeGrant, tmp_path: Path
 ) -> None:
-    """An init container starts once more when its pod's sandbox is made anew; what is mounted waits for the next time."""
+    """An init container starts once more when its pod's sandbox is made anew. What is mounted waits for the next time."""
     first, second = grant(1), grant(2)
     await grants.deliver(*first)
     await grants.deliver(dataclasses.replace(second[0], token=first[0].token), second[1])
@@ -95,7 +95,7 @@ async def test_a_directory_whose_container_starts_again_is_not_taken_for_left_be
 async def test_what_cannot_be_removed_is_tried_again(
     grants: GrantDirectory, grant: MakeGrant, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And holds up nobody else."""
+    """It blocks no other grant."""
     first, second = grant(1), grant(2)
     await grants.deliver(*first)
     await grants.deliver(*second)
@@ -131,7 +131,7 @@ async def test_a_sweep_finds_what_no_grant_remembers(grants: GrantDirectory, gra
 async def test_who_removes_a_directory_does_not_meet_who_makes_it(
     by: str, grants: GrantDirectory, grant: MakeGrant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A container starts again under other ids, in the directory that is just being removed as one that nobody needs."""
+    """A container starts again under other ids, in the directory that is just being removed as unneeded."""
     old, provision = grant()
     new = dataclasses.replace(old, token="f" * 32)
     await grants.deliver(old, provision)

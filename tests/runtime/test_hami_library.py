@@ -44,7 +44,7 @@ def host(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def library(host: Path, tmp_path: Path, journal: Journal) -> HamiLibrary:
-    """What installs from where the operator delivers."""
+    """Return an installer of the library that the operator delivers."""
     return HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal)
 
 
@@ -62,7 +62,7 @@ async def test_a_library_is_installed_under_a_name_made_of_its_content(
 
 
 async def test_without_a_setting_it_is_taken_from_the_host_directory(host: Path, journal: Journal) -> None:
-    """Where the replaced plugin's image copies it to."""
+    """The replaced plugin's image copies the library there."""
     lay(host / "libvgpu.so", elf())
     assert (await HamiLibrary(str(host), "", journal).install()).startswith(f"{host}/libvgpu.so.")
 
@@ -140,7 +140,7 @@ async def test_a_missing_library_is_said_with_both_remedies(library: HamiLibrary
 async def test_a_library_that_would_not_limit_is_refused(
     content: bytes, said: str, library: HamiLibrary, tmp_path: Path, host: Path
 ) -> None:
-    """And not installed; hami-core §0.3.10 about layouts."""
+    """It is not installed either; hami-core §0.3.10 about layouts."""
     lay(tmp_path / "libvgpu.so", content)
     with pytest.raises(CarrierError, match=rf"libvgpu\.so (is )?.*{said}.*deliver.*or set volcanoVgpu\.isolation"):
         await library.install()
@@ -148,7 +148,7 @@ async def test_a_library_that_would_not_limit_is_refused(
 
 
 async def test_a_bad_delivery_leaves_the_good_library_in_use(library: HamiLibrary, tmp_path: Path) -> None:
-    """It may be one that is still being copied; the next refresh finds it whole."""
+    """It may be one that is still being copied. The next refresh finds it whole."""
     lay(tmp_path / "libvgpu.so", elf())
     good = await library.install()
     lay(tmp_path / "libvgpu.so", elf(b"new", missing=1), time=2)
@@ -178,7 +178,7 @@ async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(library
     ],
 )
 async def test_the_layout_is_read_on_aarch64_too(code: str, library: HamiLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a number takes two instructions, so its four bytes need not stand together."""
+    """There a number takes two instructions, so its four bytes need not be together."""
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     strings = REGION_VARIABLE + b"\0"
     lay(tmp_path / "libvgpu.so", shared_object(FUNCTIONS, code=bytes.fromhex(code), strings=strings, machine=183))

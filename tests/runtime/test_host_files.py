@@ -42,7 +42,7 @@ def mode(path: Path) -> int:
 
 @pytest.mark.usefixtures("umask")
 def test_a_directory_gets_exactly_its_mode(tmp_path: Path) -> None:
-    """Any user of the container writes into it, whatever the agent's umask; what leads to it can be passed."""
+    """Any user of the container writes into it, whatever the agent's umask. What leads to it can be passed."""
     host_files.make_directory(str(tmp_path / "a" / "b"), 0o1777)
     assert (mode(tmp_path / "a" / "b"), mode(tmp_path / "a")) == (0o1777, 0o755)
 
@@ -99,7 +99,7 @@ def test_a_region_in_use_keeps_its_inode_and_its_entries(tmp_path: Path, proc: H
 
 
 def test_a_region_that_an_ended_container_left_is_made_anew(tmp_path: Path, mounts: MountTables) -> None:
-    """What a killed process had booked would count against the next container's processes, whose numbers begin anew (hami-core §2.4)."""
+    """A dead process's bookings would count against the next container, whose process numbers begin anew (hami-core §2.4)."""
     path = tmp_path / "region.cache"
     wanted = HostFile(str(path), SIZE, region([DeviceLimit("GPU-a", 3000)]), 0o666, limit_parts([DeviceLimit("GPU-a", 3000)]))
     host_files.make_file(wanted, mounts)
@@ -145,7 +145,7 @@ def test_one_other_byte_anywhere_is_noticed(place: int, tmp_path: Path, mounts: 
 
 @pytest.mark.parametrize("content", [b"short", b"much too long"])
 def test_a_file_of_another_size_is_replaced(content: bytes, tmp_path: Path, mounts: MountTables) -> None:
-    """It is of another layout, or half written by somebody else."""
+    """It is of another layout, or half written by another program."""
     path = tmp_path / "file"
     path.write_bytes(content)
     host_files.make_file(HostFile(str(path), 8, ((0, b"new"),), renewed=((0, b"new"),)), mounts)
@@ -177,7 +177,7 @@ def test_a_pipe_in_the_place_of_a_file_hangs_nobody(tmp_path: Path, mounts: Moun
 def test_what_cannot_be_written_leaves_nothing_and_says_why(
     number: int, remedy: str, tmp_path: Path, mounts: MountTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Path, reason and remedy stand in the pod's status; the old file is whole."""
+    """Path, reason and remedy are in the pod's status. The old file is whole."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
@@ -207,7 +207,7 @@ def test_short_writes_are_continued(tmp_path: Path, mounts: MountTables, monkeyp
 
 
 def test_removing_a_tree_follows_no_link(tmp_path: Path) -> None:
-    """What a container has linked to stays; a tree that is gone is fine."""
+    """Targets of a container's links stay. A tree that is gone is fine."""
     (tmp_path / "host").mkdir()
     (tmp_path / "host" / "precious").write_text("")
     tree = tmp_path / "d"
@@ -236,7 +236,7 @@ def test_parts_near_to_each_other_are_written_together(tmp_path: Path, mounts: M
 
 
 def test_a_file_is_put_into_a_directory_that_was_not_there(tmp_path: Path) -> None:
-    """/run is empty after a reboot; and only what stands there exactly is taken for the content."""
+    """/run is empty after a reboot, and only the exact content counts as there."""
     path = str(tmp_path / "run" / "cdi" / "spec.json")
     assert not host_files.has(path, b"{}")
     host_files.replace_file(path, b"{}")
@@ -247,7 +247,7 @@ def test_a_file_is_put_into_a_directory_that_was_not_there(tmp_path: Path) -> No
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12_000), st.binary(max_size=40) | st.binary(min_size=3000, max_size=3100)), max_size=8))
 def test_parts_of_any_order_are_written_one_over_the_other(parts: list[tuple[int, bytes]]) -> None:
-    """Also those that overlap, and empty ones; none is lost to the zeros between two others, and the size is what it should be."""
+    """They may overlap or be empty. None is lost to the zeros between two others, and the size is what it should be."""
     expected = bytearray(16_000)
     for offset, part in parts:
         expected[offset : offset + len(part)] = part
@@ -264,7 +264,7 @@ def test_a_link_is_not_the_file_that_it_names(tmp_path: Path) -> None:
 
 
 def test_a_directory_keeps_its_mode_when_a_file_cannot_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody has removed the half-written file; that is no reason to make the directory anew."""
+    """The half-written file was removed. That is no reason to make the directory anew."""
     tmp_path.chmod(0o1777)
 
     def rename(source: str, _: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether a process of a container still runs, asked of a made-up /proc."""
+"""Tell from a made-up /proc whether a process of a container still runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_host_is_known_by_its_kernel_thread(proc: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bash", None])
 def test_a_container_is_not_the_host(proc: Path, name: str | None) -> None:
-    """Without host PIDs, process 2 is anybody or nobody, and numbers of the host mean nothing."""
+    """Without host PIDs, process 2 may be any or none, and numbers of the host mean nothing."""
     if name is None:
         (proc / "2" / "status").unlink()
     else:
@@ -45,7 +45,7 @@ def test_a_process_that_runs(proc: Path) -> None:
 
 
 def test_a_process_that_is_gone(proc: Path) -> None:
-    """Nothing stands there any more."""
+    """Its entry in /proc is missing."""
     assert not HostProcesses(str(proc)).is_alive(4712, 7)
 
 
@@ -62,7 +62,7 @@ def test_a_number_that_was_given_to_another_process(proc: Path) -> None:
 
 
 def test_a_kernel_that_tells_no_namespaces(proc: Path) -> None:
-    """Linux before 4.1 has no NSpid; then the number on the host has to do."""
+    """Linux before 4.1 has no NSpid. Then the number on the host has to do."""
     write(proc, 4711, "python3")
     assert HostProcesses(str(proc)).is_alive(4711, 7)
 

@@ -1,4 +1,4 @@
-"""Whether something on the host is mounted into a container, from made-up mount tables."""
+"""Tell from made-up mount tables whether something on the host is mounted into a container."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_something_mounted_onto_it_counts(proc: HostProc, tables: MountTables, t
 
 
 def test_a_file_system_of_its_own_is_taken_into_account(proc: HostProc, tables: MountTables, tmp_path: Path) -> None:
-    """``/usr/local`` may be a volume; then containers show the path inside that volume."""
+    """``/usr/local`` may be a volume. Then containers show the path inside that volume."""
     own = f"1 0 8:1 / / rw - ext4 a rw\n2 1 8:9 /volume {tmp_path} rw - ext4 b rw\n"
     (proc.root / "self" / "mountinfo").write_text(own)
     proc.write("4711", [("/volume/d", "/tmp/vgpu")], device="8:9")
@@ -69,7 +69,7 @@ def test_an_agent_that_sees_only_itself_does_not_know(proc: HostProc, tables: Mo
 
 @pytest.mark.parametrize("content", ["", "junk\n", "1 0 8:1\n"])
 def test_an_unreadable_table_is_no_answer(content: str, proc: HostProc, tables: MountTables, tmp_path: Path) -> None:
-    """Nor is one in which our own path does not stand."""
+    """A table without our own path is no answer either."""
     (proc.root / "self" / "mountinfo").write_text(content)
     assert tables.mounted_below(str(tmp_path / "d")) is Use.UNKNOWN
 

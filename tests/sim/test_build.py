@@ -71,7 +71,7 @@ def test_the_second_build_does_nothing(cache: Path) -> None:
 
 
 def test_changed_sources_are_another_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a library is never replaced under a running process."""
+    """A library is never replaced under a running process."""
     native = tmp_path / "native"
     shutil.copytree(building._NATIVE, native)
     before = building._content_hash()
@@ -85,7 +85,7 @@ def test_changed_sources_are_another_library(cache: Path, tmp_path: Path, monkey
 
 
 def test_a_library_that_was_brought_along_needs_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image takes the cache of its builder with it; where it runs, there is no compiler."""
+    """An image takes the cache of its builder with it. Where it runs, there is no compiler."""
     built = building.build()
     monkeypatch.setenv("PATH", "/nowhere")
     _no_ziglang(monkeypatch)
@@ -143,7 +143,7 @@ def test_a_compiler_that_hangs(cache: Path, tools: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the home directory is read-only, as in many containers."""
+    """The home directory is read-only in many containers."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
@@ -152,7 +152,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_cache_is_below_the_home_directory_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As the XDG base directory specification has it."""
+    """The XDG base directory specification names this default."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
 

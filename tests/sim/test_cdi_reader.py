@@ -1,4 +1,4 @@
-"""What the simulated runtime makes of CDI names, and what it refuses as a real one would."""
+"""Resolution of CDI names by the simulated runtime, which refuses what a real one would."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ async def test_a_crashed_container_starts_again_and_an_ended_pod_does_not(cluste
 
 
 async def test_a_deleted_pod_goes_and_its_name_is_free(cluster: SimulatedCluster) -> None:
-    """kubelet ends it, and takes on the next of that name as another pod."""
+    """The kubelet ends it, and takes on the next of that name as another pod."""
     first = cluster.create_pod("p", {}, scheduler=DEFAULT)
     await cluster.running("p")
     cluster.delete_pod("p")
@@ -75,7 +75,7 @@ async def test_an_image_that_is_pulled_holds_the_start(cluster: SimulatedCluster
 
 
 async def test_what_the_node_does_not_have_is_not_bound(cluster: SimulatedCluster) -> None:
-    """The plain scheduler counts; and whoever waits in vain is told how the pods stand."""
+    """The plain scheduler counts, and a wait in vain reports how the pods are."""
     cluster.create_pod("p", {"example.com/gpu": 1}, scheduler=DEFAULT)
     with pytest.raises(TimeoutError, match=r"p.*not bound"):
         await cluster.running("p", timeout_seconds=0.2)

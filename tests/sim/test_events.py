@@ -1,4 +1,4 @@
-"""Events reach whoever registered, each once, in order; waits keep their timeout."""
+"""Events reach all that registered, each once, in order; waits keep their timeout."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_set_hears_only_what_it_registered_for(node: SimulatedNode) -> None:
 
 
 def test_a_set_does_not_hear_the_past(node: SimulatedNode) -> None:
-    """What happened before it was made is gone."""
+    """Events before the set's creation are gone."""
     node.xid(0, 31)
 
     assert _codes(_event_set()) == []

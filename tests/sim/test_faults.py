@@ -38,7 +38,7 @@ def test_a_fault_is_used_up(node: SimulatedNode) -> None:
 
 
 def test_a_fault_for_ever_ends_when_it_is_cleared(node: SimulatedNode) -> None:
-    """And the row can be used again."""
+    """The row can be used again."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     node.fault("nvmlDeviceGetMemoryInfo", code=UNKNOWN)
     before = _failures(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle), 3)
@@ -159,7 +159,7 @@ def test_a_slow_and_a_failing_row_add_up(node: SimulatedNode) -> None:
 
 
 def test_a_fault_is_counted_among_all_processes(node: SimulatedNode) -> None:
-    """Five times are five times, whoever meets them."""
+    """Five times are five times, whichever calls meet them."""
     node.fault("nvmlDeviceGetCount", code=UNKNOWN, times=5)
     program = (
         "import sys, pathlib; from vgpu_agent.sim.preload import preload; preload(pathlib.Path(sys.argv[1]))\n"
@@ -195,7 +195,7 @@ def test_a_fault_that_could_never_happen_is_refused(node: SimulatedNode, argumen
 
 
 def test_rows_run_out_with_one_clear_error(node: SimulatedNode) -> None:
-    """32 faults at once; a used-up one makes room."""
+    """32 faults at once. A used-up one makes room."""
     for _ in range(32):
         node.fault("nvmlDeviceGetName", code=UNKNOWN, times=1)
 

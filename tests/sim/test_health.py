@@ -72,7 +72,7 @@ def test_retired_pages_of_volta(nvml_node: NodeFactory) -> None:
     ],
 )
 def test_the_recovery_action_is_a_field_value(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t, action: str, code: int) -> None:
-    """What the driver asks for before the card can be used again."""
+    """The field says what the driver asks for before the card can be used again."""
     node.recovery_action(0, action)
 
     assert _field(handle, pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) == (0, code)

@@ -75,7 +75,7 @@ def test_an_ended_process_leaves_no_ghost(node: SimulatedNode, end: signal.Signa
 
 
 def test_the_slot_of_a_killed_process_is_used_again(node: SimulatedNode) -> None:
-    """Nobody has to tidy up after it."""
+    """Tests need not tidy up after it."""
     with _running(node.start_process(0, USE)) as killed:
         killed.kill()
         killed.wait()
@@ -113,7 +113,7 @@ def test_a_process_on_a_gpu_that_is_not_there(node: SimulatedNode) -> None:
 
 @pytest.mark.usefixtures("_pid_namespaces")
 def test_a_process_in_a_container_has_its_host_pid_on_the_host(node: SimulatedNode) -> None:
-    """It believes to be pid 1; the host's NVML names it as the host's kernel does."""
+    """It believes to be pid 1. The host's NVML names it as the host's kernel does."""
     command = [*NEW_NAMESPACE, sys.executable, "-m", "vgpu_agent.sim.holder", str(node.directory), "--gpu", "0", "--use", USE.to_json()]
     with _running(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)) as process:
         assert process.stdout is not None

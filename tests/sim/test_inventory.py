@@ -1,4 +1,4 @@
-"""Finding GPUs and asking who they are."""
+"""Finding GPUs and reading their identity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vgpu_agent.sim.state import SimulatedNode
 
 
 def test_without_a_state_file_there_is_no_driver(node: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a real library says where no driver is loaded, so the agent's "no GPU" path is walked for real."""
+    """A real library says so where no driver is loaded, so the agent's "no GPU" path is tested for real."""
     pynvml.nvmlShutdown()
     monkeypatch.delenv(STATE_VARIABLE)
 
@@ -130,11 +130,11 @@ def test_given_uuids_are_the_gpus_uuids(nvml_node: NodeFactory) -> None:
     ],
 )
 def test_what_is_not_there(node: SimulatedNode, call: Callable[[], object], error: type[Exception]) -> None:
-    """Wrong arguments and absent GPUs are told apart."""
+    """Wrong arguments and absent GPUs are different errors."""
     with pytest.raises(error):
         call()
 
 
 def test_the_process_name_is_its_command_line(node: SimulatedNode) -> None:
-    """As far as this process may see the other."""
+    """The name is as complete as this process may see the other."""
     assert "python" in pynvml.nvmlSystemGetProcessName(os.getpid())

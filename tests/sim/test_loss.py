@@ -64,7 +64,7 @@ def test_a_restored_gpu_answers_again(node: SimulatedNode) -> None:
 
 
 def test_an_unplugged_gpu_is_lost_to_those_who_held_it(node: SimulatedNode) -> None:
-    """And counted until the next initialisation."""
+    """It is counted until the next initialisation."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(1)
     node.unplug(1)
 
@@ -102,7 +102,7 @@ def test_a_plugged_gpu_is_back_after_initialisation(node: SimulatedNode) -> None
 
 
 def test_a_lost_gpu_can_still_raise_an_event(node: SimulatedNode) -> None:
-    """As a real one does with its last XID."""
+    """A real one does so with its last XID."""
     events = pynvml.nvmlEventSetCreate()
     pynvml.nvmlDeviceRegisterEvents(pynvml.nvmlDeviceGetHandleByIndex(1), pynvml.nvmlEventTypeXidCriticalError, events)
     node.lose(1)

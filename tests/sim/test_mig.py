@@ -77,7 +77,7 @@ def test_instances_say_who_they_are(node: SimulatedNode, parent: pynvml.c_nvmlDe
 
 
 def test_instances_say_what_they_have(parent: pynvml.c_nvmlDevice_t) -> None:
-    """Slices, multiprocessors and memory; a compute instance of one slice has a part of the multiprocessors and all of the memory."""
+    """Slices, multiprocessors and memory. A compute instance of one slice has a part of the multiprocessors and all of the memory."""
     attributes = [pynvml.nvmlDeviceGetAttributes_v2(each) for each in _instances(parent)]
 
     assert [(a.gpuInstanceSliceCount, a.computeInstanceSliceCount, a.multiprocessorCount, a.memorySizeMB) for a in attributes] == [
@@ -89,7 +89,7 @@ def test_instances_say_what_they_have(parent: pynvml.c_nvmlDevice_t) -> None:
 
 
 def test_a_process_in_an_instance(node: SimulatedNode, parent: pynvml.c_nvmlDevice_t) -> None:
-    """The parent lists it with its ids; only its own instance lists it and loses the memory."""
+    """The parent lists it with its ids. Only its own instance lists it and loses the memory."""
     node.add_process(0, 100, ProcessUse(memory_mib=500, sm_percent=50, gpu_instance=1, compute_instance=0))
     half, quarter, _ = _instances(parent)
 
@@ -203,7 +203,7 @@ def test_profiles_with_suffixes(nvml_node: NodeFactory) -> None:
 
 
 @pytest.mark.parametrize("order", [["1g.10gb", "1g.10gb", "1g.10gb", "4g.40gb"], ["2g.20gb", "1g.20gb", "4g.40gb"]], ids=str)
-def test_the_order_of_wishes_does_not_decide_what_fits(node: SimulatedNode, order: list[str]) -> None:
+def test_the_order_of_profiles_does_not_decide_what_fits(node: SimulatedNode, order: list[str]) -> None:
     """The large ones are placed first, whatever was named first."""
     node.set_mig(0, order)
 
@@ -222,7 +222,7 @@ def test_the_order_of_wishes_does_not_decide_what_fits(node: SimulatedNode, orde
     ids=str,
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(node: SimulatedNode, profiles: list[str], complaint: str) -> None:
-    """One sentence that names the wish; the old instances stay."""
+    """One sentence names the request, and the old instances stay."""
     node.set_mig(0, ["7g.80gb"])
 
     with pytest.raises(SimulationError, match=complaint):

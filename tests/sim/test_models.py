@@ -1,4 +1,4 @@
-"""The models' data: sane, so that nobody tests against a card that cannot exist."""
+"""The models' data: sane, so that no test uses a card that cannot exist."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_mig_tables_fit_the_card(model: Model) -> None:
 @EVERY
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 8, 16])
 def test_wiring_is_mutual_and_within_the_links_there_are(model: Model, gpus: int) -> None:
-    """Whatever the number of GPUs."""
+    """This holds for any number of GPUs."""
     wires = links.wires(model, gpus)
 
     assert len(wires) == gpus

@@ -47,7 +47,7 @@ def node(tmp_path: Path) -> Iterator[_Node]:
 
 
 def test_a_daemon_starts_once_and_keeps_what_it_is_told(node: _Node) -> None:
-    """-d returns while a daemon serves the pipe; defaults are 100 percent and no memory limit; a second daemon is refused."""
+    """-d returns while a daemon serves the pipe. Defaults are 100 percent and no memory limit. A second daemon is refused."""
     assert node.run("-d").returncode == 0
     assert node.ask("get_default_active_thread_percentage") == "100.0\n"
     assert node.ask("set_default_active_thread_percentage 25") == "25.0\n"
@@ -60,7 +60,7 @@ def test_a_daemon_starts_once_and_keeps_what_it_is_told(node: _Node) -> None:
 
 
 def test_without_a_daemon_commands_fail(node: _Node) -> None:
-    """Before the start, after a kill (which leaves the socket behind) and after quit the binary finds no daemon; it can start again."""
+    """Before the start, after a kill (which leaves the socket behind) and after quit the binary finds no daemon. It can start again."""
     missing = (1, "Cannot find MPS control daemon process\n")
     before = node.run(commands="get_server_list\n")
     node.run("-d")
@@ -74,7 +74,7 @@ def test_without_a_daemon_commands_fail(node: _Node) -> None:
 
 
 def test_clients_get_the_limits_of_their_server_and_die_with_it(node: _Node) -> None:
-    """The first client starts the server, which keeps the defaults of that moment; both are listed; when the daemon dies, all do."""
+    """The first client starts the server, which keeps the defaults of that moment. Both are listed. When the daemon dies, all do."""
     node.run("-d")
     node.ask("set_default_active_thread_percentage 25")
     first = node.tools.client(node.pipe)
@@ -95,7 +95,7 @@ def test_clients_get_the_limits_of_their_server_and_die_with_it(node: _Node) -> 
 
 
 def test_each_call_is_written_down(node: _Node) -> None:
-    """A test of the supervisor asks what the binary was told, with which environment."""
+    """A test of the supervisor asks for the binary's commands and environment."""
     node.run("-d")
     node.ask("get_server_list")
     calls = node.tools.calls
@@ -104,7 +104,7 @@ def test_each_call_is_written_down(node: _Node) -> None:
 
 
 def test_commands_can_be_told_to_misbehave(node: _Node) -> None:
-    """Refusing, printing nonsense, crashing, forgetting and hanging, each for one command and until told otherwise."""
+    """Refusing, printing nonsense, crashing, forgetting and hanging, each for one command and until further notice."""
     node.run("-d")
     node.tools.misbehave(quit="refuse", get_server_list="nonsense", get_client_list="crash", set_default_active_thread_percentage="forget")
     assert node.run(commands="quit\n").returncode == 1
@@ -120,7 +120,7 @@ def test_commands_can_be_told_to_misbehave(node: _Node) -> None:
 
 
 def test_a_start_can_fail_or_be_followed_by_a_death(node: _Node) -> None:
-    """A daemon that refuses to start says why; one that crashes at once has answered its start with success."""
+    """A daemon that refuses to start says why. One that crashes at once has answered its start with success."""
     node.tools.misbehave(start="refuse")
     assert node.run("-d").returncode == 1
     node.tools.misbehave(start="crash")
@@ -140,7 +140,7 @@ def test_a_daemon_whose_node_was_deleted_ends(node: _Node) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "0", "1", "ourselves", ""])
 def test_only_the_stand_in_is_taken_for_the_daemon(tmp_path: Path, text: str) -> None:
-    """Whoever asks kills it, and -1 is every process of the machine; so a file that names anything else names nobody."""
+    """The caller kills that pid, and -1 is every process of the machine. So a file that names anything else names no process."""
     (tmp_path / PID_FILE).write_text(text.replace("ourselves", str(os.getpid())))
     assert daemon_pid(tmp_path) is None
 
@@ -154,7 +154,7 @@ def test_memory_limits_can_be_shown_in_whole_gib(node: _Node) -> None:
 
 
 def test_nvidia_smi_sets_the_compute_mode_that_nvml_shows(node: _Node) -> None:
-    """The mode goes into the simulated node's state; a GPU that is not there is refused as the real tool does."""
+    """The mode goes into the simulated node's state. A GPU that is not there is refused as the real tool does."""
     uuid = node.gpus.uuids[1]
 
     def smi(*arguments: str) -> subprocess.CompletedProcess[str]:

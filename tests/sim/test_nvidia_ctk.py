@@ -1,4 +1,4 @@
-"""The stand-in for nvidia-ctk says of simulated GPUs what the real tool says of real ones, and misbehaves as it is told."""
+"""The stand-in for nvidia-ctk says of simulated GPUs what the real tool says of real ones, and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_hook_is_named_only_where_its_program_is(node: SimulatedNode, capsys: 
 
 
 def test_an_unplugged_gpu_is_not_described_and_a_lost_one_fails_for_all(node: SimulatedNode, capsys: pytest.CaptureFixture[str]) -> None:
-    """As with the driver, whose list of GPUs ends in an error when one of them has fallen off the bus."""
+    """The driver does the same: its list of GPUs ends in an error when one of them has fallen off the bus."""
     node.unplug(0)
     assert [device["name"] for device in _spec(node, capsys)["devices"]] == ["0", "all"]
     node.lose(1)
@@ -55,13 +55,13 @@ def test_an_unplugged_gpu_is_not_described_and_a_lost_one_fails_for_all(node: Si
 
 
 def test_an_option_that_the_real_tool_does_not_know_is_refused(node: SimulatedNode, capsys: pytest.CaptureFixture[str]) -> None:
-    """So that a typing error in the agent does not wait for a real node."""
+    """A typing error in the agent then does not wait for a real node."""
     assert nvidia_ctk.main(_arguments(node, "--nonsense=1")) == 1
     assert "flag provided but not defined: -nonsense" in capsys.readouterr().err
 
 
 def test_it_misbehaves_until_it_is_told_to_behave(node: SimulatedNode, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fail, print something else, leave out a device; each call is written down."""
+    """Fail, print something else, leave out a device. Each call is written down."""
     tool = StandInCtk(node.directory)
     tool.misbehave(fail="no driver")
     assert nvidia_ctk.main(_arguments(node)) == 1

@@ -1,4 +1,4 @@
-"""What any NVML answers, simulated or real: the guard of the simulator's honesty.
+"""Answers of any NVML, simulated or real: they keep the simulator true to the driver.
 
 Runs against the simulator. On a machine with a GPU, run this file alone with TEST_HARDWARE=1: the same assertions then meet the
 installed driver, and whatever fails is corrected in the simulator.
@@ -92,7 +92,7 @@ def test_an_index_beyond_the_count_is_an_argument_error(handle: pynvml.c_nvmlDev
 
 
 def test_a_uuid_that_is_not_there_is_not_found(handle: pynvml.c_nvmlDevice_t) -> None:
-    """And not an argument error."""
+    """It is not an argument error."""
     with pytest.raises(pynvml.NVMLError_NotFound):
         pynvml.nvmlDeviceGetHandleByUUID("GPU-00000000-0000-0000-0000-000000000000")
 
@@ -129,7 +129,7 @@ def test_an_unknown_field_fails_alone(handle: pynvml.c_nvmlDevice_t) -> None:
 
 
 def test_the_recovery_action_is_known_or_unsupported(handle: pynvml.c_nvmlDevice_t) -> None:
-    """A healthy card asks for nothing; an old driver does not know the field."""
+    """A healthy card asks for nothing. An old driver does not know the field."""
     value = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]
 
     assert value.nvmlReturn in {pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT}
@@ -144,7 +144,7 @@ def test_mig_mode_and_count_agree(handle: pynvml.c_nvmlDevice_t) -> None:
 
 
 def test_a_full_gpu_is_no_mig_device(handle: pynvml.c_nvmlDevice_t) -> None:
-    """And has no instance ids."""
+    """It has no instance ids either."""
     assert not pynvml.nvmlDeviceIsMigDeviceHandle(handle)
     with pytest.raises(pynvml.NVMLError_InvalidArgument):
         pynvml.nvmlDeviceGetGpuInstanceId(handle)

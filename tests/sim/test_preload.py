@@ -44,13 +44,13 @@ def test_a_relative_directory_stays_the_same_after_chdir(tmp_path: Path, monkeyp
 
 
 def test_a_directory_without_a_node(tmp_path: Path) -> None:
-    """Said before anything is built or loaded."""
+    """The error comes before anything is built or loaded."""
     with pytest.raises(SimulationError, match="holds no simulated node; create one with: vgpu-agent sim create"):
         preload(tmp_path)
 
 
 def test_a_real_driver_that_is_loaded_already(tmp_path: Path) -> None:
-    """Two libraries of one soname cannot be told apart by the loader, so the simulation refuses to pretend."""
+    """Two libraries of one soname look the same to the loader, so the simulation refuses to pretend."""
     node = simulated_node(tmp_path, gpus=1)
     other = tmp_path / "libnvidia-ml.so.1"
     (tmp_path / "other.c").write_text("int nvmlInit_v2(void) { return 0; }\n")

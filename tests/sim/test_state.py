@@ -82,7 +82,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, gpu: int | str) -> N
     ids=str,
 )
 def test_a_node_that_cannot_be_is_refused(tmp_path: Path, arguments: dict[str, object], complaint: str) -> None:
-    """And nothing is left behind."""
+    """Nothing is left behind."""
     with pytest.raises(SimulationError, match=complaint):
         SimulatedNode.create(tmp_path / "gpus", **arguments)  # type: ignore[arg-type]  # parametrised
 
@@ -90,7 +90,7 @@ def test_a_node_that_cannot_be_is_refused(tmp_path: Path, arguments: dict[str, o
 
 
 def test_a_node_is_not_overwritten_unless_forced(tmp_path: Path) -> None:
-    """Somebody may be using it."""
+    """Another process may be using it."""
     simulated_node(tmp_path, gpus=2)
 
     with pytest.raises(SimulationError, match="holds a simulated node already; choose another directory, or replace it with --force"):

@@ -56,7 +56,7 @@ def test_a_stub_says_not_supported(node: SimulatedNode) -> None:
 
 
 def test_a_stub_before_initialisation_says_uninitialised(node: SimulatedNode) -> None:
-    """Also a stub knows whether NVML was initialised."""
+    """A stub also knows whether NVML was initialised."""
     with nvml_on(node):
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
 

@@ -1,4 +1,4 @@
-"""Where GPUs sit: NUMA nodes, distance, NVLink, P2P, fabric."""
+"""Positions of GPUs: NUMA nodes, distance, NVLink, P2P, fabric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _handles() -> list[pynvml.c_nvmlDevice_t]:
 
 
 def _links_between(first: int, second: int) -> int:
-    """How many NVLinks lead from one GPU to another, counted the way device plugins do."""
+    """Return the number of NVLinks from one GPU to another, counted the way device plugins do."""
     handles = _handles()
     wanted = pynvml.nvmlDeviceGetPciInfo(handles[second]).busId
     found = Counter(
@@ -142,7 +142,7 @@ def test_peer_to_peer_over_pcie_ends_at_the_numa_node(nvml_node: NodeFactory) ->
 
 
 def test_mig_ends_peer_to_peer(node: SimulatedNode) -> None:
-    """A GPU that is cut up reaches nobody."""
+    """A GPU that is cut up has no peers."""
     node.set_mig(1, ["7g.80gb"])
     first, second, *_ = _handles()
 
@@ -170,7 +170,7 @@ def test_ampere_knows_no_fabric(node: SimulatedNode) -> None:
 
 
 def test_an_unknown_struct_version_is_refused(nvml_node: NodeFactory) -> None:
-    """Rather than written over."""
+    """The struct is not written over."""
     nvml_node("H200-141GB", 1)
     info = pynvml.c_nvmlGpuFabricInfo_v2_t()
     info.version = 0x9000000 | (info.version & 0xFFFFFF)

@@ -38,7 +38,7 @@ def test_device_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make device nodes; others get plain files, which the next test covers")
 def test_device_nodes_are_real_ones_for_root(tmp_path: Path) -> None:
-    """So that a container can be given them; they lead to the null device."""
+    """A container can then be given them. They lead to the null device."""
     node = simulated_node(tmp_path, gpus=1)
 
     status = (node.directory / "dev" / "nvidia0").stat()
@@ -87,7 +87,7 @@ def test_capabilities_follow_the_mig_instances(tmp_path: Path) -> None:
 
 
 def test_files_of_an_instance_are_there_before_it_and_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds an instance in NVML can open it, also at the moment of a change."""
+    """A process that finds an instance in NVML can open it, also at the moment of a change."""
     node = simulated_node(tmp_path, "A100-SXM4-40GB", 1)
     node.set_mig(0, ["3g.20gb"])
     capabilities = node.directory / "dev" / "nvidia-caps"
@@ -166,7 +166,7 @@ def test_who_reads_while_instances_change_finds_whole_files(tmp_path: Path) -> N
 
 
 def test_a_file_that_changes_is_replaced_and_not_rewritten(tmp_path: Path) -> None:
-    """Who has opened the file before reads the old one to its end; who opens it afterwards, the new one."""
+    """A reader that opened the file before reads the old one to its end. Later readers get the new one."""
     node = simulated_node(tmp_path, gpus=1)
     minors = node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors"
     minors.write_text("config 1\n")

@@ -36,13 +36,13 @@ def test_version_one_counts_reserved_memory_as_used(handle: pynvml.c_nvmlDevice_
 
 
 def test_a_wrong_struct_version_is_refused(handle: pynvml.c_nvmlDevice_t) -> None:
-    """As the driver refuses it."""
+    """The driver refuses it too."""
     with pytest.raises(pynvml.NVMLError_ArgumentVersionMismatch):
         pynvml.nvmlDeviceGetMemoryInfo(handle, version=0x01000028)
 
 
 def test_memory_of_processes_adds_up(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
-    """And never beyond what the card has."""
+    """It is never beyond what the card has."""
     node.add_process(0, 100, ProcessUse(memory_mib=1000))
     node.add_process(0, 101, ProcessUse(memory_mib=500, type="graphics"))
     two = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
@@ -54,7 +54,7 @@ def test_memory_of_processes_adds_up(node: SimulatedNode, handle: pynvml.c_nvmlD
 
 
 def test_processes_are_listed_by_kind(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
-    """Compute and graphics have a list each; a removed one is in neither."""
+    """Compute and graphics have a list each. A removed one is in neither."""
     slot = node.add_process(0, 100, ProcessUse(memory_mib=1))
     node.add_process(0, 101, ProcessUse(memory_mib=2))
     node.add_process(0, 102, ProcessUse(memory_mib=3, type="graphics"))
@@ -98,7 +98,7 @@ def test_the_detail_list(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> 
 
 
 def test_utilisation_follows_the_processes_unless_it_is_fixed(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
-    """Two processes add up, capped at 100; a fixed value wins until it is taken back."""
+    """Two processes add up, capped at 100. A fixed value wins until it is taken back."""
     node.add_process(0, 100, ProcessUse(memory_mib=1, sm_percent=30, memory_percent=10))
     node.add_process(0, 101, ProcessUse(memory_mib=1, sm_percent=90, memory_percent=20))
     measured = pynvml.nvmlDeviceGetUtilizationRates(handle)
@@ -137,7 +137,7 @@ def test_encoder_and_decoder(handle: pynvml.c_nvmlDevice_t) -> None:
 
 
 def test_slots_run_out_with_one_clear_error(node: SimulatedNode) -> None:
-    """64 processes a GPU; the next is refused and nothing is lost."""
+    """64 processes a GPU. The next is refused and nothing is lost."""
     for pid in range(64):
         node.add_process(0, 1000 + pid, ProcessUse(memory_mib=1))
 
@@ -168,7 +168,7 @@ def test_impossible_use_is_refused(values: dict[str, object]) -> None:
 
 
 def test_the_trace_shows_what_a_client_asks(tmp_path: Path) -> None:
-    """One line a call, for whoever wonders what a foreign binary wants from NVML."""
+    """One line a call shows what a foreign binary wants from NVML."""
     node = simulated_node(tmp_path, gpus=1)
     trace = tmp_path / "trace"
     program = (

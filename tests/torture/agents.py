@@ -1,4 +1,4 @@
-"""What the episode asks of an agent, and how one is killed without any last words.
+"""The episode's interface to an agent, and the kill of an agent without any cleanup.
 
 `Agent` is the common shape of the real thing (`real_agent`) and of the stand-ins that prove the model's own worth (`stand_ins`).
 """
@@ -42,7 +42,7 @@ class World:
     checkpoint_unreadable: bool = False
 
     async def read_records(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
-        """Kubelet's records of ``resources``: pod-resources first, since a List makes kubelet forget ended pods.
+        """The kubelet's records of ``resources``: pod-resources first, since a List makes kubelet forget ended pods.
 
         Every other time pod-resources is asked about those pods only that have one of the ids, unless the whole is wanted.
         """
@@ -120,7 +120,7 @@ class Life:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
         if self.dead and not task.cancelled():
-            task.exception()  # nobody is left to hear of it
+            task.exception()  # no task is left to receive it
 
     def kill(self) -> None:
         """Stop everything where it stands."""
@@ -213,7 +213,7 @@ class Agent(Protocol):
         """Register all resources (again) with the kubelet that is there now."""
 
     def left_over(self) -> list[str]:
-        """What is still booked although all pods are gone, as sentences; and every broken invariant."""
+        """Return the bookings that remain although all pods are gone, as sentences; and every broken invariant."""
 
 
 def register(world: World, life: Life, backend: Backend, offers: Sequence[Offer]) -> None:

@@ -78,7 +78,7 @@ class LivePod:
         return next(each for each in self.plan.containers if each.name == name)
 
     def shown(self) -> Pod:
-        """As the agent's watch would show it now."""
+        """Return the pod as the agent's watch would show it now."""
         static = self.plan.origin is Origin.STATIC
         return Pod(
             uid=f"mirror-of-{self.uid}" if static else self.uid,
@@ -119,7 +119,7 @@ class ApiModel:
     # -- the cluster's side ---------------------------------------------------------------------------------------------------------
 
     def has(self, name: str) -> bool:
-        """Whether there is a pod of that name."""
+        """Tell whether there is a pod of that name."""
         return name in self._names
 
     def show(self, pod: LivePod) -> None:
@@ -147,12 +147,12 @@ class ApiModel:
         self._reconnect()
 
     def disconnect(self) -> None:
-        """The agent is gone; nobody hears anything."""
+        """The agent is gone, and its events are dropped."""
         self._book = None
         self._connection += 1
 
     def leave(self) -> None:
-        """Nobody can reach the API server from now on."""
+        """The API server is unreachable from now on."""
         self.away = True
         self._connection += 1
         self._story.tell("API away")
@@ -164,7 +164,7 @@ class ApiModel:
         self._reconnect()
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
-        """What a GET of the pod answers."""
+        """Return the answer to a GET of the pod."""
         await asyncio.sleep(self._rng.random() * 0.05)
         if self.away:
             raise ClusterError("the API server does not answer")
@@ -179,7 +179,7 @@ class ApiModel:
     def _list(self, connection: int) -> None:
         if self._book is not None and connection == self._connection:
             self._book.replace([pod.shown() for pod in self.pods.values()])
-            self._connection += 1  # what was told before the list is in it, and must not be heard after what is told from now on
+            self._connection += 1  # earlier events are in the list, and must not arrive after later ones
             for pod in self.pods.values():
                 pod.heard_at = 0.0
 

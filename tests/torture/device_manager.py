@@ -1,4 +1,4 @@
-"""Kubelet's device manager, from its contract (kubelet §3 to §9, §13) and from what a real one was seen to do.
+"""The kubelet's device manager, from its contract (kubelet §3 to §9, §13) and from what a real one was seen to do.
 
 Endpoints, the ids in use, the checkpoint and pod-resources. No gRPC: a plugin is an object with three methods. Nothing in here is shared
 with `vgpu_agent.sim.kubelet.kubelet`, which speaks to sockets and is kind.
@@ -64,7 +64,7 @@ class Entry:
 
 
 class DeviceManager:
-    """Who has which ids.
+    """The holders of all ids.
 
     State: ``entries`` is kubelet's memory, ``written`` the checkpoint file, which lags behind it and outlives kubelet.
     """
@@ -93,13 +93,13 @@ class DeviceManager:
         self._write()
 
     def streams_end(self) -> None:
-        """All plugins are gone: nothing is healthy, and who asked for pre-start is missed."""
+        """All plugins are gone: nothing is healthy, and pre-start calls fail."""
         for endpoint in self.endpoints.values():
             endpoint.stopped = True
         self.healthy = {resource: [] for resource in self.healthy}
 
     def restart(self) -> None:
-        """Kubelet's memory is lost; the checkpoint knows allocations and resources, and no options."""
+        """The kubelet's memory is lost; the checkpoint knows allocations and resources, and no options."""
         self.entries = {}
         for entry in self.written:
             self.entries.setdefault(entry.pod.uid, []).append(entry)
@@ -112,7 +112,7 @@ class DeviceManager:
     # -- what others read -----------------------------------------------------------------------------------------------------------
 
     def checkpoint(self, *resources: str) -> tuple[Holding, ...]:
-        """What the file says about these resources, with whatever ended pods have left in it."""
+        """Return the file's entries of these resources, including those left by ended pods."""
         return tuple(entry.in_checkpoint for entry in self.written if entry.resource in resources)
 
     def checkpoint_entries(self, *resources: str) -> tuple[CheckpointEntry, ...]:
@@ -124,13 +124,16 @@ class DeviceManager:
         return {(entry.pod.uid, entry.container, entry.resource): entry.answer for entry in self.written if entry.resource in resources}
 
     def pod_resources(self, *resources: str) -> tuple[Holding, ...]:
-        """What a List says about these resources: kubelet forgets ended pods first, and plain init containers are not shown."""
+        """Return the entries of these resources in a List.
+
+        The kubelet forgets ended pods first, and plain init containers are not shown.
+        """
         self.clean_up()
         shown = (entry for held in self.entries.values() for entry in held if entry.resource in resources)
         return tuple(entry.in_pod_resources for entry in shown if entry.in_pod_resources)
 
     def entry(self, pod: LivePod, container: str, resource: str) -> Entry | None:
-        """What the container holds of the resource."""
+        """Return the container's ids of the resource."""
         for entry in self.entries.get(pod.uid, ()):
             if entry.container == container and entry.resource == resource:
                 return entry
@@ -217,7 +220,7 @@ class DeviceManager:
         self._used.setdefault(resource, set()).update(ids)
 
     def reuse(self, pod: LivePod, container: PlannedContainer, reusable: dict[str, set[str]]) -> None:
-        """Plain init containers leave their ids to later ones; whoever else takes some keeps them."""
+        """Plain init containers leave their ids to later ones. A container that takes others keeps them."""
         for entry in self.entries.get(pod.uid, ()):
             if entry.container == container.name:
                 of_resource = reusable.setdefault(entry.resource, set())

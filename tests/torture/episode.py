@@ -31,7 +31,7 @@ _LONGEST_EPISODE_SECONDS = 200000.0
 
 @dataclasses.dataclass
 class Outcome:
-    """What an episode came to: how many GPU containers kubelet admitted, how many of them started, and what was not right."""
+    """Results of an episode: GPU containers that the kubelet admitted, those of them that started, and what was wrong."""
 
     seed: int
     counts: collections.Counter[str]
@@ -170,7 +170,7 @@ class _Episode:
             self._pending = waiting + self._pending
 
     def _is_too_large(self, plan: PlannedPod) -> bool:
-        """Whether it did not even fit onto an empty node."""
+        """Tell whether it did not even fit onto an empty node."""
         if self._live or not self._machine.offers or self._world.api.has(plan.name):
             return False
         self._story.tell("too large", "", plan.name)
@@ -240,7 +240,7 @@ class _Episode:
         self._changed = True
 
     async def _janitor(self) -> None:
-        """People who delete pods that can never start, and, where answers cannot be changed any more, those that were refused for long."""
+        """Delete pods that can never start, and, where answers cannot be changed any more, those that were refused for long."""
         while True:
             await asyncio.sleep(30.0)
             now = asyncio.get_running_loop().time()
@@ -255,7 +255,7 @@ class _Episode:
     # -- the second act -------------------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> list[str]:
-        """Wait until all pods have come and gone; whoever cannot start although nothing hinders him is reported."""
+        """Wait until all pods have come and gone. A pod that cannot start although nothing hinders it is reported."""
         loop, stuck = asyncio.get_running_loop(), []
         progress, since = -1, loop.time()
         while self._live or self._pending:
@@ -282,7 +282,7 @@ class _Episode:
 
 
 def hopeless(pod: LivePod) -> bool:
-    """Whether the pod asks for what it can never have: an init container with more cards than were decided for the whole pod."""
+    """Tell whether an init container of the pod asks for more cards than were decided for the whole pod."""
     cards = {part.uuid for parts in pod.slices.values() for part in parts}
     return bool(pod.slices) and any(
         each.kind is Kind.INIT and each.request is not None and each.request.number > len(cards) for each in pod.plan.containers

@@ -1,6 +1,6 @@
-"""What goes wrong on the node of an episode: kubelet and agent die, the node reboots, API server, records and disk fail; and how it ends.
+"""Faults of an episode's node, and their end: kubelet and agent die, the node reboots, API server, records and disk fail.
 
-Whoever may start and kill things is here, so that `episode` only tells of pods.
+All code that starts and kills things is here, so that `episode` has only pods.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Machine:
 
     @property
     def offers(self) -> bool:
-        """Whether kubelet has any healthy id."""
+        """Tell whether the kubelet has any healthy id."""
         return any(self._world.kubelet.devices.healthy.values())
 
     async def start(self) -> None:

@@ -1,7 +1,7 @@
 """Was that the right share? Compares what a container really got with what was meant for it.
 
 From what a container sees and nothing else: the variables of volcano-vgpu §4.1, numbered as CUDA numbers cards inside a container, and
-the mount of its own directory, whose name tells whose grant it is. Asked by `kubelet_model` at each container start.
+the mount of its own directory, whose name identifies the grant. Asked by `kubelet_model` at each container start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REGION = "/tmp/cudevshr.cache"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Got:
-    """The view of a container: its slices, and whose grant (pod's UID, container) its own region names."""
+    """The view of a container: its slices, and the grant (pod's UID, container) that its own region names."""
 
     owner: tuple[str, str]
     slices: frozenset[Slice]
@@ -54,7 +54,7 @@ class Got:
 class Judge:
     """Looks at each start.
 
-    State: who runs on which card, so that an over-booked card is seen even when each single start looks right.
+    State: the containers on each card, so that an over-booked card is seen even when each single start looks right.
     """
 
     def __init__(self, cards: Iterable[Card], story: Story, *, early: bool) -> None:
@@ -63,7 +63,7 @@ class Judge:
         self._story = story
         self._early = early
         self._running: dict[tuple[str, str], Got] = {}
-        self._scheduled: set[tuple[str, str]] = set()  # those of them for whom a scheduler decided
+        self._scheduled: set[tuple[str, str]] = set()  # those of them with a scheduler's decision
         self.judged: set[tuple[str, str]] = set()
 
     def starts(self, pod: LivePod, container: PlannedContainer, edits: Edits, ids: tuple[str, ...], *, unasked: bool) -> None:
@@ -79,7 +79,7 @@ class Judge:
             self._scheduled.add((pod.uid, container.name))
         problem = problem or self._crowded(got)
         if problem and unasked and self._early:
-            # Nobody was asked, so nobody could refuse: kubelet's own gap (kubelet §6), which no plugin can close in early mode.
+            # No plugin was asked, so none could refuse: the kubelet's own gap (kubelet §6), which no plugin can close in early mode.
             self._story.tell("wrong, but unasked", pod.uid, container.name, problem)
         elif problem:
             text = f"{pod.namespace}/{pod.name} ({pod.uid}), container {container.name}: {problem}"
@@ -108,7 +108,7 @@ class Judge:
         return "" if right else f"asked was {served.request} by {served.name} of a pod with {pod.slices}, it got {_text(got.slices)}"
 
     def _alone_in_directory(self, got: Got) -> bool:
-        """Whether no other running container has been told of the same directory; only then is an exchange of equal shares harmless."""
+        """Tell whether no other running container uses the same directory; only then may equal shares be exchanged."""
         return all(other.owner != got.owner for other in self._running.values())
 
     def _of_its_pod(self, pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]) -> bool:
@@ -154,7 +154,7 @@ def _text(slices: Iterable[Slice]) -> str:
 
 
 def _booked(pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]) -> frozenset[Slice]:
-    """What an init container of a scheduled pod takes of each card: its variable for compute speaks of the first one only."""
+    """Return what an init container of a scheduled pod takes of each card; its variable for compute names the first one only."""
     request = container.request
     if container.kind is not Kind.INIT or not pod.slices or request is None:
         return slices

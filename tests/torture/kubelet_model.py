@@ -1,6 +1,6 @@
 """A kubelet that can be killed anywhere: serial admission, concurrent pod workers, starts that are refused and tried again.
 
-`device_manager` knows who has which ids; here is when what happens: init containers first, image pulls of minutes, PreStartContainer with
+`device_manager` knows the holders of ids. Here is the order: init containers first, image pulls of minutes, PreStartContainer with
 its 30 s, a refusal tried again at once and then every 14 s (measured on a real node), crashes, ends, and what a restart of kubelet or of
 the node keeps. Started by `episode`; at each container start the `Judge` is asked.
 """
@@ -36,7 +36,7 @@ class Judge(Protocol):
 class KubeletModel:
     """One node's kubelet, with the runtime below it.
 
-    State: ``pods`` are those it was told of; what of a pod survives kubelet (running containers) stands in `LivePod`.
+    State: ``pods`` are those it has received; what of a pod survives kubelet (running containers) is in `LivePod`.
     """
 
     def __init__(self, rng: random.Random, *, api: ApiModel, files: NodeFiles, judge: Judge, story: Story) -> None:
@@ -72,7 +72,7 @@ class KubeletModel:
                 asyncio.get_running_loop().call_later(1.0 + self._rng.random() * 3, self._queue.put_nowait, pod)
 
     def kill(self) -> None:
-        """Kubelet ends between any two steps; containers run on."""
+        """The kubelet ends between any two steps; containers run on."""
         self.up = False
         for task in [self._admitting, *(task for tasks in self._workers.values() for task in tasks)]:
             if task is not None:
@@ -98,7 +98,7 @@ class KubeletModel:
             self._queue.put_nowait(pod)
 
     def delete(self, pod: LivePod, *, force: bool) -> None:
-        """Somebody deletes the pod: at once out of sight when forced, else when its containers have ended."""
+        """Delete the pod: at once out of sight when forced, else when its containers have ended."""
         if pod.gone or pod.deleting:
             return
         pod.deleting = True
@@ -286,7 +286,7 @@ class KubeletModel:
             raise StartError(f"device plugin PreStartContainer rpc failed with err: {err!r}") from err
 
     def _create(self, answers: Iterable[Edits]) -> Edits:
-        """What the runtime makes of the answers at this moment; the first answer wins where two disagree."""
+        """Return the runtime's result of the answers at this moment; the first answer wins where two disagree."""
         united = Edits()
         for answer in answers:
             united = answer.joined(united)
@@ -299,4 +299,4 @@ class KubeletModel:
 
 
 def _nothing(_: LivePod) -> None:
-    """Nobody wants to know."""
+    """Do nothing: the answer is not needed."""

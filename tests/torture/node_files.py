@@ -1,4 +1,4 @@
-"""The node's disk: the specs that CDI names stand for, as the runtime would find them at any moment.
+"""The node's disk: the specs of CDI names, as the runtime would find them at any moment.
 
 A `Carrier` in memory. It outlives agents, loses its specs with a reboot (``/run`` is empty then), can be full, and takes its time, so that
 an agent may be killed between the host's files and the spec.
@@ -29,7 +29,7 @@ class NodeFiles:
     # -- the runtime's side ---------------------------------------------------------------------------------------------------------
 
     def spec(self, name: str) -> Edits | None:
-        """What the CDI name stands for at this moment; None when nothing does."""
+        """Return the edits of the CDI name at this moment; None when there are none."""
         found = self._specs.get(name)
         return found[1] if found else None
 
@@ -39,7 +39,7 @@ class NodeFiles:
 
     @property
     def left_over(self) -> list[str]:
-        """What is still there, for the end of an episode."""
+        """Return the files that are still there at the end of an episode."""
         return [*self._specs, *(record.token for record in self._prepared.values())]
 
     # -- the agent's side -----------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class NodeFiles:
     outdated = False
 
     async def stands(self, token: str) -> bool:
-        """Whether the spec is there; a reboot has taken them all."""
+        """Tell whether the spec is there; a reboot removes them all."""
         return cdi_name(token) in self._specs
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
@@ -67,7 +67,7 @@ class NodeFiles:
         await asyncio.sleep(self._rng.random() * 0.002)
 
     def withdraw(self, token: str) -> None:
-        """Let the name stand for nothing again."""
+        """Make the name undefined again."""
         self._specs.pop(cdi_name(token), None)
 
     async def prepare(self, record: GrantRecord, provision: Provision) -> None:

@@ -1,4 +1,4 @@
-"""Which pods an episode will have: drawn at random, so that every shape that the issue names occurs in every thousand.
+"""The pods of an episode: drawn at random, so that every shape that the issue names occurs in every thousand.
 
 Used by `episode`; nothing here knows the agent. Words of kubelet and of Volcano only.
 """
@@ -22,7 +22,7 @@ SPLIT = 10
 
 
 class Kind(enum.StrEnum):
-    """Which life a container has."""
+    """The kinds of containers."""
 
     INIT = "init"
     SIDECAR = "sidecar"
@@ -30,7 +30,7 @@ class Kind(enum.StrEnum):
 
 
 class Origin(enum.StrEnum):
-    """Who put the pod onto the node."""
+    """The origins of pods."""
 
     VOLCANO = "volcano"  # the scheduler's annotations say what each main container gets
     PLAIN = "plain"  # nodeName, or a scheduler that only counts: the agent chooses the cards
@@ -39,7 +39,7 @@ class Origin(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """How a pod's life ends."""
+    """The endings of pods."""
 
     COMPLETES = "completes"
     DELETED = "deleted"
@@ -69,7 +69,7 @@ class Request:
 
     @property
     def limits(self) -> dict[str, int]:
-        """As they stand in the pod."""
+        """Return the limits as the pod has them."""
         limits = {self.resource: self.number}
         if self.memory is not None:
             limits[MEMORY] = self.memory
@@ -99,7 +99,7 @@ class PlannedPod:
     """One pod and its fate.
 
     Attributes:
-        returns: how many times it comes back under its name, each time with other wishes.
+        returns: how many times it comes back under its name, each time with other requests.
     """
 
     name: str
@@ -111,7 +111,7 @@ class PlannedPod:
 
     @functools.cached_property
     def needs(self) -> dict[str, int]:
-        """How many ids kubelet needs for the pod: those of plain init containers are used again by later ones."""
+        """Return the number of ids the kubelet needs for the pod: those of plain init containers are used again by later ones."""
         needed, reusable = collections.Counter[str](), collections.Counter[str]()
         for container in sorted(self.containers, key=lambda each: each.kind is Kind.MAIN):
             for resource, number in (container.request.limits if container.request else {}).items():
@@ -123,7 +123,7 @@ class PlannedPod:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mix:
-    """What an episode is made of; shares of 1."""
+    """The composition of an episode; shares of 1."""
 
     plain: float = 0.08
     static: float = 0.03
@@ -226,7 +226,7 @@ class Planner:
         return Request(number, memory, rng.choice((0, 0, 0, 0, 10, 25, 30, 50)))
 
     def _init_request(self, main: Request) -> Request:
-        """As large as the main container's, smaller, or larger."""
+        """Return a request as large as the main container's, smaller, or larger."""
         rng = self._rng
         number = rng.choice((main.number, main.number, max(1, main.number - 1), main.number + 1))
         return Request(number, rng.choice((main.memory or 1, 1, 2)), rng.choice((0, main.cores)))

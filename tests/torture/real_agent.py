@@ -1,6 +1,6 @@
 """The agent under test: the real ledger, allocator, family and isolation backend, started as `vgpu_agent.agent` starts them.
 
-Only what touches the outside is the model's: the witness, the API watch, the disk and the sockets.
+Only what touches the outside is the model's: the kubelet's records, the API watch, the disk and the sockets.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RealAgent:
         register(self._world, self.life, self.allocator, offers)
 
     def left_over(self) -> list[str]:
-        """Broken invariants, and grants of nobody."""
+        """Broken invariants, and grants without an owner."""
         return [*self.ledger.audit(), *(f"grant {grant} is left over" for grant in self.ledger.grants)]
 
     async def _verify_for_ever(self) -> None:

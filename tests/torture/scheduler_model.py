@@ -23,7 +23,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """What the scheduler decided: slices by container, and the annotations that carry them to the node."""
+    """A scheduler's decision: slices by container, and the annotations that carry them to the node."""
 
     slices: dict[str, tuple[Slice, ...]]
     annotations: dict[str, str]

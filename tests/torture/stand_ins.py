@@ -17,7 +17,7 @@ from vgpu_agent.pods import ContainerKind, Pod, PodCache
 
 
 class _StandIn:
-    """Registers three resources and hears of pods."""
+    """Registers three resources and follows pods."""
 
     asked_at_start = False
 
@@ -46,7 +46,7 @@ class _StandIn:
         return []
 
     def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
-        """Whatever comes first."""
+        """Return the required ids, then the first available ones."""
         del resource
         return list(dict.fromkeys([*must_include, *available]))[:size]
 
@@ -55,11 +55,11 @@ class _StandIn:
         raise NotImplementedError
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
-        """PreStartContainer; whoever did not ask for it is never called."""
+        """PreStartContainer. An agent that did not ask for it is never called."""
         raise NotImplementedError
 
     def edits(self, pod: Pod, container: str) -> Edits:
-        """What the pod's annotations say about the container."""
+        """Return the container's edits by the pod's annotations."""
         counted = [each.name for each in pod.containers if each.kind is ContainerKind.MAIN and NUMBER in each.limits]
         segment = pod.annotations["volcano.sh/vgpu-ids-new"].split(";")[counted.index(container)]
         fields = sorted(part.split(",") for part in segment.split(":") if part)
@@ -94,12 +94,12 @@ class Guesser(_StandIn):
 
 
 class Reader(_StandIn):
-    """Answers with a CDI name and asks kubelet's checkpoint whose ids they are when the container starts (real-node experiment)."""
+    """Answers with a CDI name and asks the kubelet's checkpoint for the ids' owner when the container starts (real-node experiment)."""
 
     asked_at_start = True
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
-        """A name that stands for the ids, and for nothing yet."""
+        """A name for the ids, still undefined."""
         if resource != NUMBER:
             return Edits()
         token = grant_token(resource, ids)
@@ -107,7 +107,7 @@ class Reader(_StandIn):
         return Edits(cdi_names=(cdi_name(token),))
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
-        """Whose they are, or an error."""
+        """Deliver the grant of the ids' owner, or raise an error."""
         kubelet_evidence = await self.world.read_records()
         holders = [each.owner for each in kubelet_evidence.checkpoint or () if each.resource == resource and set(each.ids) == set(ids)]
         listed = [each.owner for each in kubelet_evidence.pod_resources or () if each.resource == resource and set(each.ids) == set(ids)]

@@ -1,4 +1,4 @@
-"""What happened in an episode, kept as bare tuples and told only when somebody asks why."""
+"""The events of an episode, kept as bare tuples and formatted only on request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Story:
         return "\n".join(self._line(each) for each in reversed(list(recent)))
 
     def accuse(self, text: str, pod: str, *, ids: tuple[str, ...] = ()) -> None:
-        """Something went wrong for good; keep it with all that was told of the pod, of its ids and of the node."""
+        """Something went wrong for good; keep it with all events of the pod, of its ids and of the node."""
         self.tell("WRONG", pod, text)
         related = [self._line(each) for each in self._events if _concerns(each, text, pod, set(ids))]
         self.wrong.append("\n".join([text, *related[-60:]]))

@@ -82,7 +82,7 @@ def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> Non
 
 
 def test_lists_to_kubelet_are_few_on_a_mixed_day() -> None:
-    """Kubelet rewrites its checkpoint for each list, and a burst of changes is one."""
+    """The kubelet rewrites its checkpoint for each list, and a burst of changes is one."""
     figures, _ = days(_QUICK_DAYS, first_seed=0, faults=QUIET, on_all_cores=False)
     assert all(number <= bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT * figures.pod_events for number in figures.lists.values())
 

@@ -22,7 +22,7 @@ _SCHEDULED_ONLY = Mix(plain=0.0, static=0.0, init=0.0)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_agent_that_guesses_is_found_wrong_again_and_again(seed: int) -> None:
-    """What the replaced plugin does (volcano-vgpu:D2) gives containers of a quiet node other pods' shares."""
+    """The replaced plugin guesses (volcano-vgpu:D2), and containers of a quiet node get other pods' shares."""
     outcome = play(seed, Guesser, early=True, pods=60, mix=_SCHEDULED_ONLY, faults=Faults())
     assert len(outcome.wrong) > 10
     assert "its grant is that of" in outcome.text() or "meant was" in outcome.text()
@@ -56,7 +56,7 @@ def test_the_schedulers_annotations_are_those_of_the_contract() -> None:
 
 
 def test_kubelet_needs_no_more_ids_for_init_containers_that_come_before() -> None:
-    """Ids of a plain init container are used again; only the largest of them counts."""
+    """Ids of a plain init container are used again. Only the largest of them counts."""
     containers = (
         PlannedContainer("init", Kind.INIT, Request(2, 1, 0), 0.0, 0.0),
         PlannedContainer("main", Kind.MAIN, Request(1, 3, 0), 0.0, 0.0),
@@ -73,7 +73,7 @@ def test_what_a_container_got_is_read_in_the_order_of_the_bus() -> None:
 
 
 def test_a_killed_agent_runs_no_last_words() -> None:
-    """What stands at an await when the process dies never moves again, not even its ``finally``."""
+    """Code that is at an await when the process dies never runs again, not even its ``finally``."""
     said: list[str] = []
 
     async def work() -> None:

@@ -67,5 +67,5 @@ def test_a_hundred_thousand_containers_bound_late_all_get_their_own_share() -> N
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
 def test_a_hundred_thousand_containers_bound_early_never_start_with_anothers_share() -> None:
-    """The long run in early mode: 0 wrong; those that were refused are counted."""
+    """The long run in early mode: 0 wrong. Those that were refused are counted."""
     _torture(_FULL, early=True, first_seed=1000, play_many=on_all_cores)

@@ -20,7 +20,7 @@ _STEP_SECONDS = 1e-9
 
 
 class _Clock(selectors.SelectSelector):
-    """Waits for nothing: whoever would sleep for some seconds finds that they have passed."""
+    """Waits for nothing: a sleep of some seconds finds that they have passed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run ``main`` on a loop of its own.
 
     Raises:
-        AssertionError: a task or a callback failed and nobody looked at it.
+        AssertionError: a task or a callback failed unnoticed.
     """
     loop = VirtualLoop()
     try:

@@ -58,7 +58,7 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """The server's answer."""
 
     status: int
     headers: dict[str, str]
@@ -92,7 +92,7 @@ def a_grant(number: int, gpu: str, pod: str = "train-0", **changes: Any) -> Gran
 
 @pytest.fixture
 def node() -> AgentStatus:
-    """Two GPUs, one of them broken and in MIG mode; a registered resource; a named and an unnamed grant; everything else said once."""
+    """Two GPUs, one of them broken and in MIG mode, a registered resource, a named and an unnamed grant, everything else once."""
     mig = MigInstance("MIG-1", 0, 7, 0, "1g.10gb", 9856)
     broken = dataclasses.replace(
         a_gpu(1, health=Health(ok=False, reason="XID 79: the GPU has fallen off the bus", since=NOW - 30)),
@@ -184,7 +184,7 @@ def wants_vgpus(name: str, count: int = 1, **changes: Any) -> PodContainer:
 
 @pytest.fixture
 def volcano_node(node: AgentStatus) -> AgentStatus:
-    """The node with Volcano's vGPUs: ml/served runs, ml/refused may not start, one reservation is in nobody's hands yet."""
+    """The node with Volcano's vGPUs: ml/served runs, ml/refused may not start, one reservation has no holder yet."""
     served = Grant(
         7,
         "volcano-vgpu",
@@ -259,13 +259,13 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
 
 @pytest.fixture
 def source(node: AgentStatus) -> Snapshot:
-    """What the servers read from; a test changes `current`."""
+    """Return the source from which the servers read; a test changes `current`."""
     return Snapshot(node)
 
 
 @pytest.fixture
 def request_timeout_seconds() -> float:
-    """How long a request may take to arrive; tests of whom that ends have it shorter."""
+    """Return how long a request may take to arrive; tests of this limit shorten it."""
     return PATIENCE_SECONDS
 
 
@@ -311,7 +311,7 @@ LENT = "the GPU serves nvidia until its last share is returned"
 
 @pytest.fixture
 def mixed_node(volcano_node: AgentStatus) -> AgentStatus:
-    """Four GPUs: two serve NVIDIA's family, one Volcano's, one nobody. ml/waits and ml/later wait for the first, ml/other for the third."""
+    """Four GPUs: two serve NVIDIA's family, one Volcano's, one none. ml/waits and ml/later wait for the first, ml/other for the third."""
     volcano_node.inventory = dataclasses.replace(volcano_node.inventory, gpus=tuple(map(a_gpu, range(4))))
     waits = Claim("GPU-0", "volcano-vgpu", "ml/waits", "uid-waits", NOW - 190, 3)
     later = Claim("GPU-0", "volcano-gpushare", "ml/later", "uid-later", NOW - 60, 4)

@@ -27,7 +27,7 @@ def test_an_address_reads_as_host_and_port_and_writes_back_the_same(text: str, a
 
 @pytest.mark.parametrize("text", ["", "9394", "localhost", "host:port", "host:-1", ":65536", "::1:9395", "x" * 5000])
 def test_an_address_that_makes_no_sense_is_refused_with_the_right_forms(text: str) -> None:
-    """Whatever was written, the message shows what to write, and does not repeat a page of it."""
+    """For any text the message shows what to write, and does not repeat a page of it."""
     with pytest.raises(ListenError, match=r"HOST:PORT, \[IPV6\]:PORT or :PORT") as refused:
         parse(text)
     assert len(str(refused.value)) < 300
@@ -47,7 +47,7 @@ async def test_every_interface_gets_one_port_even_when_it_is_a_free_one() -> Non
 
 
 async def test_a_port_in_use_is_named_with_the_remedy() -> None:
-    """Two agents on one node: the second says who to look for and which flag to change."""
+    """Two agents on one node: the second names the process to look for and the flag to change."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with pytest.raises(

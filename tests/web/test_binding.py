@@ -1,4 +1,4 @@
-"""What ``/debug`` and the page say about grants that are bound to pods, and about the API server."""
+"""Grants bound to pods, and the API server, in ``/debug`` and on the page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_allocation_shows_its_token_and_its_evidence(volcano_node: AgentStatu
 
 
 def test_a_grant_whose_ids_say_everything_has_no_token(volcano_node: AgentStatus) -> None:
-    """No CDI device stands for it."""
+    """It has no CDI device."""
     (grant,) = answer(volcano_node, "allocations", pod="ml/train-0")["allocations"]
     assert (grant["token"], grant["decided_for"]) == ("", None)
 
@@ -63,7 +63,7 @@ def test_thousands_of_ids_are_shortened_and_counted(volcano_node: AgentStatus) -
 
 
 def test_the_book_of_pods_shows_what_concerns_us(volcano_node: AgentStatus) -> None:
-    """Limits of our resources, annotations of our families, and who is served."""
+    """Limits of our resources, annotations of our families, and the served containers."""
     pods = answer(volcano_node, "pods")
     served, refused = pods["book"]
     assert (pods["synced"], pods["watch"]["last_word"]["seconds_ago"]) == (True, 3.0)
@@ -93,7 +93,7 @@ def test_config_says_how_grants_are_bound_and_why(volcano_node: AgentStatus) -> 
 
 
 def test_the_api_server_is_described_without_secrets(volcano_node: AgentStatus) -> None:
-    """Where credentials are from, what was asked and how it ended, who waits to write."""
+    """The answer has the source of the credentials, the requests with their outcomes, and the waiting writers."""
     cluster = answer(volcano_node, "cluster")
     assert cluster["credentials"] == "service account in /var/run/secrets"
     assert {"verb": "patch", "resource": "pods", "outcome": "200", "count": 4} in cluster["requests"]
@@ -103,7 +103,7 @@ def test_the_api_server_is_described_without_secrets(volcano_node: AgentStatus) 
 
 
 def test_the_ledger_shows_the_rooms(volcano_node: AgentStatus) -> None:
-    """What each device has left for each resource: the answer to "why did it not fit"."""
+    """The room left on each device for each resource explains why a pod did not fit."""
     (room,) = answer(volcano_node, "ledger")["rooms"][VGPU]
     assert (room["device"], room["memory_free_mib"], room["cores_free_percent"], room["holders_free"]) == ("GPU-0", 77824, 70, 9)
 
@@ -121,7 +121,7 @@ def test_the_page_shows_families_and_refused_starts(volcano_node: AgentStatus) -
 
 
 def test_a_family_that_is_not_offered_is_loud(volcano_node: AgentStatus) -> None:
-    """With the reason in the same line; in a browser in colour."""
+    """With the reason in the same line. In a browser in colour."""
     volcano_node.binding.families = (FamilyStatus("volcano-vgpu", by_pod=True, offered=False, trouble="the Node has not been read yet"),)
     volcano_node.binding.mode = None
     overview = views.overview(volcano_node, NOW)
@@ -137,12 +137,12 @@ def test_the_mode_is_one_word(volcano_node: AgentStatus, late: bool) -> None:
 
 
 def known(status: AgentStatus) -> list[str]:
-    """What stands under API server in the list of problems."""
+    """Return the problems listed under API server."""
     return [problem.reason for problem in problems.known(status, NOW) if problem.part == "API server"]
 
 
 def test_an_outage_is_a_problem_with_its_length_and_no_reason_to_be_unready(volcano_node: AgentStatus) -> None:
-    """Pods that were seen are served, so kubelet must not be told otherwise."""
+    """Pods that were seen have started, so the kubelet must not receive another answer."""
     volcano_node.cluster.watches = (
         WatchStatus("this node", failing_since=NOW - 20, last_error="no answer"),
         WatchStatus("pods of this node", failing_since=NOW - 75, last_error="no answer within 15 s"),
@@ -153,7 +153,7 @@ def test_an_outage_is_a_problem_with_its_length_and_no_reason_to_be_unready(volc
 
 
 def test_a_config_map_that_may_not_be_read_is_no_outage(volcano_node: AgentStatus) -> None:
-    """In a namespace that nobody uses for it, that is as it should be."""
+    """In a namespace that is not used for it, that is as it should be."""
     volcano_node.cluster.watches = (WatchStatus("ConfigMap volcano-system/x", failing_since=NOW - 75, essential=False),)
     assert known(volcano_node) == []
 

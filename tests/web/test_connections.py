@@ -62,7 +62,7 @@ async def test_the_oldest_of_whoever_has_most_makes_room(address: tuple[str, int
 
 
 async def test_a_listener_without_descriptors_pauses_and_goes_on() -> None:
-    """Where the process has none left for a moment, nothing is lost but that moment, and the loop is not kept busy by failing."""
+    """A process without descriptors for a moment loses nothing but that moment, and does not keep the loop busy by failing."""
     accepting, accepted = 0, socket.socketpair()
 
     class Listener:

@@ -1,4 +1,4 @@
-"""What ``/debug`` answers, and how it refuses."""
+"""The answers and refusals of ``/debug``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def answer(node: AgentStatus, path: str, **query: str) -> Any:
 
 
 def test_a_device_says_its_health_its_use_and_its_holders(node: AgentStatus) -> None:
-    """Everything an operator asks about a card stands in one object."""
+    """Everything an operator asks about a card is in one object."""
     first, second = answer(node, "devices")["gpus"]
     assert (first["health"], first["holders"], first["holders_allowed"]) == ("Healthy", ["ml/train-0/main"], 10)
     assert first["usage"]["processes"] == [{"pid": 4711, "memory_mib": 512}]
@@ -45,7 +45,7 @@ def test_devices_and_tasks_name_the_nvml_call_that_hangs(node: AgentStatus) -> N
 
 
 def test_a_call_that_returned_is_not_shown_as_hanging(node: AgentStatus) -> None:
-    """What was once noted about a call means nothing while the driver answers."""
+    """An earlier note about a call means nothing while the driver answers."""
     node.nvml = NvmlStatus(NvmlState.ANSWERING, "nvmlDeviceGetMemoryInfo", "GPU-1", since=NOW - 9)
     assert answer(node, "tasks")["nvml"]["call"] == ""
 
@@ -75,7 +75,7 @@ def test_the_ledger_shows_its_grants_and_its_last_verification(node: AgentStatus
 
 @pytest.mark.parametrize(("query", "numbers"), [({}, [1, 2]), ({"pod": "ml/train-0"}, [1]), ({"pod": "ml/train"}, [])])
 def test_allocations_can_be_asked_for_one_pod(node: AgentStatus, query: dict[str, str], numbers: list[int]) -> None:
-    """By its whole name; a pod that holds nothing here has an empty list."""
+    """By its whole name. A pod that holds nothing here has an empty list."""
     assert [grant["number"] for grant in answer(node, "allocations", **query)["allocations"]] == numbers
 
 
@@ -97,7 +97,7 @@ def test_pods_say_who_holds_which_gpu(node: AgentStatus) -> None:
 
 
 def test_resources_show_each_plugin_server_and_the_kubelet(node: AgentStatus) -> None:
-    """Registered, stream open, ids sent, held and free; and how a GPU is shared, so that nobody takes a replica for a limit."""
+    """Registered, stream open, ids sent, held and free; and how a GPU is shared, so that a replica is not taken for a limit."""
     found = answer(node, "resources")
     assert found["kubelet"]["socket_present"] is True
     (resource,) = found["resources"]
@@ -135,7 +135,7 @@ def test_what_is_left_out_is_told_beside_what_is_served(node: AgentStatus) -> No
     ],
 )
 def test_events_are_filtered_by_time_name_and_number(node: AgentStatus, query: dict[str, str], events: list[str]) -> None:
-    """Times as people write them; a name also stands for all below it; the limit keeps the newest."""
+    """Times are as people write them. A name also stands for all below it. The limit keeps the newest."""
     assert [entry["event"] for entry in answer(node, "events", **query)["events"]] == events
 
 
@@ -197,7 +197,7 @@ def test_an_unknown_parameter_is_told_the_known_ones(node: AgentStatus) -> None:
 
 
 def test_a_parameter_given_twice_is_refused(node: AgentStatus) -> None:
-    """Which of the two was meant is anybody's guess."""
+    """Choosing one of the two would be a guess."""
     with pytest.raises(debug.BadQuestionError, match="'pod' is given twice"):
         debug.question(node, NOW, [("pod", "a/b"), ("pod", "c/d")], ("pod",), "/debug/allocations")
 

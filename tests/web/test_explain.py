@@ -24,7 +24,7 @@ def sentences(status: AgentStatus, name: str) -> str:
 
 
 def shown(status: AgentStatus, pod: Pod) -> AgentStatus:
-    """The watch shows one pod more; nothing is reserved for anybody unknown."""
+    """The watch shows one pod more, and nothing is reserved for unknown pods."""
     status.cluster.pods = (*status.cluster.pods, pod)
     status.ledger.grants = tuple(grant for grant in status.ledger.grants if grant.owner is not None)
     return status
@@ -55,14 +55,14 @@ def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus
     ],
 )
 def test_a_pod_on_an_ill_gpu_is_told_so(volcano_node: AgentStatus, changes: dict[str, Any], sentence: str) -> None:
-    """Whoever asks why the pod fails must not read that all is well with what it has."""
+    """An explanation of the pod's failure must not say that all is well with what it has."""
     first, *others = volcano_node.inventory.gpus
     volcano_node.inventory = dataclasses.replace(volcano_node.inventory, gpus=(dataclasses.replace(first, **changes), *others))
     assert sentence in explain.explain(volcano_node, NOW, "ml/served").answer[2]
 
 
 def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant(volcano_node: AgentStatus) -> None:
-    """Allocate does not know the pod; the token leads from it to the last annotation."""
+    """Allocate does not know the pod. The token leads from it to the last annotation."""
     assert [event.event for event in explain.explain(volcano_node, NOW, "ml/served").events] == [
         "allocate.reserved",
         "start.bound",
@@ -71,7 +71,7 @@ def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant
 
 
 def test_a_pod_on_an_overcommitted_gpu_is_told_why_it_may_be_slow(volcano_node: AgentStatus) -> None:
-    """Its scheduler gave out more compute than there is; the node's problems and the debug page name the GPU, too."""
+    """Its scheduler gave out more compute than there is. The node's problems and the debug page name the GPU, too."""
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 3, 10),)
     said = "of GPU-0 more is given out than it has: 111 % of the compute of 100, 3 containers of 10"
     assert f"Scheduler overcommitted: {said}. Its containers share the compute" in sentences(volcano_node, "served")
@@ -79,7 +79,7 @@ def test_a_pod_on_an_overcommitted_gpu_is_told_why_it_may_be_slow(volcano_node: 
 
 
 def test_a_refused_start_comes_first_with_its_reason(volcano_node: AgentStatus) -> None:
-    """How often, since when, and whether waiting helps."""
+    """The sentence says how often, since when, and whether waiting helps."""
     first, *others = explain.explain(volcano_node, NOW, "ml/refused").answer
     assert first == (
         "Container main may not start: no GPU has 4096 MiB left. Refused 5 times, first 63 s ago; kubelet tries again by itself."
@@ -95,7 +95,7 @@ def test_a_final_refusal_says_that_waiting_does_not_help(volcano_node: AgentStat
 
 
 def test_memory_without_a_number_of_gpus_gets_none_and_is_told_why(volcano_node: AgentStatus) -> None:
-    """Schedulers of Volcano place such a pod as if it had asked for one GPU; it runs and sees none."""
+    """Schedulers of Volcano place such a pod as if it had asked for one GPU. It runs and sees none."""
     counted = PluginStatus(MEMORY, "volcano-vgpu", PluginState.REGISTERED)
     volcano_node.plugins = (*volcano_node.plugins, counted)
     lonely = PodContainer("main", limits={MEMORY: 3000}, started=True)
@@ -114,7 +114,7 @@ def test_a_pod_that_is_not_admitted_yet_sends_to_kubectl(volcano_node: AgentStat
 
 
 def test_a_reservation_that_nobody_has_claimed_may_be_the_pods(volcano_node: AgentStatus) -> None:
-    """kubelet writes its records after Allocate; for a moment it can be anybody's."""
+    """The kubelet writes its records after Allocate. For a moment the grant may be any pod's."""
     volcano_node.cluster.pods = (a_pod("new", wants_vgpus("main")),)
     assert "its records do not say yet for which container; it may be main (1 such reservations)." in sentences(volcano_node, "new")
 
@@ -178,7 +178,7 @@ def test_a_limit_that_cannot_be_read_is_quoted(volcano_node: AgentStatus) -> Non
     ],
 )
 def test_a_pod_at_its_end_says_so(volcano_node: AgentStatus, changes: dict[str, object], sentence: str) -> None:
-    """Nobody need wait for it."""
+    """There is nothing to wait for."""
     assert sentence in sentences(shown(volcano_node, a_pod("new", wants_vgpus("main"), **changes)), "new")
 
 
@@ -241,7 +241,7 @@ def test_a_holder_that_the_watch_does_not_show_may_be_gone_or_new(volcano_node: 
 
 
 def test_an_outage_stands_beside_the_answer(volcano_node: AgentStatus) -> None:
-    """What the watch shows may be old then, and for how long stands there."""
+    """The watch may be out of date then, and the line says for how long."""
     volcano_node.cluster.watches = (WatchStatus("pods of this node", failing_since=NOW - 61, last_error="GET /api/v1/pods: refused"),)
     assert explain.explain(volcano_node, NOW, "ml/never").looked_at[0] == (
         "the watch of pods: 2 pods, complete, failing for 61 s: GET /api/v1/pods: refused"
@@ -255,7 +255,7 @@ def test_the_pods_that_can_be_asked_about_are_those_that_concern_the_agent(volca
 
 
 def test_a_terminal_gets_sentences_places_and_events(volcano_node: AgentStatus) -> None:
-    """What ``vgpu-agent status --pod`` prints."""
+    """``vgpu-agent status --pod`` prints this text."""
     lines = page.explained(explain.explain(volcano_node, NOW, "ml/served")).splitlines()
     assert lines[0] == "pod ml/served"
     assert "Looked at" in lines

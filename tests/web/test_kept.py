@@ -22,7 +22,7 @@ class _Computing:
 
 
 def test_who_asks_now_and_then_gets_the_newest() -> None:
-    """A scrape each 15 s, a probe each 5 s, and somebody who looks at the page: nothing that they get is old."""
+    """A scrape each 15 s, a probe each 5 s, and a reader of the page: none of them gets old values."""
     computing = _Computing(0.02)
     kept = KeptAnswers(computing.clock)
     for number in range(1, 200):

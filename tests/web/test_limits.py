@@ -38,7 +38,7 @@ def region(status: AgentStatus, **changes: object) -> AgentStatus:
 
 
 def test_a_limit_counts_as_in_force_only_while_the_library_is_seen(volcano_node: AgentStatus) -> None:
-    """A live slot in a region that holds what was configured; before that it is written and no more."""
+    """A live slot in a region that holds what was configured. Before that it is written and no more."""
     assert limit_of(volcano_node).state == "in force"
     assert limit_of(region(volcano_node, processes=0)).state == "configured"
     assert limit_of(dataclasses.replace(volcano_node, containers=())).state == "configured"
@@ -64,7 +64,7 @@ def test_a_region_that_allows_more_is_not_in_force(volcano_node: AgentStatus, ch
 
 
 def test_a_region_that_allows_less_holds_the_limit(volcano_node: AgentStatus) -> None:
-    """Nobody is harmed by that, and an operator may have lowered it."""
+    """This does no harm, and an operator may have lowered it."""
     assert limit_of(region(volcano_node, limit_bytes=GIB, cores_limit_percent=5)).state == "in force"
 
 
@@ -75,7 +75,7 @@ def test_compute_that_the_operator_does_not_limit_is_not_missed(volcano_node: Ag
 
 
 def test_a_pod_that_may_switch_its_limit_off_has_none(volcano_node: AgentStatus) -> None:
-    """It is said of the pod, and not taken for a limit that nobody has used yet."""
+    """It is shown at the pod, and not taken for a limit that has not been used yet."""
     container = PodContainer("main", limits={VGPU: 1}, environment=frozenset({"CUDA_DISABLE_CONTROL"}))
     uid = next(grant.owner.pod_uid for grant in volcano_node.ledger.grants if grant.resource == VGPU and grant.owner)
     volcano_node.cluster.pods = (Pod(uid, "ml", "served", containers=(container,)),)
@@ -86,7 +86,7 @@ def test_a_pod_that_may_switch_its_limit_off_has_none(volcano_node: AgentStatus)
 
 
 def test_without_isolation_there_is_no_limit(volcano_node: AgentStatus) -> None:
-    """Also where the shares say how many MiB were booked."""
+    """This holds also where the shares say how many MiB were booked."""
     volcano_node.binding.volcano_vgpu = {"isolation": "none"}
     assert limit_of(dataclasses.replace(volcano_node, containers=())).state == "no limit"
 

@@ -138,7 +138,7 @@ def test_a_series_says_how_grants_are_bound_and_how_the_api_server_is_doing(
 
 
 def test_an_outage_is_a_number_of_seconds(volcano_node: AgentStatus) -> None:
-    """So that an alert can wait for the usual restart of an API server; a watch that never heard anything has no age."""
+    """An alert can then wait for the usual restart of an API server. A watch without any event has no age."""
     volcano_node.cluster.watches = (WatchStatus("this node", failing_since=NOW - 80),)
     found = scrape(volcano_node)
     assert found["vgpu_agent_watch_failing_seconds", "watch=this node"] == 80
@@ -146,12 +146,12 @@ def test_an_outage_is_a_number_of_seconds(volcano_node: AgentStatus) -> None:
 
 
 def test_a_node_without_families_that_bind_has_no_binding_mode(node: AgentStatus) -> None:
-    """Where ids name GPUs nothing is bound late or early."""
+    """Ids that name GPUs are bound neither late nor early."""
     assert not [key for key in scrape(node) if key[0] == "vgpu_agent_binding_info"]
 
 
 def test_a_share_names_its_holder_and_its_gpu(node: AgentStatus) -> None:
-    """One can ask who holds a GPU; a MIG instance is counted on its card, and a holder that is not known yet is empty."""
+    """The metric names the holder of a GPU. A MIG instance is counted on its card, and an unknown holder is empty."""
     shares = {key: value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"}
     assert shares == {
         (
@@ -205,7 +205,7 @@ def test_a_hung_nvml_call_is_measured_from_its_start(node: AgentStatus) -> None:
 
 
 def test_an_agent_that_knows_nothing_yet_can_be_scraped() -> None:
-    """The servers start first; a scrape before the first inventory is valid and invents nothing."""
+    """The servers start first. A scrape before the first inventory is valid and invents nothing."""
     found = scrape(AgentStatus())
     assert found["vgpu_agent_nvml_up",] == 0
     assert ("vgpu_agent_inventory_age_seconds",) not in found
@@ -218,7 +218,7 @@ def test_label_values_are_escaped(node: AgentStatus) -> None:
 
 
 def test_openmetrics_is_served_to_those_who_ask_for_it(node: AgentStatus) -> None:
-    """Prometheus asks for OpenMetrics first; its stricter parser accepts the answer."""
+    """Prometheus asks for OpenMetrics first. Its stricter parser accepts the answer."""
     body, content_type = Exposition(Fixed(node), clock=lambda: NOW).render("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     families = list(openmetrics.text_string_to_metric_families(body.decode()))  # type: ignore[no-untyped-call]  # the library's parser is untyped
@@ -226,7 +226,7 @@ def test_openmetrics_is_served_to_those_who_ask_for_it(node: AgentStatus) -> Non
 
 
 def test_what_schedulers_overcommitted_is_a_number_for_each_gpu(volcano_node: AgentStatus) -> None:
-    """An alert is written on it; a GPU of which nothing is overcommitted has no series."""
+    """An alert is written on it. A GPU of which nothing is overcommitted has no series."""
     assert not [key for key in scrape(volcano_node) if key[0] == "vgpu_agent_scheduler_overcommitted"]
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 9, 10),)
     volcano_node.binding.overcommitted_starts = 2
@@ -238,7 +238,7 @@ def test_what_schedulers_overcommitted_is_a_number_for_each_gpu(volcano_node: Ag
 
 
 def test_the_family_of_each_gpu_and_who_waits_for_it_are_series_while_they_are_so(mixed_node: AgentStatus) -> None:
-    """An alert on a pod that waits too long needs GPU and family, and no name of a pod; an idle GPU has no series."""
+    """An alert on a pod that waits too long needs GPU and family, and no name of a pod. An idle GPU has no series."""
     found = {
         key: value for key, value in scrape(mixed_node).items() if key[0].startswith(("vgpu_agent_gpu_serves", "vgpu_agent_gpu_claims"))
     }
@@ -276,7 +276,7 @@ def test_the_documentation_lists_exactly_the_metrics_that_exist() -> None:
 
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
 def test_a_name_follows_the_conventions_of_prometheus(metric: Metric) -> None:
-    """Counters end in _total and nothing else does; a help text is a sentence."""
+    """Counters end in _total and nothing else does. A help text is a sentence."""
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
     assert metric.help.endswith(".")
 

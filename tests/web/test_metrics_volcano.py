@@ -46,7 +46,7 @@ def test_a_last_kernel_that_never_was_or_is_to_come(volcano_node: AgentStatus, l
 
 
 def test_a_device_that_the_node_does_not_have_is_no_label(volcano_node: AgentStatus) -> None:
-    """The container owns the file with the names; by writing others it must not be able to fill a database."""
+    """The container owns the file with the names. By writing others it must not be able to fill a database."""
     made_up = ContainerUsage("ml", "served", "main", 1, "GPU-made-up", 5, 6, 7, 8)
     volcano_node.containers = (*volcano_node.containers, made_up)
     assert not [key for key in of_the_monitor(volcano_node) if "deviceuuid=GPU-made-up" in key]

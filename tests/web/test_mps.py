@@ -1,4 +1,4 @@
-"""What ``/debug/mps`` and the metrics say about MPS control daemons."""
+"""MPS control daemons in ``/debug/mps`` and in the metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNNING = MpsStatus(
 
 
 def test_a_daemon_is_shown_with_its_limits_and_clients() -> None:
-    """The person who looks wants to know what is in force, since when it was proven, and who would be hit."""
+    """The page says what is in force, since when it was proven, and which pods would be hit."""
     (daemon,) = mps.answer(AgentStatus(mps=(RUNNING,)), 1061.0)["daemons"]
     assert (daemon["state"], daemon["adopted"], daemon["trouble"]) == ("running", True, "")
     assert daemon["memory_limit_mib"] == {"GPU-1": 10240}

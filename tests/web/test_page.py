@@ -54,7 +54,7 @@ def test_the_table_answers_who_holds_what(overview: Overview) -> None:
 
 
 def test_shares_of_memory_and_compute_are_summed_up(volcano_node: AgentStatus) -> None:
-    """How much of a GPU is given away; ids that are only there to be counted are nobody's, so they are not called free."""
+    """The column sums up the shares of a GPU. Ids that only count something are never called free."""
     lines = page.as_text(views.overview(volcano_node, NOW)).splitlines()
     header, first, second = lines[lines.index("GPUs") + 1 : lines.index("GPUs") + 4]
     column = header.index("GIVEN")
@@ -74,14 +74,14 @@ def test_what_will_go_wrong_for_some_pods_is_a_problem(volcano_node: AgentStatus
 
 
 def test_many_holders_do_not_tear_the_table_apart(overview: Overview) -> None:
-    """A GPU of ten shares is one line still; the table of pods has them all."""
+    """A GPU of ten shares is one line still. The table of pods has them all."""
     crowded = msgspec.structs.replace(overview.gpus[0], holders=tuple(f"ml/train-{number}/main" for number in range(10)))
     text = page.as_text(msgspec.structs.replace(overview, gpus=(crowded,)))
     assert "  ml/train-0/main, ml/train-1/main and 8 more\n" in text
 
 
 def test_a_browser_shows_problems_first_and_in_colour(overview: Overview) -> None:
-    """Nobody scrolls to learn that a GPU is gone."""
+    """The loss of a GPU must be visible without scrolling."""
     rendered = page.as_html(overview)
     assert rendered.index("<h2>Problems</h2>") < rendered.index("<h2>GPUs</h2>")
     assert rendered.count('<td class="bad">Unhealthy</td>') == 1
@@ -122,7 +122,7 @@ def test_a_simulated_library_is_enough_to_be_called_simulated(node: AgentStatus)
 
 
 def test_foreign_text_cannot_become_markup(node: AgentStatus) -> None:
-    """Names and reasons come from elsewhere; on the page they are text."""
+    """Names and reasons come from elsewhere. On the page they are text."""
     attack = '<script>alert("x")</script>'
     grant = dataclasses.replace(node.ledger.grants[0], owner=Owner(attack, "uid", attack, attack))
     node.ledger.grants = (grant,)
@@ -168,6 +168,6 @@ def test_what_stops_nothing_yet_is_a_problem_too(node: AgentStatus, change: dict
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (-3, "0s"), (59.9, "59s"), (61, "1m01s"), (3600, "1h00m"), (90000, "1d1h")])
 def test_an_age_is_short(node: AgentStatus, seconds: float, text: str) -> None:
-    """Two units are enough; a clock that was set back is no negative age."""
+    """Two units are enough. A clock that was set back is no negative age."""
     node.started_at = NOW - seconds
     assert f" · up {text} · " in page.as_text(views.overview(node, NOW))

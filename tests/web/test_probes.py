@@ -1,4 +1,4 @@
-"""Probes: who decides, and what the person reads."""
+"""Probes: the decisive checks, and the text for people."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_a_stuck_loop_makes_the_agent_not_alive(node: AgentStatus) -> None:
 
 
 def test_verbose_lists_every_check(node: AgentStatus) -> None:
-    """What was looked at, in the order in which things depend on each other."""
+    """The checks appear in the order in which things depend on each other."""
     assert probes.ready(node, NOW, verbose=True).text.splitlines() == [
         "[+] nvml: answering",
         "[+] kubelet: socket present",
@@ -74,7 +74,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
 
 
 def test_an_outage_of_the_api_server_is_listed_and_fails_no_probe(volcano_node: AgentStatus) -> None:
-    """Pods that were seen are served; a ConfigMap that may not be read is not even that."""
+    """Pods that were seen can start. A ConfigMap that may not be read is not even that."""
     quiet, *_ = volcano_node.cluster.watches
     volcano_node.cluster.watches = (
         quiet,

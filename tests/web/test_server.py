@@ -43,7 +43,7 @@ JUNK = b"\x00\xffjunk" * 175_000  # 1.05 MB
 
 
 async def raw(address: str, request: bytes) -> bytes:
-    """What the server answers to bytes that no HTTP library would send."""
+    """Return the server's answer to bytes that no HTTP library would send."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
@@ -64,7 +64,7 @@ async def test_every_path_answers(ask: Callable[..., Awaitable[Any]], path: str)
 
 @pytest.mark.parametrize("path", [path for path in DEBUG if path != "/debug/"])
 async def test_a_debug_answer_is_one_line_of_json_and_more_when_pretty(ask: Callable[..., Awaitable[Any]], path: str) -> None:
-    """For grep and for eyes; both say the same."""
+    """For grep and for eyes. Both say the same."""
     plain, pretty = await ask(path), await ask(f"{path}?pretty")
     assert plain.headers["Content-Type"] == "application/json"
     assert plain.text.count("\n") == 1
@@ -73,7 +73,7 @@ async def test_a_debug_answer_is_one_line_of_json_and_more_when_pretty(ask: Call
 
 
 async def test_the_debug_index_lists_every_path_with_a_sentence(ask: Callable[..., Awaitable[Any]]) -> None:
-    """Somebody who knows only the port finds the rest."""
+    """A user who knows only the port finds the rest."""
     paths = json.loads((await ask("/debug/")).text)["paths"]
     assert sorted(entry["path"] for entry in paths) == [path for path in DEBUG if path != "/debug/"]
     assert all(entry["about"].endswith(".") for entry in paths)
@@ -84,7 +84,7 @@ async def test_the_debug_index_lists_every_path_with_a_sentence(ask: Callable[..
 async def test_a_megabyte_of_junk_gets_one_clear_line_and_the_server_goes_on(
     ask: Callable[..., Awaitable[Any]], path: str, method: str
 ) -> None:
-    """Whatever the method, a 4xx that names the reason; the next request is served."""
+    """The answer to any method is a 4xx that names the reason. The next request is served."""
     answer = await ask(path, method=method, data=io.BytesIO(JUNK))
     assert answer.status == 413
     assert answer.text == '{"error":"the request body is too large; at most 65536 bytes are read"}\n'
@@ -107,7 +107,7 @@ async def test_junk_of_unknown_length_is_cut_off_too(ask: Callable[..., Awaitabl
 
 
 async def test_a_get_with_a_small_body_is_told_to_leave_it_out(ask: Callable[..., Awaitable[Any]]) -> None:
-    """A body that nobody reads is more likely a mistake than a wish."""
+    """A body that is not read is more likely a mistake than a request."""
     answer = await ask("/debug/pods", data=b"pod=default/a")
     assert (answer.status, answer.text) == (400, '{"error":"GET /debug/pods takes no request body; send it without one"}\n')
 
@@ -182,7 +182,7 @@ async def test_a_silent_connection_is_closed(web: WebServer) -> None:
 
 @_IMPATIENT
 async def test_a_client_that_does_not_read_is_let_go(web: WebServer) -> None:
-    """A scraper that hangs in the middle of an answer keeps neither its connection nor what it was to be told."""
+    """A scraper that hangs in the middle of an answer keeps neither its connection nor its answer."""
     host, _, port = web.debug_address.rpartition(":")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -194,7 +194,7 @@ async def test_a_client_that_does_not_read_is_let_go(web: WebServer) -> None:
 
 
 def connections(port: int) -> int:
-    """How many connections a server of this machine has."""
+    """Return the number of connections to a server of this machine."""
     with open("/proc/net/tcp") as table:
         rows = [line.split() for line in table]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == _ESTABLISHED for row in rows)
@@ -239,7 +239,7 @@ async def test_a_nonsense_log_level_changes_nothing_and_names_the_levels(ask: Ca
 
 
 async def test_a_browser_gets_a_page_and_curl_gets_text(ask: Callable[..., Awaitable[Any]]) -> None:
-    """The overview on ``/`` suits whoever looks at it."""
+    """The overview on ``/`` suits its reader."""
     page, text = await ask("/", headers={"Accept": "text/html,*/*"}), await ask("/")
     assert page.headers["Content-Type"].startswith("text/html")
     assert "script" not in page.text
@@ -255,7 +255,7 @@ async def test_the_scrape_is_served_with_its_format(ask: Callable[..., Awaitable
 
 
 async def test_a_failing_probe_is_503_with_its_reason(ask: Callable[..., Awaitable[Any]], source: Any) -> None:
-    """kubelet looks at the code, the operator at the text; not ready is not dead."""
+    """The kubelet looks at the code, the operator at the text; not ready is not dead."""
     source.current.not_ready = (ReadyProblem("nvidia.com/gpu", "not registered"),)
     assert ((await ask("/readyz")).status, (await ask("/livez")).status, (await ask("/healthz")).status) == (503, 200, 200)
     assert "nvidia.com/gpu: not registered" in (await ask("/readyz?verbose")).text
@@ -282,7 +282,7 @@ async def test_a_port_in_use_is_an_error_that_leaves_nothing_listening() -> None
 
 
 async def test_the_real_port_is_reported_and_closed_at_the_end() -> None:
-    """Port 0 takes a free one; after `stop` nobody answers, and stopping twice is fine."""
+    """Port 0 takes a free one. After `stop` there is no answer, and stopping twice is fine."""
     server = a_server(listen=":0", debug_listen="[::1]:0" if socket.has_ipv6 and _has_ipv6_loopback() else "127.0.0.1:0")
     await server.start()
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1{server.public_address}/livez") as answer:
@@ -296,4 +296,4 @@ async def test_the_real_port_is_reported_and_closed_at_the_end() -> None:
 
 def _has_ipv6_loopback() -> bool:
     with socket.socket(socket.AF_INET6) as probe:
-        return probe.connect_ex(("::1", 9)) == 111  # refused by somebody, hence reachable
+        return probe.connect_ex(("::1", 9)) == 111  # refused by a program, hence reachable

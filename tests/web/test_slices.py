@@ -36,7 +36,7 @@ def _with(node: AgentStatus, *gpus: Gpu) -> AgentStatus:
     ],
 )
 def test_an_instance_says_whether_it_may_be_given_away(node: AgentStatus, gpu: Gpu, reason: str) -> None:
-    """Metric and debug JSON agree; its own health counts, its GPU's, and its device nodes."""
+    """Metric and debug JSON agree. Its own health counts, its GPU's, and its device nodes."""
     view = slices.view(gpu, gpu.mig_instances[0])
 
     assert (view.health, view.health_reason) == ("Unhealthy" if reason else "Healthy", reason)
@@ -46,7 +46,7 @@ def test_an_instance_says_whether_it_may_be_given_away(node: AgentStatus, gpu: G
 
 
 def test_an_instance_that_is_withheld_is_a_problem_of_the_node(node: AgentStatus) -> None:
-    """`vgpu-agent status` and the overview name instance and reason; what befell the whole GPU is said once."""
+    """`vgpu-agent status` and the overview name instance and reason. What befell the whole GPU is shown once."""
     withheld = _gpu(dataclasses.replace(SLICE, trouble="mig-minors line 4"))
 
     said = [problem.reason for problem in problems.known(_with(node, withheld), NOW)]
@@ -56,7 +56,7 @@ def test_an_instance_that_is_withheld_is_a_problem_of_the_node(node: AgentStatus
 
 
 def test_grants_on_devices_that_are_gone_are_counted_by_resource(node: AgentStatus) -> None:
-    """nvidia:D9: also for a resource that has no plugin server any more; what is released is no grant."""
+    """nvidia:D9: also for a resource that has no plugin server any more. What is released is no grant."""
     gone = [a_grant(number, "MIG-gone", resource="nvidia.com/mig-1g.5gb") for number in (7, 8)]
     over = a_grant(9, "MIG-gone", resource="nvidia.com/mig-1g.5gb", state=GrantState.RELEASED)
     node.ledger.grants = (*node.ledger.grants, *gone, over)
@@ -70,14 +70,14 @@ def test_grants_on_devices_that_are_gone_are_counted_by_resource(node: AgentStat
 
 
 def test_before_the_driver_has_answered_no_device_is_gone(node: AgentStatus) -> None:
-    """An agent that waits for its driver would count everybody."""
+    """An agent that waits for its driver would count every held device."""
     waiting = dataclasses.replace(node, inventory=Inventory())
 
     assert list(slices.on_vanished_devices(waiting)) == []
 
 
 def test_a_resource_without_a_plugin_server_says_why(node: AgentStatus) -> None:
-    """/debug/resources names what is withheld, with the reason of /readyz; what is served and not ready is in the list already."""
+    """/debug/resources names what is withheld, with the reason of /readyz. What is offered and not ready is in the list already."""
     node.not_ready = (
         ReadyProblem("resource nvidia.com/mig-1g.5gb", "the device nodes of no slice are known"),
         ReadyProblem("resource nvidia.com/gpu", "serving, not registered"),

@@ -1,4 +1,4 @@
-"""What a node of several families shows: which GPU serves which, since when, who waits, what frees it, and why ids are held back."""
+"""A node of several families: which GPU serves which, since when, which pods wait, what frees it, and why ids are held back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer(status: AgentStatus, pod: str) -> str:
 
 
 def test_the_page_says_of_each_gpu_whom_it_serves_who_waits_and_what_frees_it(mixed_node: AgentStatus) -> None:
-    """``HEALTHY 0`` stood beside four Healthy GPUs, and nothing said why."""
+    """``HEALTHY 0`` stood beside four Healthy GPUs, without a reason."""
     assert table(mixed_node, "GPUs by family") == [
         ["0", "nvidia", "10m00s", "2", "ml/waits (volcano-vgpu, 3m10s) and 1 more", "the end of 2 pods (ml/a, ml/b)"],
         ["1", "nvidia", "5m00s or longer", "5", "-", "the end of 5 pods (ml/a, ml/c, ml/d and 2 more)"],
@@ -94,7 +94,7 @@ def test_sixteen_gpus_are_one_line_and_many_reasons_are_few(mixed_node: AgentSta
 
 
 def test_a_pod_that_waits_for_its_gpu_is_told_who_has_it_and_what_to_do(mixed_node: AgentStatus) -> None:
-    """Also before the first refusal, while images are pulled."""
+    """It reads this even before the first refusal, while images are pulled."""
     assert (
         "Its scheduler has named GPU 0 (GPU-0), for which it waits since 2027-01-15T07:56:50Z.\n"
         "That GPU serves nvidia since 2027-01-15T07:50:00Z and is freed by the end of 2 pods (ml/a, ml/b); no new pod of nvidia gets any "
@@ -121,7 +121,7 @@ def test_a_pod_that_nothing_keeps_from_its_gpu_is_not_told_to_be_deleted(mixed_n
 
 @pytest.mark.parametrize("name", ["wants-nvidia", "nowhere"])
 def test_whoever_waits_for_ids_reads_why_there_are_none(mixed_node: AgentStatus, name: str) -> None:
-    """The default scheduler says ``Insufficient nvidia.com/gpu``; the node says which family has the GPUs."""
+    """The default scheduler says ``Insufficient nvidia.com/gpu``. The node says which family has the GPUs."""
     mixed_node.ledger.rooms |= {"nvidia.com/gpu": ()}
     mixed_node.ledger.grants = ()
     pod = a_pod("wants-nvidia", PodContainer("main", limits={"nvidia.com/gpu": 1}), bound=10)

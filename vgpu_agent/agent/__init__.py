@@ -1,7 +1,8 @@
-"""The composition root: builds the rooms, wires them, and starts and stops them in order.
+"""The composition root: builds the packages, wires them, and starts and stops them in order.
 
-`composition` is the whole story in one file; the others are its chapters: `offering` (which plugin servers run), `verification` (the ledger
-against kubelet's records), `reload` (a changed configuration), `report` (one status for web) and `lag` (is the loop itself in time).
+`composition` starts and stops everything. The others are its parts: `offers` (families and plugin servers), `records` (the ledger against
+the kubelet's records), `devices` (CDI names, MPS daemons, MIG division), `reload` (a changed configuration), `status` (one report for
+`web`) and `lag` (the delay of the event loop).
 """
 
 from vgpu_agent.agent.composition import run

@@ -51,12 +51,12 @@ _NODE_TASK = "writes to this node"
 class ClusterSide:
     """Client, watches and writers.
 
-    State: `book` and `changed` are there from the beginning, everything else from `connect` on. What was remembered stands in for what the
-    API server has not said yet.
+    State: `book` and `changed` exist from the beginning, everything else from `connect` on. Remembered data replaces what the API server
+    has not reported yet.
 
     Attributes:
         book: the pods of this node.
-        changed: moves on when Node or ConfigMap say something new.
+        changed: moves on when Node or ConfigMap have changed.
         connected: there are credentials.
         without: why there is no connection; empty when there is one.
         origin: what the credentials are, for people; empty without any.
@@ -65,7 +65,7 @@ class ClusterSide:
     """
 
     def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor, named: NamedConfiguration | None = None) -> None:
-        """Nothing is asked yet; ``named`` is told of the label, and what it chooses is remembered."""
+        """Build it without any request; ``named`` gets the label, and its choice is remembered."""
         self.book = PodCache()
         self.changed = Revision()
         self.connected = False
@@ -96,12 +96,12 @@ class ClusterSide:
 
     @property
     def needed(self) -> bool:
-        """Whether a family is on that cannot do without the API server, so that pods are watched and Node and pods are written to."""
+        """Tell whether an enabled family needs the API server, so that pods are watched and Node and pods are written."""
         return self._settings.families.volcano_vgpu or self._settings.families.volcano_gpushare
 
     @property
     def asked_namespace(self) -> str:
-        """Where somebody has said that Volcano's ConfigMap is; empty for nowhere but the usual places."""
+        """The configured namespace of Volcano's ConfigMap; empty for the usual places only."""
         return self._settings.volcano_vgpu.config_map_namespace
 
     @property
@@ -132,7 +132,7 @@ class ClusterSide:
 
     @property
     def waits_for(self) -> str:
-        """What must be read before families that need the API server can be offered; empty when it is all there."""
+        """The data that must be read before families that need the API server can be offered; empty when it is all there."""
         if not self.connected:
             return self.without
         if self.remembered is None and self.config_map is not None and not self.config_map.synced.is_set():
@@ -169,7 +169,7 @@ class ClusterSide:
         self.client = client = ApiClient(found, cluster)
         self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
         watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [("watch of this node", self.nodes)]
-        if self.needed:  # a label is read without a look at anybody's pods
+        if self.needed:  # a label is read without reading any pods
             self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
             watches.append(("watch of pods", self.pods))
         if self._settings.families.volcano_vgpu and self._settings.volcano_vgpu.read_config_map:
@@ -195,7 +195,7 @@ class ClusterSide:
         lists: Revision | None = None,
         withdrawn: Revision | None = None,
     ) -> None:
-        """Start to keep Node and pods as the families wish them; ``tokens`` and ``starting`` as for `PodPublisher`.
+        """Start to keep Node and pods in the families' desired state; ``tokens`` and ``starting`` as for `PodPublisher`.
 
         ``resources`` are the names of what this agent offers; ``sent``, ``lists`` and ``withdrawn`` as for `AllocatableWriter`.
         """
@@ -254,20 +254,20 @@ class ClusterSide:
         self._loop("pods failed while away", self.failed_pods.run)
 
     async def written_once(self, seconds: float) -> None:
-        """Wait, but not longer than ``seconds``, until the Node says what this node offers (volcano-vgpu D11)."""
+        """Wait, but not longer than ``seconds``, until the Node shows what this node offers (volcano-vgpu D11)."""
         if self.node_publisher is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self.node_publisher.first.wait()
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
-        """See `allocation.surroundings.Fetch`."""
+        """See `allocation.dependencies.Fetch`."""
         if self.pods is None:
             raise ClusterError(self.without)
         return await self.pods.fetch(namespace, name)
 
     async def follow(self, apply: Callable[[], Awaitable[None]]) -> None:
-        """Remember what was read, and call ``apply`` whenever it says something new; for ever."""
+        """Remember what was read, and call ``apply`` on each change, until cancelled."""
         if self.nodes is None:
             return
         seen = self._facts()
@@ -296,7 +296,7 @@ class ClusterSide:
             await self._memory.keep(self._facts())
 
     async def withdraw(self, seconds: float) -> None:
-        """Take back what tells schedulers about this node, where that is wanted; gives up after ``seconds``."""
+        """Remove what schedulers read about this node, if configured; give up after ``seconds``."""
         if self.node_publisher is None or not self._settings.cluster.withdraw_at_stop:
             return
         self._leaving_at = time.time()

@@ -1,7 +1,7 @@
-"""Builds the agent, starts it in an order in which nobody is lied to, and stops it in one in which nobody is cut off.
+"""Build the agent; start it so that nothing false is ever advertised, and stop it so that no call is cut off.
 
 Start: the GPUs; what this node offers, checked against kubelet's limits; kubelet's records into the ledger; only then the plugin servers,
-which register; and the web server as soon as they have, or after a second, so that a start that waits is shown. Stop: the plugin servers
+which register. The web server starts as soon as they have, or after a second, so that a waiting start is visible. Stop: the plugin servers
 drain, then the loops end, then the driver is closed, then the web server goes.
 
 Called by the command line (`run`); tests build `Agent` with settings of their own.
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _SETTLES_AFTER_SECONDS = 2.0
-_PODS_GATHER_SECONDS = 0.02  # a storm of pods changes the book a hundred times in a row, and starts look at the claims themselves
+_PODS_GATHER_SECONDS = 0.02  # a storm of pods changes the cache a hundred times in a row, and starts look at the claims themselves
 
 
 async def run(loaded: Loaded) -> None:
@@ -90,7 +90,7 @@ async def run(loaded: Loaded) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     agent = Agent(loaded, named, await discover(loaded.settings.gpu, simulated=bool(loaded.settings.simulate)))
-    # To a process with a terminal it says that the terminal is closed.
+    # For a process with a terminal it means that the terminal is closed.
     loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again)
     # Not at once: it holds the loop for some ten milliseconds, while the plugin servers are about to register.
     await agent.run(stop, started=functools.partial(loop.call_later, _SETTLES_AFTER_SECONDS, settle))
@@ -349,7 +349,7 @@ class Agent:
                 stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds,
             )
             if settings.families.volcano_vgpu:
-                # It promises no sign of life: a disk that hangs is not mended by a restart of the agent.
+                # It gives no sign of life: a restart of the agent does not repair a disk that hangs.
                 self._supervisor.start("container usage", self._usages.run)
                 self._supervisor.start("region sizes", self._regions.run)
                 self._supervisor.start("limits", LimitsWatch(self._usages.usage, self._report.status, self._journal).run)
@@ -413,7 +413,7 @@ class Agent:
         return tokens_of(pod_uid, (*self._ledger.grants, *served))
 
     async def _look_again(self) -> None:
-        """Something outside the configuration may have changed: the Node, a ConfigMap, a library."""
+        """React to a possible change outside the configuration: the Node, a ConfigMap, a library."""
         await self._families.again()
         await self._know_holders()
         await self._offering.sync()
@@ -454,6 +454,6 @@ class Agent:
 
     @property
     def _stuck_seconds(self) -> float:
-        """How long a loop may be silent: its own longest pause, and the patience the operator has set."""
+        """Longest silence allowed to a loop: its own longest pause plus the configured limit."""
         settings = self._loaded.settings
         return settings.tasks.stuck_seconds + max(settings.gpu.poll_seconds, settings.kubelet.socket_poll_seconds)

@@ -1,7 +1,7 @@
-"""How late the event loop is: everything this agent promises rests on it being in time.
+"""The delay of the event loop: everything this agent promises rests on it being in time.
 
 Run by `composition` as a supervised loop; `report` shows the figures. The measure is the delay of a short sleep, so it counts whatever
-held the loop: a blocking call, a long computation, or a machine that gave us no processor.
+held the loop: a blocking call, a long computation, or a machine without a free processor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LoopLag:
         return max(self._samples, default=0.0)
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Measure for ever."""
+        """Measure until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _INTERVAL_SECONDS

@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.01
 
 
 class LateWeb:
-    """Holds the place of the server until `start`; use it as an async context.
+    """The placeholder of the server until `start`; use it as an async context.
 
     State: the server, None before `start`.
     """
@@ -53,10 +53,10 @@ class LateWeb:
             await self._server.stop()
 
     async def start(self, registered: Callable[[], bool]) -> None:
-        """Serve once ``registered`` is true, or has been waited for long enough.
+        """Serve once ``registered`` is true, or after the longest wait.
 
         Raises:
-            ListenError: somebody has taken an address in the meantime.
+            ListenError: an address was taken in the meantime.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_SECONDS):

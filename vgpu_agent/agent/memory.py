@@ -1,4 +1,4 @@
-"""Keeps the process small: memory of big messages goes back to the system when they are gone.
+"""Keep the process small: memory of big messages returns to the system when they are gone.
 
 Lists, kubelet's records and its checkpoint have up to 5 MB each on a node that counts memory in ids. glibc remembers the largest block that
 was ever freed and keeps blocks of that size, one heap a thread, for a next time; that made 25 MiB in a measurement. `composition` calls
@@ -7,9 +7,10 @@ was ever freed and keeps blocks of that size, one heap a thread, for a next time
 Blocks above a size are mapped and unmapped then, so asyncio must not ask for such a block whenever something arrives. It takes 256 KiB
 before it knows how much that is: 18 µs for a hundred bytes, instead of 3 with a block from the heap.
 
-aiohttp makes two TLS contexts with all of the system's certificates when it is imported, 2 MiB that nobody here uses: a connection to the
-API server has a context of its own (`cluster.connections`). So `load_http` imports it under `without_system_certificates`, before the first
-module that needs it: the parts that speak HTTP are a third of all imports, and a registration with the kubelet waits for none of them.
+aiohttp makes two TLS contexts with all of the system's certificates when it is imported, 2 MiB that the agent does not use: a connection to
+the API server has a context of its own (`cluster.connections`). So `load_http` imports it under `without_system_certificates`, before the
+first module that needs it: the parts that speak HTTP are a third of all imports, and a registration with the kubelet waits for none of
+them.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _RECEIVED_AT_ONCE_BYTES = 32 * 1024
 # container makes some thousand objects, hardly any in cycles; the 700, 10 and 10 of Python up to 3.12 took 4 % of a burst of starts.
 _SEARCH_AFTER = 2000, 20, 10
 
-# OpenSSL looks there for certificates that nobody named (X509_get_default_cert_file_env).
+# OpenSSL looks there for certificates by default (X509_get_default_cert_file_env).
 _NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
 _LOADING = threading.Lock()
 
 
 @contextlib.contextmanager
 def without_system_certificates() -> Iterator[None]:
-    """Let TLS contexts that are made meanwhile know no certificate: they would trust no server, rather than any."""
+    """Make TLS contexts without certificates meanwhile: they would trust no server, rather than any."""
     before = {name: os.environ.get(name) for name in _NO_CERTIFICATES}
     os.environ.update(_NO_CERTIFICATES)
     try:
@@ -67,7 +68,7 @@ def load_http(module: str) -> None:
 
 
 def keep_small() -> None:
-    """Ask the C library for it; one that does not know these wishes (musl) has no such heaps either."""
+    """Configure the C library; one without these options (musl) has no such heaps either."""
     transport = getattr(selector_events, "_SelectorTransport", None)  # there is no setting for it
     if transport is not None:
         transport.max_size = _RECEIVED_AT_ONCE_BYTES

@@ -2,7 +2,7 @@
 
 NVIDIA's plugin has a process of its own for this, which waits for the API server at every start and does not notice new content under the
 same name (nvidia §13). Called by `composition.run` before the agent is built, because some settings hold for the life of the
-process; by `reload` before each look at the files; and by `report`. What the choice is made of stands in `config.named`.
+process; by `reload` before each look at the files; and by `report`. The inputs of the choice are in `config.named`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.load import Loaded, Sources
     from vgpu_agent.config.settings import Settings
 
-_FILE_FLAG = "--config-file"  # of NVIDIA's plugin; a flag beats what anything else says about nvidiaConfigFile
+_FILE_FLAG = "--config-file"  # of NVIDIA's plugin; a flag beats all other sources of nvidiaConfigFile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class NamedConfiguration:
 
     @property
     def report(self) -> dict[str, str]:
-        """For ``/debug/config``: what was chosen and why, and why something newer was not."""
+        """Return for ``/debug/config`` what was chosen and why, and why something newer was not."""
         return {
             "name": self.choice.key,
             "reason": self.choice.reason,
@@ -82,11 +82,11 @@ class NamedConfiguration:
         }
 
     def follow(self, read: Callable[[], str | None]) -> None:
-        """From now on ``read`` says what the label is; None while it does not know, and then what was read last counts."""
+        """Read the label by ``read`` from now on; while that gives None, the last value counts."""
         self._read = read
 
     async def begin(self) -> Loaded:
-        """Hear of the label, for not longer than ``cluster.startWaitSeconds``, choose, and read what was chosen.
+        """Wait for the label, not longer than ``cluster.startWaitSeconds``, choose, and read the chosen file.
 
         Raises:
             ConfigError: the directory cannot be read, or what was chosen cannot be used.
@@ -110,7 +110,7 @@ class NamedConfiguration:
         self.revision.advance()
 
     async def sources(self) -> Sources:
-        """What the configuration is made of now: the agent's own sources, and the file that label and directory choose."""
+        """Return the present sources: the agent's own, and the file that label and directory choose."""
         try:
             self._choose(await asyncio.to_thread(keys_in, self._shelf.directory))
         except ConfigError as err:
@@ -118,7 +118,10 @@ class NamedConfiguration:
         return self._with(self.choice)
 
     def _load(self) -> Loaded:
-        """What was chosen; where that cannot be used, what an earlier agent had in force, under whatever name: the last that was good."""
+        """Load the chosen file.
+
+        If it cannot be used, load the last good settings that an earlier agent had in force, under whatever name.
+        """
         sources = self._with(self.choice)
         try:
             return load.load_sources(sources)

@@ -1,4 +1,4 @@
-"""A changed configuration file, put in force while pods run; one that is wrong changes nothing and says so.
+"""Put a changed configuration file in force while pods run; a wrong one changes nothing and is reported.
 
 Run by `composition` as a supervised loop. What can take effect at once does (`reloadable_difference`); what needs a restart is named in the
 log and in ``/debug/config``.
@@ -49,17 +49,17 @@ class Reload:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the newest files, or with what should name them; empty when all is in force."""
+        """The fault in the newest files, or in what should name them; empty when all is in force."""
         return "\n".join(filter(None, (self._refused, self.named.problem if self.named else "")))
 
     async def run(self) -> None:
-        """Watch for ever; returns at once when there is no file."""
+        """Watch until cancelled; return at once when there is no file."""
         sources = self.named.sources if self.named else None
         async for outcome in changes(self.loaded, interval_seconds=self.loaded.settings.config_reload_seconds, sources=sources):
             await self.take(outcome)
 
     async def take(self, outcome: Loaded | ConfigError) -> None:
-        """Put one new content of the file in force, or say why not."""
+        """Put one new content of the file in force, or report why not."""
         if isinstance(outcome, ConfigError):
             self._refuse(outcome)
             return

@@ -1,4 +1,4 @@
-"""What the agent last read from the API server and needs to offer the same resources again, kept in a file of the node.
+"""The data last read from the API server that is needed to offer the same resources again, kept in a file of the node.
 
 A restart during an outage of the API server must not change device ids or the way of binding under running pods, so the last good copy is
 kept in ``stateDirectory``. It is a cache: when it is lost or damaged, the agent waits for the API server instead. Used by `api_server`.
@@ -18,11 +18,12 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
     Attributes:
         node: the Node's name they belong to.
         device_config: text of the ConfigMap's device-config.yaml; None when there is no ConfigMap.
-        device_configs_before: where something in that is wrong, what stood there before, see `volcano_files.told`.
-        node_configs: the same of the mounted node configuration, with the newest; it is not from the API server, but as easily spoilt.
+        device_configs_before: where something in that is wrong, its earlier content, see `volcano_files.told`.
+        node_configs: the same of the mounted node configuration, with the newest. It is not from the API server, but can be wrong as
+            easily.
         config_label: value of the Node's label that names its configuration, empty without the label; None when it was never read.
         named_config: the named configuration that was in force, empty for none; None when none was ever chosen.
-        named_text: what stood in it.
+        named_text: its content.
     """
 
     node: str = ""

@@ -34,8 +34,8 @@ class StateFile(Generic[Facts]):
             directory: ``stateDirectory``; made when it is missing.
             name: of the file in it.
             facts: the type that is encoded.
-            when_unreadable: what the log says follows from a damaged file.
-            when_not_written: what the log says is lost until the file can be written.
+            when_unreadable: the consequence of a damaged file, for the log.
+            when_not_written: what is lost until the file can be written, for the log.
         """
         self._path = Path(directory) / name
         self._type = facts

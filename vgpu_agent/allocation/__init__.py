@@ -1,1 +1,1 @@
-"""From kubelet's calls to the edits: whose ids are these, and what does their container get?"""
+"""From the kubelet's calls to the edits: the owner of the ids, and what its container gets."""

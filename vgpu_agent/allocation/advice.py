@@ -1,7 +1,7 @@
-"""The second half of a refusal: who has the GPU, what frees it, what the pod's owner can do, and which GPUs have room now.
+"""The second half of a refusal: the holders of the GPU, what frees it, what the pod's owner can do, and the GPUs with room now.
 
 `binder` and `allocator` add it to what the ledger refuses. The text goes into a pod's status and its events, which every user of its
-namespace can read, so it names no pod of anybody else; ``vgpu-agent status`` does.
+namespace can read, so it names no pods of others; ``vgpu-agent status`` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_GPUS = 8  # in one sentence
 def for_scheduled(
     err: LedgerError, ledger: Ledger, resource: Resource, shares: Iterable[Share], inventory: Inventory, binding: Binding
 ) -> str:
-    """The advice for a pod whose scheduler has named the GPU; ``shares`` are what it wants."""
+    """Return the advice for a pod whose scheduler has named the GPU; ``shares`` are what it asks for."""
     share = next((share for share in shares if share.device == err.device and inventory.gpu(share.device)), None)
     sentences = [*_use(err, ledger, inventory), "The pod's scheduler has named this GPU, so the pod waits for it."]
     sentences.append(waiting(binding))
@@ -49,7 +49,7 @@ def waiting(binding: Binding) -> str:
 
 
 def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inventory) -> str:
-    """The advice for a pod whose ids the kubelet has chosen, which it fails for good after a refusal."""
+    """Return the advice for a pod whose ids the kubelet has chosen, which it fails for good after a refusal."""
     rooms = ledger.rooms(resource.name)
     free = [room.device for room in rooms if not room.trouble and not room.exclusive and room.holders_free and room.device != err.device]
     final = "The kubelet chose these ids by an older list and fails the pod for good: its controller makes a new one, else create it anew."
@@ -57,7 +57,7 @@ def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inv
 
 
 def _use(err: LedgerError, ledger: Ledger, inventory: Inventory) -> list[str]:
-    """Who has the GPU, where that is the reason."""
+    """Name the pods that use the GPU, if that is the reason of the error."""
     found = inventory.device(err.device)
     gpu = found[0].uuid if found else err.device
     use = next((use for use in ledger.uses if use.gpu == gpu), None)

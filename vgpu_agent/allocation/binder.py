@@ -1,4 +1,4 @@
-"""The start of a container whose pod decides what it gets: prove the pod, decide, book, put in force, and only then say yes.
+"""Start a container whose pod decides what it gets: prove the pod, decide, book, put in force, and only then agree.
 
 `allocator` calls it for every PreStartContainer of such a resource. In late mode this is where the decision is made; in early mode the
 answer was given in Allocate, and this is where a wrong guess is exchanged or refused. kubelet waits up to 30 s and asks again after a
@@ -60,7 +60,7 @@ MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Bound:
-    """What a container gets: decided and booked, to be put into place."""
+    """The decided and booked grant of a container, to be put into place."""
 
     decision: Decision
     provision: Provision
@@ -68,10 +68,10 @@ class _Bound:
 
 
 class Binder:
-    """Binds ids to containers.
+    """The binding of ids to containers.
 
-    State: which containers were put in force (`served`) until their pods are gone, and in early mode what was answered (`guesses`); a
-    restart derives both anew from kubelet's checkpoint and from the ledger.
+    State: the containers put in force (`served`) until their pods are gone, and in early mode the answers (`guesses`). A restart derives
+    both anew from the kubelet's checkpoint and from the ledger.
     """
 
     def __init__(
@@ -94,20 +94,20 @@ class Binder:
         self._ended = EndedPods(ledger=ledger, journal=journal, dependencies=dependencies)
         self._clock = clock
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
-        self._told: dict[str, str] = {}  # token → what the journal was last told about a start that is refused again and again
+        self._told: dict[str, str] = {}  # token → what the journal last got about a start that is refused again and again
         self._unmade: dict[str, str] = {}  # token → why its delivery could not be made the last time
         self.guesses = Guesses()
         self.early = EarlyProof(ledger=ledger, inventory=inventory, dependencies=dependencies, guesses=self.guesses)
         self.handed_out: set[str] = set()  # names that Allocate has given since they were last put in force
         self.served: dict[tuple[str, str, str], Grant] = {}  # by UID, container and resource
         self.ambiguities = 0
-        self.pods_unread = False  # kubelet's records were last read when nobody could read the pods of some who hold ids
+        self.pods_unread = False  # true until the pods of all holders in kubelet's records are known
 
     async def start(self, offered: Resource, ids: Sequence[str], family: PodFamily, *, late: bool) -> None:
-        """Let the container that holds ``ids`` start, or say why not.
+        """Let the container that holds ``ids`` start, or raise why not.
 
         Raises:
-            NotProvenError: whose ids these are is not certain (yet).
+            NotProvenError: the owner of the ids is not certain (yet).
             RequestRefusedError: the pod cannot get what it asks for.
             LedgerError: what it should get cannot be booked now.
             CarrierError: a file could not be put into place.
@@ -158,7 +158,7 @@ class Binder:
 
     @contextlib.asynccontextmanager
     async def _turn(self, token: str) -> AsyncIterator[None]:
-        """One start at a time for the same ids."""
+        """Admit one start at a time for the same ids."""
         lock, users = self._turns.get(token, (asyncio.Lock(), 0))
         self._turns[token] = (lock, users + 1)
         try:
@@ -170,7 +170,7 @@ class Binder:
                 self._turns[token] = (lock, users - 1)
 
     def forget_absent(self) -> None:
-        """Drop what is remembered about pods that are gone, once the watch has told of them all."""
+        """Drop what is remembered about pods that are gone, once the watch has reported them all."""
         if not self._around.book.synced.is_set():
             return
         uids = {pod.kubelet_uid for pod in self._around.book.pods}
@@ -186,7 +186,7 @@ class Binder:
         self.handed_out &= tokens
 
     def deliveries(self, families: Mapping[str, PodFamily]) -> list[tuple[GrantRecord, Provision]]:
-        """What the carrier should hold for late grants whose pods are known, and does not: the node was rebooted."""
+        """Return what the carrier should hold for late grants whose pods are known, and does not: the node was rebooted."""
         known = {record.token for record in self._around.carrier.records}
         wanted, unmade = [], {}
         for grant in self._ledger.grants:
@@ -201,7 +201,7 @@ class Binder:
             asked = question(self._ledger, offered, pod, owner.container, grant.ids, node=self._around.node, inventory=self._inventory())
             try:
                 provision = family.provision(asked, grant.shares)
-            except AgentError as err:  # one that cannot be made keeps nobody else's from being made
+            except AgentError as err:  # one that cannot be made must not stop the others
                 unmade[token] = str(err)
                 if self._unmade.get(token) != unmade[token]:  # it is tried again and again
                     _logger.warning("grants.not_restored", pod=pod.full_name, container=owner.container, error=unmade[token])
@@ -239,7 +239,7 @@ class Binder:
     # -- what -----------------------------------------------------------------------------------------------------------------------
 
     def _is_late(self, start: Start, *, late: bool) -> bool:
-        """Whether the answer that kubelet keeps is our CDI name.
+        """Tell whether the answer that the kubelet keeps is our CDI name.
 
         Node or settings may have changed since it was given, so they only decide where the answer cannot be read.
         """
@@ -261,7 +261,7 @@ class Binder:
         return bound.grant
 
     async def _settle(self, start: Start) -> _Bound:
-        """What the container gets in the end, after ended pods made room and GPUs were divided, where it takes that."""
+        """Decide what the container gets in the end, after ended pods made room and GPUs were divided, where it takes that."""
         tries = 0
 
         def attempt() -> _Bound | Decision:
@@ -303,7 +303,10 @@ class Binder:
         return grant
 
     def _decide(self, start: Start, asked: Question) -> Decision:
-        """What the container gets; what it once got, it keeps, unless that was a MIG instance that is gone: nobody runs on those."""
+        """Decide what the container gets.
+
+        It keeps what it once got, unless that was a MIG instance that is gone: no process runs on those.
+        """
         held = self._ledger.find(start.offered.name, start.ids)
         if held and held.shares and held.decided_for == start.key and not self._is_gone(held.shares):
             by = held.evidence[-1] if held.evidence else "decided before"
@@ -319,20 +322,20 @@ class Binder:
         return dataclasses.replace(decision, by=f"decided by {decision.by}")
 
     def _is_gone(self, shares: Sequence[Share]) -> bool:
-        """Whether one of them was a MIG instance that no GPU has any more, as after a reboot."""
+        """Tell whether one of the shares was of a MIG instance that no GPU has any more, as after a reboot."""
         inventory = self._inventory()
         return any(share.device.startswith(MIG_PREFIX) and inventory.device(share.device) is None for share in shares)
 
     def _refuse_before_rebuilt(self) -> None:
-        """What was held when this process started may be anywhere until kubelet has told of it."""
+        """Refuse until the kubelet has reported what was held when this process started: until then it may be anywhere."""
         if not self._ledger.rebuilt:
             raise NotProvenError(
                 "kubelet has not told yet who held what when this agent was started, so nobody knows what is free; kubelet will ask again"
             )
 
     def _refuse_before_pods_are_read(self) -> None:
-        """What some hold may stand in their pods alone, and be read with kubelet's records the next time."""
-        if self.pods_unread and self._around.book.synced.is_set():  # until then nobody can look, and no start waits for that
+        """Refuse while pods are unread: their annotations alone may say what they hold. The next reading covers them."""
+        if self.pods_unread and self._around.book.synced.is_set():  # until then no pod can be read, and no start waits for that
             raise NotProvenError(
                 "pods that run on this node have only just become known, and what they hold is looked up before anything is given away; "
                 "kubelet will ask again"
@@ -376,7 +379,7 @@ class Binder:
         return grant
 
     def _note_overcommit(self, start: Start, grant: Grant) -> None:
-        """Write down, for the pod's owner and for the operator, that ``grant`` lies on a GPU of which too much was given out."""
+        """Record, for the pod's owner and for the operator, that ``grant`` is on a GPU of which too much was given out."""
         devices = {share.device for share in grant.shares}
         beyond = [each for each in self._ledger.overcommitted if each.resource == grant.resource and each.device in devices]
         if beyond:
@@ -413,15 +416,15 @@ class Binder:
         )
 
     def _stamp(self) -> float:
-        """Now, in unix seconds, and always after the stamp of every record: their order says which containers of a pod have ended.
+        """Return the time in unix seconds, always after the stamp of every record: their order shows which containers of a pod have ended.
 
-        The records outlive reboots, so no other clock will do, and this one may be set back.
+        The records outlive reboots, so only the wall clock serves, and it may be set back.
         """
         latest = max((record.decided_at for record in self._around.carrier.records), default=0.0)
         return max(self._clock(), math.nextafter(latest, math.inf))
 
     def _advised(self, err: AgentError) -> AgentError:
-        """The refusal with its remedies, also where the agent itself has looked for room."""
+        """Return the refusal with its remedies, also where the agent itself has looked for room."""
         if isinstance(err, (CapacityError, UnhealthyDeviceError)) and not err.advice:
             return err.advised(advice.waiting(self._around.settings))
         return err
@@ -449,7 +452,7 @@ class Binder:
 
 
 def _may_exceed(shares: Sequence[Share], rooms: Iterable[DeviceRoom]) -> bool:
-    """Whether a device of ``shares`` may have had less compute or fewer places left than they take."""
+    """Tell whether a device of ``shares`` may have had less compute or fewer places left than they take."""
     free, places = {room.device: room for room in rooms}, collections.Counter(share.device for share in shares)
 
     def is_enough(share: Share) -> bool:

@@ -1,8 +1,8 @@
-"""How a decided grant reaches its container, as `allocation` sees it; `runtime` is the carrier.
+"""The way of a decided grant to its container, as `allocation` sees it; `runtime` is the carrier.
 
-The CDI name stands for the ids, not for a pod: it is given to kubelet before anybody knows whose ids they are, and the spec behind it is
+The CDI name stands for the ids, not for a pod. It is given to the kubelet before the owner of the ids is known, and the spec behind it is
 written when the pod has been proven. A record of the grant travels inside the spec file, so that after a restart of the agent the files
-themselves say what was decided, also while the API server is away.
+themselves show what was decided, also while the API server is away.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.model import Grant, Owner, Share
 
-# .internal is reserved for private use, so this kind can belong to nobody else.
+# .internal is reserved for private use, so this kind cannot collide with another vendor's.
 CDI_KIND = "vgpu-agent.internal/grant"
 
 
@@ -30,29 +30,29 @@ def grant_token(resource: str, ids: Iterable[str]) -> str:
 
 
 def tokens_of(pod_uid: str, grants: Iterable[Grant]) -> tuple[str, ...]:
-    """The tokens of those of ``grants`` whose shares were decided for a pod, by kubelet's UID of it.
+    """Return the tokens of those of ``grants`` whose shares were decided for a pod, by the kubelet's UID of it.
 
-    They lead through the log from Allocate to the pod's last annotation.
+    They connect the log lines from Allocate to the pod's last annotation.
     """
     decided = (grant for grant in grants if grant.decided_for is not None and grant.decided_for[0] == pod_uid)
     return tuple(dict.fromkeys(grant_token(grant.resource, grant.ids) for grant in decided))
 
 
 def cdi_name(token: str) -> str:
-    """The CDI name that stands for the ids of ``token``."""
+    """Return the CDI name that stands for the ids of ``token``."""
     return f"{CDI_KIND}={token}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GrantRecord:
-    """What was decided for one container, as it is kept beside its CDI spec.
+    """The decision for one container, as it is kept beside its CDI spec.
 
     Attributes:
         token: see `grant_token`.
-        ids: how many there are; the ids themselves stand in kubelet's checkpoint.
+        ids: how many there are; the ids themselves are in the kubelet's checkpoint.
         owner: with UID, namespace and names.
         shares: in the family's order.
-        by: who decided (`families.family.Decision.by`).
+        by: the decider (`families.family.Decision.by`).
         decided_at: unix seconds.
         collected: the grant's own host directory, see `Provision.collected`.
         may_overcommit: see `Grant.may_overcommit`.
@@ -71,7 +71,7 @@ class GrantRecord:
 
 
 class Inlined(NamedTuple):
-    """What stands behind CDI names, to be written into the spec of a grant.
+    """The edits behind CDI names, to be written into the spec of a grant.
 
     Attributes:
         version: of CDI that it takes.
@@ -83,7 +83,7 @@ class Inlined(NamedTuple):
 
 
 class Carrier(Protocol):
-    """Puts grants where the container runtime and the container will find them."""
+    """The way of grants to the places where the container runtime and the container find them."""
 
     @property
     def records(self) -> Sequence[GrantRecord]:
@@ -92,11 +92,11 @@ class Carrier(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """Whether there is a spec of an earlier agent, from which no container may start before it was written anew."""
+        """Tell whether there is a spec of an earlier agent, from which no container may start before it was rewritten."""
         ...
 
     async def stands(self, token: str) -> bool:
-        """Whether the spec of that name is where the runtime looks for it."""
+        """Tell whether the spec of that name is where the runtime looks for it."""
         ...
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:

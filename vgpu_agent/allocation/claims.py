@@ -1,16 +1,16 @@
 """The GPUs that are kept in `ledger` for pods of this node which have not been given anything yet.
 
 There are two kinds of claims. Where the pod decides (Volcano), its scheduler has named the GPU in the pod's annotations. Where ids name
-GPUs, a scheduler has only counted: a pod that it has bound and that kubelet has not admitted yet is *demand* for so many ids. What the GPUs
-that serve its family do not cover is kept of the free ones, for the moment that kubelet needs. A pod whose GPU is gone by then is failed
-for good, while one of Volcano's only waits; so demand goes before claims by annotation that are as young.
+GPUs, a scheduler has only counted: a pod that it has bound and that the kubelet has not admitted yet is *demand* for so many ids. If the
+GPUs that serve its family do not cover the demand, free ones are kept for it until the kubelet has admitted it. A pod whose GPU is gone by
+then fails for good, while one of Volcano's only waits. So demand goes before claims by annotation that are as young.
 
 Made from the pods, the families and the grants alone, so a restart loses nothing. A claim begins when the watch shows the bound pod. It
 ends when the container is given its shares, when the pod ends or is deleted, when its start is refused for good, and when its family finds
 that the annotation cannot be followed. A pod whose image cannot be pulled keeps its claim, as it keeps all else that it was bound for.
 
-Annotations come from anybody who may create pods. A pod claims no more GPUs than kubelet counts for it, and nothing before a scheduler has
-bound it or kubelet has admitted it.
+Every user who may create pods can write annotations. A pod claims no more GPUs than the kubelet counts for it, and nothing before a
+scheduler has bound it or kubelet has admitted it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Named = tuple[tuple[str, str, tuple[str, ...]], ...]  # (family, container, UUI
 
 
 class Claims:
-    """Brings the ledger's claims in line with the pods.
+    """The claims of the ledger, brought in line with the pods.
 
     State: what the annotations of each pod mean, for as long as pod, families and GPUs stay the same, and what the claims were made from
     last. `refresh` costs next to nothing when none of that has changed, so it is called before every decision.
@@ -132,7 +132,7 @@ class Claims:
 
 
 def other_families(container: PodContainer, family: str, resources: Iterable[Resource]) -> list[str]:
-    """The resources of other families than ``family`` that the container asks for as well, which would tell it of different GPUs."""
+    """List the resources of other families that the container asks for as well, which would give it different GPUs."""
     foreign = (offer.name for offer in resources if offer.decided_by is not Decider.NOBODY and offer.family != family)
     return [name for name in foreign if container.limits.get(name)]
 

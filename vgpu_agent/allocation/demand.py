@@ -1,8 +1,8 @@
-"""The free GPUs that bound pods are about to need whose ids name GPUs: kept for them until kubelet has admitted them.
+"""The free GPUs kept for bound pods whose ids name GPUs, until the kubelet has admitted them.
 
 Their scheduler has counted ids and named no GPU. So a pod that kubelet has not admitted yet is demand for so many ids. The GPUs that serve
-its family cover it first; what is missing is kept of those of which nobody has anything. A pod claims nothing that kubelet cannot give it,
-and nothing once kubelet has. Pure; `claims` asks it.
+its family cover it first; what is missing is kept of the free ones. A pod claims nothing that the kubelet cannot give it, and nothing after
+admission. Pure; `claims` asks it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EQUAL_AGE_SECONDS = 2.0
 
 @dataclasses.dataclass(slots=True)
 class _Left:
-    """Ids of one resource that nobody has and no older demand needs: how many on GPUs in use, and GPU → how many on free ones."""
+    """The ids of one resource without a holder or older demand: how many on GPUs in use, and GPU → how many on free ones."""
 
     serving: int
     free: dict[str, int]
@@ -38,12 +38,12 @@ class Demand:
     """The demand at one moment. State: what is left for the pods that come after those that were asked about."""
 
     def __init__(self, ledger: Ledger, named: Iterable[Claim], *, ahead: int, now: float) -> None:
-        """Begin with nothing asked.
+        """Begin without demand.
 
         Args:
-            ledger: the book.
+            ledger: the ledger.
             named: the claims by annotation.
-            ahead: what the order of a claim is less than the pod's place, so that it goes before those of its age.
+            ahead: the difference by which the order of a claim is less than the pod's place, so that it goes before those of its age.
             now: unix seconds.
         """
         self._ledger, self._ahead, self._now = ledger, ahead, now
@@ -83,7 +83,7 @@ class Demand:
         missing = count - given - left.serving
         chosen = self._choose(pod, family, left.free, missing)
         if missing > sum(chosen.values()):
-            return []  # kubelet cannot admit it whatever is kept
+            return []  # kubelet cannot admit it in any case
         left.serving = max(0, -missing)
         for gpu, ids in chosen.items():
             left.free[gpu] -= ids
@@ -109,7 +109,7 @@ class Demand:
 
 
 def is_expected(pod: Pod) -> bool:
-    """Tell pods that a scheduler has bound and that kubelet has yet to admit."""
+    """Tell whether a scheduler has bound the pod and the kubelet has yet to admit it."""
     return pod.scheduled and not (pod.reported or pod.ended or pod.deleting or pod.mirror)
 
 

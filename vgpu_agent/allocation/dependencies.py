@@ -1,4 +1,4 @@
-"""What binding needs besides the ledger: kubelet's records, the pods, the carrier. `agent` wires it, tests fill it with what they like."""
+"""The dependencies of binding besides the ledger: the kubelet's records, the pods, the carrier. `agent` wires them, tests replace them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class RecordsReader(Protocol):
-    """Reads kubelet's records; `agent.records.reader` is it."""
+    """The reader of the kubelet's records, implemented by `agent.records.reader`."""
 
     async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
-        """What they say about these ids, read after this call began; it may say more, and with ``whole`` it tells of every pod."""
+        """Return the records about these ids, read after this call began; with ``whole`` of every pod, else possibly of more ids."""
         ...
 
 
 class Fetch(Protocol):
-    """Asks the API server for one pod; `cluster` is it."""
+    """The request to the API server for one pod, implemented by `cluster`."""
 
     async def __call__(self, namespace: str, name: str) -> Pod | None:
         """The pod that has this name now; None when there is none.
@@ -39,13 +39,13 @@ class Fetch(Protocol):
 
 
 class Divider(Protocol):
-    """Divides GPUs into MIG instances, one after the other; `agent.devices.mig` is it."""
+    """The divider of GPUs into MIG instances, one after the other, implemented by `agent.devices.mig`."""
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
-        """Begin; nobody who waits or stops waiting changes anything about it.
+        """Begin the division; it goes on whether or not a caller waits for it.
 
         Args:
-            layout: of a GPU of which nobody has anything.
+            layout: of a GPU without any holder.
             done: called once, on the event loop: with "" when the inventory shows the GPU divided so, else with the reason.
         """
         ...
@@ -53,7 +53,7 @@ class Divider(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What binding needs besides the ledger; `agent` wires it, tests fill it with what they like."""
+    """The dependencies of binding besides the ledger. `agent` wires them, tests replace them."""
 
     node: str
     book: PodCache

@@ -1,6 +1,6 @@
-"""What should stand on our Node and our pods, from the ledger and the families; `allocator` is asked by the publishers of `cluster`.
+"""The desired state of our Node and our pods, from the ledger and the families, for the publishers of `cluster`.
 
-Nothing here remembers what was written: a publisher compares the wishes with what its watch shows, so a restart loses nothing.
+Nothing here remembers what was written: a publisher compares the desired state with what its watch shows, so a restart loses nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def desired_node(
     now: float,
     locks: NodeLocks,
 ) -> DesiredNode:
-    """What should stand on our Node; of a family that nobody is served by now, that nothing is free."""
+    """Return the desired state of our Node. A family that serves no container now announces that nothing is free."""
     desired_state = DesiredNode()
     unserved = {family.name for family in families.unserved}
     for name, family in {family.name: family for family in (*families.unserved, *families.by_pod)}.items():
@@ -45,7 +45,7 @@ def desired_node(
 
 
 def cleanup(families: Families, now: float) -> DesiredNode:
-    """What should stand on our Node when the agent leaves it for good."""
+    """Return the desired state of our Node after the agent has left it for good."""
     desired_state = DesiredNode()
     for family in (*families.unserved, *families.by_pod):
         desired_state = desired_state.joined(family.cleanup(now))
@@ -57,7 +57,7 @@ PROGRESS = frozenset({PHASE, TIME, TO_ALLOCATE, GPU_ASSIGNED})
 
 
 class DesiredPods:
-    """What should stand on our pods. A change concerns one pod, so what was said about the others is remembered."""
+    """The desired state of our pods. A change concerns one pod, so the results of the others are kept."""
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[tuple[object, ...], Mapping[str, str | None]]] = {}
@@ -65,11 +65,11 @@ class DesiredPods:
     def __call__(
         self, families: Families, ledger: Ledger, book: PodCache, served_before: Collection[Grant], failed: Collection[str]
     ) -> dict[str, Mapping[str, str | None]]:
-        """The annotations by kubelet's UID; only pods with something to be said about.
+        """Return the annotations by the kubelet's UID; only pods with desired annotations.
 
         Args:
-            families: whose vocabularies they are.
-            ledger: who has what.
+            families: the families whose vocabularies they are.
+            ledger: the grants.
             book: the pods.
             served_before: grants that were put in force since the start; some of their pods ended before it was written.
             failed: UIDs of pods that will never start here.

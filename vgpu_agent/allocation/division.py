@@ -1,8 +1,8 @@
-"""Dividing a GPU for a container that is about to start: who may have it done, who waits, and that nobody else gets the GPU meanwhile.
+"""Divide a GPU for a container that is about to start, and keep the GPU from all others meanwhile.
 
-A GPU is divided into other MIG instances only while nobody has any part of it, whatever the family. From that look until the end the ledger
-has it cordoned. The work itself belongs to a loop of `agent` and goes on when a waiting call is cancelled or has waited long enough:
-kubelet asks again in a moment and finds the GPU divided. Called by `binder`; `Divider` is whoever does the work.
+A GPU is divided into other MIG instances only while it has no holder of any family. From that check until the end the ledger has it
+cordoned. The work itself belongs to a loop of `agent`. It goes on when a waiting call is cancelled or has waited long enough: the kubelet
+retries in a moment and finds the GPU divided. Called by `binder`; a `Divider` does the work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Change:
 
 
 class Division:
-    """Changes how GPUs are divided, each GPU once at a time.
+    """The changes of how GPUs are divided, one at a time for each GPU.
 
     State: the changes under way, each with a cordon in the ledger that ends with it. A restart forgets both: the next start looks at the
     GPU as it is then.
@@ -54,12 +54,12 @@ class Division:
 
         Args:
             layouts: of different GPUs.
-            family: in whose vocabulary the pod asks.
-            pod: for whom, for the others' messages.
+            family: the family in whose vocabulary the pod asks.
+            pod: the pod it is done for, for the others' messages.
             until: the loop's time by which the caller must have an answer; the change goes on after it.
 
         Raises:
-            MigError: a GPU is somebody's or kept for another family's pod, is being divided for somebody else, could not be divided, or not
+            MigError: a GPU has a holder or is kept for another family's pod, is being divided for another pod, could not be divided, or not
                 in this time.
         """
         if self._divider is None:
@@ -79,9 +79,9 @@ class Division:
         await self._settled([layout.gpu for layout in layouts], until)
 
     async def _settled(self, gpus: Sequence[str], until: float) -> None:
-        """Return when the new instances are in the book and nobody keeps them back, as for the want of a CDI name; or when time is up.
+        """Return when the new instances are in the ledger and no cordon keeps them back (e.g. without a CDI name), or when time is up.
 
-        What is wrong then, the booking says.
+        The booking then reports what is wrong.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -92,7 +92,7 @@ class Division:
                     await self._ledger.revision.newer_than(version)
 
     def _require_free(self, layout: MigLayout, family: str) -> None:
-        """Refuse a GPU of which anybody has anything, that another family's pod is to have, or that is being divided otherwise."""
+        """Refuse a GPU that has a holder, that is kept for another family's pod, or that is being divided otherwise."""
         change = self._under_way.get(layout.gpu)
         if change is not None:
             if sorted(change.layout.profiles) != sorted(layout.profiles):

@@ -1,8 +1,8 @@
-"""For runtimes without CDI: which pod is this Allocate likely about?
+"""Guess the pod of an Allocate, for runtimes without CDI.
 
-`allocator` asks in early mode only. The answer must be complete in Allocate, and kubelet does not say whose it is; so the pods are narrowed
-down to those whose next container asks for as many ids, and the one that was bound first is taken. It stays a guess until PreStartContainer
-has proven it: a wrong one is exchanged or refused there, never started.
+`allocator` asks in early mode only. The answer must be complete in Allocate, and the kubelet does not name the pod. So the pods are
+narrowed down to those whose next container asks for as many ids, and the one that was bound first is taken. It stays a guess until
+PreStartContainer has proven it: a wrong one is exchanged or refused there, never started.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def candidates(
     offered: Mapping[str, int] | None = None,
     admitted_up_to: int = 0,
 ) -> list[Candidate]:
-    """The containers that may be asking for ``count`` ids of ``resource`` now, the likeliest first.
+    """List the containers that may be asking for ``count`` ids of ``resource`` now, the likeliest first.
 
-    kubelet admits the containers of a pod one after the other, so only the first one that has not been served can be it. It asks for no
-    pod that says it is a mirror, and for none that wants more than there is. A pod whose owner has placed it (``spec.nodeName``) and that
+    kubelet admits the containers of a pod one after the other, so only the first one that has not been served can be it. It never asks for
+    a pod that claims to be a mirror, nor for one that wants more than exists. A pod whose owner has placed it (``spec.nodeName``) and that
     has been overtaken was turned away; it comes last.
 
     Args:
@@ -74,7 +74,7 @@ def candidates(
 
 
 def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
-    """Whether kubelet runs no such pod: an imitation of a mirror pod, or one that asks for more of our resources than there is."""
+    """Tell whether the kubelet runs no such pod: a fake mirror pod, or one that asks for more of our resources than exist."""
     if pod.mirror and not pod.static_uid:
         return True
     return any(
@@ -85,10 +85,10 @@ def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
 
 
 class Siblings:
-    """The sizes of the calls for the resources that are only counted, as a second witness.
+    """The sizes of the calls for the resources that are only counted, as further evidence.
 
     kubelet allocates a container's resources one after the other, in any order. What was allocated since the last decision belongs to the
-    container that was decided for then, or else to the one that is asked about now.
+    container that was decided for then, or else to the present one.
     """
 
     def __init__(self) -> None:
@@ -106,11 +106,11 @@ class Siblings:
         self._since = []
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether nothing that was heard speaks against this candidate."""
+        """Tell whether no received Allocate speaks against this candidate."""
         return all(candidate.container.limits.get(name, 0) == count for name, count in self._own().items())
 
     def _own(self) -> dict[str, int]:
-        """What was heard and cannot belong to the container before."""
+        """Return the received amounts that cannot belong to the container before."""
         left, own = dict(self._open), {}
         for name, count in self._since:
             if left.get(name) == count:
@@ -130,7 +130,7 @@ class Guess:
     """The candidate to decide for.
 
     Attributes:
-        alone: nobody else can be meant.
+        alone: no other container fits.
     """
 
     candidate: Candidate
@@ -147,15 +147,15 @@ async def awaited_guess(
     offered: Mapping[str, int],
     is_refused: Callable[[Candidate], bool],
 ) -> Guess | None:
-    """The candidate to decide for; one whose pod the watch has not shown yet is waited for, up to ``binding.allocateWaitSeconds``.
+    """Return the candidate to decide for; wait up to ``binding.allocateWaitSeconds`` for a pod that the watch has not shown yet.
 
-    kubelet may have turned a pod away and gone on to the next one; the status that says so follows within that time. It is waited for
-    where the likeliest pod would be refused, and where no scheduler has placed it while others may be meant.
+    The kubelet may have rejected a pod and gone on to the next one; the status follows within that time. It is waited for where the
+    likeliest pod would be refused, and where no scheduler has placed it while others fit as well.
 
     Args:
-        around: where pods are known from.
-        guesses: whom earlier answers were meant for.
-        siblings: the second witness.
+        around: the source of pods.
+        guesses: the containers that earlier answers were meant for.
+        siblings: the further evidence.
         resource: what is allocated.
         count: how many ids.
         offered: see `candidates`.

@@ -1,4 +1,4 @@
-"""The proof of an early answer: whether the container that is about to start was told in Allocate what it should have been told.
+"""Prove an early answer: the container about to start must have got the right answer in Allocate.
 
 Called by `binder` at each PreStartContainer in early mode. A wrong answer cannot be changed any more, so it is refused for good, unless its
 owner has this container's answer and both shares are equal.
@@ -35,7 +35,7 @@ class WrongPodError(RequestRefusedError):
 
 
 class EarlyProof:
-    """Judges answers; what was answered is in ``guesses``, and its own state are two counters for metrics."""
+    """The judge of early answers, which are in ``guesses``; its own state are two counters for metrics."""
 
     def __init__(self, *, ledger: Ledger, inventory: Callable[[], Inventory], dependencies: Dependencies, guesses: Guesses) -> None:
         self._ledger = ledger
@@ -46,7 +46,7 @@ class EarlyProof:
         self.exchanges = 0
 
     def prove(self, start: Start, shares: tuple[Share, ...]) -> tuple[list[Provision], str]:
-        """What must be on the host for the answers that kubelet keeps, and with whom the container has exchanged its answer, if it has.
+        """Return what must be on the host for the kept answers, and the container that exchanged its answer with this one, if any.
 
         Args:
             start: the container, proven.
@@ -97,13 +97,14 @@ class EarlyProof:
         return [dataclasses.replace(each, remade=any(leads_into(each.before, answer) for answer in kept)) for each in provisions], exchanged
 
     def _make_room_for_init(self, start: Start, names: Collection[str]) -> None:
-        """Book all that was decided for the pod, before an init container runs on a part of it that is another container's.
+        """Book all that was decided for the pod, before an init container runs on another container's part of it.
 
-        One that shares its ids with a later container was told of its own share in Allocate, and the book has the later one's under these
-        ids. It takes no more of a card than the pod has of it, so with the whole pod in the book nothing of it is given away meanwhile.
+        An init container that shares its ids with a later container got its own share in Allocate, and the ledger has the later one's under
+        these ids. It takes no more of a card than the pod has of it. So with the whole pod in the ledger nothing of it is given away
+        meanwhile.
 
         Raises:
-            NotProvenError: not all of the pod's containers are in the book yet.
+            NotProvenError: not all of the pod's containers are in the ledger yet.
             LedgerError: the pod does not fit now.
         """
         uid, containers = start.owner.pod_uid, start.pod.containers
@@ -145,7 +146,7 @@ class EarlyProof:
         )
 
     def _provision(self, start: Start, container: str, shares: tuple[Share, ...]) -> Provision:
-        """What a container with these ids should have been told; one before the last decides by itself."""
+        """Return the answer that a container with these ids should have got; one before the last decides by itself."""
         asked = self._question(start, container, start.ids)
         own = shares if container == start.owner.container else start.family.decide(asked).shares
         return start.family.provision(asked, own)
@@ -163,9 +164,9 @@ class EarlyProof:
 
 
 def _refuse_own_variables(start: Start, expected: Mapping[str, Provision]) -> None:
-    """Refuse a container that would not heed its answer: kubelet puts the pod's own variables behind the device plugin's, and they win.
+    """Refuse a container that overrides its answer: the kubelet puts the pod's own variables after the device plugin's, so they win.
 
-    One that has run before goes on: an agent that is newer than its pods keeps none of them from starting again.
+    A container that has run before goes on: an agent that is newer than its pods must not stop them from restarting.
     """
     for name, provision in expected.items():
         container = start.pod.container(name)

@@ -1,8 +1,8 @@
-"""Room that ended pods still have in the book, for a start that needs it now.
+"""Release the room of ended pods in the ledger for a start that needs it now.
 
-An ended pod leaves the book a moment later, or up to a minute where the API server cannot be asked. A start that is refused meanwhile
-would get an event and wait until kubelet asks again. So `binder` decides and books through `EndedPods.with_room`, which asks kubelet who is
-alive, takes the others out of the book, and tries again.
+An ended pod is released a moment later, or up to a minute later without the API server. A start that is refused meanwhile would get an
+event and wait until the kubelet retries. So `binder` decides and books through `EndedPods.with_room`, which asks the kubelet for the live
+pods, releases the others, and tries again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_ROOM = (CapacityError, UnhealthyDeviceError)  # the second also where a GPU 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Listed:
-    """The pods that kubelet lists.
+    """The pods that the kubelet lists.
 
     Attributes:
         uids: of those that are known by their ids.
@@ -49,7 +49,7 @@ class _Listed:
 
 
 class EndedPods:
-    """Releases grants of ended pods; no state of its own."""
+    """The release of grants of ended pods; no state of its own."""
 
     def __init__(self, *, ledger: Ledger, journal: Journal, dependencies: Dependencies) -> None:
         self._ledger = ledger
@@ -57,11 +57,10 @@ class EndedPods:
         self._around = dependencies
 
     async def with_room(self, start: Start, attempt: Callable[[], T]) -> T:
-        """The result of ``attempt``, which is made again after ended pods have left the book.
+        """Return the result of ``attempt``, which is repeated after ended pods were released.
 
-        A refusal is raised in the very step of the attempt that it is about, or while the book is still as it was then. So nothing is
-        refused that has room at the time of the answer, whoever has made that room: of several starts that meet a full GPU at once, one
-        finds ended pods to release, and all of them try again.
+        A refusal is raised in the same step as its attempt, or while the ledger is unchanged since. So nothing is refused that has room at
+        the time of the answer: of several starts that meet a full GPU at once, one finds ended pods to release, and all of them try again.
 
         Args:
             start: the container that needs room.
@@ -69,15 +68,15 @@ class EndedPods:
 
         Raises:
             CapacityError: there is no room.
-            UnhealthyDeviceError: a device must not be given to anybody now.
-            NotProvenError: there was no room, and kubelet has not said in time which pods have ended.
+            UnhealthyDeviceError: a device must not be given to any container now.
+            NotProvenError: there was no room, and the kubelet has not reported in time which pods have ended.
         """
         try:
             return await self._after_releases(start, attempt)
         except _NO_ROOM:
             if (longest := self._ledger.turns_end_in_seconds) is None:
                 raise
-        # A GPU that was returned is another family's to take for a moment; kubelet would ask again much later than it is everybody's.
+        # A GPU that was returned is offered to another family first for a moment; kubelet would ask again much later than that.
         now = asyncio.get_running_loop().time
         until = min(start.until, now() + longest + _A_MOMENT_SECONDS)
         while (left := until - now()) > 0 and (seconds := self._ledger.turn_ends_in_seconds) is not None:
@@ -88,11 +87,11 @@ class EndedPods:
         return attempt()
 
     async def _after_releases(self, start: Start, attempt: Callable[[], T]) -> T:
-        """As `with_room`, without waiting for GPUs that another family is offered first."""
+        """Do the same as `with_room`, without waiting for GPUs that another family is offered first."""
         try:
             return attempt()
         except _NO_ROOM:
-            pass  # an error that was true before kubelet was asked is not told after it
+            pass  # an error from before kubelet was asked may be wrong after it
         before = {grant.number: grant for grant in self._ledger.grants}
         kubelet_evidence = await self._all_pods(start)
         if kubelet_evidence is None:
@@ -136,7 +135,7 @@ class EndedPods:
             return None
 
     def _listed(self, start: Start, entries: tuple[Holding, ...] | None) -> _Listed | None:
-        """The pods behind ``entries``. pod-resources gives names only; whose ids they are, the proof and the book know by UID."""
+        """Return the pods behind ``entries``. pod-resources gives names only; the proof and the ledger know owners by UID."""
         if entries is None:
             return None
         uids, known, unknown = set[str](), set[tuple[str, str]](), set[tuple[str, str]]()
@@ -152,10 +151,10 @@ class EndedPods:
         return _Listed(frozenset(uids - {""}), frozenset(named - known | unknown))
 
     def _release(self, listed: _Listed | None, before: Mapping[int, Grant]) -> bool:
-        """Release what pods have that kubelet does not list and the API server has ended or deleted.
+        """Release the grants of pods that the kubelet does not list and that have ended or are gone by the API server.
 
         Returns:
-            Whether there are pods that kubelet does not list and whose end the API server has not shown.
+            Whether there are pods that the kubelet does not list and whose end the API server has not shown.
         """
         if listed is None or not self._around.book.synced.is_set():
             return False
@@ -165,7 +164,7 @@ class EndedPods:
             if owner is None or not owner.pod_uid or owner.pod_uid in listed.uids or (owner.namespace, owner.pod) in listed.names:
                 continue
             if before.get(grant.number) != grant:
-                continue  # booked or proven since kubelet was asked, which says nothing about it
+                continue  # booked or proven since kubelet was asked, so its answer does not cover it
             pod = self._around.book.get(owner.pod_uid)
             if pod is None and self._around.book.may_have(owner.pod_uid):
                 continue

@@ -1,7 +1,8 @@
-"""What early Allocates answered and for whom it was meant, and whether an answer is right for the container that turns out to have it.
+"""The answers of early Allocates, the containers they were meant for, and whether an answer is right for the container that has it.
 
-Kept by `allocator`, judged by `binder` before each start in early mode. The proof is the answer that kubelet itself keeps: it must be what
-the proven container should have been told. Of two containers with equal shares that got each other's answers, each may keep what it got.
+Kept by `allocator`, judged by `binder` before each start in early mode. The proof is the answer that kubelet itself keeps: it must be the
+answer that the proven container should have got. Of two containers with equal shares that got each other's answers, each may keep what it
+got.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Key = tuple[str, str]  # (kubelet's UID of the pod, container)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """What an early Allocate answered, for whom it was meant, and what that container was to have."""
+    """An early Allocate's answer, the container it was meant for, and what that container was to have."""
 
     decided_for: Key
     shares: tuple[Share, ...]
@@ -30,7 +31,7 @@ class Given:
 
 
 class Verdict(enum.StrEnum):
-    """What an answer is to the container that has it."""
+    """The relation of an answer to the container that has it."""
 
     RIGHT = "right"
     EXCHANGE = "exchange"  # another container's, with an equal share, and that one has this one's
@@ -40,14 +41,14 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known about one container that is about to start.
+    """The facts about one container that is about to start.
 
     Attributes:
         key: the container that the ids are for.
         shares: what it should have.
-        expected: what it, and each container before it with the same ids, should have been told.
-        answers: what kubelet keeps as our answer to each of them; empty when its checkpoint cannot be read.
-        elsewhere: the answers that kubelet keeps for everybody else.
+        expected: the right answers for it and for each container before it with the same ids.
+        answers: our answers to them as the kubelet keeps them; empty when its checkpoint cannot be read.
+        elsewhere: the answers that the kubelet keeps for all other containers.
         handed_on: the pod has init containers that ask for the same resource.
     """
 
@@ -85,7 +86,7 @@ class Guesses:
         self.admitted_up_to = max(self.admitted_up_to, pod.bound)
 
     def judge(self, token: str, evidence: Evidence, gone: Callable[[str], bool]) -> Verdict:
-        """Whether the container may start with the answer it has; ``gone`` says whether a pod has ended or does not exist."""
+        """Tell whether the container may start with the answer it has; ``gone`` reports whether a pod has ended or does not exist."""
         given, answers = self.given.get(token), evidence.answers
         if answers and all(name in evidence.expected and _is_of(answer, evidence.expected[name]) for name, answer in answers.items()):
             return Verdict.WRONG if any(_told_of(evidence.expected[name], evidence.elsewhere) for name in answers) else Verdict.RIGHT
@@ -98,20 +99,20 @@ class Guesses:
         return self._anothers(token, given, evidence, gone(given.decided_for[0]))
 
     def _anothers(self, token: str, given: Given, evidence: Evidence, gone: bool) -> Verdict:
-        """What another container's answer is to one with an equal share."""
+        """Judge another container's answer for a container with an equal share."""
         if not evidence.answers:
-            return Verdict.LATER  # whether somebody else has this answer as well is not known
+            return Verdict.LATER  # whether another container has this answer as well is not known
         if _told_of(given.provision, evidence.elsewhere):
             return Verdict.WRONG  # two containers would share what is one container's own
         for other, each in self.given.items():
             if other != token and each.decided_for == evidence.key:
-                # Whoever has that one gets to have it as its own, so its share must be equal as well.
+                # The holder of that one keeps it as its own, so its share must be equal as well.
                 return Verdict.EXCHANGE if each.shares == given.shares else Verdict.WRONG
         # A pod that is gone for kubelet and the API server may leave a container that has not ended yet, in the very directory.
         return Verdict.WRONG if gone else Verdict.LATER
 
     def exchange(self, token: str, key: Key) -> Key:
-        """Let the container ``key`` keep the answer of ``token``, and whoever has its answer that one; returns whom this was meant for."""
+        """Let ``key`` keep the answer of ``token``, and the holder of its answer that one; return the container this was meant for."""
         given = self.given[token]
         for other, each in list(self.given.items()):
             if each.decided_for == key:
@@ -121,7 +122,7 @@ class Guesses:
         return given.decided_for
 
     def refuted(self, token: str, key: Key) -> Given | None:
-        """The answer of ``token`` is not the one of ``key``, who has it; whom it was meant for may still be waiting for one."""
+        """Note that the answer of ``token`` is not for its holder ``key``; the container it was meant for may still wait for one."""
         given = self.given.pop(token, None)
         self._has_ids(key)
         waiting = given is not None and given.decided_for not in self._holders
@@ -130,7 +131,7 @@ class Guesses:
         return given
 
     def learn(self, holders: Iterable[Key], grants: Iterable[Grant]) -> None:
-        """kubelet's records say who has ids: those have their answers, and whoever was taken for one of them has not."""
+        """Learn the holders of ids from the kubelet's records: they have their answers, and containers mistaken for them do not."""
         holding = set(holders)
         for grant in grants:
             if grant.owner is not None and grant.decided_for and not grant.proven and grant.decided_for not in holding:
@@ -139,12 +140,12 @@ class Guesses:
         self.answered |= holding
 
     def keep_only(self, uids: Collection[str]) -> None:
-        """Forget containers of pods that are gone; an answer that somebody else may have is kept as long as its ids are."""
+        """Forget containers of pods that are gone; an answer that another container may have is kept as long as its ids are."""
         self.answered = {key for key in self.answered if key[0] in uids}
         self._holders &= self.answered
 
     def keep_tokens(self, tokens: Collection[str]) -> None:
-        """Forget answers whose ids nobody holds any more."""
+        """Forget answers whose ids have no holder any more."""
         self.given = {token: given for token, given in self.given.items() if token in tokens}
 
     def _has_ids(self, key: Key) -> None:
@@ -153,7 +154,7 @@ class Guesses:
 
 
 def _told_of(provision: Provision, answers: Collection[Edits]) -> bool:
-    """Whether any of ``answers`` leads into the directory that is one container's own.
+    """Tell whether any of ``answers`` leads into the directory that is one container's own.
 
     The rest of them may differ: an agent that has forgotten its guesses can answer for the same container again, with another GPU.
     """
@@ -163,9 +164,9 @@ def _told_of(provision: Provision, answers: Collection[Edits]) -> bool:
 
 
 def _is_of(answer: Edits, provision: Provision) -> bool:
-    """True for the answer of ``provision``, and for the one that an agent with other mounts or variables gave for the same share.
+    """Tell whether ``answer`` is that of ``provision``, or one for the same share by an agent with other mounts or variables.
 
-    The container's own directory tells whose answer it is. An upgrade, another library or another way of binding changes the rest.
+    The container's own directory identifies the answer. An upgrade, another library or another way of binding changes the rest.
     """
     wanted = provision.edits
     if answer == wanted or not (leads_into(provision.collected, answer) or leads_into(provision.before, answer)):
@@ -176,5 +177,5 @@ def _is_of(answer: Edits, provision: Provision) -> bool:
 
 
 def leads_into(directory: str, answer: Edits) -> bool:
-    """True when a mount of ``answer`` comes from ``directory`` or from below it; an empty ``directory`` is none."""
+    """Tell whether a mount of ``answer`` comes from ``directory`` or from below it; an empty ``directory`` is none."""
     return bool(directory) and any(f"{mount.host_path}/".startswith(f"{directory}/") for mount in answer.mounts)

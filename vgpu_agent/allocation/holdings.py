@@ -1,9 +1,9 @@
-"""Who holds ids whose pod decides, from kubelet's records and the pods that we know; called by `allocator` before the ledger follows them.
+"""Find the holders of ids whose pod decides, from the kubelet's records and the known pods.
 
-kubelet's records alone cannot tell an init container that has ended from one that runs, nor a pod that has ended from one whose only
-holder is an init container: pod-resources hides those, and the checkpoint keeps every container that was ever admitted, with ids that
-containers of one pod hand on to each other. The pods know which container is of which kind and which has started, so with them each id
-has one holder: the container that it is for.
+Called by `allocator` before the ledger follows the records. The kubelet's records alone do not distinguish an init container that has ended
+from one that runs, nor a pod that has ended from one whose only holder is an init container: pod-resources hides those. The checkpoint
+keeps every container that was ever admitted, with ids that containers of one pod hand on to each other. The pods show the kind of each
+container and which has started. With them each id has one holder: the container that it is for.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def told_apart(
 
 
 def is_over(pod: Pod, name: str) -> bool:
-    """Whether an init container must have ended, because one that comes after it has started."""
+    """Tell whether an init container must have ended, because one that comes after it has started."""
     names = [container.name for container in pod.containers]
     container = pod.container(name)
     if container is None or container.kind is not ContainerKind.INIT:
@@ -57,10 +57,10 @@ def is_over(pod: Pod, name: str) -> bool:
 
 
 def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -> bool:
-    """Whether an init container of the pod was let start after ``record`` was made for a main container.
+    """Tell whether an init container of the pod started after ``record`` was made for a main container.
 
-    Then nothing of the main container runs, and it is decided for again when it starts: the record may be of an init container before,
-    which had the same ids, or of a sandbox before.
+    Then nothing of the main container runs, and the decision is made again when it starts. The record may be of an earlier init container
+    with the same ids, or of an earlier sandbox.
     """
     kinds = {container.name: container.kind for container in pod.containers}
     return kinds.get(record.owner.container) is ContainerKind.MAIN and any(
@@ -97,16 +97,16 @@ def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodC
     pod = book.get(uid)
     if pod is not None:
         return not pod.ended
-    # An entry that nobody else speaks for: without pod-resources it may be a live pod that we have not seen.
+    # An entry without further evidence: without pod-resources it may be a live pod that we have not seen.
     return not records.complete and not book.synced.is_set()
 
 
 def _rank(
     entry: Holding, pod: Pod | None, shown: Collection[tuple[str, str, str]], at_work: Collection[tuple[str, str]]
 ) -> tuple[int, int, str]:
-    """Ids are for the containers that come last, which pod-resources shows; of a pod that nobody knows for the smaller entry.
+    """Rank the entries of an id: it is for the container that comes last; in an unknown pod for the smaller entry.
 
-    Not so while an init container runs: the others have nothing yet of what it has.
+    While an init container runs it comes first: the others have nothing yet of what it has.
     """
     if (entry.owner.pod_uid, entry.owner.container) in at_work:
         return -1, 0, entry.owner.container

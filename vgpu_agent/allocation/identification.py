@@ -1,7 +1,7 @@
-"""Which pod and container is about to start: the proof of `proof`, with everything that has to be waited for.
+"""Identify the pod and container about to start: the proof of `proof`, with everything that has to be waited for.
 
 Called by `binder` for each start. Kubelet's records are read after the question; a pod that our watch does not show yet is waited for and
-then asked for once. Where the API server cannot say, a container that has started here before is known by its spec.
+then requested once. Without an answer of the API server, a container that has started here before is known by its spec.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Identified:
 
 
 class Identification:
-    """Identifies containers; no state of its own."""
+    """The identification of containers; no state of its own."""
 
     def __init__(self, dependencies: Dependencies) -> None:
         self._around = dependencies
@@ -76,7 +76,7 @@ class Identification:
                     return Identified(*named, found, kubelet_evidence)
                 if fetched is None:
                     record = self._before(found, token)
-                    # While the first list is read, which takes seconds with the largest pods, nothing says when this one will appear.
+                    # While the first list is read, which takes seconds with the largest pods, this one may appear at any time.
                     reading = record is None and not book.synced.is_set()
                     if not reading and await _newer(book, version, until - loop.time()):
                         continue
@@ -114,7 +114,7 @@ class Identification:
 
 
 async def _newer(book: PodCache, version: int, seconds: float) -> bool:
-    """Wait for a change of the book; False when there is none in time."""
+    """Wait for a change of the pod cache; return False when there is none in time."""
     if seconds <= 0:
         return False
     try:

@@ -1,8 +1,8 @@
-"""What a line of kubelet's records means: whose ids, which family, and what was decided for the container that has them.
+"""The meaning of a line of the kubelet's records: the family of the ids, their holder, and what was decided for it.
 
-`allocator` hands this to the ledger whenever that follows the records. Where ids name devices they say it all. Where the pod decides, it is
-known from the record beside the container's CDI spec, or from the pod itself for a container that has started; what has not started is
-decided at PreStartContainer, and what kubelet lists is never dropped because today's settings do not know it.
+`allocator` hands this to the ledger whenever that follows the records. Ids that name devices are enough. Where the pod decides, the
+decision is known from the record beside the container's CDI spec, or from the pod itself for a container that has started. What has not
+started is decided at PreStartContainer. What the kubelet lists is never dropped because today's settings do not know it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
 
 
 class Interpretation:
-    """Reads holdings with what families, pods and grant records know. Its only state is an index of the records."""
+    """The reading of holdings with the facts of families, pods and grant records. Its only state is an index of the records."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Interpretation:
         )
 
     def _at_work(self) -> set[tuple[str, str]]:
-        """The init containers that were let start last of their pod: until one after them starts they may run, with all they were given.
+        """Return the init containers that were started last in their pod; until a later one starts they may run, with all their shares.
 
-        A sidecar before them tells nothing by starting once more: it runs beside them.
+        A restart of an earlier sidecar proves nothing: it runs beside them.
         """
         if self._around is None:
             return set()
@@ -107,7 +107,7 @@ class Interpretation:
         return None
 
     def may_be_hidden(self, grant: Grant) -> bool:
-        """Whether the grant's container may run although kubelet's records do not show it: pod-resources hides plain init containers."""
+        """Tell whether the grant's container may run unseen in the kubelet's records: pod-resources hides plain init containers."""
         if self._around is None or grant.owner is None or not grant.shares:
             return False
         pod = self._around.book.get(grant.owner.pod_uid)
@@ -140,7 +140,7 @@ class Interpretation:
         return self._recalled(family, offered, pod, holding)
 
     def _recalled(self, family: PodFamily, offered: Resource, pod: Pod | None, holding: Holding) -> Meaning:
-        """What a container that has started must have got; undecided for any other, which PreStartContainer will decide for."""
+        """Return what a container that has started must have got; undecided for others, which PreStartContainer decides."""
         name = holding.owner.container
         container = pod.container(name) if pod else None
         if pod is None or container is None or not container.started or self._around is None:
@@ -168,10 +168,10 @@ class Interpretation:
         return max(fitting, key=lambda record: (record.token == token, record.decided_at), default=None)
 
     def _is_over(self, pod: Pod, name: str) -> bool:
-        """Whether an init container has ended: one that comes after it was started after it.
+        """Tell whether an init container has ended: one that comes after it was started after it.
 
-        By the records of their starts. The pod's status says the same later, and after a reboot for a while the opposite; it only counts
-        for a container that has no record.
+        The records of their starts decide. The pod's status follows later, and after a reboot it is wrong for a while. It only counts for a
+        container that has no record.
         """
         container = pod.container(name)
         if self._around is None or container is None or container.kind is not ContainerKind.INIT:
@@ -216,7 +216,7 @@ def _as_held(held: Grant) -> Meaning:
 
 
 def _alike(pod: Pod | None, recorded: Owner, holder: Owner) -> bool:
-    """Whether a part of the ids of ``recorded`` may stand under ``holder``: one container, or two init containers that share them."""
+    """Tell whether part of the ids of ``recorded`` may be of ``holder``: one container, or two init containers that share them."""
     if recorded.container == holder.container:
         return True
     kinds = {container.name: container.kind for container in pod.containers} if pod else {}

@@ -1,4 +1,4 @@
-"""Late or early: whether this node's kubelet and runtime can be told a container's edits after Allocate.
+"""The binding mode: late if this node's kubelet and runtime can get a container's edits after Allocate, else early.
 
 `agent` asks once it has read its own Node, and shows the answer with its reason in the log and under ``/debug/config``.
 """
@@ -21,7 +21,7 @@ _RUNTIMES = {"containerd": (2, 0), "cri-o": (1, 23)}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BindingMode:
-    """How grants are bound on this node.
+    """The way in which grants are bound on this node.
 
     Attributes:
         late: decide at PreStartContainer and carry by CDI; otherwise decide in Allocate and prove at PreStartContainer.

@@ -1,4 +1,4 @@
-"""The families of this node by kind: `agent` builds them from the settings, `allocator` and its rooms answer through them."""
+"""The families of this node by kind: `agent` builds them from the settings, `allocator` and its modules answer through them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Families:
     """The families of this node, by kind.
 
     Attributes:
-        by_ids: whose ids name devices.
-        by_pod: whose pods decide.
-        unserved: those of ``by_pod``, or besides them, that nobody is served by now: their schedulers are told that nothing is free.
-        idle: families whose ids name devices and that are not offered now, or are switched off; who has something of them keeps it.
+        by_ids: families whose ids name devices.
+        by_pod: families whose pods decide.
+        unserved: those of ``by_pod``, or besides them, that serve no container now: their schedulers see that nothing is free.
+        idle: families whose ids name devices and that are not offered now, or are switched off; their holders keep what they have.
     """
 
     by_ids: tuple[IdFamily, ...] = ()

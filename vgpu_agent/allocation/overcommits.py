@@ -1,8 +1,8 @@
 """Starts on a GPU of which a scheduler has given out more compute, or more places, than it has.
 
 Volcano's scheduler forgets a second container of a pod on the same GPU, in compute and in slots, never in memory. It counts such a pod as
-placed, so a refusal would last for ever. `binder` asks here whether a decision may go beyond the device, and writes down each start that
-does; `cluster` tells the pods, `web` counts.
+placed, so a refusal would never end. `binder` asks here whether a decision may go beyond the device, and records each start that does.
+`cluster` notifies the pods, `web` counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_UNTOLD = 256
 
 
 class Notice(NamedTuple):
-    """What a pod's owner should be told about one of its containers."""
+    """A message to a pod's owner about one of its containers."""
 
     pod: Pod
     container: str
@@ -33,9 +33,9 @@ class Notice(NamedTuple):
 
 
 class Overcommits:
-    """The starts of this process that went beyond a device.
+    """The starts in this process that went beyond a device.
 
-    State: memory only: how many there were (`total`), and those of which the pods have not been told. `revision` moves on with each.
+    State: memory only: how many there were (`total`), and those whose pods were not notified yet. `revision` moves on with each.
     """
 
     def __init__(self) -> None:
@@ -56,21 +56,21 @@ class Overcommits:
         return text
 
     def take(self) -> tuple[Notice, ...]:
-        """What has not been told yet; it counts as told from now on."""
+        """Return the notices that were not sent yet; they count as sent from now on."""
         taken = tuple(self._untold)
         self._untold.clear()
         return taken
 
 
 def may_overcommit(decision: Decision, pod: Pod, binding: Binding) -> bool:
-    """Whether ``decision`` may take more compute or more places than a device has."""
+    """Tell whether ``decision`` may take more compute or more places than a device has."""
     return decision.by_scheduler and (decision.kept or not why_not(pod, binding))
 
 
 def why_not(pod: Pod, binding: Binding) -> str:
-    """Why a decision in the annotations of ``pod`` may not go beyond a device; empty when it may.
+    """Explain why a decision in the annotations of ``pod`` may not go beyond a device; empty when it may.
 
-    Everybody who may create pods can write such annotations. A pod of the plain scheduler has them from nobody but its author.
+    Every user who may create pods can write such annotations. In a pod of the plain scheduler they come from its author only.
     """
     if binding.scheduler_overcommit == "refuse":
         return "binding.schedulerOvercommit is refuse"

@@ -1,8 +1,8 @@
-"""Whose ids are these? The proof, from kubelet's own records and the pods that we know; never a guess.
+"""Prove the owner of ids, from the kubelet's own records and the known pods; never guess.
 
-`allocator` asks before every start of a container whose pod decides what it gets. Two witnesses: the checkpoint names the pod's UID and the
-container (plain init containers too), pod-resources names namespace, pod and container of what is alive. One alone is believed where it is
-enough; where they contradict each other, or two pods could be meant, the start is refused and kubelet asks again.
+`allocator` asks before every start of a container whose pod decides what it gets. There are two records. The checkpoint names the pod's UID
+and the container (plain init containers too); pod-resources names namespace, pod and container of what is alive. One alone counts where it
+is enough. Where they contradict each other, or two pods could be meant, the start is refused and the kubelet retries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NotProvenError(AgentError):
-    """Nobody can say yet, or without doubt, whose ids these are; the text is shown in the pod's status and kubelet asks again.
+    """The owner of the ids is not known yet, or not without doubt; the text is shown in the pod's status and the kubelet retries.
 
     Attributes:
         ambiguous: the records name two holders, which must not be; anything else is a matter of time.
@@ -38,15 +38,15 @@ class NotProvenError(AgentError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KubeletEvidence:
-    """What kubelet's records said at one moment, after the question was asked.
+    """The kubelet's records at one moment, after the question was asked.
 
     Attributes:
-        checkpoint: who holds any of the ids in question, by UID and container; None when it could not be read or understood.
-        pod_resources: who holds what, by namespace, pod and container; None when it did not answer.
-        answers: (UID, container, resource) → what our Allocate once answered, as far as the checkpoint kept it; for the ids in question
+        checkpoint: the holders of the ids in question, by UID and container; None when it could not be read or understood.
+        pod_resources: all holders, by namespace, pod and container; None when it did not answer.
+        answers: (UID, container, resource) → the answer of our Allocate, as far as the checkpoint kept it; for the ids in question
             always, for all others in early mode.
-        trouble: why a witness was silent.
-        whole: whether ``pod_resources`` tells of every pod; otherwise only of those that the checkpoint names for the ids in question.
+        trouble: why a record is missing.
+        whole: whether ``pod_resources`` covers every pod; otherwise only those that the checkpoint names for the ids in question.
     """
 
     checkpoint: tuple[Holding, ...] | None
@@ -58,13 +58,13 @@ class KubeletEvidence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """What the records say about one set of ids.
+    """The records about one set of ids.
 
     Attributes:
         uids: the pods that may be meant, by kubelet's UID; several only when the checkpoint still names ended pods.
-        named: (namespace, name) from pod-resources; None when it does not list these ids (an init container's) or was silent.
+        named: (namespace, name) from pod-resources; None when it does not list these ids (an init container's) or did not answer.
         containers: by UID, the containers that have exactly these ids, in the order of the records; under "" when no UID is known.
-        evidence: one sentence for each witness.
+        evidence: one sentence for each record.
     """
 
     uids: tuple[str, ...]
@@ -74,10 +74,10 @@ class Claim:
 
 
 def claim(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence) -> Claim:
-    """What kubelet's records say about exactly these ids.
+    """Return the kubelet's records about exactly these ids.
 
     Raises:
-        NotProvenError: they say nothing about them, or name two live pods at once.
+        NotProvenError: they do not contain them, or name two live pods at once.
     """
     wanted = set(ids)
     if kubelet_evidence.checkpoint is None and kubelet_evidence.pod_resources is None:
@@ -116,12 +116,12 @@ def claim(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence) 
 
 
 def holder(found: Claim, book: PodCache, fetched: Pod | None = None) -> tuple[Pod, Owner] | None:
-    """The pod and container that the claim is about; None while the pod is not known.
+    """Return the pod and container of the claim; None while the pod is not known.
 
     Args:
         found: see `claim`.
         book: the pods of this node.
-        fetched: the pod that the API server has under the claimed name now, when it was asked.
+        fetched: the pod that the API server has under the claimed name now, if it was queried.
 
     Raises:
         NotProvenError: more than one pod can be meant, or the name belongs to another pod by now.
@@ -136,7 +136,7 @@ def holder(found: Claim, book: PodCache, fetched: Pod | None = None) -> tuple[Po
     if found.named:
         candidates = {uid: pod for uid, pod in candidates.items() if (pod.namespace, pod.name) == found.named}
     if fetched is not None:
-        # One name, one pod: whoever had it before the one that the API server has now, is gone.
+        # One name, one pod: an earlier pod of the name that the API server has now is gone.
         same_name = {uid for uid, pod in candidates.items() if (pod.namespace, pod.name) == (fetched.namespace, fetched.name)}
         candidates = {uid: pod for uid, pod in candidates.items() if uid not in same_name or pod.uid == fetched.uid}
     if len(candidates) > 1 or (candidates and strangers and not found.named):
@@ -164,7 +164,7 @@ def _holder_by_name(found: Claim, book: PodCache, fetched: Pod) -> tuple[Pod, Ow
             f"there has been another pod named {fetched.full_name}, and without kubelet's checkpoint it is not certain which of them "
             "starts; kubelet will ask again"
         )
-    # pod-resources names it, and kubelet runs no pod that says it is a mirror, so it runs the static pod of that name.
+    # pod-resources names it, and kubelet runs no pod that claims to be a mirror, so it runs the static pod of that name.
     pod = fetched.as_static(fetched.claimed_uid)
     return pod, _owner(pod, found.containers[""])
 
@@ -182,7 +182,7 @@ def suspects(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidenc
 
 
 def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | None, kubelet_evidence: KubeletEvidence) -> None:
-    """Without UIDs two pods of one name, the older of them deleted by force, cannot be told apart."""
+    """Refuse when two pods have one name, the older deleted by force: without UIDs they cannot be distinguished."""
     mine = [entry for entry in kubelet_evidence.pod_resources or () if entry.resource == resource and set(entry.ids) == wanted]
     same = {(entry.owner.namespace, entry.owner.pod, entry.owner.container) for entry in mine}
     for entry in kubelet_evidence.pod_resources or ():
@@ -195,10 +195,10 @@ def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | 
 
 
 def _known(uid: str, named: tuple[str, str] | None, book: PodCache, fetched: Pod | None) -> Pod | None:
-    """The pod that kubelet knows as ``uid``; for a static pod, its mirror.
+    """Return the pod that the kubelet knows as ``uid``; for a static pod, its mirror.
 
-    What a pod says of itself is no proof. A mirror is believed when kubelet has written its status, which the book knows, or when
-    pod-resources has named it: kubelet runs no pod of the API server that says it is a mirror, so that name is a static pod's.
+    A pod's own annotations are no proof. A mirror counts when the kubelet has written its status, as the pod cache shows, or when
+    pod-resources has named it: the kubelet runs no pod of the API server that claims to be a mirror, so that name is a static pod's.
     """
     known = book.get(uid)
     if fetched is None:
@@ -212,7 +212,7 @@ def _known(uid: str, named: tuple[str, str] | None, book: PodCache, fetched: Pod
 
 
 def _owner(pod: Pod, names: Iterable[str], uid: str = "") -> Owner:
-    """Of containers with the same ids the one that has them last: it is what the ids are for, and the others come before it."""
+    """Return, of containers with the same ids, the one that has them last: the ids are for it, and the others come before it."""
     in_pod = {container.name: (container.kind is not ContainerKind.INIT, place) for place, container in enumerate(pod.containers)}
     known = [name for name in names if name in in_pod]
     if not known:

@@ -1,6 +1,6 @@
-"""How a family is asked about one container, and what it is told of the other families on the node.
+"""The question to a family about one container, with the facts about the other families on the node.
 
-The same for a start, an early Allocate and a recollection.
+The same for a start, an early Allocate and `recall`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def question(
     ledger: Ledger, offered: Resource, pod: Pod, container: str, ids: Sequence[str], *, node: str, inventory: Inventory
 ) -> Question:
-    """What to ask a family about one container; what it or its ids hold now is not counted against it."""
+    """Return the question to a family about one container; what it or its ids hold now is not counted against it."""
     uid, wanted, name = pod.kubelet_uid, set(ids), offered.name
     holding, besides, of_pod = [], [], []
     for grant in ledger.grants:  # hundreds, most of them of other pods
@@ -45,7 +45,7 @@ def question(
 
 
 def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neighbours:
-    """What ``family`` is to know of the others before it chooses: GPUs that they are offered, have by ``grants``, or wait for."""
+    """Return the GPUs that other families are offered, have by ``grants`` or wait for, which ``family`` considers when it chooses."""
     if not (shared := ledger.shared_gpus(family)):
         return ALONE
     held = ((ledger.gpu_of(share.device), grant.family) for grant in grants for share in grant.shares)

@@ -1,7 +1,7 @@
-"""Which containers may not start now, and why: the one list of them, for whoever gives such a pod another chance.
+"""The containers that may not start now, with the reasons: the one list for all code that gives such a pod another chance.
 
-`allocation` writes it down each time PreStartContainer says no, and strikes it out when the container starts after all. `cluster` reads it:
-what stays refused gets an event and, where asked for, an eviction; `web` shows how many there are.
+`allocation` adds an entry each time PreStartContainer refuses, and removes it when the container starts after all. `cluster` reads the
+list: what stays refused gets an event and, if configured, an eviction. `web` shows the count.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Refusal:
 
     Attributes:
         pod: as the watch showed it last.
-        resource: the resource for whose ids kubelet asked.
+        resource: the resource of the ids in question.
         reason: the text of the last refusal; kubelet shows the same in the pod's status.
-        advice: the remedies, and how things stood at the last refusal, in sentences; kubelet shows it after the reason.
+        advice: the remedies, and the state at the last refusal, in sentences; the kubelet shows it after the reason.
         since: unix seconds of the first refusal in a row.
         count: how often it was refused in a row.
-        final: trying again cannot help (an early guess was wrong and the container has been told of another's devices).
+        final: trying again cannot help (an early guess was wrong and the container has got another's devices).
     """
 
     pod: Pod
@@ -89,7 +89,7 @@ class Refusals:
             self._changed()
 
     def forget_absent(self, pods: Iterable[Pod]) -> None:
-        """Strike out every container whose pod is not among ``pods`` or has ended, and take over how the others look now."""
+        """Remove every container whose pod is not among ``pods`` or has ended, and update the pods of the others."""
         present = {pod.kubelet_uid: pod for pod in pods if not pod.ended}
         kept = {key: dataclasses.replace(refusal, pod=present[key[0]]) for key, refusal in self._refusals.items() if key[0] in present}
         if kept != self._refusals:

@@ -18,7 +18,7 @@ class Start:
 
     Attributes:
         token: the name of the ids, see `carrier.grant_token`.
-        found: what kubelet's records say about the ids.
+        found: the kubelet's records about the ids.
         until: the loop's time by which kubelet must have an answer.
     """
 

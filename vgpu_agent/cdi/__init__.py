@@ -1,1 +1,1 @@
-"""CDI specs of all of a node's devices: who makes them, whether a runtime would take them, and where they lie."""
+"""CDI specs of all of a node's devices: their making, their validity for runtimes, and their place."""

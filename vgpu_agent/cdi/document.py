@@ -14,7 +14,7 @@ import yaml
 
 from vgpu_agent.errors import CdiError
 
-# A spec of eight GPUs in seven slices each is below 200 KiB; what is larger is something else.
+# A spec of eight GPUs in seven slices each is below 200 KiB; a larger file is something else.
 LARGEST_BYTES = 8 * 1024 * 1024
 
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -54,7 +54,7 @@ class Hook(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forb
 
 
 class ContainerEdits(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
-    """What a device, or every device of a spec, changes in a container."""
+    """The changes that a device, or every device of a spec, makes in a container."""
 
     env: tuple[str, ...] = ()
     device_nodes: tuple[DeviceNode, ...] = ()
@@ -66,7 +66,7 @@ class ContainerEdits(msgspec.Struct, frozen=True, rename="camel", omit_defaults=
 
 
 class Device(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
-    """One name, and what it stands for."""
+    """One name, and its edits."""
 
     name: str
     container_edits: ContainerEdits = ContainerEdits()

@@ -1,8 +1,8 @@
-"""The spec of the GPUs that an agent before this one has left, for as long as none can be made anew.
+"""The GPUs' spec of an earlier agent, used for as long as none can be made anew.
 
-NVIDIA's tool describes all GPUs or none, so one that is lost would keep a restarted agent from offering the others. What lies in the
-directory is gone by where it is a sound spec of the driver that runs now, which the names of the libraries in it say; whether each name in
-it still opens the device that it stands for is looked after by `agent`, as of any spec. Used by `generated_specs`.
+NVIDIA's tool describes all GPUs or none, so one that is lost would keep a restarted agent from offering the others.
+The existing file is used where it is a sound spec of the current driver, which the names of its libraries show.
+`agent` checks, as for any spec, that each name in it still opens its device. Used by `generated_specs`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read(path: str, kind: str, driver_version: str) -> EarlierSpec | None:
         with open(path, "rb") as file:
             spec = decode(file.read(LARGEST_BYTES + 1))
     except (OSError, CdiError):
-        return None  # it will be replaced; whoever cannot do that says why
+        return None  # it will be replaced; if that fails, the writer reports why
     if spec.kind != kind or rules.problems(spec) or not driver_version:
         return None
     library = f".so.{driver_version}"  # libcuda.so.580.95.05, and a dozen others

@@ -1,8 +1,9 @@
 """The specs that this agent has made for its node: a file for the GPUs, and one each for IMEX channels, GDRCopy, GDS and Mellanox devices.
 
-Made when the GPUs that containers can get have changed, and then only, because it takes a tool and a second; a file that somebody has
-removed is written again from memory. Whatever goes wrong is tried again with growing pauses, and what was made before stays in use
-meanwhile. `agent` says what is wanted, runs the loop, and keeps resources from being offered whose names are not there.
+Made only when the GPUs that containers can get have changed, because that takes a tool and a second. A removed file
+is written again from memory. Any failure is tried again with growing pauses, and the earlier specs stay in use
+meanwhile. `agent` sets the desired specs, runs the loop, and keeps resources whose names are missing from being
+offered.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _CHANNEL_KIND = f"{VENDOR}/imex-channel"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the specs are to be made for.
+    """The desired content of the generated specs.
 
     Attributes:
         devices: all that the GPUs' spec depends on: the spec is made anew when it differs.
-        driver_version: of the driver that runs now; empty when nobody knows.
+        driver_version: of the driver that runs now; empty when unknown.
         id_strategy: ``uuid`` or ``index``: how GPUs and slices are named.
         modes: of `config.types.DEVICE_MODES`.
         channels: IMEX channels.
@@ -68,9 +69,10 @@ class _Made:
 
 
 class GeneratedSpecs:
-    """Keeps the files of one directory as they should be.
+    """The generated specs in the files of one directory.
 
-    State: what was made, by kind. Files of an earlier agent are replaced; that of the GPUs is gone by until it is, see `earlier_spec`.
+    State: the specs that were made, by kind. Files of an earlier agent are replaced. That of the GPUs is used until
+    then, see `earlier_spec`.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class GeneratedSpecs:
 
         Args:
             directory: where runtimes look for specs.
-            journal: told of each spec that is made, and of each new trouble.
-            look_seconds: how often it is looked whether the files are still there.
+            journal: each spec that is made and each new trouble are recorded there.
+            look_seconds: how often the files' existence is checked.
             retry_min_seconds: first pause after trouble; it doubles each time.
             retry_max_seconds: longest pause.
             clock: unix seconds.
@@ -104,7 +106,7 @@ class GeneratedSpecs:
         self._errors: dict[str, str] = {}
         self._stuck = Stuck()
         self._knows_earlier = False
-        self.settled = asyncio.Event()  # what is wanted now was tried at least once
+        self.settled = asyncio.Event()  # the current desired state was tried at least once
         self.revision = Revision()  # of the names and errors
 
     def want(self, wanted: Wanted) -> None:
@@ -131,7 +133,7 @@ class GeneratedSpecs:
 
     @property
     def error(self) -> str:
-        """Why the GPUs' spec is not as it should be; empty when it is."""
+        """The reason why the GPUs' spec is not as desired; empty when it is."""
         return self._errors.get(GPU_KIND, "")
 
     @property
@@ -141,11 +143,11 @@ class GeneratedSpecs:
         return tuple(self._status(kind) for kind in kinds)
 
     def knows(self, mode: str) -> bool:
-        """Whether a mode has a spec on this node."""
+        """Tell whether a mode has a spec on this node."""
         return f"{VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Make what is wanted, for ever."""
+        """Make the desired specs, until cancelled."""
         backoff = Backoff(self._retry_min_seconds, self._retry_max_seconds)
         while True:
             beat()
@@ -173,7 +175,7 @@ class GeneratedSpecs:
     # -- how it is done ---------------------------------------------------------------------------------------------------------------
 
     async def _bring_about(self, wanted: Wanted, beat: Callable[[], None]) -> bool:
-        """Whether all is as wanted now; `CdiError` of one spec keeps no other from being made."""
+        """Bring all specs about and tell whether all are as wanted. A `CdiError` of one does not stop the others."""
         before = self.statuses
         await self._go_by_earlier(wanted)
         errors: dict[str, str] = {}

@@ -21,12 +21,12 @@ _CHANNEL = "/dev/nvidia-caps-imex-channels/channel{}"
 
 
 class Channels(NamedTuple):
-    """What was found.
+    """The IMEX channels that were found.
 
     Attributes:
         ids: the channels that exist, in the order in which they are wanted.
         root: directory on the node below which their device nodes are.
-        trouble: which of the wanted ones do not exist, and where they were looked for; empty when all do.
+        trouble: the wanted channels that do not exist, and where they were looked for; empty when all do.
     """
 
     ids: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """The edits behind CDI names, for a spec of another kind that carries them itself.
 
-The spec of a late-bound grant cannot refer to other CDI names, so what the names stand for is written into it. A container then needs
-neither them nor an NVIDIA runtime. Called by `agent` for `runtime`.
+The spec of a late-bound grant cannot refer to other CDI names, so the edits of those names are written into it. A
+container then needs neither them nor an NVIDIA runtime. Called by `agent` for `runtime`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 def inlined(names: Iterable[str], specs: Sequence[Spec]) -> Inlined:
-    """All that a runtime would do for a container with these CDI names: of each spec its common edits, then those of the devices.
+    """Collect a runtime's edits for these CDI names: of each spec its common edits, then those of the devices.
 
     Args:
         names: qualified, e.g. ``vendor.com/gpu=0``.
         specs: those of the node; where two have a name, the later one counts, as with runtimes and their directories.
 
     Raises:
-        CarrierError: a name that no spec has; kubelet asks again, and by then there may be one.
+        CarrierError: a name that no spec has; the kubelet asks again, and by then there may be one.
     """
     known = {name: (spec, device) for spec in specs for name, device in zip(spec.names, spec.devices, strict=True)}
     parts: list[ContainerEdits] = []

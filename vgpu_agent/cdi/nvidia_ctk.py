@@ -1,8 +1,9 @@
-"""The host tool that knows what a container needs of the driver: ``nvidia-ctk cdi generate``, behind one adapter.
+"""The host tool that knows the driver's parts for a container: ``nvidia-ctk cdi generate``, behind one adapter.
 
-Nobody but NVIDIA can say which libraries, device nodes and hooks a driver version takes, so we ask their tool and write none of it down
-ourselves. It is a program of somebody else's: it may be missing, hang, fail, or print what is no spec. All of that becomes one `CdiError`,
-and nothing of ours waits for it. Called by `generated_specs`. Options: those of version 1.20; older ones know all that we always pass.
+Only NVIDIA knows which libraries, device nodes and hooks a driver version takes. So we run their tool and write none
+of it down ourselves. It is another vendor's program: it may be missing, hang, fail, or print an invalid spec. All of
+that becomes one `CdiError`, and nothing of ours waits for it. Called by `generated_specs`. Options: those of version
+1.20; older ones know all that we always pass.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DISABLED_HOOKS_VARIABLE = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
 _EVERY_HOOK = "all"
 # What keeps an NVIDIA runtime of the old kind from adding devices of its own.
 _VOID = "NVIDIA_VISIBLE_DEVICES=void"
-_NOTHING_TO_INJECT = "empty device edits"  # how the tool says that a node has no GDS, GDRCopy or Mellanox devices
+_NOTHING_TO_INJECT = "empty device edits"  # the tool's text on a node without GDS, GDRCopy or Mellanox devices
 _KEPT_STDERR = 64 * 1024
 _KILL_SECONDS = 1.0  # how long a killed tool may take to disappear; one that waits for the driver in the kernel does not
 _MESSAGE = re.compile(r'\bmsg="((?:[^"\\]|\\.)*)"')
@@ -40,14 +41,14 @@ _MESSAGE = re.compile(r'\bmsg="((?:[^"\\]|\\.)*)"')
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CtkOptions:
-    """How the tool is run.
+    """The way to run the tool.
 
     Attributes:
-        command: the program, and what comes before our arguments.
+        command: the program, and the arguments before ours.
         timeout_seconds: how long it may take.
         roots: where the driver is.
         hook_path: path on the node of the program that runtimes run as a hook.
-        feature_flags: handed on.
+        feature_flags: passed on.
         disable_hooks: names of hooks that are left out, or ``all``. Every other hook that the tool describes stays (nvidia §8).
     """
 
@@ -66,7 +67,7 @@ class Stuck:
         self.process: asyncio.subprocess.Process | None = None
 
     def require_none(self, shown: str) -> None:
-        """Raises `CdiError` as long as it is there."""
+        """Raise `CdiError` as long as it is there."""
         if self.process is not None and self.process.returncode is None:
             raise CdiError(
                 f"an earlier {shown} (process {self.process.pid}) does not even end when killed; the driver hangs, see nvidia-smi and dmesg"
@@ -78,10 +79,10 @@ async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id
     """Have the tool describe this node's devices.
 
     Args:
-        options: how.
+        options: the way to run the tool.
         vendor: of the spec's kind.
         name: class of the spec's kind.
-        mode: what is looked for: ``auto`` for GPUs, or one of ``gds``, ``mofed``, ``gdrcopy``.
+        mode: the kind of devices: ``auto`` for GPUs, or one of ``gds``, ``mofed``, ``gdrcopy``.
         id_strategy: ``uuid`` or ``index``: how devices are named.
         stuck: of the caller, the same each time.
 
@@ -172,7 +173,7 @@ async def _run(command: Sequence[str], options: CtkOptions, shown: str, stuck: S
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # what it starts itself is ended with it
+            start_new_session=True,  # its own children are ended with it
         )
     except OSError as err:
         raise CdiError(
@@ -198,7 +199,7 @@ async def _run(command: Sequence[str], options: CtkOptions, shown: str, stuck: S
             "a driver that hangs shows in nvidia-smi as well"
         ) from None
     finally:
-        if not ended:  # perhaps it has, and what it has started holds its output open
+        if not ended:  # perhaps it has, and one of its children holds its output open
             end()
             stuck.process = process
             with contextlib.suppress(TimeoutError):
@@ -220,7 +221,7 @@ async def _read(stream: asyncio.StreamReader | None, most: int, *, too_much: Cal
 
 
 def _reason(err: str) -> str:
-    """What the tool complained of, without its time stamps and help text."""
+    """Extract the tool's complaint, without its time stamps and help text."""
     lines = [line for line in err.splitlines() if "level=error" in line] or err.strip().splitlines()[-1:]
     found = [match[1].replace('\\"', '"') if (match := _MESSAGE.search(line)) else line.strip() for line in lines]
     return "; ".join(found)[:500] or "it said nothing"

@@ -21,7 +21,7 @@ _IN_THE_CONTAINER = ("createContainer", "startContainer")
 
 
 class Roots(NamedTuple):
-    """Where the driver and its device nodes are, as the agent sees them and on the node.
+    """The places of the driver and its device nodes, as the agent sees them and on the node.
 
     Attributes:
         driver: root of the driver's files for the agent.
@@ -37,7 +37,7 @@ class Roots(NamedTuple):
 
 
 def find_roots(*, driver_root: str, dev_root: str, container_driver_root: str) -> Roots:
-    """Where the trees are for the agent; looks at the file system.
+    """Find the trees for the agent; looks at the file system.
 
     Args:
         driver_root: on the node.
@@ -88,7 +88,7 @@ def _node(node: DeviceNode, nodes: Callable[[str], str]) -> DeviceNode:
 
 
 def _hook(hook: Hook, files: Callable[[str], str]) -> Hook:
-    """Its program lies on the node in any case; its settings say where, so only arguments can have the agent's view in them."""
+    """Translate a hook. Its program lies on the node in any case, so only arguments can have the agent's paths."""
     if hook.hook_name in _IN_THE_CONTAINER:
         return hook
     return msgspec.structs.replace(hook, args=tuple(files(argument) for argument in hook.args))

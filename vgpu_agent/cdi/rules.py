@@ -1,8 +1,8 @@
-"""Whether a container runtime would take a CDI spec, before it is put where all runtimes of the node look.
+"""The checks of a CDI spec against the rules of container runtimes, before it is put where all runtimes of the node look.
 
-One wrong file keeps every container from starting whose devices are in it, so nothing is written that these rules refuse, and what somebody
-else wrote is not counted on. Rules: the CDI specification and the checks of its reference implementation. Called by `generated_specs` and
-`toolkit_specs`.
+One wrong file keeps every container from starting whose devices are in it. So nothing is written that these rules
+refuse, and no other program's invalid spec is counted on. Rules: the CDI specification and the checks of its
+reference implementation. Called by `generated_specs` and `toolkit_specs`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PERMISSIONS = frozenset("rwm")
 
 
 def problems(spec: Spec) -> list[str]:
-    """Why runtimes would refuse the spec; one sentence each, empty when they take it."""
+    """List why runtimes would refuse the spec; one sentence each, empty when they take it."""
     return list(_problems(spec))
 
 
@@ -78,7 +78,7 @@ def _problems(spec: Spec) -> Iterator[str]:
 
 
 def is_empty(edits: ContainerEdits) -> bool:
-    """Whether they change nothing."""
+    """Tell whether the edits change nothing."""
     return edits == type(edits)()
 
 

@@ -33,7 +33,7 @@ def file_name(kind: str) -> str:
 
 
 def has(path: str, content: bytes) -> bool:
-    """Whether the file is there with exactly this content."""
+    """Tell whether the file exists with exactly this content."""
     try:
         with open(path, "rb") as file:
             return file.read(len(content) + 1) == content
@@ -42,7 +42,7 @@ def has(path: str, content: bytes) -> bool:
 
 
 def write(path: str, content: bytes) -> None:
-    """Put ``content`` there, durably; readers see the old file or the new one. The directory is made if need be.
+    """Write ``content`` durably; readers see the old file or the new one. The directory is made if need be.
 
     Raises:
         CdiError: it cannot be written; names path, reason and remedy.

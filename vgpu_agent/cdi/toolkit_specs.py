@@ -1,7 +1,8 @@
-"""The specs that somebody else keeps on this node: which names they have, looked at again and again.
+"""The specs of another program on this node, and their names, looked at again and again.
 
-With ``cdi.source: toolkit`` containers refer to the spec of NVIDIA's container toolkit, which its own service keeps up to date. We write
-nothing; we only make sure that a name is there before kubelet may give it out. Same shape as `generated_specs` towards `agent`.
+With ``cdi.source: toolkit`` containers refer to the spec of NVIDIA's container toolkit, which its own service keeps
+up to date. We write nothing. We only make sure that a name exists before the kubelet may give it out. Same shape as
+`generated_specs` towards `agent`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _OURS = (".", "vgpu-agent-")  # specs of grants, of which there may be a thousan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Read:
-    """One file: its change marks, its spec, or what is wrong with it."""
+    """One file: its change marks, its spec, or its error."""
 
     signature: tuple[int, int, int]
     changed_at: float
@@ -42,9 +43,9 @@ class _Read:
 
 
 class ToolkitSpecs:
-    """Reads the specs of vendor ``nvidia.com`` in some directories.
+    """The specs of vendor ``nvidia.com`` in some directories.
 
-    State: what was read last, by path; a file is read again when it has changed.
+    State: the last reading, by path; a file is read again when it has changed.
     """
 
     def __init__(self, directories: Sequence[str], journal: Journal, *, look_seconds: float) -> None:
@@ -52,7 +53,7 @@ class ToolkitSpecs:
 
         Args:
             directories: where runtimes look for specs, the one that wins last.
-            journal: told of files that cannot be used.
+            journal: files that cannot be used are recorded there.
             look_seconds: how often they are looked at.
         """
         self._directories = tuple(dict.fromkeys(directories))
@@ -75,7 +76,7 @@ class ToolkitSpecs:
 
     @property
     def error(self) -> str:
-        """Why the GPUs have no names; empty when there is a spec of them."""
+        """The reason why the GPUs have no names; empty when there is a spec of them."""
         for name, paths in sorted(self._ambiguous.items()):
             if name.startswith(f"{GPU_KIND}="):
                 return f"{name} is in {' and in '.join(paths)}, so runtimes take neither; remove one of them"
@@ -104,7 +105,7 @@ class ToolkitSpecs:
         return tuple(found) or (CdiSpecStatus(GPU_KIND, self._directories[-1], error=self.error),)
 
     def knows(self, mode: str) -> bool:
-        """Whether a mode has a spec on this node."""
+        """Tell whether a mode has a spec on this node."""
         return f"{VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -141,7 +142,7 @@ class ToolkitSpecs:
         return files
 
     def _file(self, path: str) -> _Read:
-        """What is in the file; nothing at all where it is another vendor's.
+        """Read the file. Return nothing at all where it is another vendor's.
 
         Raises:
             FileNotFoundError: it is gone.
@@ -172,7 +173,7 @@ def _ambiguous(files: Mapping[str, _Read]) -> dict[str, tuple[str, ...]]:
 
 
 def _spec(content: bytes, *, is_yaml: bool) -> tuple[Spec | None, str]:
-    """The spec, if it is one of NVIDIA's, and what is wrong with it."""
+    """Return the spec, if it is one of NVIDIA's, and its error."""
     if f"{VENDOR}/".encode() not in content:
         return None, ""
     try:

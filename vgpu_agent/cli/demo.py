@@ -1,9 +1,10 @@
 """``vgpu-agent demo``: the main job, played on a simulated node with the agent's own `run`.
 
-A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and restarted under running pods; kubelet
-restarts; a wrong request is refused. Then shorter ones about Volcano (`demo_volcano`) and MPS (`demo_mps`). Each scene states what it
-proves and checks it. With ``--check`` nobody is waited for and the exit status is the verdict; without it the node stays up, with the
-addresses to curl, until Ctrl-C. However it ends short of SIGKILL, the agents and the temporary directory go with it.
+A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and restarted under
+running pods; the kubelet restarts; a wrong request is refused. Then shorter ones about Volcano (`demo_volcano`) and
+MPS (`demo_mps`). Each scene states what it proves and checks it. With ``--check`` the demo does not wait for a person
+and the exit status is the verdict. Without it the node stays up, with the addresses to curl, until Ctrl-C. However it
+ends short of SIGKILL, it ends the agents and removes the temporary directory.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 _GPU = "nvidia.com/gpu"
 _REPLICAS = 4
 _QUIET_SECONDS = 2
-_PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that what the README says to type works
+_PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that the README's commands work
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
-_ENDED = 128 + signal.SIGTERM  # exit status when we were ended from outside before the story was told
+_ENDED = 128 + signal.SIGTERM  # exit status when the demo is ended from outside before its last scene
 
 _CONFIG = f"""\
 version: v1
@@ -99,7 +100,7 @@ class _Demo:
         self._agent: AgentProcess
 
     async def play(self) -> int:
-        """Play all scenes; the exit status."""
+        """Play all scenes and return the exit status."""
         from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet  # noqa: PLC0415 - needs the extra packages, see _run
         from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415 - same
 
@@ -246,7 +247,7 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
         for number in (signal.SIGINT, *_ENDINGS):
             asyncio.get_running_loop().add_signal_handler(number, _once, ended, number)
         await self._keep_running(ended)
-        if ended.result() is not signal.SIGHUP:  # then nobody is there to read it
+        if ended.result() is not signal.SIGHUP:  # then there is no reader
             self._tell.say("\nEnded. Agent, node and logs are gone.")
 
     async def _keep_running(self, ended: asyncio.Future[signal.Signals]) -> None:
@@ -275,7 +276,7 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
         return str(pod.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
 
     async def _know(self, pods: int) -> Any:
-        """The ledger, once it has named ``pods`` holders; kubelet tells nobody, so the agent reads its records about a second later."""
+        """Return the ledger, once it has named ``pods`` holders. The agent reads the kubelet's records about a second later."""
         return await self._agent.until("/debug/ledger", lambda ledger: len([grant for grant in ledger["grants"] if grant["pod"]]) == pods)
 
     async def _show(self, caption: str) -> None:
@@ -302,7 +303,7 @@ def _how(status: int) -> str:
 
 
 def _address(port: int, *, ephemeral: bool) -> str:
-    """The agent's usual port for a person to curl, or any free one when it is taken or nobody will curl."""
+    """Return the agent's usual port for a person to curl, or any free one when it is taken or ``ephemeral``."""
     if not ephemeral:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

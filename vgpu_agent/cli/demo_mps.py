@@ -1,7 +1,8 @@
 """The demo's story about MPS: two pods compute on one GPU at the same time, and the daemon between them is killed.
 
-A node of its own, whose ``nvidia-cuda-mps-control`` and ``nvidia-smi`` are stand-ins that behave like the real ones; a program that is a
-client of the daemon tells which limits it got. Called by `demo` after the main job; everything it starts ends with it.
+A node of its own, whose ``nvidia-cuda-mps-control`` and ``nvidia-smi`` are stand-ins that behave like the real ones;
+a client program of the daemon reports its limits. Called by `demo` after the main job; everything it starts ends with
+it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
     """Play the story below ``directory``, which must have a short path.
 
     Raises:
-        AgentError: something was not as it should be; the message holds the agent's last lines.
+        AgentError: a check failed; the message holds the agent's last lines.
         TimeoutError: something did not happen in time.
     """
     # The kubelet needs the extra packages of the simulation, and this module is imported without them.
@@ -73,7 +74,7 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
 
 
 class _Story:
-    """The scenes, on a stage that stands."""
+    """The scenes, on a node that is already built."""
 
     def __init__(self, kubelet: SimulatedKubelet, agent: AgentProcess, tools: MpsTools, pipe: Path, narrator: Narrator) -> None:
         self._kubelet, self._agent, self._tools, self._pipe, self._narrator = kubelet, agent, tools, pipe, narrator
@@ -82,7 +83,7 @@ class _Story:
         """Play them.
 
         Raises:
-            AgentError: something was not as it should be.
+            AgentError: a check failed.
             TimeoutError: something did not happen in time.
         """
         await self._pods_get_their_shares()

@@ -46,7 +46,7 @@ async def play_volcano(directory: Path, narrator: Narrator) -> None:
     """Play the story below ``directory``, which must have a short path.
 
     Raises:
-        AgentError: something was not as it should be; the message holds the agent's last lines.
+        AgentError: a check failed; the message holds the agent's last lines.
         TimeoutError: something did not happen in time.
     """
     # Both need the extra packages of the simulation, and this module is imported without them.
@@ -73,7 +73,7 @@ async def play_volcano(directory: Path, narrator: Narrator) -> None:
 
 
 class _Story:
-    """The scenes, on a stage that stands."""
+    """The scenes, on a node that is already built."""
 
     def __init__(self, cluster: SimulatedCluster, agent: AgentProcess, narrator: Narrator) -> None:
         self._cluster, self._agent, self._narrator = cluster, agent, narrator
@@ -82,7 +82,7 @@ class _Story:
         """Play them.
 
         Raises:
-            AgentError: something was not as it should be.
+            AgentError: a check failed.
             TimeoutError: something did not happen in time.
         """
         await self._the_node_is_offered()

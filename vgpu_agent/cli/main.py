@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vgpu-agent: {err}", file=sys.stderr)
         return FAILED
     except BrokenPipeError:
-        return FAILED  # whoever read our output has had enough
+        return FAILED  # the reader of our output has closed it
     except KeyboardInterrupt:
         return INTERRUPTED
     return status

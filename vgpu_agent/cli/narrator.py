@@ -1,4 +1,4 @@
-"""How the demo's stories speak: scenes, what was checked, and the number of it. Used by `demo`, `demo_volcano` and `demo_mps`."""
+"""Scenes, checks and their numbering for the demo's stories. Used by `demo`, `demo_volcano` and `demo_mps`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vgpu_agent.errors import SimulationError
 
 
 class Narrator:
-    """Tells on stdout; ``proofs`` counts what was checked so far."""
+    """The demo's output on stdout; ``proofs`` counts the checks so far."""
 
     def __init__(self) -> None:
         self.proofs = 0

@@ -1,7 +1,7 @@
 """``vgpu-agent sim …``: make a node of simulated GPUs and change it while agents run on it.
 
-Every action opens the directory, makes one change and ends; agents see it at their next NVML call. Words that no node could take are
-refused by the parser (exit status 2), what this node cannot take by the node (1).
+Every action opens the directory, makes one change and ends; agents see it at their next NVML call. Words that are
+invalid for any node are refused by the parser (exit status 2), those invalid for this node by the node (1).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``vgpu-agent status``: the node on one page, or one pod in sentences, asked from the running agent over its debug port.
 
-Built into the command line by `cli`; needs nothing of the node but that port, so it also works inside the agent's pod and through a port
-forward. Plain http.client: no proxy from the environment may stand between us and the loopback interface, and aiohttp takes long to import.
+Built into the command line by `cli`; needs nothing of the node but that port, so it also works inside the agent's pod
+and through a port forward. Plain http.client: no proxy from the environment may come between the agent and the
+loopback interface, and aiohttp takes long to import.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the address makes no sense.
-        AgentError: the agent cannot be reached, or what answers is not the agent; one line with the remedy.
+        AgentError: the agent cannot be reached, or another program answers; one line with the remedy.
     """
     address = _address(arguments.debug_listen)
     path = f"/debug/explain?pod={urllib.parse.quote(arguments.pod)}" if arguments.pod else _PATH

@@ -1,1 +1,1 @@
-"""The API server: what is watched there, what is written there, and how it is reached. Wired by `agent`; knows no other adapter."""
+"""The API server: the watches, the writers, and the connection. Wired by `agent`; uses no other adapter."""

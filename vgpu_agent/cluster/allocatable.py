@@ -1,13 +1,15 @@
-"""Healthy counts of our resources on our Node as soon as kubelet has them.
+"""Healthy counts of our resources on our Node as soon as the kubelet has them.
 
-kubelet counts the healthy ids of each resource and writes them into the Node every ten seconds (nodeStatusUpdateFrequency). Where several
-families share GPUs the counts change with each handover, and a scheduler that goes by an old count sends a pod that kubelet can only fail.
-So the same number is written here when kubelet has got the list. kubelet's next look finds nothing to change. A count that is about to go
-down is written before kubelet has the list: so nobody is sent to ids that are Healthy for the pods only that are on their way already.
+The kubelet counts the healthy ids of each resource and writes them into the Node every ten seconds
+(nodeStatusUpdateFrequency). Where several families share GPUs the counts change with each handover. A scheduler that
+uses an old count sends a pod that the kubelet can only fail. So the same number is written here when the kubelet has
+received the list. The kubelet's next look finds nothing to change. A count that is about to go down is written before
+the kubelet has the list. So no pod is sent to ids that are Healthy only for pods that are on their way already.
 
-kubelet keeps the last word: each count is written once for each list, only over a count that kubelet has written before, and only while
-kubelet has as many ids as the list. What kubelet changes back stays, but for what it writes shortly before a new list, or at its very
-moment: that is the count of the list before. Built and run by `agent`.
+The kubelet's own counts win: each count is written once for each list, only over a count that the kubelet has written
+before, and only while the kubelet has as many ids as the list. A count that the kubelet changes back stays, except
+one that it writes shortly before a new list, or at its very moment: that is the count of the list before. Built and
+run by `agent`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _GATHERING_SECONDS = 0.1
 # A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover is a few writes within seconds.
 _APART_SECONDS = 1.0
 _AT_ONCE = 4
-# What kubelet writes later than this it has counted with the new list.
+# Writes of the kubelet later than this are counted with the new list.
 _CROSSES_SECONDS = 1.0
 
 
@@ -47,10 +49,10 @@ class _Write:
 
     Attributes:
         healthy: the count.
-        sent: what kubelet had been sent by then.
+        sent: the last list that the kubelet had been sent by then.
         at: when it was written (loop time).
         shown: the watch has shown it since.
-        before: what kubelet had been sent before that; empty once kubelet can no longer have counted it.
+        before: the list before that; empty once the kubelet can no longer have counted it.
     """
 
     healthy: int
@@ -61,7 +63,7 @@ class _Write:
 
 
 class AllocatableWriter:
-    """Writes ``status.allocatable`` of resources whose list has changed.
+    """The writer of ``status.allocatable`` for resources with a changed list.
 
     State: the last count written of each resource. A new agent sends kubelet new lists, and leaves all before to kubelet.
 
@@ -86,9 +88,9 @@ class AllocatableWriter:
             api: the API server.
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
-            sent: resource → what kubelet was last sent over a stream that is open.
+            sent: resource → the last list that the kubelet was sent over a stream that is open.
             lists: moves on when that changes.
-            withdrawn: moves on when schedulers are to know of fewer ids than kubelet has.
+            withdrawn: moves on when schedulers must see fewer ids than the kubelet has.
             settings: the pauses.
             journal: a lasting refusal is recorded there.
         """
@@ -136,7 +138,7 @@ class AllocatableWriter:
     def _is_due(self, node: Node, resource: str, sent: SentCounts) -> bool:
         capacity, allocatable = node.capacity.get(resource), node.allocatable.get(resource)
         if capacity is None or allocatable is None or not same_quantity(capacity, str(sent.listed)):
-            return False  # kubelet has yet to write what it was told of the resource
+            return False  # the kubelet has yet to write the last list of the resource
         last = self._writes.get(resource)
         age_seconds = 0.0
         if last is not None:
@@ -150,7 +152,7 @@ class AllocatableWriter:
         if not last.shown:
             return False
         if sent.offered < sent.healthy and same_quantity(allocatable, str(sent.healthy)):
-            return True  # kubelet does not know yet of what it is about to lose
+            return True  # the kubelet does not have the shorter list yet
         return bool(last.before) and same_quantity(allocatable, last.before) and age_seconds < _CROSSES_SECONDS
 
     def _note(self, resource: str, sent: SentCounts, *, shown: bool = False) -> None:

@@ -1,7 +1,8 @@
-"""What an answer of the API server means when it is not the one that was hoped for: one sentence each, with what a caller must know.
+"""The meaning of an unexpected answer of the API server: one sentence each, with what a caller must know.
 
-Used by `client` around every request. The server may answer with a Status object, a proxy before it with a page of HTML, the network with
-nothing; each becomes a `ClusterError` whose text names the request, the cause and, where there is one, the remedy.
+Used by `client` around every request. The server may answer with a Status object, a proxy before it with a page of
+HTML, the network with nothing. Each becomes a `ClusterError` whose text names the request, the cause and, where there
+is one, the remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LONGEST_MESSAGE = 1000  # characters of a Status; it may hold the whole differe
 _LONGEST_QUOTE = 200  # characters of a page that is no Status
 _LONGEST_RETRY_SECONDS = 3600.0
 _LONGEST_RETRY_HEADER = 40  # characters; a date has 29
-_LONGEST_CAUSE = 500  # characters of what aiohttp says, which may quote a URL or a header
+_LONGEST_CAUSE = 500  # characters of aiohttp's text, which may quote a URL or a header
 _RESOURCE = re.compile(r"/(?:api|apis/[^/]+)/[^/]+(?:/namespaces/[^/]+)?/(?P<resource>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?")
 _REMEDIES = {
     401: "the API server does not accept the agent's token or certificate; look at its service account, or at `kubeconfig`",
@@ -40,7 +41,7 @@ class _Details(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """metav1.Status, of which only this is used."""
+    """metav1.Status, with only the used fields."""
 
     kind: str = ""
     message: str = ""
@@ -50,7 +51,7 @@ class _Status(msgspec.Struct):
 
 
 def verb_and_resource(method: str, path: str, params: Mapping[str, str]) -> tuple[str, str]:
-    """What a request asks for, in the words of Kubernetes' audit log: ``("watch", "pods")``, ``("patch", "nodes/status")``."""
+    """Name a request in the words of Kubernetes' audit log: ``("watch", "pods")``, ``("patch", "nodes/status")``."""
     found = _RESOURCE.fullmatch(path)
     resource, name, sub = (found["resource"], found["name"], found["sub"]) if found else (path, "", "")
     verbs = {"POST": "create", "PATCH": "patch", "GET": "watch" if params.get("watch") == "true" else "get" if name else "list"}
@@ -86,7 +87,7 @@ def failures(method: str, path: str, seconds: float, *, server: str = "the API s
         raise ClusterError(f"{method} {path}: {server} cannot be reached: {why}") from err
     except (aiohttp.ClientError, OSError) as err:
         raise ClusterError(f"{method} {path}: the connection to {server} broke: {_cause(err)}") from err
-    except ValueError as err:  # what aiohttp says of a URL or a header that it cannot send, and of HTTP that it cannot read
+    except ValueError as err:  # aiohttp's error for a URL or a header that it cannot send, and for HTTP that it cannot read
         raise ClusterError(f"{method} {path}: cannot be asked of {server}: {_cause(err)}") from err
 
 
@@ -126,12 +127,12 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
 
 
 def refuses_credentials(err: ClusterError) -> bool:
-    """Whether fresh credentials could turn this failure into success."""
+    """Tell whether fresh credentials could turn this failure into success."""
     return err.status == 401 or isinstance(err.__cause__, aiohttp.ClientSSLError)
 
 
 def _retry_after(header: str, status: _Status) -> float:
-    """Seconds to wait, as the header says (a number, or a date) or the Status; an hour at most, whatever they say."""
+    """Return the seconds to wait by the header (a number, or a date) or the Status; an hour at most."""
     seconds = _seconds(header.strip())
     if status.details is not None and status.details.seconds:
         # Compared as whole numbers: one of 400 digits is no float.

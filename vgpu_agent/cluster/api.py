@@ -1,7 +1,8 @@
-"""What every writer and watcher of this room asks of the API server, and the paths of the objects it may touch.
+"""The API server as every writer and watcher of this package needs it, and the paths of the objects that may be touched.
 
-The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`) know the API server only through `Api`, so they are tested against a
-few lines of memory; `client` is the real one. Paths are those of core/v1 and policy/v1 as every Kubernetes since 1.22 serves them.
+The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`) know the API server only through `Api`, so
+they are tested against a few lines of memory. `client` is the real one. Paths are those of core/v1 and policy/v1 as
+every Kubernetes since 1.22 serves them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Api(Protocol):
         ...
 
     async def patch(self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None) -> bytes:
-        """Change the object at ``path`` by a merge patch (RFC 7386); the object as it is then."""
+        """Change the object at ``path`` by a merge patch (RFC 7386); return the changed object."""
         ...
 
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Create ``body`` in the collection or subresource at ``path``; the answer."""
+        """Create ``body`` in the collection or subresource at ``path``; return the answer."""
         ...
 
 

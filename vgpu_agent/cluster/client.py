@@ -1,11 +1,12 @@
 """Requests to the API server: bytes in, bytes out, every failure one `ClusterError` with one clear sentence.
 
-Built by `agent` when there are `credentials`; the watchers and writers of this room ask through it (`api.Api`), and nothing else in the
-agent knows HTTP's client side. What it adds to aiohttp: a time limit on everything, tokens and CAs that change while we run, a limit on the
-bytes of each answer and of each line of a watch, no compression, no redirects, no proxy from the environment, and a count of requests.
+Built by `agent` when there are `credentials`. The watchers and writers of this package ask through it (`api.Api`),
+and nothing else in the agent uses an HTTP client. Its additions to aiohttp: a time limit on everything, tokens and
+CAs that change while we run, a limit on the bytes of each answer and of each line of a watch, no compression, no
+redirects, no proxy from the environment, and a count of requests.
 
-Nothing is tried again here, except once with fresh credentials when the API server does not accept the ones we have: whoever asks knows
-best when to ask again.
+Nothing is tried again here, except once with fresh credentials when the API server refuses ours. Callers decide when
+to ask again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LONGEST_LIST_BYTES = 2 * 1024 * 1024 * 1024
 # How many time limits of an ordinary request a list may take that keeps arriving.
 _LIST_TIMES = 8
 
-_WATCH_SECONDS = 1800.0  # how long the API server lets a watch last that does not say how long it wants to
+_WATCH_SECONDS = 1800.0  # the API server's limit for a watch without a timeout of its own
 
 
 class ApiClient:
@@ -65,24 +66,24 @@ class ApiClient:
         return await self._ask("GET", path, params=params)
 
     async def patch(self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None) -> bytes:
-        """Change the object at ``path`` by a JSON merge patch (RFC 7386); the object as it is then.
+        """Change the object at ``path`` by a JSON merge patch (RFC 7386); return the changed object.
 
         Raises:
-            ClusterError: anything else than success; 409 when ``metadata.resourceVersion`` in the body is not the object's, 422 when
+            ClusterError: anything but success; 409 when ``metadata.resourceVersion`` in the body is not the object's, 422 when
                 ``metadata.uid`` is not.
         """
         return await self._ask("PATCH", path, params=params, body=body, content_type="application/merge-patch+json")
 
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Create ``body`` in the collection or subresource at ``path``; the answer.
+        """Create ``body`` in the collection or subresource at ``path``; return the answer.
 
         Raises:
-            ClusterError: anything else than success.
+            ClusterError: anything but success.
         """
         return await self._ask("POST", path, body=body, content_type="application/json")
 
     async def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """The list at ``path``, in pieces as they arrive, for whoever does not want all of it in memory.
+        """Yield the list at ``path``, in pieces as they arrive, to save memory.
 
         Raises:
             ClusterError: anything else than success, a pause as long as the time limit of a request, or more than `LONGEST_LIST_BYTES`.
@@ -95,13 +96,14 @@ class ApiClient:
                     yield chunk
 
     async def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """The lines of a watch, until the API server ends it; close the iterator (``contextlib.aclosing``) to end it earlier.
+        """Yield the lines of a watch, until the API server ends it; close the iterator (``contextlib.aclosing``) to end it earlier.
 
-        The first line is empty and ours: the API server has accepted the watch, though it may have nothing to say for a minute.
+        The first line is empty and ours: the API server has accepted the watch, though it may send nothing for a
+        minute.
 
         Args:
             path: of the collection.
-            params: of the query; ``timeoutSeconds`` among them says when silence means that the connection is dead.
+            params: of the query; ``timeoutSeconds`` among them is the silence after which the connection counts as dead.
 
         Raises:
             ClusterError: it could not begin, broke off, was silent for too long, or a line is longer than `LONGEST_LINE_BYTES`.
@@ -151,7 +153,7 @@ class ApiClient:
         data: bytes | None = None,
         content_type: str = "",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response that says success, until the caller is done with it."""
+        """Yield a successful response, until the caller is done with it."""
         verb, resource = answers.verb_and_resource(method, path, params or {})
 
         async def ask(access: Access) -> tuple[Connections, aiohttp.ClientResponse]:
@@ -190,7 +192,7 @@ class ApiClient:
                 self._connections = current
                 if before is not None:
                     await before.retire()
-            current.users += 1  # before anybody else can replace and close them
+            current.users += 1  # before another request can replace and close them
             return current
 
 

@@ -1,6 +1,7 @@
 """The ConfigMap in which clusters with volcano-vgpu-device-plugin keep its settings, read where that plugin reads them.
 
-Built by `agent`, which runs it as a supervised loop and hands the text to `config.volcano_files`; nothing here knows what the text means.
+Built by `agent`, which runs it as a supervised loop and passes the text to `config.volcano_files`. Nothing here
+interprets the text.
 
 The namespaces are looked at in order, and the first that has the ConfigMap wins, whenever it comes: what a node offers must not depend on
 which of two ConfigMaps was there when its agent started. So the first namespace is watched always, and a later one only while none before
@@ -32,7 +33,7 @@ _FORBIDDEN = 403
 
 
 def namespaces(first: str) -> tuple[str, ...]:
-    """Where to look, in order; ``first`` is a namespace of the operator's own (``DEVICE_CONFIG_NAMESPACE``), or empty."""
+    """List the namespaces to search, in order. ``first`` is the operator's own (``DEVICE_CONFIG_NAMESPACE``), or empty."""
     return tuple(dict.fromkeys(namespace for namespace in (first, *NAMESPACES) if namespace))
 
 
@@ -40,7 +41,7 @@ class ConfigMapWatch:
     """One key of the first ConfigMap of that name.
 
     Attributes:
-        text: what stands under the key; empty where the ConfigMap has no such key, which is a mistake; None while there is no such
+        text: the value of the key; empty where the ConfigMap has no such key, which is a mistake; None while there is no such
             ConfigMap, and before the first answer.
         namespace: where ``text`` is from; empty for nowhere.
         synced: it is known where ``text`` is from, or that there is none.
@@ -66,12 +67,12 @@ class ConfigMapWatch:
 
     @property
     def statuses(self) -> dict[str, ReflectorStatus]:
-        """How the watches are doing, by namespace."""
+        """The state of each watch, by namespace."""
         return {place.namespace: place.reflector.status for place in self._places}
 
     @property
     def longest_silence_seconds(self) -> float:
-        """How long `run` may give no sign of life while all is well; for ``Supervisor.start(stuck_after_seconds=…)``."""
+        """The longest healthy silence of `run`, for ``Supervisor.start(stuck_after_seconds=…)``."""
         return self._places[0].reflector.longest_silence_seconds
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -99,7 +100,7 @@ class ConfigMapWatch:
         return self._places
 
     def _settled(self) -> bool:
-        """Whether what is known decides: each place that is looked at has answered, or may not be read."""
+        """Tell whether the known places decide: each place that is searched has answered, or may not be read."""
         return all(place.found.value is not None or place.forbidden for place in self._wanted())
 
     def _publish(self) -> None:
@@ -118,7 +119,7 @@ class ConfigMapWatch:
         self.synced.set()
 
     def _say(self) -> None:
-        """Where the ConfigMap is, once and whenever it changes; without one, where it may be without our seeing it."""
+        """Report where the ConfigMap is, once and whenever it changes. Without one, report the places that may not be read."""
         hidden = () if self.namespace else tuple(place.namespace for place in self._places if place.forbidden)
         if (self.namespace, hidden) == self._said:
             return
@@ -147,17 +148,17 @@ class _Place:
         self.found: Latest[Mapping[str, str] | None] = Latest(None)
         path = f"/api/v1/namespaces/{namespace}/configmaps"
         scope = Scope.single(f"ConfigMap {namespace}/{name}", path, name)
-        # Where nobody uses a namespace for this, the role is not there, and `ConfigMapWatch` says so when it matters.
+        # In a namespace that is not used for this, the role is missing, and `ConfigMapWatch` reports it when it matters.
         self.reflector = Reflector(source, scope, decode.config_map, self, settings=settings, journal=journal, expected=(_FORBIDDEN,))
 
     @property
     def forbidden(self) -> bool:
-        """Whether our role does not allow to look there; in a namespace that nobody uses for this, that is as it should be."""
+        """Tell whether the agent's role may not read there. In a namespace without this ConfigMap that is expected."""
         trouble = self.reflector.trouble.value
         return trouble is not None and trouble.status == _FORBIDDEN
 
     def forget(self) -> None:
-        """Nobody watches any more: what was seen is not known to be so."""
+        """Forget what was seen: without a watch it may be outdated."""
         self.found.publish(None)
         self.reflector.forget()
 
@@ -171,7 +172,7 @@ class _Place:
         self._take(None)
 
     def _take(self, texts: Mapping[str, str] | None) -> None:
-        # A ConfigMap without any key is a ConfigMap all the same.
+        # A ConfigMap without any key is still a ConfigMap.
         found = {} if texts is None else {"": "", **texts}
         if self.found.value != found:
             self.found.publish(found)

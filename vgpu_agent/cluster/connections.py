@@ -1,6 +1,7 @@
-"""One set of TCP connections to the API server, made with one set of TLS files, and what is sent over them.
+"""One set of TCP connections to the API server, made with one set of TLS files, and the requests over them.
 
-Used by `client`, which makes another set when the credentials' files have changed and lets this one go when its last request has ended.
+Used by `client`, which makes another set when the credentials' files have changed and closes this one when its last
+request has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Connections:
     """The connections that were made with one set of TLS files; build them with `opened`.
 
     Attributes:
-        users: how many requests use them; whoever is about to ask counts itself in before anybody else can replace them.
+        users: the number of requests that use them; a request is counted before another one can replace them.
     """
 
     def __init__(self, access: Access, context: ssl.SSLContext | None) -> None:
@@ -56,11 +57,11 @@ class Connections:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be asked over them any more."""
+        """Tell whether they can carry no more requests."""
         return self._session.closed
 
     def suits(self, access: Access) -> bool:
-        """Whether they are connections to where ``access`` leads; the token is sent anew with each request."""
+        """Tell whether these connections lead to where ``access`` leads. The token is sent anew with each request."""
         return dataclasses.replace(access, authorization="") == dataclasses.replace(self._access, authorization="")
 
     async def request(
@@ -74,13 +75,13 @@ class Connections:
         data: bytes | None,
         headers: Mapping[str, str],
     ) -> aiohttp.ClientResponse:
-        """Ask, and return the response when its status says success; the caller then calls `leave`.
+        """Ask, and return the response when its status is a success; the caller then calls `leave`.
 
         Args:
             method: of HTTP.
             path: below the server's URL.
             limits: for the whole of the request; a watch has none for the whole.
-            seconds: within which there must be an answer, if only its headers.
+            seconds: the time within which at least the headers must arrive.
             params: of the query.
             data: the body.
             headers: besides those of every request.
@@ -127,7 +128,7 @@ class Connections:
             await self._session.close()
 
     async def close(self) -> None:
-        """Close them now; who still reads gets an error."""
+        """Close them now; readers get an error."""
         # aiohttp would leave the readers waiting for ever.
         for response in list(self._responses):
             response.close()
@@ -135,7 +136,7 @@ class Connections:
 
 
 def _ssl_context(access: Access) -> ssl.SSLContext:
-    """TLS as the credentials say; reads files.
+    """Build the TLS context of the credentials; reads files.
 
     Raises:
         ClusterError: a file is missing or holds no certificate.

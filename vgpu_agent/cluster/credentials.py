@@ -1,8 +1,9 @@
-"""Where the API server is and how this agent proves who it is: a kubeconfig file, or the service account of its pod.
+"""The API server's address and the agent's credentials: from a kubeconfig file, or from the service account of its pod.
 
-`agent` asks `credentials` whether there are any, and hands them to `client`, which asks for an `Access` before each request. Tokens of
-service accounts live an hour and their CA can be exchanged while the agent runs, so the files are read again every minute in which there
-is a request, and at once when the API server refuses what was read.
+`agent` asks `credentials` whether there are any, and passes them to `client`, which asks for an `Access` before each
+request. Tokens of service accounts live an hour and their CA can be exchanged while the agent runs. The files are
+therefore read again every minute in which there is a request, and at once when the API server refuses the
+credentials.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LONGEST_REASON = 300  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach the API server, as of one reading.
+    """The way to reach the API server, from one reading.
 
     Attributes:
         server: its URL, without a slash at the end.
@@ -44,7 +45,7 @@ class Access:
         key_file: its key.
         verify: whether the server's certificate is checked at all.
         server_name: the name that its certificate must have; empty for the host in ``server``.
-        proxy: URL of a proxy that the kubeconfig names; empty for none. The environment is never asked.
+        proxy: URL of a proxy that the kubeconfig names; empty for none. The environment is never read.
         tls_fingerprint: changes with the content of any of the files.
     """
 
@@ -67,7 +68,7 @@ class Credentials:
 
     Args:
         read: reads the files; called in a thread, raises `ClusterError`.
-        origin: what the credentials are, for messages.
+        origin: the kind of credentials, for messages.
     """
 
     def __init__(self, read: Callable[[], Access], origin: str) -> None:
@@ -78,7 +79,7 @@ class Credentials:
         self._reading = asyncio.Lock()
 
     async def access(self, *, fresh: bool = False) -> Access:
-        """How to reach the API server now.
+        """Return the current way to reach the API server.
 
         Args:
             fresh: read the files although they were read within the last minute.
@@ -101,14 +102,14 @@ class Credentials:
 def credentials(
     settings: Settings, *, environment: Mapping[str, str] = os.environ, service_account: Path = SERVICE_ACCOUNT
 ) -> Credentials | None:
-    """The credentials that this agent has; None when it has none, or must not use them.
+    """Find the credentials of this agent; None when it has none, or must not use them.
 
     Looks at one file, so not for the event loop's thread.
 
     Args:
         settings: ``kubeconfig`` and ``cluster.enabled``.
-        environment: where kubelet says where the API server is (``KUBERNETES_SERVICE_HOST``).
-        service_account: where kubelet mounts token and CA.
+        environment: has the API server's address from the kubelet (``KUBERNETES_SERVICE_HOST``).
+        service_account: where the kubelet mounts token and CA.
     """
     if settings.cluster.enabled == "never":
         return None
@@ -153,14 +154,14 @@ def _from_service_account(environment: Mapping[str, str], directory: Path) -> Ac
         ) from None
 
 
-# What the library says of a file by the names in it and without its values.
+# The library's error about a file with the names in it and without its values.
 _HARMLESS = re.compile(
     r"Invalid kube-config file\.|Service |Cert file |Token file |File does not |oidc: No valid |exec: process returned -?\d+"
 )
 
 
 def _why(err: Exception) -> str:
-    """The reason for which credentials cannot be used, without a value that stands in them."""
+    """Return the reason why credentials cannot be used, without a value from them."""
     if isinstance(err, OSError):
         return ": ".join(filter(None, (str(err.filename or ""), err.strerror or type(err).__name__)))
     mark = getattr(err, "problem_mark", None)
@@ -173,12 +174,12 @@ def _why(err: Exception) -> str:
 
 
 def _access(configuration: Any) -> Access:
-    """What the library found out, in our words; reads the TLS files for their fingerprint."""
+    """Translate the library's findings. Reads the TLS files for their fingerprint."""
     files = [configuration.ssl_ca_cert or "", configuration.cert_file or "", configuration.key_file or ""]
     digest = hashlib.sha256()
     for path in filter(None, files):
         digest.update(Path(path).read_bytes() + b"\0")
-    # A token file that an editor ended with a newline is a token all the same.
+    # A token file that an editor ended with a newline is still a token file.
     authorization = " ".join((configuration.api_key.get("BearerToken") or "").split())
     conceal(authorization)
     return Access(

@@ -1,9 +1,10 @@
-"""From the API server's JSON to `Pod`, `Node` and plain text, through structs that name only the fields that are used.
+"""The decoder of the API server's JSON into `Pod`, `Node` and plain text, through structs of the used fields only.
 
-Called by `reflector` and the watches for each object. A node's pods are some hundred objects of which 98 % is of no interest here; msgspec
-skips that without building it. Of a pod only the annotations and variables are kept that families name (`families.pod_annotations`), and of
-those a bounded amount, about 100 KiB a pod at most: a tenant may send 1.5 MiB. What cannot be read is a `ClusterError` that names the
-object as far as it can be named, and nothing else ever: one unreadable pod must not cost the others.
+Called by `reflector` and the watches for each object. A node's pods are some hundred objects of which 98 % is of no
+interest here; msgspec skips that without building it. Of a pod only the annotations and variables are kept that
+families name (`families.pod_annotations`), and of those a bounded amount, about 100 KiB a pod at most: a tenant may
+send 1.5 MiB. An unreadable object raises a `ClusterError` that names it as far as possible, and no other exception:
+one unreadable pod must not cost the others.
 
 Fields are those of core/v1 (https://kubernetes.io/docs/reference/kubernetes-api/), which may be missing or null wherever Go omits them.
 """
@@ -53,7 +54,7 @@ class _Struct(msgspec.Struct, rename="camel"):
     """Kubernetes writes camelCase."""
 
 
-# Fields are called by their place, because keys are no identifiers; what is not named here is skipped unread.
+# Fields are called by their place, because keys are no identifiers; other fields are skipped unread.
 _Annotations = msgspec.defstruct(
     "_Annotations",
     [(f"a{place}", str | None, msgspec.field(default=None, name=key)) for place, key in enumerate(ANNOTATIONS)],
@@ -105,7 +106,7 @@ class _PodSpec(_Struct):
 
 
 class _Present(_Struct):
-    """Something of which only matters that it is there."""
+    """A field of which only the presence matters."""
 
 
 class _State(_Struct):
@@ -300,7 +301,7 @@ def config_map(raw: Json) -> Mapping[str, str]:
 
 
 def page(raw: Json) -> tuple[Sequence[msgspec.Raw], str, str]:
-    """The items of one page of a list, undecoded; its resource version; the token for the next page, empty on the last.
+    """Decode one page of a list into its items, undecoded, its resource version, and the next page's token, empty on the last.
 
     Raises:
         ClusterError: it is no list.
@@ -323,7 +324,7 @@ def event(raw: Json) -> Event:
 
 
 def failure(raw: Json) -> ClusterError:
-    """What an ERROR event says; never raises."""
+    """Translate an ERROR event; never raises."""
     try:
         read = _decoded(_failures, raw, "a Status")
     except ClusterError as err:
@@ -386,7 +387,7 @@ def _kept(annotations: Any) -> dict[str, str]:
 
 
 def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
-    """All of a pod that anybody would write; of one with very many, those that ask for extended resources."""
+    """Return all of a usual pod; of one with very many, those that ask for extended resources."""
     kinds = [(one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT) for one in spec.init_containers or ()]
     kinds += [(one, ContainerKind.MAIN) for one in spec.containers or ()]
     if len(kinds) > _MOST_CONTAINERS:
@@ -400,7 +401,7 @@ def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
 
 
 def _asked(one: _Container) -> dict[str, str]:
-    """What the container asks for: resource → amount."""
+    """Return the resources that the container requests: resource → amount."""
     resources = one.resources or _Resources()
     # The API server sees to it that limits of extended resources equal their requests; one of the two may be all that there is.
     return _extended(resources.requests) | _extended(resources.limits)
@@ -447,4 +448,4 @@ def _unix_seconds(timestamp: str | None) -> float:
     try:
         return dt.datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
     except (ValueError, OverflowError, OSError):
-        return 0.0  # only orders pods that nobody saw being bound
+        return 0.0  # only orders pods whose binding was not seen

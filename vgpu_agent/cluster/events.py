@@ -1,7 +1,7 @@
-"""Kubernetes events: what this agent tells the owner of a pod, or the operator of a node, where they look first (``kubectl describe``).
+"""Kubernetes events for the owner of a pod, or the operator of a node, where they look first (``kubectl describe``).
 
-An event is a courtesy: raising one never waits and never fails. It is queued, written when the API server takes it, and given up after an
-hour, when it would only puzzle. Raised by `reschedule` and by `agent`.
+Raising an event never waits and never fails. It is queued, written when the API server takes it, and given up after
+an hour, when it would only puzzle. Raised by `reschedule` and by `agent`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHORTEST_WAIT_SECONDS = 0.01
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Event:
-    """One thing that was said about one object, and how often."""
+    """One text about one object, and its number of repetitions."""
 
     name: str
     namespace: str
@@ -60,9 +60,10 @@ class _Event:
 
 
 class Events:
-    """The queue of events, and what was said within the last hour.
+    """The queue of events, and the texts of the last hour.
 
-    State: memory only; events that were not written when the agent ends are lost, and said again by whoever still has reason to.
+    State: memory only. Events that were not written when the agent ends are lost, and raised again while their reason
+    lasts.
 
     Attributes:
         counts: for metrics; ``dropped`` are those that were too many, too old or refused.
@@ -84,7 +85,7 @@ class Events:
 
         Args:
             api: the API server.
-            component: who says so, e.g. ``vgpu-agent``.
+            component: the source of the events, e.g. ``vgpu-agent``.
             node_name: our Node's name.
             settings: the pauses.
             journal: troubles and their end are recorded there.
@@ -102,13 +103,13 @@ class Events:
         self.counts = WriteCounts()
 
     def raise_event(self, regarding: Pod | Node, reason: str, message: str, kind: Literal["Warning", "Normal"] = "Warning") -> None:
-        """Say ``message`` about a pod or a node; the same again within an hour only counts.
+        """Raise an event about a pod or a node; the same again within an hour only counts.
 
         Args:
             regarding: the object under which ``kubectl describe`` will show it.
             reason: one word in CamelCase, e.g. ``VgpuStartRefused``.
             message: for humans; cut after 1024 bytes.
-            kind: whether something is wrong.
+            kind: ``Warning`` when something is wrong.
         """
         now = asyncio.get_running_loop().time()
         message = _cut(message, _MESSAGE_BYTES)
@@ -170,7 +171,7 @@ class Events:
     def _failed(self, event: _Event, err: ClusterError, permission: str, count: int) -> None:
         if event.written and err.status == 404:  # the API server has forgotten it before its time
             event.written, event.name = 0, _name(event.regarding["name"])
-        elif not event.written and err.status == 409:  # our own, whose answer was lost: the name is nobody else's
+        elif not event.written and err.status == 409:  # our own, whose answer was lost: the name is unique
             self._written(event, count)
         elif lasting(err) or err.status == 404:  # forbidden, invalid, or its namespace is gone: the next event may still be welcome
             self._complaints.failed("event", err, permission, regarding=event.regarding["name"], reason=event.reason)
@@ -185,7 +186,7 @@ class Events:
         self.counts.written += 1
         event.written = count
         self._remove(event)
-        if event.count > count:  # said again meanwhile
+        if event.count > count:  # raised again meanwhile
             self._put(event)
 
     def _put(self, event: _Event) -> None:
@@ -196,7 +197,7 @@ class Events:
         self._raised.advance()
 
     def _drop(self, event: _Event) -> None:
-        """Give the event up; it stays among what was said, so that it is not tried again at once."""
+        """Give the event up. It stays among the texts of the last hour, so that it is not tried again at once."""
         self.counts.dropped += 1
         self._remove(event)
 
@@ -206,7 +207,7 @@ class Events:
             self._queue.remove(event)
 
     def _forget_old(self, now: float) -> None:
-        """Whoever says the same after an hour says it anew."""
+        """Forget events after an hour, so that the same text is raised anew."""
         spare = len(self._said) - 4 * self._longest_queue
         old = [key for key, event in self._said.items() if (now - event.began >= _HOUR_SECONDS or spare > 0) and not event.queued]
         for key in old:

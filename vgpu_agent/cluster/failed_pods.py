@@ -1,8 +1,8 @@
 """Pods that the kubelet failed while no agent was registered.
 
-While a device plugin is away, the kubelet fails each pod that asks for its resource and is admitted at that moment. Such a pod never
-recovers, and the watch of pods does not show it. So each start asks once for those of the last minutes, in the background, and names them:
-the log of a restart says which pods it has cost.
+While a device plugin is away, the kubelet fails each pod that asks for its resource and is admitted at that moment.
+Such a pod never recovers, and the watch of pods does not show it. So each start asks once for those of the last
+minutes, in the background. The log of a restart then names the pods that it has cost.
 
 Built and run by `agent`.
 """
@@ -104,7 +104,7 @@ class FailedPods:
             api: the API server.
             node_name: our Node's name.
             node: our Node, under which the event will be shown.
-            resources: the names of what this agent offers.
+            resources: the names of this agent's resources.
             events: where the event goes.
             settings: the pauses.
             journal: the pods are named there.

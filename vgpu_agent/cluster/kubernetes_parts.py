@@ -1,11 +1,13 @@
 """The three parts of kubernetes_asyncio that this agent uses, imported without the other 1,200 modules.
 
-Importing any module of that package runs its ``__init__`` files, which load every model of the API: 60 MB that nobody here reads. So the
-packages are registered bare, without running them, and only configuration is loaded below them; urllib3, which it imports for basic
-authentication that no API server takes any more, is left out. Used by `credentials` and nobody else;
-tests/cluster/test_kubernetes_parts.py notices when a new minor version (pinned in pyproject.toml) has another layout.
+Importing any module of that package runs its ``__init__`` files, which load every model of the API: 60 MB that are
+not needed here. So the packages are registered bare, without running them, and only configuration is loaded below
+them. urllib3, which it imports for basic authentication that no API server takes any more, is left out. Used by
+`credentials` only. tests/cluster/test_kubernetes_parts.py notices when a new minor version (pinned in pyproject.toml)
+has another layout.
 
-Transport is aiohttp, used directly: what the package makes of it has no time limits, obeys proxies of the environment and reads a CA once.
+Transport is aiohttp, used directly: the package's own transport has no time limits, obeys proxies of the environment
+and reads a CA once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _PACKAGE = "kubernetes_asyncio"
 
 
 class Parts(NamedTuple):
-    """What is used of kubernetes_asyncio.
+    """The parts of kubernetes_asyncio that are used.
 
     Attributes:
         configuration: the class ``Configuration``: server, TLS files, token.
@@ -57,7 +59,7 @@ def load() -> Parts:
 
 @contextlib.contextmanager
 def _without(name: str) -> Iterator[None]:
-    """Let what is imported meanwhile find an empty module of that name, which costs nothing."""
+    """Make imports meanwhile find an empty module of that name, which costs nothing."""
     if name in sys.modules:
         yield
         return

@@ -25,7 +25,7 @@ _MATCHED_AT_ONCE_BYTES = 16 * 1024
 
 _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
 
-# Each character fits one alternative only, so nothing is ever tried in two ways. Possessive quantifiers would say the same, but Python
+# Each character fits one alternative only, so nothing is ever tried in two ways. Possessive quantifiers would do the same, but Python
 # before 3.11.5 matches too little with them (CPython issue 106052), and Debian 12 has 3.11.2.
 _IN_TEXT = rb'[^"\\]*(?:\\.[^"\\]*)*'
 _TEXT = rb'"' + _IN_TEXT + rb'"'
@@ -42,7 +42,7 @@ _ITEMS = re.compile(rb'"items"\s*:\s*\[\s*\Z')
 class ListReader:
     """One page: `feed` it the body, take the items, and `end` it.
 
-    State: what has arrived of the object that is not complete, `LONGEST_OBJECT_BYTES` at most, and what stands around the items.
+    State: the received part of the incomplete object, `LONGEST_OBJECT_BYTES` at most, and the text around the items.
     """
 
     def __init__(self, path: str) -> None:
@@ -86,7 +86,7 @@ class ListReader:
         return version, token
 
     def _next_brace(self) -> int | None:
-        """Go on behind the next brace that counts, and say which it is; None at the end of what has arrived. Nothing is read twice."""
+        """Go on behind the next brace that counts, and return it; None at the end of the received text. Nothing is read twice."""
         while True:
             if self._in_text:
                 self._from = _required(_REST_OF_TEXT.match(self._rest, self._from)).end()
@@ -131,7 +131,7 @@ class ListReader:
         return None
 
     def _outside(self, end: int) -> None:
-        """Take over what stands before ``end`` and is in no object of its own."""
+        """Take over the text before ``end`` that is in no object of its own."""
         text = bytes(memoryview(self._rest)[:end])
         if self._in_items and b"]" in text:
             self._in_items = False

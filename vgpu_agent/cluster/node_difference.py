@@ -1,6 +1,7 @@
-"""What our Node shows beside what should stand there, key by key, and the merge patches that say the difference.
+"""The difference between our Node and its desired state, key by key, and the merge patches that express it.
 
-Pure translation for `node_publisher`, which decides when such a patch is sent. Merge patches are RFC 7386: null removes a key.
+Pure translation for `node_publisher`, which decides when such a patch is sent. Merge patches are RFC 7386: null
+removes a key.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class DesiredEntry:
     """One key of the Node.
 
     Attributes:
-        shown: what the watch shows there; None for nothing.
-        wished: what should stand there; None for nothing.
-        apart_seconds: what must lie between two writes of it.
+        shown: the value that the watch shows; None for nothing.
+        desired: the value to be there; None for nothing.
+        apart_seconds: the least time between two writes of it.
         guarded: to be removed only if the Node is as it was seen.
     """
 
@@ -53,7 +54,7 @@ class DesiredEntry:
 
 
 def compared(node: Node, desired_state: DesiredNode) -> Iterator[DesiredEntry]:
-    """Everything that is wished for, beside what ``node`` shows of it."""
+    """Yield all desired entries, each beside the value that ``node`` shows."""
     for key, value in desired_state.annotations.items():
         guarded = value is None and key in desired_state.guarded
         yield DesiredEntry(Section.ANNOTATIONS, key, node.annotations.get(key), value, desired_state.unhurried.get(key, 0.0), guarded)
@@ -85,7 +86,7 @@ def capacity_patch(desired_state: Iterable[DesiredEntry]) -> dict[str, Any]:
 def with_conditions(
     standing: Sequence[Mapping[str, Any]], desired_state: Iterable[DesiredEntry], now: float
 ) -> list[dict[str, Any]] | None:
-    """The complete list of conditions with ours in it, for a merge patch replaces the list; None when they all stand already.
+    """Join the conditions with ours, because a merge patch replaces the whole list; None when all are there already.
 
     Args:
         standing: the conditions of the Node as the API server has them, those of others as they are.
@@ -111,7 +112,7 @@ def with_conditions(
 
 
 def same_quantity(one: str, other: str) -> bool:
-    """Whether two quantities are the same number: the API server writes ``1000`` as ``1k``."""
+    """Tell whether two quantities are the same number: the API server writes ``1000`` as ``1k``."""
     if one == other:
         return True
     number = whole_number(one)

@@ -1,10 +1,11 @@
-"""Keeps our Node as the families wish it, with as few writes as that takes.
+"""Keeps our Node in the families' desired state, with as few writes as that takes.
 
-Schedulers see this node's GPUs only through annotations, labels and quantities of its Node object. Old agents wrote them every 30 seconds,
-which made clusters of 200 nodes unschedulable; here the Node as the watch shows it is compared with the wishes, and only a difference is
-written. Nothing needs to be remembered over a restart: whatever is missing then is a difference again.
+Schedulers see this node's GPUs only through annotations, labels and quantities of its Node object. Old agents wrote
+them every 30 seconds, which made clusters of 200 nodes unschedulable. Here the Node as the watch shows it is compared
+with the desired state, and only a difference is written. Nothing needs to be remembered over a restart: a missing
+value is a difference again.
 
-Built and run by `agent`, which waits for `first` before it registers with kubelet.
+Built and run by `agent`, which waits for `first` before it registers with the kubelet.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SAID_AGAIN_SECONDS = 600.0
 _KUBELET_FORGETS_SECONDS = 360.0
 """kubelet goes on writing the quantities of a resource for five minutes after its plugin has gone, and forgets them with its next look."""
 _GATHERING_SECONDS = 0.1
-"""Each call of kubelet changes what may be said, and saying it takes as long as answering the call; so changes are looked at together."""
+"""The coalescing time of changes. Each call of the kubelet changes the desired state, and a write takes as long as the call."""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -51,21 +52,21 @@ class _Status(msgspec.Struct):
 
 
 class _NodeAnswer(msgspec.Struct):
-    """What is needed of a Node to write its conditions."""
+    """The fields of a Node that are needed to write its conditions."""
 
     metadata: _Metadata
     status: _Status = msgspec.field(default_factory=_Status)
 
 
 class NodePublisher:
-    """Compares and writes; one for the process.
+    """The writer of our Node; one for the process.
 
     Four kinds of write can fail each by itself: guarded removals, metadata, quantities and conditions (status subresource).
 
-    State: what was written lately and what failed; a crash between two writes leaves a difference, which the next start sees.
+    State: the latest writes and failures. A crash between two writes leaves a difference, which the next start sees.
 
     Attributes:
-        first: set as soon as everything wished for in annotations and labels has been written once.
+        first: set as soon as all desired annotations and labels have been written once.
         counts: for metrics.
     """
 
@@ -88,12 +89,12 @@ class NodePublisher:
             api: the API server.
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
-            desired_state: what should stand there, given the Node as it is and unix seconds.
-            wake: moves on whenever ``wishes`` may say something new.
+            desired_state: the desired Node, given the Node as it is and unix seconds.
+            wake: moves on whenever the desired state may have changed.
             settings: the pauses.
             journal: troubles and their end are recorded there.
             clock: unix seconds.
-            look_seconds: how often wishes that depend on the time are asked for; asking makes no request.
+            look_seconds: how often the desired state is computed without a change, as it may depend on the time; makes no request.
         """
         self._api, self._name, self._node, self._desired_state, self._wake = api, node_name, node, desired_state, wake
         self._settings, self._clock, self._look_seconds = settings, clock, look_seconds
@@ -101,12 +102,12 @@ class NodePublisher:
         self._journal = journal
         self._written = Written(settings)
         self._backoffs = {kind: Backoff(settings) for kind in ("guarded", "metadata", "quantities", "conditions")}
-        self._refused: dict[str, tuple[Any, float]] = {}  # wish → value that the API server does not accept, until when it is left alone
+        self._refused: dict[str, tuple[Any, float]] = {}  # entry → value that the API server does not accept, until when it is left alone
         self._uid = ""
-        # The version of the Node after which somebody has written, and until when to wait for a newer one.
+        # The version of the Node after which another client has written, and until when to wait for a newer one.
         self._outdated = ("", 0.0)
-        self._removed: frozenset[str] = frozenset()  # what we ourselves removed from that version
-        self._held_back: dict[str, tuple[str, float]] = {}  # wish → why its write waits, and when that was recorded (loop time)
+        self._removed: frozenset[str] = frozenset()  # the keys that we removed from that version
+        self._held_back: dict[str, tuple[str, float]] = {}  # entry → why its write waits, and when that was recorded (loop time)
         self._conflicts = 0
         self._pending_since: float | None = None
         self._all_written = False
@@ -125,7 +126,7 @@ class NodePublisher:
             await asyncio.sleep(_GATHERING_SECONDS)
 
     async def publish_all(self) -> None:
-        """Publish until all that is wished for has been written, with as many tries as that takes; for an agent that leaves."""
+        """Publish until the whole desired state has been written, with as many tries as that takes; for an agent that shuts down."""
         while True:
             versions = Versions(self._node)
             pause = await self.publish_once()
@@ -144,7 +145,7 @@ class NodePublisher:
         if node is None:
             self._counted(0)
             return self._look_seconds
-        if node.uid != self._uid:  # another Node of the same name: nothing of what we wrote stands there
+        if node.uid != self._uid:  # another Node of the same name: it has nothing that we wrote
             self._uid = node.uid
             self._written.forget()
             self._refused.clear()
@@ -162,7 +163,7 @@ class NodePublisher:
             self._say_why_it_waits(entry, seconds)
         left = await self._write(node, due)
         self._all_written = not left and not later
-        # A removal that met a conflict says nothing about what this node offers.
+        # A removal that met a conflict does not concern what this node offers.
         if not self._refused and all(entry.guarded or entry.section not in {Section.ANNOTATIONS, Section.LABELS} for entry in left):
             self.first.set()
         self._counted(len(left))
@@ -170,10 +171,10 @@ class NodePublisher:
         return max(min(pause, *waits) if waits else pause, _SHORTEST_WAIT_SECONDS)
 
     def _desired_entries(self, node: Node) -> Sequence[DesiredEntry] | None:
-        """What should stand; None when nobody can say now."""
+        """Return the desired entries; None when they cannot be computed now."""
         try:
             desired = list(compared(node, self._desired_state(node, self._clock())))
-        except Exception as err:  # noqa: BLE001 - a family's bug must not take the other wishes' writer down with it
+        except Exception as err:  # noqa: BLE001 - a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
             self._complaints.say("wishes", "node.wishes_failed", text, level="error", error=text)
             return None
@@ -182,7 +183,7 @@ class NodePublisher:
 
     def _seconds_until_due(self, entry: DesiredEntry) -> float | None:
         if entry.guarded:
-            # What stands there once the removal is shown is a new lock, whatever its text: the next one of a burst, not ours come back.
+            # The value after the removal is shown is a new lock, whatever its text: the next one of a burst, not ours come back.
             return None if entry.shown is None or entry.name in self._removed_from(self._node.value) else 0.0
         seconds = self._written.seconds_until_due(entry.name, entry.shown, entry.desired, apart_seconds=entry.apart_seconds)
         value, until = self._refused.get(entry.name, (None, 0.0))
@@ -192,7 +193,7 @@ class NodePublisher:
         return max(seconds, until - asyncio.get_running_loop().time())
 
     def _removed_from(self, node: Node | None) -> frozenset[str]:
-        """What the watch still shows although we have removed it, for as long as the watch may be late."""
+        """Return the entries that the watch still shows although they were removed, for as long as the watch may be late."""
         version, until = self._outdated
         late = node is not None and node.resource_version == version and asyncio.get_running_loop().time() < until
         return self._removed if late else frozenset()
@@ -212,7 +213,7 @@ class NodePublisher:
         return "the API server refuses this value" if entry.name in self._refused else ""
 
     async def _write(self, node: Node, due: Sequence[DesiredEntry]) -> list[DesiredEntry]:
-        """Send what is due; those that could not be written."""
+        """Send the due entries; return those that could not be written."""
         guarded = [entry for entry in due if entry.guarded]
         metadata = [entry for entry in due if entry.section in {Section.ANNOTATIONS, Section.LABELS} and not entry.guarded]
         quantities = [entry for entry in due if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}]
@@ -238,7 +239,7 @@ class NodePublisher:
         desired_state: Sequence[DesiredEntry],
         body: Callable[[Sequence[DesiredEntry]], Mapping[str, Any]],
     ) -> Sequence[DesiredEntry]:
-        """One merge patch for all of ``wishes``, or one for each when one of them spoils it; those that could not be written."""
+        """Send one merge patch for all entries, or one for each when one of them spoils it; return those that could not be written."""
         if self._backoffs[kind].seconds_left:
             return desired_state
         err = await self._send(path, body(desired_state))
@@ -256,7 +257,7 @@ class NodePublisher:
         return desired_state
 
     async def _remove_guarded(self, node: Node, desired_state: Sequence[DesiredEntry]) -> bool:
-        """Remove annotations only if the Node is still as it was seen; whether that was done."""
+        """Remove annotations only if the Node is still as it was seen; return whether that was done."""
         loop = asyncio.get_running_loop()
         version, until = self._outdated
         if self._backoffs["guarded"].seconds_left or (node.resource_version == version and loop.time() < until):
@@ -269,7 +270,7 @@ class NodePublisher:
             self._done("guarded", desired_state)
             return True
         if err.status == 409 and self._conflicts < _CONFLICTS:
-            # Somebody wrote in between; what is wished may be something else on the newer Node, which the watch is about to show.
+            # Another client wrote in between; the desired state may differ on the newer Node, which the watch is about to show.
             self._conflicts += 1
             self._removed = frozenset()
             self._outdated = (node.resource_version, loop.time() + self._settings.request_timeout_seconds)
@@ -278,7 +279,7 @@ class NodePublisher:
         return False
 
     async def _write_conditions(self, path: str, desired_state: Sequence[DesiredEntry]) -> bool:
-        """Put ours among the conditions of others, which a merge patch can only send all together; whether they stand then."""
+        """Put ours among the conditions of others, as a merge patch sends all together; return whether they are there then."""
         if self._backoffs["conditions"].seconds_left:
             return False
         for _ in range(_CONFLICTS):

@@ -1,13 +1,15 @@
-"""Keeps the annotations of our pods as the families wish them: a scheduler learns there that its decision was carried out, or was not.
+"""Keeps the annotations of our pods in the families' desired state, which shows a scheduler whether its decision was carried out.
 
-No container waits for these writes, so they come after it was let go, are tried until done, and need no memory: what is missing after a
-restart is a difference between the pods as the watch shows them and what the families derive from the ledger.
+No container waits for these writes. They come after its start, are tried until done, and need no memory: a value that
+is missing after a restart is a difference between the pods as the watch shows them and the state that the families
+derive from the ledger.
 
-They are not cheap for others. Where memory is counted in MiB, kubelet tells of thousands of ids in a pod's status; for each annotation the
-API server then reads, stores and sends out all of that, and kubelet looks at its pod once more and writes its status again: 75 ms of
-processor time, measured on a real node, while other pods wait to be started. So what only says how far a pod has come waits for the end of
-that, `cluster.startsFirstSeconds` at most; what schedulers count by does not. What is held back when the agent stops is written by
-the next process, except to a pod that has ended by then: only this process knew what it had, and it stays as it is.
+They are not cheap for others. Where memory is counted in MiB, the kubelet reports thousands of ids in a pod's status.
+For each annotation the API server then reads, stores and sends out all of that, and the kubelet looks at its pod once
+more and writes its status again: 75 ms of processor time, measured on a real node, while other pods wait to be
+started. So annotations that only show a pod's progress wait for the end of that, `cluster.startsFirstSeconds` at
+most. Annotations by which schedulers count do not. Those held back when the agent stops are written by the next
+process, except to a pod that has ended by then: only this process knew its shares, and it stays as it is.
 
 Built and run by `agent`.
 """
@@ -38,20 +40,20 @@ if TYPE_CHECKING:
 
 PERMISSION = "patch pods"
 _SHORTEST_WAIT_SECONDS = 0.01
-# How long it is waited for the next wish of a burst, or before looking again whether pods are being started; and for a burst's end.
+# The wait for the next change of a burst, or before looking again whether pods are being started; and for a burst's end.
 _GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS = 0.1, 1.0
 
 
 @dataclasses.dataclass(slots=True)
 class _Writing:
-    """What goes on with one pod, by its UID."""
+    """The state of writing to one pod, by its UID."""
 
     written: Written
     backoff: Backoff
     pending_since: float | None = None
     busy: bool = False  # a request is under way; there is never a second one, so writes of one pod are in order
     gone: bool = False  # nothing more is to be written: the API server has no such pod any more, or it has ended and has it all
-    unwanted: Mapping[str, str | None] | None = None  # what the API server refused for good
+    unwanted: Mapping[str, str | None] | None = None  # the changes that the API server refused for good
 
 
 class _Metadata(msgspec.Struct):
@@ -63,10 +65,10 @@ class _PodAnswer(msgspec.Struct):
 
 
 class PodPublisher:
-    """Compares and writes; one for the process.
+    """The writer of our pods' annotations; one for the process.
 
-    State: what is being written to which pod, dropped with the pod. A crash between two writes leaves a difference, which the next start
-    sees.
+    State: the current write to each pod, dropped with the pod. A crash between two writes leaves a difference, which
+    the next start sees.
 
     Attributes:
         counts: for metrics.
@@ -92,13 +94,13 @@ class PodPublisher:
         Args:
             api: the API server.
             book: our pods as the watch shows them.
-            desired_state: kubelet's UID of a pod → annotation → value, None for one that should not stand.
-            wake: moves on whenever ``wishes`` may say something new.
+            desired_state: the kubelet's UID of a pod → annotation → value, None for one that must be absent.
+            wake: moves on whenever the desired state may have changed.
             settings: the pauses.
-            journal: troubles and their end are recorded there, and that a pod says all that it should.
-            tokens: kubelet's UID of a pod → the tokens of its grants, which stand in all that is recorded about its start.
+            journal: troubles and their end are recorded there, and that a pod has all its annotations.
+            tokens: kubelet's UID of a pod → the tokens of its grants, which are in all records about its start.
             starting: whether kubelet is starting pods now.
-            progress: the annotations that say how far a pod has come; where nothing else differs, pods that are being started go first.
+            progress: the annotations that show a pod's progress; where nothing else differs, pods that are being started go first.
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop gives a sign of life.
         """
@@ -126,7 +128,7 @@ class PodPublisher:
                 await self._gather(beat)
 
     async def _gather(self, beat: Callable[[], None]) -> None:
-        """Wait for more wishes of a burst; not for long, and hardly beside a backlog."""
+        """Wait for more changes of a burst; not for long, and hardly beside a backlog."""
         loop, seen = asyncio.get_running_loop(), -1
         end = loop.time() + (_GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS)
         while seen != self._wake.version and (left := end - loop.time()) > 0:
@@ -148,10 +150,10 @@ class PodPublisher:
         return max(pause, _SHORTEST_WAIT_SECONDS)
 
     def _due(self) -> tuple[float, list[tuple[Pod, dict[str, str | None], _Writing]]]:
-        """Seconds after which more may be due, and what is now: the pod and what to write there."""
+        """Return the seconds after which more may be due, and the writes due now: the pod and its changes."""
         try:
             desired_state = self._desired_state()
-        except Exception as err:  # noqa: BLE001 - a family's bug must not take the other wishes' writer down with it
+        except Exception as err:  # noqa: BLE001 - a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
             self._complaints.say("wishes", "pods.wishes_failed", text, level="error", error=text)
             return self._look_seconds, []
@@ -179,7 +181,7 @@ class PodPublisher:
         return max(0.0, min(_GATHERING_SECONDS, since + self._settings.starts_first_seconds - now))
 
     def _compared(self, pod: Pod, desired_state: Mapping[str, str | None], writing: _Writing) -> tuple[float, dict[str, str | None]]:
-        """What should be written to ``pod`` now; when that is nothing, after how many seconds there may be something (0: no idea)."""
+        """Return the changes to write to ``pod`` now. Without changes, return the seconds until there may be some (0: unknown)."""
         changes, wait = {}, 0.0
         for key, desired in desired_state.items():
             seconds = writing.written.seconds_until_due(key, pod.annotations.get(key), desired)
@@ -217,7 +219,7 @@ class PodPublisher:
             self._note(pod, changes, writing)
             # The watch leaves out pods that have ended, so it will never show this write, which would be repeated for ever.
             writing.gone = writing.gone or pod.ended
-            # Whatever differed went into one request, so now the pod says all that it should.
+            # All differences went into one request, so now the pod has all its annotations.
             self._journal.record("pods.written", **self._about(pod), annotations=sorted(changes), seconds=round(waited, 3))
         finally:
             writing.busy = False
@@ -247,18 +249,18 @@ class PodPublisher:
             self._complaints.failed("annotations", err, PERMISSION, **self._about(pod))
 
     def _about(self, pod: Pod) -> dict[str, Any]:
-        """What leads from a line about this pod to those of its grants."""
+        """Return the facts that link a log line about this pod to those of its grants."""
         return {"pod": pod.full_name, "tokens": list(self._tokens(pod.kubelet_uid))}
 
     async def _replaced(self, pod: Pod) -> bool:
-        """Whether another pod has the name now, or none; False when nobody can say."""
+        """Tell whether another pod has the name now, or none; False when that is unknown."""
         try:
             answer = await self._api.get(pod_path(pod.namespace, pod.name))
             return msgspec.json.decode(answer, type=_PodAnswer).metadata.uid != pod.uid
         except ClusterError as err:
             return err.status == 404
         except msgspec.MsgspecError:
-            return False  # an answer of somebody in between; the patch is tried again
+            return False  # an answer of a proxy in between; the patch is tried again
 
     def _forget_absent(self, uids: set[str]) -> None:
         for uid in [uid for uid, writing in self._writings.items() if uid not in uids and not writing.busy]:

@@ -1,4 +1,4 @@
-"""Quantities of extended resources: what ``resource.Quantity`` allows, read as the whole number that a device plugin's resource must be.
+"""Quantities of extended resources: the forms of ``resource.Quantity``, read as the whole number that a device plugin needs.
 
 Used by `decode`. The API server has already refused fractions and negative numbers for resources that kubelet knows as extended, but it
 keeps each user's spelling of the number (``"10k"``), and a stand-in, a webhook or a mirror pod may show anything.

@@ -1,13 +1,15 @@
 """List and watch: keeps a copy of a few objects of the API server true, through everything that clusters do to a watch.
 
-Used by the watches of this room (`watching`, `config_map`), each of which runs one as a supervised loop and gives it somewhere to put what
-it sees (`Sink`). What it holds to, since the libraries' own watches do not:
+Used by the watches of this package (`watching`, `config_map`). Each of them runs one as a supervised loop and gives
+it a receiver of objects (`Sink`). Its rules, which the libraries' own watches do not keep:
 
-* A watch that ends is normal; it goes on from the same version, after a pause that doubles while nothing but endings come.
-* 410 in any form means that history was lost: list anew. Any other failure keeps the version, so that no event is lost or seen twice.
+* A watch that ends is normal. It goes on from the same version, after a pause that doubles while nothing but endings
+  come.
+* 410 in any form means that history was lost: list anew. Any other failure keeps the version, so that no event is
+  lost or seen twice.
 * Bookmarks move the version only. Versions are compared for equality alone, as the API asks of its clients.
-* An object that cannot be read costs that object, is said once and counted; an event that is no event costs a new list.
-* Without a word for too long, a connection is dead (`client` sees to that); ``Retry-After`` is kept to.
+* Undecodable objects are skipped, each logged once and counted. A malformed event leads to a new list.
+* A connection that is silent for too long is dead (`client` sees to that); ``Retry-After`` is kept to.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ T = TypeVar("T")
 Seen_contra = TypeVar("Seen_contra", contravariant=True)
 
 _PAGE = "500"  # items; an API server that answers from its cache sends all
-# A node has some hundred objects of a kind, each page has at least one, and whoever keeps them has bounds of its own (`trim`).
+# A node has some hundred objects of a kind, each page has at least one, and each sink has bounds of its own (`trim`).
 _MOST_ITEMS = 50_000
 _TRIMMED_EACH = 100  # items
 _MOST_PAGES = 1000
@@ -52,7 +54,7 @@ _NOT_FOUND = 404
 
 
 class Source(Protocol):
-    """Where lists and watches come from: `client.ApiClient`, or a test's script."""
+    """The source of lists and watches: `client.ApiClient`, or a test's script."""
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
         """One answer."""
@@ -63,12 +65,12 @@ class Source(Protocol):
         ...
 
     def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """The lines of a watch; an empty one says that the API server has accepted it."""
+        """Yield the lines of a watch; an empty one means that the API server has accepted it."""
         ...
 
 
 class Sink(Protocol[Seen_contra]):
-    """Where what was seen goes; called on the event loop, never concurrently."""
+    """The receiver of what was seen; called on the event loop, never concurrently."""
 
     def replace(self, items: Iterable[Seen_contra], /) -> None:
         """This is all there is."""
@@ -85,7 +87,7 @@ class Sink(Protocol[Seen_contra]):
 
 @dataclasses.dataclass(slots=True)
 class ReflectorStatus:
-    """What one reflector has done, for metrics, readiness and ``/debug``; times are unix seconds, 0 for never.
+    """The history of one reflector, for metrics, readiness and ``/debug``; times are unix seconds, 0 for never.
 
     Attributes:
         lists: complete lists that were taken over.
@@ -93,10 +95,10 @@ class ReflectorStatus:
         events: additions, changes and deletions that came.
         errors: failures of lists and watches; 410 and a clean end are none.
         unreadable: objects that could not be read.
-        last_event_at: when the API server last said anything, bookmarks and lists included.
+        last_event_at: time of the last answer of the API server, bookmarks and lists included.
         last_error: of the last failure; stays when it is over.
         failing: the last list or watch failed.
-        failing_since: when the first of the failures in a row was met; it stays when they are over.
+        failing_since: time of the first of the failures in a row; it stays when they are over.
         synced: there was a first complete list.
     """
 
@@ -114,7 +116,7 @@ class ReflectorStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """Which objects: a collection and a selection of it, or one object.
+    """The watched objects: a collection and a selection of it, or one object.
 
     Attributes:
         what: for people, e.g. ``pods of this node``.
@@ -135,13 +137,13 @@ class Scope:
 
 
 class Reflector(Generic[T]):
-    """Keeps ``sink`` true to what the API server has in ``scope``.
+    """The loop that keeps ``sink`` equal to the API server's objects in ``scope``.
 
     State: the version up to which everything was seen. It outlives a restart of `run` by its supervisor, and the failure of a watch; it is
     dropped when the API server has forgotten it.
 
     Attributes:
-        status: what it has done so far.
+        status: its history.
         synced: there was a first complete list.
         trouble: why the last list or watch failed; None when all is well.
     """
@@ -162,14 +164,14 @@ class Reflector(Generic[T]):
         """Build it.
 
         Args:
-            source: what is listed and watched.
-            scope: which objects.
+            source: gives lists and watches.
+            scope: the objects.
             decoder: makes an object of the API server's JSON.
-            sink: takes what was read.
+            sink: receives the objects.
             settings: times.
-            journal: is told of failures.
+            journal: failures are recorded there.
             uniform: draws a time between two.
-            expected: HTTP statuses that are no news for the log, because the caller says what they mean.
+            expected: HTTP statuses that are not logged, because the caller reports them.
             trim: those of the objects read so far that the sink would keep. A list is not held whole before it is cut.
         """
         self._trim = trim
@@ -182,12 +184,12 @@ class Reflector(Generic[T]):
         self._uniform = uniform
         self._expected = frozenset(expected)
         self._version = ""
-        self._said = ""  # the trouble that the log has last heard of
-        self._unreadable: set[str] = set()  # what it has heard of objects, so that a pod that changes every second is no flood
+        self._said = ""  # the trouble that was last logged
+        self._unreadable: set[str] = set()  # the objects already logged, so that a pod that changes every second is no flood
 
     @property
     def longest_silence_seconds(self) -> float:
-        """How long `run` may give no sign of life while all is well."""
+        """The longest healthy silence of `run`."""
         settings = self._settings
         return 2 * settings.watch_seconds + settings.watch_silence_seconds + slow_seconds(settings) + settings.request_timeout_seconds
 
@@ -212,7 +214,7 @@ class Reflector(Generic[T]):
                 await self._watch(beat)
             except ClusterError as err:
                 asked_to_wait = err.retry_after_seconds
-                # What is forbidden stays so until somebody grants it, and asking is a request, too.
+                # A forbidden request stays forbidden until the role changes, and asking is a request, too.
                 longest = slow_seconds(self._settings) if lasting(err) else longest
                 self._failed(err)
             if loop.time() - began > _HEALTHY_SECONDS:
@@ -237,7 +239,7 @@ class Reflector(Generic[T]):
         except ClusterError as err:
             if err.status != _NOT_FOUND:
                 raise
-            return [], "0"  # a watch from version 0 begins with whatever was created in between
+            return [], "0"  # a watch from version 0 begins with all objects created in between
         return self._readable(raw), decode.version(raw)
 
     async def _get_pages(self, beat: Callable[[], None]) -> tuple[list[T], str]:
@@ -302,7 +304,7 @@ class Reflector(Generic[T]):
         """Take over one line of a watch."""
         if not line:
             self._heard()
-            self.status.failing = False  # whether it lasts is known, and said in the log, with the first word
+            self.status.failing = False  # whether the watch lasts is known, and logged, with its first event
             return
         try:
             event = decode.event(line)
@@ -312,7 +314,7 @@ class Reflector(Generic[T]):
             self._take_object(event)
         except ClusterError as err:
             if err.status == 0:
-                self._version = ""  # whatever this was about, a list will tell
+                self._version = ""  # whatever this was about, a list will show
             raise
         self._version = version
         self._heard()

@@ -1,8 +1,9 @@
-"""Another chance for pods that cannot start here: the owner hears why, and where the operator asks for it, the pod is evicted.
+"""Another chance for pods that cannot start here: an event for the owner, and an eviction where the operator asks for it.
 
-The plain kube-scheduler only counts, so it can send a pod to a node whose cards have room in sum and not on one of them; kubelet would try
-again for ever. What `allocation` has refused for long enough gets an event, and after a longer time an eviction, which lets its controller
-create it anew elsewhere. Evictions go through the API, so PodDisruptionBudgets hold.
+The plain kube-scheduler only counts, so it can send a pod to a node whose cards have room in sum and not on one of
+them. The kubelet would try again for ever. A container that `allocation` has refused for long enough gets an event,
+and after a longer time an eviction, which lets its controller create it anew elsewhere. Evictions go through the API,
+so PodDisruptionBudgets hold.
 
 Built and run by `agent`.
 """
@@ -39,7 +40,7 @@ _HOUR_SECONDS = 3600.0  # after which the API server forgets an event
 
 @dataclasses.dataclass(slots=True)
 class RescheduleCounts:
-    """For metrics.
+    """The counts of rescheduling, for metrics.
 
     Attributes:
         refused: containers that may not start now.
@@ -57,9 +58,9 @@ class RescheduleCounts:
 
 
 class Reschedule:
-    """Looks through the refusals whenever they change or one of them becomes old enough.
+    """The check of the refusals whenever they change or one of them becomes old enough.
 
-    State: what was already said and asked for, by pod; a restart says it again once the refusals are old enough again.
+    State: the events and evictions so far, by pod. A restart repeats them once the refusals are old enough again.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Reschedule:
 
         Args:
             api: the API server.
-            events: where owners are told.
-            refusals: what is refused now.
+            events: for the owners.
+            refusals: the current refusals.
             wake: moves on with each change of ``refusals``.
-            binding: after how many seconds what happens.
+            binding: the times of events and evictions.
             settings: the pauses.
             journal: evictions and troubles are recorded there.
-            overcommits: starts on GPUs of which a scheduler has given out too much; their pods are told.
-            look_seconds: how often the loop gives a sign of life, and how long such a start may wait to be told.
+            overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.
+            look_seconds: how often the loop gives a sign of life, and how long such an event may wait.
         """
         self._overcommits = overcommits
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
@@ -111,7 +112,7 @@ class Reschedule:
             await versions.passed(timeout_seconds=pause)
 
     async def look_once(self) -> float:
-        """Do what is due; seconds after which to look again, if nothing happens before."""
+        """Do the due work; return the seconds after which to look again, if nothing happens before."""
         refusals, now = tuple(self._refusals()), asyncio.get_running_loop().time()
         self._forget_absent({refusal.pod.uid for refusal in refusals})
         self._seen = {key: self._seen.get(key, now) for key in map(_key, refusals)}
@@ -151,7 +152,7 @@ class Reschedule:
         if after <= 0 or MIRROR_POD in pod.annotations or pod.deleting or pod.ended or pod.uid in self._evicted:
             return self._look_seconds
         backoff = self._backoffs.setdefault(pod.uid, Backoff(self._settings))
-        if refusal.final:  # waiting would help nobody
+        if refusal.final:  # waiting would not help
             after = 0.0
         wait = max(after - self._seconds(refusal), backoff.seconds_left)
         if wait > 0:
@@ -172,7 +173,7 @@ class Reschedule:
         return self._look_seconds
 
     def _seconds(self, refusal: Refusal) -> float:
-        """How long it has been refused."""
+        """Return how long the container has been refused."""
         return asyncio.get_running_loop().time() - self._seen[_key(refusal)]
 
     def _postponed(self, pod: Pod, err: ClusterError, backoff: Backoff) -> None:
@@ -180,7 +181,7 @@ class Reschedule:
         if err.status == 429:
             self.counts.postponed += 1
             self._complaints.say(f"budget {pod.uid}", "reschedule.postponed", "429", level="info", pod=pod.full_name, error=str(err))
-        elif err.status not in {404, 409}:  # those: it is gone or another pod has its name, and the watch will say so
+        elif err.status not in {404, 409}:  # those: it is gone or another pod has its name, and the watch will show it
             self.counts.failed += 1
             self._complaints.failed("eviction", err, PERMISSION, pod=pod.full_name)
 

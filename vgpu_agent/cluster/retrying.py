@@ -1,6 +1,7 @@
-"""How the writers of this room bear an API server that is away, busy or unwilling: pauses, and one line about each trouble.
+"""Pauses and log lines for writers when the API server is away, busy or refuses: one line about each trouble.
 
-Used by `node_publisher`, `pod_publisher`, `events` and `reschedule`, each with a `Backoff` for every kind of write that can fail by itself.
+Used by `node_publisher`, `pod_publisher`, `events` and `reschedule`, each with a `Backoff` for every kind of write
+that can fail by itself.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ if TYPE_CHECKING:
 
 # Answers that the same request would get again: malformed, forbidden, too large, invalid.
 _LASTING = (400, 403, 405, 413, 422)
-# What is lasting is tried again this many longest pauses later: permissions can be granted while the agent runs.
+# A lasting failure is tried again this many longest pauses later: permissions can be granted while the agent runs.
 _LASTING_PAUSES = 10
 
 
 @dataclasses.dataclass(slots=True)
 class WriteCounts:
-    """What one writer has done since it was built, for metrics.
+    """The counts of one writer since it was built, for metrics.
 
     Attributes:
         written: requests that the API server has accepted.
         failed: requests that it has not, or that had no answer.
         dropped: things given up for good.
         pending: things that are not yet written, now.
-        oldest_pending_seconds: how long the oldest of them has been waiting; 0 when there is none.
+        oldest_pending_seconds: age of the oldest of them; 0 when there is none.
     """
 
     written: int = 0
@@ -43,17 +44,17 @@ class WriteCounts:
 
 
 def lasting(err: ClusterError) -> bool:
-    """Whether the same request would be refused again, whatever the API server's health."""
+    """Tell whether the same request would be refused again, whatever the API server's health."""
     return err.status in _LASTING
 
 
 def slow_seconds(settings: Cluster) -> float:
-    """How long a lasting refusal is left alone."""
+    """Return how long to pause after a lasting refusal."""
     return settings.backoff_max_seconds * _LASTING_PAUSES
 
 
 class Backoff:
-    """When one kind of write may be tried again.
+    """The time at which one kind of write may be tried again.
 
     State: failures in a row and the end of the pause, on the event loop's clock.
     """
@@ -66,7 +67,7 @@ class Backoff:
 
     @property
     def seconds_left(self) -> float:
-        """How long the next try must wait; 0 when it need not."""
+        """Return how long the next try must wait; 0 when it need not."""
         return max(0.0, self._until - asyncio.get_running_loop().time())
 
     def failed(self, err: ClusterError) -> None:
@@ -84,7 +85,7 @@ class Backoff:
 
 
 class Complaints:
-    """Says each trouble once, and once that it is over, however often it is met in between.
+    """The log of troubles: each one once, and once that it is over, however often it is met in between.
 
     State: which troubles last, by a key of the writer's own.
     """
@@ -95,7 +96,7 @@ class Complaints:
         self._lasting: dict[str, str] = {}
 
     def failed(self, key: str, err: ClusterError, permission: str, /, **facts: Any) -> None:
-        """A write named ``key`` has failed; ``permission`` is what RBAC must grant for it, e.g. ``patch nodes/status``."""
+        """Note that a write named ``key`` has failed; ``permission`` is the RBAC permission it needs, e.g. ``patch nodes/status``."""
         if err.status == 403:
             verb, _, resource = permission.partition(" ")
             text = (
@@ -109,7 +110,7 @@ class Complaints:
             self.say(key, f"{self._writer}.failed", "away", level="warning", error=str(err), status=err.status, **facts)
 
     def say(self, key: str, event: str, trouble: str, /, *, level: str, **facts: Any) -> None:
-        """Record ``event`` unless ``trouble`` is what was last said about ``key``."""
+        """Record ``event`` unless ``trouble`` is the last recorded about ``key``."""
         if self._lasting.get(key) != trouble:
             self._lasting[key] = trouble
             self._journal.record(event, level=level, **facts)
@@ -120,5 +121,5 @@ class Complaints:
             self._journal.record(f"{self._writer}.recovered", what=key)
 
     def forget(self, part: str) -> None:
-        """Whatever ``part`` of a key stands for is gone, so its troubles neither last nor are over."""
+        """Forget the troubles of ``part`` of a key, which is gone, so that they neither last nor are over."""
         self._lasting = {key: trouble for key, trouble in self._lasting.items() if part not in key}

@@ -1,6 +1,6 @@
-"""Waiting until one of several snapshots has moved on, or a time is over; a writer has always more than one reason to look again.
+"""Waiting for the first of several events: one of several snapshots has moved on, or a time is over.
 
-Used by the writers of this room.
+Used by the writers of this package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Versions:
         self._snapshots = [(snapshot, snapshot.version) for snapshot in snapshots]
 
     async def passed(self, *, timeout_seconds: float) -> bool:
-        """Wait until one of them is newer; whether one is, before ``timeout_seconds`` were over."""
+        """Wait until one of them is newer; return whether one is, before ``timeout_seconds`` were over."""
         if any(snapshot.version > version for snapshot, version in self._snapshots):
             return True
         tasks = [asyncio.ensure_future(snapshot.newer_than(version)) for snapshot, version in self._snapshots]

@@ -1,7 +1,8 @@
-"""What this agent watches: its own pods and its own Node, and nothing else of the cluster.
+"""This agent's watches: its own pods and its own Node, and nothing else of the cluster.
 
-Built by `agent`, which runs each watch as a supervised loop; `allocation` reads the PodBook that `PodWatch` fills, the writers of this room
-compare with the Node that `NodeWatch` shows. API server away: both keep what they have seen.
+Built by `agent`, which runs each watch as a supervised loop. `allocation` reads the `PodCache` that `PodWatch` fills.
+The writers of this package compare with the Node that `NodeWatch` shows. API server away: both keep what they have
+seen.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class PodWatch:
-    """Fills a PodBook with the pods that are bound to one node and have not ended.
+    """The watch that fills a `PodCache` with the pods that are bound to one node and have not ended.
 
     Pods that have ended are kept by the API server for long, sometimes thousands on a node, and nothing here needs them: they hold nothing.
     """
@@ -43,12 +44,12 @@ class PodWatch:
 
     @property
     def status(self) -> ReflectorStatus:
-        """How the watch is doing."""
+        """The state of the watch."""
         return self._reflector.status
 
     @property
     def longest_silence_seconds(self) -> float:
-        """How long `run` may give no sign of life while all is well; for ``Supervisor.start(stuck_after_seconds=…)``."""
+        """The longest healthy silence of `run`, for ``Supervisor.start(stuck_after_seconds=…)``."""
         return self._reflector.longest_silence_seconds
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -58,7 +59,8 @@ class PodWatch:
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         """Ask the API server for one pod; None when there is none.
 
-        One GET, for a pod that the watch has not shown yet. The book is left alone: the answer may be older than what the watch shows next.
+        One GET, for a pod that the watch has not shown yet. The book is left alone: the answer may be older than the
+        watch's next event.
 
         Raises:
             ClusterError: no answer, or one that cannot be read.
@@ -87,7 +89,7 @@ class _Living:
             self._book.put(item)
 
     def remove(self, item: Pod) -> None:
-        # The event shows the pod as it was before it left. One that nobody was deleting has ended, and still exists.
+        # The event shows the pod as it was before it left. One that was not being deleted has ended, and still exists.
         if item.deleting:
             self._book.remove(item)
         else:
@@ -106,7 +108,7 @@ class NodeWatch:
     def __init__(
         self, source: Source, node_name: str, *, settings: Cluster, journal: Journal, clock: Callable[[], float] = time.time
     ) -> None:
-        """Watch the Node ``node_name``; ``clock`` says unix seconds."""
+        """Watch the Node ``node_name``; ``clock`` in unix seconds."""
         self.node: Latest[Node | None] = Latest(None)
         scope = Scope.single("this node", "/api/v1/nodes", node_name)
         self._reflector = Reflector(source, scope, decode.node, _Only(self.node, clock), settings=settings, journal=journal)
@@ -114,12 +116,12 @@ class NodeWatch:
 
     @property
     def status(self) -> ReflectorStatus:
-        """How the watch is doing."""
+        """The state of the watch."""
         return self._reflector.status
 
     @property
     def longest_silence_seconds(self) -> float:
-        """How long `run` may give no sign of life while all is well; for ``Supervisor.start(stuck_after_seconds=…)``."""
+        """The longest healthy silence of `run`, for ``Supervisor.start(stuck_after_seconds=…)``."""
         return self._reflector.longest_silence_seconds
 
     async def run(self, beat: Callable[[], None]) -> None:

@@ -1,7 +1,8 @@
-"""What this agent wrote on one object and when it may write there again, so that it never fights its own watch, nor for ever with others.
+"""The agent's own writes on one object and the times of the next ones.
 
-After a write the watch still shows the old value for a moment; writing again then would be noise. And a value that somebody keeps changing
-back must be repaired without a war. Used by `node_publisher` for our Node and by `pod_publisher` for each pod.
+After a write the watch still shows the old value for a moment. Writing again then would be noise. A value that
+another writer keeps changing back must be repaired without a fight. Used by `node_publisher` for our Node and by
+`pod_publisher` for each pod.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ _WATCH_IS_LATE_SECONDS = 1.0
 
 @dataclasses.dataclass(slots=True)
 class _Write:
-    before: object  # what the watch showed when we wrote
+    before: object  # the value that the watch showed when we wrote
     value: object
     at: float
     pause_seconds: float  # before the same value is written again
     shown: bool = False  # the watch has shown it since
-    undone: int = 0  # how often in a row somebody has changed it back
+    undone: int = 0  # how often in a row another writer has changed it back
     since: float = 0.0  # when the first write of that row was made
 
 
 class Written:
     """The last write of each key of one object.
 
-    State: memory only. A new agent knows nothing of it and looks at what stands there, which is why it must not be needed for more than
-    good manners.
+    State: memory only. A new agent does not have it and reads the current values. So correctness must not depend on
+    it, only the pace of writes.
     """
 
     def __init__(self, settings: Cluster) -> None:
@@ -41,13 +42,13 @@ class Written:
         self._writes: dict[str, _Write] = {}
 
     def seconds_until_due(self, key: str, shown: object, desired: object, *, apart_seconds: float = 0.0) -> float | None:
-        """When ``wished`` should be written under ``key``: 0 for now, None for not at all because it stands.
+        """Return when ``desired`` is due under ``key``: 0 for now, None when it is already there.
 
         Args:
             key: any name that is unique in the object.
-            shown: what the watch shows there; None for nothing.
-            desired: what should stand there; None for nothing.
-            apart_seconds: what must lie between two writes of this key, whatever their values.
+            shown: the value that the watch shows; None for nothing.
+            desired: the value to be there; None for nothing.
+            apart_seconds: the least time between two writes of this key, whatever their values.
         """
         write = self._writes.get(key)
         if shown == desired:
@@ -63,7 +64,7 @@ class Written:
         return max(0.0, write.at + wait - asyncio.get_running_loop().time())
 
     def why_later(self, key: str, shown: object, desired: object) -> str:
-        """Why `seconds_until_due` says later, for the log; empty when it does not."""
+        """Explain why `seconds_until_due` is above 0, for the log; empty when it is not."""
         write = self._writes.get(key)
         if write is None or shown == desired:
             return ""
@@ -77,7 +78,7 @@ class Written:
         """Take note that ``value`` was just written where the watch showed ``before``.
 
         Returns:
-            Whether somebody keeps changing it back, and has done so for ``patience_seconds``.
+            whether another writer keeps changing it back, and has done so for ``patience_seconds``.
         """
         now = asyncio.get_running_loop().time()
         last = self._writes.get(key)

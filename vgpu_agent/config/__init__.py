@@ -1,5 +1,5 @@
-"""Where every number and path of the agent comes from: defaults, one YAML file, the environment, the flags.
+"""The configuration: every number and path of the agent, from defaults, one YAML file, the environment and the flags.
 
-`settings` says what there is, `options` which of it has a flag or an environment variable, `load` puts the four together, `watch` notices
-a changed file. Called by `cli` and `agent`; every other room is handed the section it needs.
+`settings` defines the keys, `options` those with a flag or an environment variable, `load` puts the four together,
+`watch` notices a changed file. Called by `cli` and `agent`. Every other package receives the section it needs.
 """

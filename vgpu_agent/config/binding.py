@@ -1,6 +1,7 @@
-"""Settings about whose Allocate it is and about the API server: the sections ``families``, ``binding`` and ``cluster``.
+"""Settings for the match of Allocate and pod, and for the API server: the sections ``families``, ``binding`` and ``cluster``.
 
-Part of the schema in `settings`, in a file of its own because together they are one subject: pods, and how the agent hears of them.
+Part of the schema in `settings`, in a file of its own because together they are one subject: the agent's knowledge of
+pods.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
@@ -14,7 +15,7 @@ from vgpu_agent.config.types import Directory, OptionalSeconds, Seconds
 
 
 class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Which resource names this node offers. Several at once share the GPUs: while a GPU serves one family, the others see it Unhealthy."""
+    """The resource names that this node offers. While a GPU serves one family, the others see it Unhealthy."""
 
     nvidia: Annotated[bool, Meta(description="`nvidia.com/gpu` and `nvidia.com/mig-*`, as NVIDIA's device plugin offers them.")] = True
     volcano_vgpu: Annotated[
@@ -27,7 +28,7 @@ class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
 
 class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """How a container is matched with its pod before it starts."""
+    """The match of a container with its pod before it starts."""
 
     mode: Annotated[
         Literal["auto", "late", "early"],
@@ -91,7 +92,7 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
 
 class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """How the agent talks with the API server. It watches its own Node and its own pods, and writes only what has changed."""
+    """Communication with the API server. The agent watches its own Node and pods, and writes only what has changed."""
 
     enabled: Annotated[
         Literal["auto", "never"],

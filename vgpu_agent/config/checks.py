@@ -1,6 +1,7 @@
 """Rules that tie several settings together, or that need more than a type: pairs, addresses, resource names, XID lists.
 
-`load` calls them after every value has been accepted by itself; they speak in dotted paths and know nothing of files and flags.
+`load` calls them after every value has been accepted by itself; they use dotted paths and do not depend on files and
+flags.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def _mps_conflicts(settings: Settings) -> Iterator[Conflict]:
-    """What cannot go with MPS sharing (nvidia §1)."""
+    """Yield the settings that conflict with MPS sharing (nvidia §1)."""
     if not settings.sharing.mps.resources:
         return
     if settings.plugin.mig_strategy == "mixed":
@@ -132,5 +133,5 @@ def _collide(one: str, other: str) -> bool:
 
 
 def _covers(host: str, other: str) -> bool:
-    """Whether listening on ``host`` takes the port of ``other`` too."""
+    """Tell whether listening on ``host`` takes the port of ``other`` too."""
     return host == "" or (host == "0.0.0.0" and ":" not in other) or (host == "::" and ":" in other)  # noqa: S104 - compared, not bound

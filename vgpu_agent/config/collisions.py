@@ -1,8 +1,9 @@
-"""Families and MPS control daemons that take something from each other: one resource name, one directory, one GPU.
+"""Conflicts of families and MPS control daemons: over one resource name, one directory, one GPU.
 
-Each such rule concerns several families, of which one can be served. So an agent starts all the same, withholds what cannot be served and
-logs the sentences from here, and ``config check`` refuses the configuration with the same sentences. What depends on the node's GPUs, on
-Volcano's ConfigMap or on its node configuration is found while the agent runs (`agent.offers.families`, `agent.devices.mps`).
+Each such rule concerns several families, of which one can be served. So an agent starts nevertheless, withholds the
+resources in conflict and logs the sentences from here, and ``config check`` refuses the configuration with the same
+sentences. Conflicts that depend on the node's GPUs, on Volcano's ConfigMap or on its node configuration are found
+while the agent runs (`agent.offers.families`, `agent.devices.mps`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SHARED_SUFFIX = ".shared"
 # By strategy. Both belong to that family, whichever it offers: it writes the other one into the Node's capacity.
 _GPUSHARE_NAMES = {"share": "volcano.sh/gpu-memory", "number": "volcano.sh/gpu-number"}
 _CHOSEN = ("aws", "volcano-vgpu", "volcano-vgpu-mig")  # families whose names are settings, that with the freest first
-# Where MPS has its pipes unless it is told otherwise; containers of the family `aws` have it mounted.
+# The default place of MPS's pipes; containers of the family `aws` have it mounted.
 _AWS_PIPES = PurePosixPath("/tmp/nvidia-mps")  # noqa: S108 - a path that others have chosen
 ONE_DAEMON = "takes one only; offer it by one of the two (families, aws.mps, sharing.mps)"
 
@@ -49,7 +50,7 @@ class _Name(NamedTuple):
     counted: bool = False
 
     def meets(self, other: _Name) -> bool:
-        """Whether one resource can have both names."""
+        """Tell whether one resource can have both names."""
         if self.prefix and other.prefix:
             return self.text.startswith(other.text) or other.text.startswith(self.text)
         if self.prefix or other.prefix:
@@ -92,7 +93,7 @@ def without(family: str) -> str:
 
 
 def static_mig_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str]:
-    """How Volcano's names offer MIG instances that somebody else has made, and why not as it was asked for; empty where it is.
+    """Return how Volcano's names offer existing MIG instances, and why not as requested; empty where it is.
 
     Args:
         settings: of the other families.
@@ -169,7 +170,7 @@ def _names(settings: Settings) -> Iterator[_Name]:
 
 
 def _nvidia_names(settings: Settings) -> Iterator[_Name]:
-    """All names under which the family can offer GPUs of some node. A name of its own that occurs twice stands for the devices of both."""
+    """Yield all names under which the family can offer GPUs of some node. A name given twice selects the devices of both."""
     gpus, strategy = settings.resources.gpus, settings.plugin.mig_strategy
     names = {pattern.name for pattern in gpus}
     if strategy == "single" or not any(set(pattern.pattern) == {"*"} for pattern in gpus):

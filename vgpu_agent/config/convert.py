@@ -1,7 +1,7 @@
-"""A configuration of NVIDIA's device plugin, written as one of ours: what ``vgpu-agent config convert`` prints.
+"""A configuration of NVIDIA's device plugin, written as one of ours: the output of ``vgpu-agent config convert``.
 
-It says what the file sets and nothing else, so that it loads to the same settings; what the file says without effect stands above as a
-comment. Called by `cli`.
+It has the file's own settings only, so that it loads to the same settings. Keys without effect are comments at the
+top. Called by `cli`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Settings about what a container is given when it gets devices: the sections ``plugin`` and ``cdi``.
+"""Settings of the answers to a container that gets devices: the sections ``plugin`` and ``cdi``.
 
-Part of the schema in `settings`; `plugin` is read by every family, `cdi` by the room that writes specs. Defaults: nvidia §1.
+Part of the schema in `settings`; `plugin` is read by every family, `cdi` by the package that writes specs. Defaults:
+nvidia §1.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
@@ -27,7 +28,7 @@ _HOOK = r"\A[a-z0-9][a-z0-9-]{0,62}\Z"
 
 
 class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What containers are told, and which devices the kubelet is advised to take."""
+    """The content of the plugins' answers for containers, and the devices that the kubelet is advised to take."""
 
     pass_device_specs: Annotated[
         bool,

@@ -1,6 +1,7 @@
-"""What a new configuration changes, and which of it can be put in force without a restart.
+"""The differences between two configurations, and which of them take effect without a restart.
 
-Called by `agent` when `watch` brings new settings: the one list is applied at once, the other is logged and shown under ``/debug/config``.
+Called by `agent` when `watch` brings new settings. The one list is applied at once. The other is logged and shown
+under ``/debug/config``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ AT_ONCE = (
 
 
 def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
-    """Dotted paths whose values differ: those that take effect at once, and those that need a restart; each in the schema's order.
+    """List the paths whose values differ: those that take effect at once, and those that need a restart; in the schema's order.
 
     A list whose length changed is one path; in lists of the same length each value is.
     """
@@ -55,7 +56,7 @@ def in_force(running: Section, new: Section, prefix: str = "") -> Section:
 
 
 def takes_effect_at_once(path: str) -> bool:
-    """Whether a running agent follows a change of the value at ``path``."""
+    """Tell whether a running agent follows a change of the value at ``path``."""
     return path.startswith(AT_ONCE)
 
 

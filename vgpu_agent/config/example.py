@@ -38,7 +38,7 @@ def example() -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """``value`` as it is written in the file."""
+    """Write ``value`` in the form of the file."""
     if isinstance(value, str):
         return value if _UNQUOTED.match(value) and value not in _NOT_TEXT else json.dumps(value)
     if isinstance(value, tuple | list):
@@ -64,7 +64,7 @@ def _section(section: schema.Struct, path: str, indent: str) -> Iterator[str]:
 
 
 def _sharing(sharing: schema.Key, path: str) -> Iterator[str]:
-    """The block that cannot stand with its default, because its list must not be empty."""
+    """Show the block that has no valid default, because its list must not be empty."""
     yield f"{sharing.name}:"
     for key in schema.keys(sharing.section).values() if sharing.section else ():
         yield from _comment(key.text + _outside(f"{path}.{key.name}"), "  ", _COMMENTED_WIDTH)
@@ -84,7 +84,7 @@ def _item(items: schema.Struct) -> Iterator[str]:
 
 
 def _outside(path: str) -> str:
-    """How else the key can be given, and when a change counts."""
+    """Name the flags and variables of the key, and tell whether a change takes effect at once."""
     live = " [live]" if difference.takes_effect_at_once(path) else ""
     names = [name for option in options.OPTIONS if path in (option.path, *option.also) for name in (*option.flags, *option.variables)]
     return f" ({', '.join(names)}){live}" if names else live

@@ -1,9 +1,9 @@
-"""Environment variables of the plugins that are replaced, where they say something that this agent does not do.
+"""Environment variables of the replaced plugins that ask for something this agent does not do.
 
-A DaemonSet that is moved over with its environment keeps those variables; some mean the same here and are `options`, the others are
-ignored. Ignoring is right only as long as nobody has to find out by himself, so each that would have had an effect is named once at the
-start, with what to do instead. Called by `load` for its warnings. Names and defaults: volcano-vgpu §5.3, volcano-gpushare
-§5.
+A DaemonSet that is moved over with its environment keeps those variables. Some mean the same here and are `options`,
+the others are ignored. An ignored variable must not remain unnoticed. So each that would have had an effect is named
+once at the start, with the remedy. Called by `load` for its warnings. Names and defaults: volcano-vgpu §5.3,
+volcano-gpushare §5.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class _Variable:
     """One variable that is not followed.
 
     Attributes:
-        concerns: whether it would have meant anything for the families that are on.
-        in_force: what holds here, in the variable's own words; the variable is lost only where it says something else.
-        instead: what to do, as the end of the sentence.
+        concerns: tells whether it would have had an effect on the families that are on.
+        in_force: the value in force, in the variable's own words; the variable is lost only where it differs.
+        instead: the remedy, as the end of the sentence.
     """
 
     name: str
@@ -59,7 +59,7 @@ NAMES: Final = frozenset(variable.name for variable in _VARIABLES)
 
 
 def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each one that says something else than what holds here; an empty variable counts as not set."""
+    """Yield a sentence for each variable that differs from the value in force; an empty variable counts as not set."""
     for variable in _VARIABLES:
         value = environment.get(variable.name, "")
         if not value or not variable.concerns(settings):
@@ -69,7 +69,7 @@ def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterat
 
 
 def _plain(value: str) -> str:
-    """One form of what means the same: ``True`` and ``1`` (Go's ParseBool), a path with and without a slash behind it."""
+    """Return one form of equivalent values: ``True`` and ``1`` (Go's ParseBool), a path with and without a trailing slash."""
     word = value.strip().lower()
     if word in _TRUE:
         return "true"

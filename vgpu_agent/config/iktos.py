@@ -1,7 +1,8 @@
 """The replicas of k8s-gpu-sharing-plugin (iktos): ``gpu:sharedgpu:4,mig-1g.5gb:slice:2``.
 
-`checks` calls `problems` before the text is accepted as ``iktos.resourceConfig``; the NVIDIA family calls `entries` with what was. Syntax:
-iktos §I.2. The replaced plugin takes what it cannot use and fails later, or never ends (iktos D9), so every entry is checked here.
+`checks` calls `problems` before the text is accepted as ``iktos.resourceConfig``; the NVIDIA family calls `entries`
+with the accepted text. Syntax: iktos §I.2. The replaced plugin accepts unusable entries and fails later, or never
+ends (iktos D9), so every entry is checked here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class IktosEntry:
 
     Attributes:
         original: the resource as NVIDIA's plugin names it, ``nvidia.com/gpu`` or ``nvidia.com/mig-<profile>``.
-        new: what it is offered as, with its domain.
+        new: the offered name, with its domain.
         replicas: for each device; `AUTOMATIC` makes it depend on the device's memory.
     """
 
@@ -39,7 +40,7 @@ class IktosEntry:
 
 
 def entries(text: str) -> tuple[IktosEntry, ...]:
-    """The entries of a text in which `problems` found nothing; what is wrong is left out."""
+    """Return the entries of a text in which `problems` found nothing; wrong ones are left out."""
     return tuple(found for _, found in _read(text) if isinstance(found, IktosEntry))
 
 
@@ -60,7 +61,7 @@ def problems(text: str) -> Iterator[str]:
 
 
 def _read(text: str) -> Iterator[tuple[str, IktosEntry | str]]:
-    """Each entry as it was written, with what it means or the sentence that says why it means nothing; empty ones are skipped."""
+    """Yield each entry as it was written, with its meaning or the sentence about its fault; empty ones are skipped."""
     for written in text.split(","):
         if word := written.strip():
             yield word, _entry(word)

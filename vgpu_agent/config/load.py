@@ -28,14 +28,14 @@ LARGEST_FILE_BYTES = 1024 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What `load` was given, so that `watch` can do it again with new content of the files.
+    """The input of `load`, kept so that `watch` can load again with new content of the files.
 
-    Another configuration of NVIDIA's plugin is chosen at run time by another flag ``--config-file``: replace `flags` with one in which
-    `options.NVIDIA_CONFIG_FLAG` names the file, or nothing ("") for none, and call `load_sources`, or hand `watch.changes` a function that
-    returns the sources of the moment.
+    Another configuration of NVIDIA's plugin is chosen at run time by another flag ``--config-file``. Replace `flags`
+    with one in which `options.NVIDIA_CONFIG_FLAG` names the file, or nothing ("") for none. Then call `load_sources`,
+    or pass to `watch.changes` a function that returns the current sources.
 
     Attributes:
-        flags: what `options.given` returned.
+        flags: the result of `options.given`.
         environment: those of the process's variables that concern us; the others may hold secrets.
         file: the configuration file as the user named it, None without one.
     """
@@ -47,7 +47,7 @@ class Sources:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What was read.
+    """The content of the files that were read.
 
     Attributes:
         own: the content of our file, None without one.
@@ -61,7 +61,7 @@ class Contents:
 
     @property
     def digest(self) -> str:
-        """Tells one from another."""
+        """A digest that differs between different contents."""
         digest = hashlib.sha256(os.fsencode(self.nvidia_file))
         for content in (self.own, self.nvidia):
             digest.update(b"-" if content is None else b"%d:%b" % (len(content), content))
@@ -76,11 +76,11 @@ class Loaded:
         settings: the values.
         origins: for each path of `schema.values`: ``default``, ``config.yaml:12``, ``environment X``, ``flag --x`` or
             ``derived from simulate``.
-        warnings: sentences about what was ignored; not errors.
-        sources: what it was made of.
-        contents: what was in the files.
-        collisions: sentences about families that take something from each other (`collisions`). ``config check`` refuses them; an agent
-            starts, logs them and withholds what cannot be served.
+        warnings: sentences about ignored settings; not errors.
+        sources: the sources it was made of.
+        contents: the content of the files.
+        collisions: sentences about conflicts between families (`collisions`). ``config check`` refuses them; an agent starts,
+            logs them and withholds the resources in conflict.
     """
 
     settings: Settings
@@ -111,7 +111,7 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
 
 
 def load_sources(sources: Sources) -> Loaded:
-    """As `load`, for sources that were put together before. Blocks.
+    """Do as `load`, for sources that were put together before. Blocks.
 
     Raises:
         ConfigError: as for `load`.
@@ -122,7 +122,7 @@ def load_sources(sources: Sources) -> Loaded:
 
 
 def load_contents(sources: Sources, contents: Contents) -> Loaded:
-    """As `load`, with everything already read.
+    """Do as `load`, with everything already read.
 
     Raises:
         ConfigError: as for `load`.
@@ -149,10 +149,10 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
 
 
 def nvidia_file(sources: Sources, own: bytes | None) -> str:
-    """The configuration file of NVIDIA's plugin that is to be read; "" for none.
+    """Return the path of the configuration file of NVIDIA's plugin; "" for none.
 
-    With ``namedConfig.directory`` only a flag names one: a node's label chooses, and whoever follows it says so with that flag. A mistake
-    in our file is not reported here, `load_contents` does.
+    With ``namedConfig.directory`` only a flag names one: a node's label chooses, and the caller that follows it sets
+    that flag. A mistake in our file is not reported here, but by `load_contents`.
     """
     if options.NVIDIA_CONFIG_FLAG in sources.flags:
         return sources.flags[options.NVIDIA_CONFIG_FLAG]
@@ -167,7 +167,7 @@ def nvidia_file(sources: Sources, own: bytes | None) -> str:
 
 
 def nvidia_file_named_by(sources: Sources) -> str:
-    """The flag, the variable or the key that says which file of NVIDIA's plugin is read, as far as one does."""
+    """Return the flag, the variable or the key that names the file of NVIDIA's plugin, if one does."""
     if options.NVIDIA_CONFIG_FLAG in sources.flags:
         return options.NVIDIA_CONFIG_FLAG
     return options.NVIDIA_CONFIG_VARIABLE if options.text_of("nvidiaConfigFile", sources.environment) else "nvidiaConfigFile"
@@ -181,7 +181,7 @@ def _text_at(root: yaml.Node | None, *path: str) -> str:
 
 
 def _nvidia_document(sources: Sources, contents: Contents, root: yaml.Node | None) -> tuple[str, nvidia_plugin.Translation]:
-    """The document of NVIDIA's plugin and the file in which it stands; an empty one where there is none."""
+    """Return the document of NVIDIA's plugin and its file; an empty one where there is none."""
     members = root.value if root is not None and isinstance(root.value, dict) else {}
     section = members.get(nvidia_plugin.SECTION)
     if contents.nvidia is not None:

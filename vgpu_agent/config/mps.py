@@ -1,7 +1,7 @@
 """Settings of the MPS control daemons that the agent runs and of AWS's resource, which needs them: sections ``mps`` and ``aws``.
 
-Part of the schema in `settings`. Which resources are shared with MPS is said in ``sharing.mps``; here is how. Paths: nvidia §11.1;
-counts: aws §II.1.
+Part of the schema in `settings`. The resources that are shared with MPS are in ``sharing.mps``, the way of sharing is
+here. Paths: nvidia §11.1; counts: aws §II.1.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.

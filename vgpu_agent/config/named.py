@@ -1,8 +1,8 @@
-"""Which of several named configurations a node runs with: the choice of NVIDIA's config-manager, as a function.
+"""The choice among several named configurations for a node: that of NVIDIA's config-manager, as a function.
 
-The configurations are the keys of a ConfigMap, mounted as a directory; a label of the Node names one of them (nvidia §13). Called
-by `agent.named_configuration` whenever label or directory may say something new; reads of the directory are here as well, because what
-counts as a key is part of the choice.
+The configurations are the keys of a ConfigMap, mounted as a directory. A label of the Node names one of them (nvidia
+§13). Called by `agent.named_configuration` whenever the label or the directory may have changed. Reads of the
+directory are here as well, because the rule for keys is part of the choice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vgpu_agent.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-DEFAULT_KEY = "default"  # what the fallback strategy `named` looks for
+DEFAULT_KEY = "default"  # the key that the fallback strategy `named` looks for
 _KEYS_SHOWN = 10
 
 
@@ -27,9 +27,9 @@ class Choice:
     """One answer to "which configuration?".
 
     Attributes:
-        key: the configuration's name; empty for none at all, which is an answer, too, where ``problem`` is empty.
-        reason: what decided, for people.
-        problem: why nothing could be chosen, with what to do; whoever asked stays with what is in force.
+        key: the configuration's name; empty for none at all, which is valid where ``problem`` is empty.
+        reason: the reason of the choice, for people.
+        problem: why nothing could be chosen, with the remedy; the settings in force stay.
     """
 
     key: str = ""
@@ -52,10 +52,10 @@ class Shelf:
 
 
 def choose(shelf: Shelf, label_value: str, keys: Collection[str]) -> Choice:
-    """The configuration for a node whose label has ``label_value`` (empty: it has none) where ``keys`` exist; nvidia §13.
+    """Choose the configuration for a node with ``label_value`` (empty: no label) where ``keys`` exist; nvidia §13.
 
-    A label that names no configuration chooses nothing: NVIDIA's ends with an error, and its README says that the label is skipped. Neither
-    is right for a node that serves pods, so it is a problem that people see.
+    A label that names no configuration chooses nothing: NVIDIA's ends with an error, and its README says that the
+    label is skipped. Neither is right for a node that serves pods, so it is a visible problem.
     """
     if label_value:
         if label_value in keys:

@@ -1,11 +1,12 @@
-"""A configuration of NVIDIA's device plugin (schema v1), read as it is and said in our keys; the one place that knows both.
+"""A configuration of NVIDIA's device plugin (schema v1), translated into our keys; no other module knows both.
 
-Its document is a file of its own (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the section ``nvidiaConfig`` of our file.
-What comes out is the same document with our keys and its lines, which `reading` judges as it judges our own; sentences about it name
-NVIDIA's keys. Called by `load`. Keys, defaults and edge cases: nvidia §2.
+Its document is a file of its own (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the section
+``nvidiaConfig`` of our file. The result is the same document with our keys and its lines. `reading` judges it like
+our own; sentences about it name NVIDIA's keys. Called by `load`. Keys, defaults and edge cases: nvidia §2.
 
-NVIDIA's plugin swallows a key that it does not know or that stands in the wrong section; here each is a warning that says where it would
-count (nvidia D10). What it parses and drops (``resources``, ``rename``, ``devices``, one replica) counts here.
+NVIDIA's plugin silently drops a key that is unknown or in the wrong section. Here each is a warning that names the
+right place (nvidia D10). Keys that it parses and drops (``resources``, ``rename``, ``devices``, one replica) count
+here.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _FEATURE_DISCOVERY = "belongs to gpu-feature-discovery and has no effect here; k
 _WITHOUT_EFFECT: Final = {"flags.useNodeFeatureAPI": _FEATURE_DISCOVERY, "flags.gfd": _FEATURE_DISCOVERY}
 # There with nothing below, they are a mistake that upstream refuses as well.
 _NEVER_EMPTY = ("sharing.timeSlicing", "sharing.mps")
-# Said as "", they say nothing.
+# "" means that they are not set.
 _OPTIONAL_TEXTS = ("flags.nvidiaDriverRoot", "flags.nvidiaDevRoot", "flags.plugin.nvidiaCTKPath", "flags.plugin.containerDriverRoot")
 # What upstream's YAML reads as true and false beyond `true` and `false`.
 _SWITCH_WORDS: Final = {
@@ -71,7 +72,7 @@ _SWITCH_WORDS: Final = {
 }
 _KNOWN: Final = (*_VALUES, *_WITHOUT_EFFECT)
 _MOST_WARNINGS = 20
-# Values as they are compared with whatever stands in the file; tuples, because that may be a list.
+# Values as they are compared with those in the file; tuples, because those may be lists.
 _VERSIONS: Final = (None, "", VERSION)  # upstream: nothing means v1
 _UNSHARED: Final = (None, "", "all")  # a rename and devices that upstream does not drop
 _USUAL_NAMES: Final = (("*", "gpu"), ("*", "nvidia.com/gpu"))
@@ -79,13 +80,13 @@ _USUAL_NAMES: Final = (("*", "gpu"), ("*", "nvidia.com/gpu"))
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """A document of NVIDIA's in our words.
+    """A document of NVIDIA's plugin with our keys.
 
     Attributes:
         members: as the top of a document of ours, every value with its line in theirs.
         keys: our dotted path → theirs, for sentences about it.
-        faults: what is wrong, in their keys.
-        warnings: what was ignored, or counts here and does not count there; in their keys.
+        faults: the errors, in their keys.
+        warnings: settings that are ignored, or that count only here; in their keys.
     """
 
     members: Mapping[str, yaml.Node] = dataclasses.field(default_factory=dict)
@@ -155,7 +156,7 @@ class _Translator:
         if not isinstance(members, dict):
             self._fault(node.line, path, f"expected a mapping, got {shown(node.value)}")
             return
-        if path in _NEVER_EMPTY:  # `reading` asks for what is shared
+        if path in _NEVER_EMPTY:  # `reading` requires the list
             self._below(path.split("."), node.line)
             self._keys[path] = self._prefix + path
         self._section(members, path)
@@ -163,7 +164,7 @@ class _Translator:
     def _value(self, path: str, node: yaml.Node) -> None:
         key = schema.value_paths()[_VALUES[path][0]]
         if node.value is None:
-            if not key.required:  # a null says nothing, as in JSON
+            if not key.required:  # a null sets nothing, as in JSON
                 return
             node = yaml.Node([], node.line)
         if key.items is not None:
@@ -263,14 +264,14 @@ def _children(section: str) -> list[str]:
 
 
 def _in_common(path: str, section: str) -> int:
-    """How many sections the two share, from the top."""
+    """Count the sections that the two share, from the top."""
     pairs = zip(path.split("."), section.split("."), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 @functools.cache
 def _places_by_name() -> dict[str, list[str]]:
-    """Where each name of NVIDIA's schema, in lower case, would count."""
+    """List the places of each name of NVIDIA's schema, in lower case."""
     places: dict[str, list[str]] = {}
     for path in _every_path():
         places.setdefault(path.rpartition(".")[2].lower(), []).append(path)

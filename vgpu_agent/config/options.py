@@ -1,9 +1,9 @@
-"""Which settings have a flag and an environment variable: one table for argparse, `load`, ``--help`` and the documentation.
+"""The settings that have a flag and an environment variable: one table for argparse, `load`, ``--help`` and the docs.
 
-Called by `cli` for every command that runs on the configuration. A flag that is not given leaves no trace in the parsed arguments, so that
-`load` can tell "not given" from "given as the default". The flags and variables of the replaced plugins are here under their own names
-(nvidia §1, iktos §I.1, aws §II.1, volcano-vgpu §5.3), read as Go reads them: ``--flag=value``, one dash
-or two, a switch alone, a list repeated or separated by commas.
+Called by `cli` for every command that runs on the configuration. A flag that is not given leaves no trace in the
+parsed arguments, so that `load` can tell "not given" from "given as the default". The flags and variables of the
+replaced plugins are here under their own names (nvidia §1, iktos §I.1, aws §II.1, volcano-vgpu §5.3), read as Go
+reads them: ``--flag=value``, one dash or two, a switch alone, a list repeated or separated by commas.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE = "--config-file", "CONFIG_FILE"
 
 # kubelet puts variables about each Service into every container; a Service named vgpu-agent… would look like a misspelt option.
 _SERVICE_LINK = re.compile(r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)\Z")
-# What the simulated GPUs exchange with their own processes; no configuration of the agent.
+# Data between the simulated GPUs and their own processes; no configuration of the agent.
 _SIMULATION = "VGPU_AGENT_SIM_"
-# Set in the image to say which build it is; no configuration either.
+# Set in the image to name the build; no configuration either.
 _COMMIT = "VGPU_AGENT_COMMIT"
 _DESTINATION = "settings_given"  # of the parsed arguments
 _KUBELET_SOCKET = "/device-plugins/kubelet.sock"
@@ -41,13 +41,13 @@ class Option:
         path: the dotted path of the key.
         flag: the flag, or "" when there is only a variable.
         variable: the environment variable.
-        metavar: what ``--help`` calls the value.
-        text: what ``--help`` says.
+        metavar: the value's name in ``--help``.
+        text: the text in ``--help``.
         other_flags: more names of the flag.
         other_variables: more names of the variable; the first one that is set counts.
         also: more keys that mean the same.
         taken_from: how the key's text is made of the option's, where the two are not the same; None where nothing can be made of it.
-        expected: what such a text must be.
+        expected: the expected form of such a text.
     """
 
     path: str
@@ -221,7 +221,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Given(argparse.Action):
-    """Keeps a value under the name with which it was given, so that a sentence about it can begin with what the person typed."""
+    """The action that keeps a value under its given name, so that a sentence about it can begin with the typed flag."""
 
     def __init__(self, *, names: tuple[str, ...], repeats: bool = False, **arguments: Any) -> None:
         """``names`` mean the same, and the last one that is given counts; with ``repeats`` all of them do."""
@@ -258,12 +258,12 @@ def given(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def text_of(path: str, environment: Mapping[str, str]) -> str:
-    """What the environment says for the key ``path``, unchecked; "" when it says nothing."""
+    """Return the environment's text for the key ``path``, unchecked; "" when there is none."""
     return next((environment[name] for option in OPTIONS if option.path == path if (name := option.given_in(environment))), "")
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `OPTIONS`, those that look like ours, and those of the replaced plugins that `load` warns of."""
+    """Return the variables of `OPTIONS`, those that look like ours, and the replaced plugins' ones with warnings in `load`."""
     ours = _known_variables() | foreign_variables.NAMES
     return {name: value for name, value in environment.items() if name in ours or name.startswith(PREFIX)}
 
@@ -279,7 +279,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def our_names() -> list[str]:
-    """What follows our prefix in each variable that has it."""
+    """List the part after our prefix of each variable that has it."""
     variables = [CONFIG_VARIABLE, *_known_variables()]
     return [variable.removeprefix(PREFIX) for variable in variables if variable.startswith(PREFIX)]
 

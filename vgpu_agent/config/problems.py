@@ -1,7 +1,7 @@
-"""What is wrong with a configuration, collected, so that a person mends everything at once.
+"""The problems of a configuration, collected so that all can be corrected at once.
 
-`load` fills it. A problem names the place (a line of the file, a flag, a variable), the key, what was expected and what was there. Only the
-first ones are kept in full, because a megabyte of junk must not become a megabyte of log.
+`load` fills it. A problem names the place (a line of the file, a flag, a variable), the key, the expectation and the
+value found. Only the first ones are kept in full, because a megabyte of junk must not become a megabyte of log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Problems:
 
     @property
     def enough(self) -> bool:
-        """Whether further ones are only counted, so that nobody need think of a good text for them."""
+        """Tell whether further problems are only counted, so that they need no text."""
         return len(self._found) >= SHOWN
 
     def add(self, place: str, path: str, text: str, *, line: int = 0) -> None:
@@ -42,7 +42,7 @@ class Problems:
             self._found.append((file, line, ": ".join(part for part in (place, path, text) if part)))
 
     def raise_if_any(self) -> None:
-        """Raise what was collected.
+        """Raise the collected problems.
 
         Raises:
             ConfigError: there is at least one problem.
@@ -52,7 +52,7 @@ class Problems:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What was collected, in order."""
+        """List the collected problems, in order."""
         sentences = [sentence for _, _, sentence in sorted(self._found, key=lambda found: found[:2])]
         if (more := self._count - len(sentences)) > 0:
             sentences.append(f"and {more} more like these")
@@ -73,7 +73,7 @@ def shown(value: Any) -> str:
 
 
 def shown_list(value: Any) -> str:
-    """As `shown`, but a list of plain values with its values, for a key that takes lists."""
+    """Do as `shown`, but show a list of plain values with its values, for a key that takes lists."""
     if isinstance(value, list) and all(isinstance(word, str | int | float | None) for word in value):
         return _shortened(f"[{', '.join(map(shown, value))}]")
     return shown(value)

@@ -1,6 +1,7 @@
-"""One pass over all sources of the configuration: what was accepted, where it stood, and what was wrong.
+"""One pass over all sources of the configuration: the accepted values, their places, and the errors.
 
-`load` makes a `Reading`, hands it the sources from the weakest to the strongest, and takes the settings and the origin of each value.
+`load` makes a `Reading`, passes it the sources from the weakest to the strongest, and takes the settings and the
+origin of each value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 VERSION = "v1"
 DEFAULT_ORIGIN = "default"
-# Keys that an earlier version had; a node that still sets one must start all the same.
+# Keys of an earlier version; a node that still sets one must start nevertheless.
 _RETIRED = {
     "hamiCore.lockDirectory": "containers share no lock directory of the node; a library that wants one gets its own in each container"
 }
@@ -31,11 +32,11 @@ SIMULATE_ORIGIN = "derived from simulate"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a value stands: for `Loaded.origins`, for the beginning of a sentence, and its line when it is in a file.
+    """The place of a value: for `Loaded.origins`, for the beginning of a sentence, and its line when it is in a file.
 
     Attributes:
-        key: what the file calls it, where that is not our dotted path.
-        replaced_plugin: whether the file is one of NVIDIA's plugin.
+        key: the key's name in the file, where that is not our dotted path.
+        replaced_plugin: the file is one of NVIDIA's plugin.
     """
 
     origin: str
@@ -46,12 +47,12 @@ class Place:
 
     @property
     def names_the_key(self) -> bool:
-        """Whether the sentence needs no dotted path, because a flag or a variable says enough."""
+        """Tell whether the sentence needs no dotted path, because the flag or the variable identifies the key."""
         return self.line == 0
 
 
 class Reading:
-    """One pass over all sources. State: what was accepted so far, where it stood, and what was wrong."""
+    """One pass over all sources. State: the accepted values, their places, and the errors."""
 
     def __init__(self) -> None:
         self._accepted: dict[str, Any] = {}
@@ -69,7 +70,7 @@ class Reading:
         return self._retired
 
     def take_nvidia(self, file: str, document: nvidia_plugin.Translation) -> None:
-        """Accept what a configuration of NVIDIA's plugin says; sentences name its keys, not ours."""
+        """Accept the values of a configuration of NVIDIA's plugin; sentences name its keys, not ours."""
         self._file, self._keys = file, document.keys
         for fault in document.faults:
             self._problems.add(f"{file}:{fault.line}", fault.path, fault.text, line=fault.line)
@@ -77,7 +78,7 @@ class Reading:
         self._keys = None
 
     def take_file(self, file: str, root: yaml.Node | None, faults: Sequence[yaml.Fault]) -> None:
-        """Accept what our file says; `nvidia_plugin.SECTION` is not looked at."""
+        """Accept the values of our file; `nvidia_plugin.SECTION` is left out."""
         self._file = file
         for fault in faults:
             self._problem(fault.line, fault.path, fault.text)
@@ -110,11 +111,11 @@ class Reading:
                     self._take_option(option, flags[name], Place(f"flag {name}", name))
 
     def refuse(self, who: str, text: str) -> None:
-        """Note something that is wrong with a flag or a variable which stands for no key."""
+        """Note an error in a flag or a variable without a key."""
         self._problems.add(who, "", text)
 
     def derive_from_simulate(self) -> None:
-        """Let the roots that nobody set lie in the directory of simulated GPUs."""
+        """Put the roots that are not set into the directory of simulated GPUs."""
         directory = self._accepted.get("simulate", "")
         if not directory:
             return
@@ -151,15 +152,15 @@ class Reading:
         return found.sentences
 
     def origins(self, settings: Settings) -> dict[str, str]:
-        """Where each value of ``settings`` came from."""
+        """Return the origin of each value of ``settings``."""
         return {path: self._places[path].origin if path in self._places else DEFAULT_ORIGIN for path, _ in schema.values(settings)}
 
     def _blamed(self, conflict: checks.Conflict) -> tuple[str, str]:
-        """The likeliest path that somebody has set, with its sentence."""
+        """Return the likeliest path that was set, with its sentence."""
         return next((blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0])
 
     def _says_nothing(self, path: str) -> bool:
-        """Whether the root ``path`` is the file system's because a file for NVIDIA's plugin spells its defaults out, as most do."""
+        """Tell whether the root ``path`` is "/" only because a file for NVIDIA's plugin lists its defaults, as most do."""
         place = self._places.get(path)
         section, _, name = path.partition(".")
         return place is not None and place.replaced_plugin and self._accepted[section][name] == "/"
@@ -229,7 +230,7 @@ class Reading:
         return [item for item in found if all(name in item for name in needed)]
 
     def _item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
-        """What was accepted of one item; a part of it when something was missing or wrong."""
+        """Return the accepted part of one item. It is incomplete when something was missing or wrong."""
         needed = [key for key in schema.keys(items).values() if key.default is msgspec.NODEFAULT]
         if not isinstance(node.value, dict):
             self._refuse_below(path, node, f"expected {' and '.join(key.name for key in needed)}, got {shown(node.value)}")
@@ -303,7 +304,7 @@ class Reading:
         self._complain(path, self._place(line, path), text)
 
     def _place(self, line: int, path: str) -> Place:
-        """Where the key ``path`` stands in the document that is being taken."""
+        """Return the place of the key ``path`` in the current document."""
         where = f"{self._file}:{line}"
         return Place(where, where, line, "" if self._keys is None else _their_key(self._keys, path), self._keys is not None)
 
@@ -329,7 +330,7 @@ def _line_of(node: yaml.Node, name: str) -> int:
 
 
 def _their_key(keys: Mapping[str, str], path: str) -> str:
-    """``path`` in the words of a document that calls our keys as ``keys`` says; the longest part that is known there is replaced."""
+    """Return ``path`` with the names of another document by ``keys``; the longest part that is known there is replaced."""
     known, rest = path, ""
     while known and known not in keys:
         cut = max(known.rfind("."), known.rfind("["))

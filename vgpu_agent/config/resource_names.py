@@ -1,4 +1,4 @@
-"""What NVIDIA's resources may be called; used by `reading` for names in the files and by `iktos`."""
+"""The rules for names of NVIDIA's resources; used by `reading` for names in the files and by `iktos`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*\Z")
 
 
 def resource_name_problem(name: str) -> str | None:
-    """Why ``name`` (complete, with its domain) cannot be shared, as the end of a sentence; None when it can.
+    """Explain why ``name`` (complete, with its domain) cannot be shared, as the end of a sentence; None when it can.
 
     NVIDIA's rule (nvidia §2): DNS names before and after the slash, stricter than that of Kubernetes (IsExtendedResourceName).
     """

@@ -1,4 +1,4 @@
-"""The schema as a tree that can be walked: what each key of `settings` accepts and how to say so.
+"""The schema as a tree that can be walked: the accepted values of each key of `settings` and their description.
 
 `load` walks it beside the YAML, `options` looks types up in it, `example`, ``config show`` and the documentation generator print it. So a
 key is described once, in its annotation.
@@ -40,8 +40,8 @@ class Key:
         annotation: the full type, with its constraints.
         section: the Struct below the key, None for a value.
         items: the Struct of a list's items, None when it is no list.
-        default: the value when nobody sets it; ``msgspec.NODEFAULT`` when somebody must.
-        text: what the documentation says about it.
+        default: the value without a setting; ``msgspec.NODEFAULT`` when it must be set.
+        text: its text in the documentation.
         is_path: whether a relative path from the command line is completed.
         is_resource: whether it is the name of a resource, which `load` completes.
         required: for a list that must not be empty, the section that can be left out instead; else "".
@@ -62,7 +62,7 @@ class Key:
 
     @property
     def expectation(self) -> str:
-        """What the key accepts, as the end of "expected …"."""
+        """Describe the accepted values, as the end of "expected …"."""
         return _expectation(self.annotation)
 
     def accept(self, value: Any) -> Any:
@@ -100,17 +100,17 @@ class Key:
 
     @property
     def is_list(self) -> bool:
-        """Whether it is a list of plain values, which flags and variables separate by commas."""
+        """Tell whether it is a list of plain values, which flags and variables separate by commas."""
         return self.items is None and typing.get_origin(_bare(self.annotation)) is tuple
 
     @property
     def takes_lists(self) -> bool:
-        """Whether a list of plain values may be right, alone or among other things."""
+        """Tell whether a list of plain values may be right, alone or as one of several forms."""
         return self.is_list or any(typing.get_origin(_bare(part)) is tuple for part in typing.get_args(_bare(self.annotation)))
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is true or false, so that its flag may stand alone."""
+        """Tell whether it is true or false, so that its flag may stand alone."""
         return _bare(self.annotation) is bool
 
 
@@ -168,7 +168,7 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
 
 
 def _reads_numbers_as_text(annotation: Any) -> bool:
-    """Whether a list may hold numbers that stand for names: the 0 of ``devices: [0]`` is an index."""
+    """Tell whether a list may hold numbers that are names: the 0 of ``devices: [0]`` is an index."""
     if any((meta.extra or {}).get("words") for meta in _metas(annotation)):
         return True
     return any(
@@ -182,7 +182,7 @@ def _holds_numbers(bare: Any) -> bool:
 
 
 def _number(text: str) -> Any:
-    """``text`` as the number that it is; as it stands when it is none, to be refused as such."""
+    """Return ``text`` as a number, or unchanged when it is none, to be refused as such."""
     try:
         return int(text) if len(text) <= _LONGEST_NUMBER and text.isascii() and "_" not in text else text
     except ValueError:

@@ -1,7 +1,8 @@
 """The configuration, schema v1: every key with its unit, default and reason, in one place.
 
-The loader, ``config show``, ``config example`` and docs/configuration.md all read this file, so a key that is described here is
-complete. Keys are camelCase in YAML and snake_case in Python. `agent` hands each room its section; nobody else reads the environment.
+The loader, ``config show``, ``config example`` and docs/configuration.md all read this file, so a key that is
+described here is complete. Keys are camelCase in YAML and snake_case in Python. `agent` passes each package its
+section. No other package reads the environment.
 
 A Struct does not check itself when it is built by hand (a test may use any number); `load` checks every value against the types here.
 """
@@ -28,7 +29,7 @@ MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
 
 
 class Log(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What the agent writes to stderr."""
+    """The agent's log on stderr."""
 
     format: Annotated[
         Literal["json", "console"], Meta(description="json: one object a line, for a log collector. console: for a person's eyes.")
@@ -40,7 +41,7 @@ class Log(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
 
 class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """How the agent talks with the kubelet."""
+    """Communication with the kubelet."""
 
     directory: Annotated[
         Directory,
@@ -85,7 +86,7 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
     @property
     def device_plugin_directory(self) -> Path:
-        """Where plugin sockets lie, ours and the kubelet's."""
+        """The directory of the plugin sockets, ours and the kubelet's."""
         return Path(self.directory) / "device-plugins"
 
     @property
@@ -95,7 +96,7 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
     @property
     def checkpoint_path(self) -> Path:
-        """The kubelet's record of which container holds which device ids."""
+        """The kubelet's record of each container's device ids."""
         return self.device_plugin_directory / "kubelet_internal_checkpoint"
 
     @property
@@ -105,7 +106,7 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
 
 class Recovery(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """When a GPU that was Unhealthy is offered again."""
+    """The recovery of Unhealthy GPUs."""
 
     mode: Annotated[
         Literal["auto", "never"],
@@ -119,7 +120,7 @@ class Recovery(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
 
 class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Where the driver is and how its GPUs are watched."""
+    """The location of the driver, and the monitoring of its GPUs."""
 
     discovery: Annotated[
         Literal["auto", "nvml", "tegra"],
@@ -183,7 +184,7 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
 
 class Tasks(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """How the agent's own loops are looked after."""
+    """The supervision of the agent's own loops."""
 
     backoff_min_seconds: Annotated[
         Seconds, Meta(description="First pause before a failed loop is started again; it doubles each time.")
@@ -286,7 +287,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
     @property
     def node_name_or_hostname(self) -> str:
-        """The node's name; the kubelet, too, takes the lower-case host name when nobody gave it another."""
+        """The node's name. Without a configured name, the kubelet also takes the lower-case host name."""
         return self.node_name or os.uname().nodename.lower()
 
 

@@ -30,7 +30,7 @@ Devices = Literal["all"] | Annotated[int, Meta(ge=1, le=1024)] | Annotated[tuple
 
 
 class ResourcePattern(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Which devices a resource name stands for."""
+    """The devices that a resource name selects."""
 
     pattern: Annotated[
         str,
@@ -124,7 +124,7 @@ class MpsSharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 
 class Sharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """How one GPU serves several containers; without it each container gets whole GPUs. With both, `mps` counts."""
+    """Sharing of one GPU by several containers. Without it each container gets whole GPUs. With both, `mps` counts."""
 
     time_slicing: TimeSlicing = msgspec.field(default_factory=TimeSlicing)
     mps: MpsSharing = msgspec.field(default_factory=MpsSharing)

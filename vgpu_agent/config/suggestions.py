@@ -1,4 +1,4 @@
-"""What a person who wrote an unknown key or variable probably meant.
+"""Suggestions for unknown keys and variables: the name that was probably meant.
 
 Called by `reading` for keys of our file, by `load` for variables and by `nvidia_plugin` for keys of NVIDIA's.
 """
@@ -33,7 +33,7 @@ def _paths_everywhere() -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` that a person who wrote ``name`` probably meant; case, ``-`` and ``_`` count for nothing."""
+    """Return the one of ``known`` that ``name`` probably meant; case, ``-`` and ``_`` are ignored."""
     if len(name) > _LONGEST_GUESSED:
         return None
     folded = {_folded(word): word for word in known}

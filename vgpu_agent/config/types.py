@@ -1,6 +1,6 @@
 """The kinds of value that settings are made of: addresses, paths, seconds; used by `settings` and its sections.
 
-Each carries its own check and the words with which an error says what was expected.
+Each carries its own check and the words for its expectation in an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Directory = Annotated[str, Meta(pattern=r"\A/", extra={"expected": "an absolute 
 OptionalPath = Annotated[str, Meta(pattern=r"\A(/|\Z)", extra={"expected": 'an absolute path or ""', "path": True})]
 # The ends keep a typing error from becoming a busy loop or a wait that the operating system refuses.
 Seconds = Annotated[float, Meta(ge=0.01, le=86400)]
-OptionalSeconds = Annotated[float, Meta(ge=0, le=86400)]  # 0 means "never", where the description says so
+OptionalSeconds = Annotated[float, Meta(ge=0, le=86400)]  # 0 means "never", where the description allows it
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
 # Looked for in PATH unless it is a path.
 Program = Annotated[

@@ -1,9 +1,9 @@
-"""The configuration files of volcano-vgpu-device-plugin, read as they are, so that nobody has to rewrite them to change over.
+"""The configuration files of volcano-vgpu-device-plugin, read as they are, so that they need no rewriting to change over.
 
-Two texts: ``device-config.yaml`` from the ConfigMap ``volcano-vgpu-device-config``, and the mounted ``config.json`` of
-``volcano-vgpu-node-config`` (volcano-vgpu §5). Each becomes an `Overlay` over `settings.VolcanoVgpu`, and a list of what is wrong
-with it. The replaced plugin drops a whole file for one wrong type, without a word (volcano-vgpu D23); here a wrong value costs that value
-only, and is named with its key. Called by `agent` at start and whenever a text has changed.
+Two texts: ``device-config.yaml`` from the ConfigMap ``volcano-vgpu-device-config``, and the mounted ``config.json``
+of ``volcano-vgpu-node-config`` (volcano-vgpu §5). Each becomes an `Overlay` over `settings.VolcanoVgpu`, and a list
+of its problems. The replaced plugin silently drops a whole file for one wrong type (volcano-vgpu D23). Here a wrong
+value costs that value only, and is named with its key. Called by `agent` at start and whenever a text has changed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NODE_KEYS = {
     "operatingmode": "operating_mode",
     "migstrategy": "mig_strategy",
 }
-# The replaced plugin does nothing with them either. As it ships them, or leaves them out, nobody has asked for anything.
+# The replaced plugin does nothing with them either. Its own defaults, or none, are no request.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "overwriteEnv": False,
     "defaultMemory": 0,
@@ -71,16 +71,16 @@ _ATTRIBUTES = {key.attribute: key for key in schema.keys(VolcanoVgpu).values()}
 
 @dataclasses.dataclass(frozen=True)
 class Overlay:
-    """What one file sets.
+    """The values that one file sets.
 
     Attributes:
         values: attribute of `VolcanoVgpu` → value that it accepts.
         hidden_uuids: GPUs that are not to be offered.
         hidden_indices: the same by NVML index.
         geometries: ``knownMigGeometries``: how GPUs may be divided in the operating mode mig.
-        problems: one sentence each, with key, value and what was expected; the rest of the file counts.
-        spoilt: attributes whose value is there and wrong; `HIDDEN` for ``filterdevices``, `GEOMETRIES` for those.
-        readable: whether the file could be read at all.
+        problems: one sentence each, with key, value and expectation; the rest of the file counts.
+        spoilt: attributes with a value that is wrong; `HIDDEN` for ``filterdevices``, `GEOMETRIES` for those.
+        readable: the file could be read at all.
     """
 
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -93,13 +93,14 @@ class Overlay:
 
     @property
     def sound(self) -> bool:
-        """Whether everything that the file sets is right, so that it can stand in for a later one that is not."""
+        """Tell whether all values of the file are right, so that it can replace a later one that is wrong."""
         return self.readable and not self.spoilt
 
     def after(self, before: Overlay) -> Overlay:
-        """This file where it is right, and ``before`` where it is wrong.
+        """Return this file where it is right, and ``before`` where it is wrong.
 
-        A slip of somebody who edits a ConfigMap must not give every node another memory unit, or GPUs that were hidden, under running pods.
+        A mistake in an edited ConfigMap must not give every node another memory unit, or GPUs that were hidden, under
+        running pods.
         """
         if not self.readable:
             return dataclasses.replace(before, problems=self.problems)
@@ -112,10 +113,10 @@ class Overlay:
         return dataclasses.replace(self, values=values, geometries=geometries, hidden_uuids=uuids, hidden_indices=indices)
 
     def over(self, settings: VolcanoVgpu, *, but: Collection[str] = ()) -> VolcanoVgpu:
-        """``settings`` with what this file sets, except for the attributes in ``but``.
+        """Return ``settings`` with the values of this file, except for the attributes in ``but``.
 
-        The order of the replaced plugin (volcano-vgpu §5.2) is ConfigMap, then flags that were given, then the node's entry, so ``but`` is
-        the ConfigMap what somebody has set by a flag or a variable.
+        The order of the replaced plugin (volcano-vgpu §5.2) is ConfigMap, then given flags, then the node's entry. So
+        for the ConfigMap ``but`` has the attributes that a flag or a variable has set.
         """
         return msgspec.structs.replace(settings, **{name: value for name, value in self.values.items() if name not in but})
 
@@ -145,12 +146,12 @@ class _Reading:
         self.problem(path, f"{text}; nothing of it counts, and what stood there before stays in force")
 
     def take(self, path: str, attribute: str, value: Any) -> None:
-        """Accept a value as the settings would, or say why not."""
+        """Accept a value as the settings would, or record its fault."""
         key = _ATTRIBUTES[attribute]
         truth = isinstance(key.default, bool)
         integral = isinstance(value, float) and value.is_integer() and isinstance(key.default, int) and not truth
         try:
-            # The replaced plugin documents a truth value as a text, so it stands in quotes in many a ConfigMap.
+            # The replaced plugin documents a truth value as a text, so it is in quotes in many a ConfigMap.
             accepted = key.accept_text(value) if truth and isinstance(value, str) else key.accept(int(value) if integral else value)
             self.values[attribute] = accepted
         except schema.NotAcceptedError as err:
@@ -210,7 +211,7 @@ class _Reading:
 
 
 def read_device_config(text: str) -> Overlay:
-    """What ``device-config.yaml`` sets; never an error."""
+    """Read the values of ``device-config.yaml``; never an error."""
     reading = _Reading(DEVICE_CONFIG)
     root, faults = yaml.parse(text)
     for fault in faults:
@@ -223,7 +224,7 @@ def read_device_config(text: str) -> Overlay:
 
 
 def read_node_config(text: str, node: str) -> Overlay:
-    """What ``config.json`` sets for the node of that name; never an error.
+    """Read the values of ``config.json`` for the node of that name; never an error.
 
     The last entry of that name counts, keys are read in any case, and 0 means "not set", as the replaced plugin does it.
     """
@@ -252,9 +253,9 @@ def read_node_config(text: str, node: str) -> Overlay:
 
 
 def told(before: Sequence[str], text: str | None, read: Callable[[str], Overlay]) -> tuple[str, ...]:
-    """The texts of a file that count when it says ``text``, oldest first; none where there is no file.
+    """List the texts of a file that count when the newest is ``text``, oldest first; none where there is no file.
 
-    Of a sound one it is all there is. One in which something is wrong needs those ``before`` it, back to the last sound one: several wrong
+    A sound text counts alone. One with an error needs those ``before`` it, back to the last sound one: several wrong
     edits in a row each leave their right part in force.
     """
     if text is None:
@@ -265,7 +266,7 @@ def told(before: Sequence[str], text: str | None, read: Callable[[str], Overlay]
 
 
 def come_to(texts: Sequence[str], read: Callable[[str], Overlay]) -> Overlay:
-    """What the texts of `told` set together, and what is wrong with the newest."""
+    """Join the values of the texts of `told`, and the problems of the newest."""
     overlay = Overlay()
     for text in texts:
         overlay = read(text).after(overlay)
@@ -296,9 +297,9 @@ def _take_of_devices(reading: _Reading, path: str, name: str, value: Any) -> Non
 
 def _take_of_node(reading: _Reading, path: str, name: str, value: Any) -> None:
     if name == "name" or value is None or (name == "migstrategy" and value == "none"):
-        return  # the strategy is shipped as none, and the replaced plugin follows its flag whatever stands there
+        return  # the strategy is shipped as none, and the replaced plugin follows its flag in any case
     if name in _NODE_KEYS:
-        # 0 or nothing stands where nobody has set anything
+        # 0 or nothing means that it is not set
         if isinstance(value, bool) or value not in (0, ""):
             reading.take(path, _NODE_KEYS[name], value)
     elif name == "filterdevices":
@@ -315,7 +316,7 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The value without the lines it stands on."""
+    """Return the value without its line numbers."""
     if isinstance(node.value, dict):
         return {name: _plain(member) for name, member in node.value.items()}
     if isinstance(node.value, list):

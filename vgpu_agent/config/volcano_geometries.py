@@ -28,7 +28,7 @@ _MOST_ENTRIES = 256  # of any list; the API server takes a megabyte
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigProfile:
-    """``count`` instances of one profile; ``memory_mib`` is what a scheduler counts for each, a little more than the driver shows."""
+    """``count`` instances of one profile; ``memory_mib`` is the scheduler's figure for each, a little above the driver's."""
 
     name: str
     memory_mib: int
@@ -52,12 +52,12 @@ class ModelGeometries:
 
 
 def read_geometries(path: str, value: Any, problem: Problem) -> tuple[ModelGeometries, ...]:
-    """The geometries that ``value`` describes; where something is wrong, ``problem`` has been told and the result is not to be used.
+    """Read the geometries of ``value``. After a call of ``problem`` the result is not to be used.
 
     Args:
-        path: where it stands in the file.
+        path: its place in the file.
         value: plain lists and mappings.
-        problem: takes (path, what was expected and what is there).
+        problem: takes (path, the expectation and the value found).
     """
     if value is None or value == []:
         return ()

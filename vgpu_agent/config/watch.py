@@ -1,8 +1,9 @@
-"""Notices new content of the configuration files while the agent runs: ours, and the one of NVIDIA's plugin.
+"""The watch over the content of the configuration files while the agent runs: ours, and the one of NVIDIA's plugin.
 
-`agent` iterates over `changes` in a task of its own and puts in force what comes; a file that cannot be used comes as the error, and the
-settings in force stay. Content is compared, not times or inodes: a ConfigMap is swapped by renaming the ``..data`` link above the file,
-an editor renames a new file over the old one, and ``cat >`` writes in place, and all three look the same from here.
+`agent` iterates over `changes` in a task of its own and puts new settings in force. An unusable file comes as the
+error, and the settings in force stay. Content is compared, not times or inodes: a ConfigMap is swapped by renaming
+the ``..data`` link above the file, an editor renames a new file over the old one, and ``cat >`` writes in place, and
+all three look the same from here.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Found = load.Contents | ConfigError
 async def changes(
     loaded: load.Loaded, *, interval_seconds: float, sources: Callable[[], Awaitable[load.Sources]] | None = None
 ) -> AsyncIterator[load.Loaded | ConfigError]:
-    """Each new content of the files that ``loaded`` was made of, as new settings or as the reason why it has none.
+    """Yield each new content of ``loaded``'s files, as new settings or as the reason why it has none.
 
     When a bad file is put right again, the settings come once more, even if they are the ones in force. A file that vanishes is no
     change; it is logged once. Ends at once when there is no file.
 
     Args:
-        loaded: what is in force.
+        loaded: the settings in force.
         interval_seconds: how often the files are read, ``configReloadSeconds``.
-        sources: asked before each look at the files what they are now, where that changes (another configuration of NVIDIA's plugin,
-            chosen by a label); see `load.Sources`. Other flags than before are a change, too.
+        sources: returns the current sources before each look at the files, where they change (another configuration of
+            NVIDIA's plugin, chosen by a label); see `load.Sources`. Other flags than before are a change, too.
     """
     look = _Look(loaded)
     if sources is None and not look.has_files:
@@ -55,7 +56,7 @@ async def changes(
 
 
 class _Look:
-    """Reads the files again and again. State: the last content of each, for as long as it cannot be found."""
+    """The reader of the files, again and again. State: the last content of each, for as long as it cannot be found."""
 
     def __init__(self, loaded: load.Loaded) -> None:
         self.sources = loaded.sources
@@ -66,11 +67,11 @@ class _Look:
 
     @property
     def has_files(self) -> bool:
-        """Whether there is anything to look at."""
+        """Tell whether there is a file to watch."""
         return self.sources.file is not None or bool(self._last.nvidia_file)
 
     async def settled(self, seen: str, pause_seconds: float) -> Found:
-        """What is in the files, as soon as it is what was seen before or two readings in a row agree."""
+        """Read the files, as soon as they are as seen before or two readings in a row agree."""
         found = await asyncio.to_thread(self._read)
         while _mark(found) != seen:
             await asyncio.sleep(pause_seconds)
@@ -94,7 +95,7 @@ class _Look:
             return err
 
     def _content(self, file: str | None, named_by: str, before: bytes | None) -> bytes | None:
-        """What is in ``file``; ``before`` when it has vanished.
+        """Read ``file``; return ``before`` when it has vanished.
 
         Raises:
             ConfigError: it cannot be read, or was never there.
@@ -126,5 +127,5 @@ async def _judged(sources: load.Sources, found: Found) -> load.Loaded | ConfigEr
 
 
 def _mark(found: Found) -> str:
-    """What tells one reading from another."""
+    """Return a mark that differs between different readings."""
     return found.digest if isinstance(found, load.Contents) else str(found)

@@ -1,8 +1,9 @@
-"""YAML without its traps: what `load` walks, each value with the line it stands on.
+"""YAML without its traps: the tree that `load` walks, each value with its line.
 
-PyYAML's own loaders let a second key of the same name win, read ``yes``, ``on``, ``012`` and ``1:30`` as something else than text, and
-expand nine lines into a billion with aliases. Here a plain scalar is what JSON would call it, or text; a key stands once; anchors,
-aliases, tags and further documents are refused. Only PyYAML's events are used, so depth and size are ours to bound.
+PyYAML's own loaders let a second key of the same name win, read ``yes``, ``on``, ``012`` and ``1:30`` as something
+else than text, and expand nine lines into a billion with aliases. Here a plain scalar has its type in JSON, or is
+text. A key occurs once. Anchors, aliases, tags and further documents are refused. Only PyYAML's events are used, so
+depth and size can be bounded here.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _Open:
 
 
 def read(content: bytes) -> tuple[Node | None, list[Fault]]:
-    """As `parse`, for the content of a file, which must be UTF-8."""
+    """Do as `parse`, for the content of a file, which must be UTF-8."""
     try:
         return parse(content.decode("utf-8-sig"))
     except UnicodeDecodeError as err:
@@ -92,7 +93,7 @@ def parse(text: str) -> tuple[Node | None, list[Fault]]:
 
 
 def kubernetes_object(root: Node) -> Fault | None:
-    """What is wrong with a document that is a whole ConfigMap, or another object; None for one that is not."""
+    """Describe the fault of a document that is a whole ConfigMap or another object; None for one that is not."""
     members = root.value if isinstance(root.value, dict) else {}
     kind = members.get("kind")
     if kind is None or not isinstance(kind.value, str) or "apiVersion" not in members:

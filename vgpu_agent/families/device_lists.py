@@ -1,8 +1,8 @@
-"""How a container is told of its devices: the list strategies of NVIDIA's device plugin, one entry each.
+"""The ways in which a container gets its devices: the list strategies of NVIDIA's device plugin, one entry each.
 
-Every family that hands out devices calls `edits_of` with them, and gets the variables, mounts, device nodes, annotations and CDI names of
-the strategies that the operator has chosen (nvidia §7, A1 to A18 and A25; volcano-vgpu §4.2). What upstream gets wrong is not
-copied: a device node is listed once, and paths of IMEX channels on the host lie below the host's device root.
+Every family that gives out devices calls `edits_of` with them, and gets the variables, mounts, device nodes, annotations and CDI names of
+the strategies that the operator has chosen (nvidia §7, A1 to A18 and A25; volcano-vgpu §4.2). Upstream's errors are not copied: a device
+node is listed once, and paths of IMEX channels on the host are below the host's device root.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 IMEX_CHANNELS = "NVIDIA_IMEX_CHANNELS"
 ENABLED = "enabled"
 
-# Mounts below this directory name the devices; only who may mount can write there, and a variable anybody can set.
+# Mounts below this directory name the devices; writing there takes the right to mount, while any image can set a variable.
 VOLUME_MOUNTS = "/var/run/nvidia-container-devices"
 
 GENERATED_KIND = "k8s.device-plugin.nvidia.com/gpu"  # of the specs that the agent generates
@@ -33,7 +33,7 @@ TOOLKIT_KIND = "nvidia.com/gpu"  # of a spec that the container toolkit keeps
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisibleDevice:
-    """A device as a container is told of it.
+    """A device as it is named to a container.
 
     Attributes:
         uuid: ``GPU-…`` or ``MIG-…``.
@@ -48,11 +48,11 @@ class VisibleDevice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListOptions:
-    """How containers of this node are told of their devices.
+    """The ways in which containers of this node get their devices.
 
     Attributes:
         strategies: names in `STRATEGIES`; their order does not matter.
-        id_strategy: ``uuid`` or ``index``: what containers are told.
+        id_strategy: ``uuid`` or ``index``: the names that containers get.
         cdi_id_strategy: how the CDI specs name devices; empty for the same.
         cdi_annotation_prefix: before the name of the annotation with CDI names; runtimes look for ``cdi.k8s.io/``.
         cdi_kind: vendor and class of the GPUs' CDI names; names of other classes have the same vendor.
@@ -80,7 +80,7 @@ class ListOptions:
 
     @property
     def names_nodes(self) -> bool:
-        """Whether answers name device nodes; CDI specs have their own."""
+        """Tell whether answers name device nodes; CDI specs have their own."""
         return self.pass_device_specs and not all(name in CDI_STRATEGIES for name in self.strategies)
 
 
@@ -99,12 +99,12 @@ def visible_device(uuid: str, inventory: Inventory) -> VisibleDevice | None:
 
 
 def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, number: str) -> Edits:
-    """What tells a container of ``devices``, by all chosen strategies together.
+    """Return the edits that give ``devices`` to a container, by all chosen strategies together.
 
     Args:
         devices: in the order in which the container is to see them, each once.
         options: of this node.
-        number: tells annotations of several resources of one container apart; see `answer_number`.
+        number: distinguishes annotations of several resources of one container; see `answer_number`.
     """
     edits = Edits({f"NVIDIA_{mode.upper()}": ENABLED for mode in DEVICE_MODES if mode in options.enabled})
     for name, strategy in STRATEGIES.items():
@@ -122,7 +122,7 @@ def answer_number(resource: str, ids: Iterable[str]) -> str:
 
 
 def cdi_names(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[str, ...]:
-    """The CDI names of ``devices`` and of all that goes with them: GPUs, IMEX channels, then the modes (nvidia A11)."""
+    """Return the CDI names of ``devices`` and their accessories: GPUs, IMEX channels, then the modes (nvidia A11)."""
     vendor = options.cdi_kind.partition("/")[0]
     return (
         *(f"{options.cdi_kind}={_id_of(device, options.cdi_id_strategy or options.id_strategy)}" for device in devices),

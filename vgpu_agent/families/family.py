@@ -1,7 +1,7 @@
-"""What every family must be able to answer; `allocation` and `agent` know families only through this.
+"""The interface of a family; `allocation` and `agent` know families only through this.
 
-There are two kinds. Of an `IdFamily` each id names its device, so `Allocate` can answer completely (`nvidia`, `aws`). Of a `PodFamily`
-ids are only counted; what a container gets stands in its pod, so it is decided once the pod is proven (`volcano-vgpu`, …).
+There are two kinds. Of an `IdFamily` each id names its device, so `Allocate` can answer completely (`nvidia`, `aws`). Of a `PodFamily` ids
+are only counted. What a container gets is written in its pod, so it is decided once the pod is proven (`volcano-vgpu`, …).
 
 To add a family: write a package with a class of one of these shapes, translate its golden vectors into tests, and add it to the list in
 `agent`. Everything here is a pure function of what it is given.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shortfall:
-    """What is configured and cannot be offered as it is.
+    """The configured resources that cannot be offered as they are.
 
     Attributes:
         refused: resources that are withheld: one sentence each, which begins with the resource's name and a colon.
@@ -47,11 +47,11 @@ class Family(Protocol):
         ...
 
     def claims(self, resource: str) -> bool:
-        """Whether kubelet's records of ``resource`` are about this family's devices, offered under today's settings or earlier ones."""
+        """Tell whether the kubelet's records of ``resource`` are about this family's devices, offered under today's or earlier settings."""
         ...
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """What a node with these GPUs offers, deterministic for the same inventory.
+        """Return the resources that a node with these GPUs offers, deterministic for the same inventory.
 
         Raises:
             ConfigError: it cannot be offered as configured; each problem begins with the resource's name and a colon.
@@ -71,15 +71,15 @@ class IdFamily(Family, Protocol):
     """A family whose ids name the device."""
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """What `resources` leaves out, and why."""
+        """Return what `resources` leaves out, and why."""
         ...
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """What the holder of ``ids`` has of each device; also for ids of earlier settings, as far as they can be read."""
+        """Return what the holder of ``ids`` has of each device; also for ids of earlier settings, as far as they can be read."""
         ...
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """What the container gets for these ids."""
+        """Return the edits of the container for these ids."""
         ...
 
     def prefer(
@@ -91,7 +91,7 @@ class IdFamily(Family, Protocol):
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """The ids that suit best; only called for resources that say ``prefers``.
+        """Return the ids that suit best; only called for resources with ``prefers``.
 
         Args:
             resource: as it is offered.
@@ -109,14 +109,14 @@ class IdFamily(Family, Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """What shall this container get?
+    """The question what a container gets.
 
     Attributes:
         container: the one that kubelet's records name; an init container only when no later container has the same ids.
         node: our node's name.
         rooms: what the devices have left, by inventory order; a grant that this container already has is not counted.
         siblings: container → shares that were decided for it, for the other containers of this pod: some vocabularies place whole pods.
-        taken: device → a grant of who has a part of it, of whatever family, besides this container and those that have ended before it.
+        taken: device → a grant with a part of it, of any family, besides this container and those that have ended before it.
         neighbours: which GPUs other families may use or have, for the agent's own placement.
     """
 
@@ -134,7 +134,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigLayout:
-    """How a GPU is to be divided: UUID, and the profile of each instance, e.g. ``("3g.20gb", "3g.20gb")``."""
+    """The division of a GPU: UUID, and the profile of each instance, e.g. ``("3g.20gb", "3g.20gb")``."""
 
     gpu: str
     profiles: tuple[str, ...]
@@ -142,14 +142,14 @@ class MigLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """What a container gets.
+    """The shares that a container gets.
 
     Attributes:
         shares: in the order in which the family's vocabulary lists them; empty while ``layouts`` is not.
-        by: who decided, for the evidence: ``the scheduler, in volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
-        layouts: how GPUs must be divided before it can be decided; nobody has anything of them.
-        second_best: why it is not what the scheduler has named, when it is not; empty otherwise.
-        by_scheduler: a scheduler decided, as far as the pod says.
+        by: the decider, for the evidence: ``the scheduler, in volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
+        layouts: how GPUs must be divided before it can be decided; no container has anything of them.
+        second_best: why it differs from what the scheduler has named; empty when it does not.
+        by_scheduler: a scheduler decided, according to the pod.
         kept: it is what the container has had before.
     """
 
@@ -162,16 +162,16 @@ class Decision:
 
     @property
     def by_agent(self) -> bool:
-        """Whether no scheduler decided."""
+        """Tell whether the agent decided, because no scheduler did."""
         return self.by.startswith("the agent")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeView:
-    """What a family needs to say what should stand on our Node.
+    """The facts from which a family derives the desired state of our Node.
 
     Attributes:
-        node: the Node as it stands.
+        node: the Node as it is now.
         rooms: resource → what each device has left for it, by inventory order.
         allocated_at: resource → unix seconds of the last Allocate; missing when there was none.
         now: unix seconds.
@@ -187,41 +187,41 @@ class NodeView:
 
 
 class PodFamily(Family, Protocol):
-    """A family whose vocabulary says in the pod what each container gets."""
+    """A family whose vocabulary names in the pod what each container gets."""
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """What `resources` leaves out or is odd about it, one sentence each with the remedy."""
+        """List what `resources` leaves out or is odd about it, one sentence each with the remedy."""
         ...
 
     def decide(self, question: Question) -> Decision:
-        """What the container gets: as a scheduler decided in the pod's annotations, or, where none did, as this node has room.
+        """Decide what the container gets: as a scheduler decided in the pod's annotations; without that, as this node has room.
 
         Health and room are not checked for a scheduler's decision; the ledger does that.
 
         Raises:
             RequestRefusedError: the pod's limits or annotations cannot be followed; the text names pod, key, value and remedy.
-            CapacityError: nobody decided and no device has room; the text says how much was asked and how much there is.
+            CapacityError: no scheduler decided and no device has room; the text names how much was asked and how much there is.
         """
         ...
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """The GPUs that a scheduler has given to containers of the pod, by container: UUIDs. Never an error.
+        """Return the GPUs that a scheduler has given to containers of the pod, by container: UUIDs. Never an error.
 
-        Only containers that could start with what the pod says; empty where it is not for this node or cannot be followed at all. Init
-        containers are left out: they work on GPUs of the containers after them.
+        Only containers that could start by the pod's annotations; empty where these are not for this node or cannot be followed at all.
+        Init containers are left out: they work on GPUs of the containers after them.
         """
         ...
 
     def recall(self, question: Question) -> Decision | None:
-        """What a container that already runs must have got, read from its pod alone; None when the pod does not say. Never an error."""
+        """Return what a running container must have got, read from its pod alone; None when the pod does not say. Never an error."""
         ...
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """What puts ``shares`` in force: what the container is told, and what must be on the host before it starts."""
+        """Return what puts ``shares`` in force: the container's edits, and what must be on the host before it starts."""
         ...
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
-        """Annotations that should stand on the pod, None for those that should not.
+        """Return the desired annotations of the pod, None for those to be removed.
 
         Args:
             pod: as the API server has it.
@@ -231,9 +231,9 @@ class PodFamily(Family, Protocol):
         ...
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """What should stand on our Node."""
+        """Return the desired state of our Node."""
         ...
 
     def cleanup(self, now: float) -> DesiredNode:
-        """What should stand on a Node that the agent leaves for good, at unix seconds ``now``."""
+        """Return the desired state of a Node that the agent leaves for good, at unix seconds ``now``."""
         ...

@@ -1,8 +1,8 @@
-"""The node lock of Volcano's schedulers: when this agent gives it back.
+"""The node lock of Volcano's schedulers, and when this agent releases it.
 
 With ``deviceshare.NodeLockEnable`` a scheduler writes the time into an annotation of the Node before it binds a pod, and binds no other pod
 to that node until the annotation is gone or five minutes old (volcano-vgpu §2.4, volcano-gpushare §2). So a burst of pods
-takes one lock after the other, and several of them within a second have the same text. They are told apart by the moments at which the
+takes one lock after the other, and several of them within a second have the same text. They are distinguished by the moments at which the
 watch showed them.
 
 Both Volcano families ask for it in `desired_node`; `allocation` keeps the one `NodeLocks`.
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 # The scheduler writes whole seconds, and its clock is not ours: a lock that seems to come after the Allocate by less was taken before it.
 CLOCK_TOLERANCE_SECONDS = 1.0
 
-# The pod of a lock that has stood for so long was refused by the kubelet, was deleted, or never bound.
+# The pod of a lock that has existed for so long was refused by the kubelet, was deleted, or never bound.
 LONGEST_HELD_SECONDS = 10.0
 
 _RFC_3339 = re.compile(r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", re.ASCII)
 
 
 class NodeLocks:
-    """Decide when a lock has done its duty.
+    """The locks of this node, and the decision when one can be released.
 
-    State: since when the last lock under each key has been standing or gone, in memory. A restarted agent takes its first reading of the
-    kubelet's records for an Allocate, so it gives back at once what stands then.
+    State: since when the last lock under each key has existed or been gone, in memory. A restarted agent takes its first reading of the
+    kubelet's records for an Allocate, so it releases at once the lock of that moment.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class NodeLocks:
         self._free_since: dict[str, float] = {}  # key → when the lock before it was gone
 
     def desired_state(self, node: Node, key: str, *, allocated_at: float | None, now: float) -> DesiredNode:
-        """Wish the lock to be gone once the Allocate for which it was taken has been answered, whatever becomes of the pod then.
+        """Return the removal of the lock once the Allocate for which it was taken has been answered, regardless of the pod's fate.
 
-        A lock that was taken after our last Allocate belongs to a pod that is still on its way. It stands until that pod's Allocate, or for
+        A lock that was taken after our last Allocate belongs to a pod that is still on its way. It stays until that pod's Allocate, or for
         `LONGEST_HELD_SECONDS`. The removal is guarded, so that a lock taken between our look and our write stays. A text that is no time is
-        not the scheduler's, and left alone: the keys are bare words.
+        not the scheduler's and is left alone, since the keys are bare words.
 
         Args:
             node: our Node as the watch shows it.
@@ -65,21 +65,21 @@ class NodeLocks:
             self._free_since[key] = seen_at  # one lock followed the other between two looks
         self._standing[key] = seen_at
         served = allocated_at is not None and (seen_at <= allocated_at or self._shown_late(key, taken_at, allocated_at))
-        # Negative when the clock was set back meanwhile; nobody knows then how long it has stood.
+        # Negative when the clock was set back meanwhile; its age is unknown then.
         if served or not 0 <= now - seen_at < LONGEST_HELD_SECONDS:
             return DesiredNode(annotations={key: None}, guarded=frozenset({key}))
         return DesiredNode()
 
     def _shown_late(self, key: str, taken_at: float, allocated_at: float) -> bool:
-        """Whether the lock was taken for the Allocate at ``allocated_at`` although the watch showed it only afterwards.
+        """Tell whether the lock was taken for the Allocate at ``allocated_at`` although the watch showed it only afterwards.
 
-        Another lock that stood during that Allocate was taken for it instead.
+        Another lock that existed during that Allocate was taken for it instead.
         """
         return taken_at <= allocated_at + CLOCK_TOLERANCE_SECONDS and self._free_since.get(key, 0.0) <= allocated_at
 
 
 def taken(text: str) -> float | None:
-    """When the lock was taken, in unix seconds; None when the text is no RFC 3339 time."""
+    """Return when the lock was taken, in unix seconds; None when the text is no RFC 3339 time."""
     if not _RFC_3339.match(text):
         return None
     try:

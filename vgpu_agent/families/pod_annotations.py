@@ -14,7 +14,7 @@ from vgpu_agent.families.volcano_vgpu.family import NO_TYPE, NO_UUID, USE_TYPE, 
 from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH
 
-# The most important first: where a pod has more text than is kept, what comes last is cut.
+# The most important first: where a pod has more text than is kept, the last ones are cut.
 ANNOTATIONS = (
     MIRROR_POD,
     STATIC_POD_HASH,

@@ -1,8 +1,8 @@
-"""Which device nodes open a MIG instance: ``/dev/nvidia-caps/nvidia-cap<N>``, once for its GPU instance and once for its compute instance.
+"""The device nodes of a MIG instance: ``/dev/nvidia-caps/nvidia-cap<N>``, one for its GPU and one for its compute instance.
 
-NVML does not tell N. The driver lists it in ``driver/nvidia-caps/mig-minors`` below procfs, under the *minor* of the parent GPU, not under
-NVML's index (nvidia §4). Where a line is missing or makes no sense, the instances it belongs to are not given away, and the
-reason goes with them; all others are.
+NVML does not report N. The driver lists it in ``driver/nvidia-caps/mig-minors`` below procfs, under the *minor* of
+the parent GPU, not under NVML's index (nvidia §4). Where a line is missing or makes no sense, its instances are not
+given away, and the reason goes with them. All others are given away.
 
 Called by `mig` inside the owner thread, once for each GPU that has instances.
 """
@@ -28,7 +28,7 @@ class CapabilityMinors:
     Attributes:
         path: of the file, for messages.
         numbers: by key, e.g. ``gpu1/gi7/ci0/access``.
-        troubles: by key, what is wrong with its line.
+        troubles: by key, the error of its line.
         trouble: why there is no table at all.
     """
 
@@ -53,7 +53,7 @@ class CapabilityMinors:
 class Capabilities:
     """The driver's table of capability numbers.
 
-    State: the last text and what it meant; the table is the same for as long as the driver is loaded.
+    State: the last text and its meaning; the table is the same for as long as the driver is loaded.
     """
 
     def __init__(self, proc_root: Path) -> None:
@@ -62,7 +62,7 @@ class Capabilities:
         self._minors = CapabilityMinors(str(self.path))
 
     def read(self) -> CapabilityMinors:
-        """The table as it stands now; what is wrong with it is part of the answer."""
+        """Read the current table; its faults are part of the answer."""
         try:
             with self.path.open("rb") as file:
                 text = file.read(_LIMIT_BYTES + 1)
@@ -77,11 +77,11 @@ class Capabilities:
 def parse(text: bytes, path: str) -> CapabilityMinors:
     """Read the driver's lines, e.g. ``gpu0/gi1/access 30``; lines about other things than MIG instances are passed over.
 
-    A last line without its end is not believed: half of a number is a number.
+    A last line without its end is ignored: half of a number is a number.
 
     Args:
-        text: what the file holds.
-        path: what to call it in a trouble.
+        text: the content of the file.
+        path: its name in a trouble.
     """
     if len(text) > _LIMIT_BYTES:
         return CapabilityMinors(path, trouble=f"{path} is larger than {_LIMIT_BYTES} bytes, which no driver writes")

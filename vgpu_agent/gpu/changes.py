@@ -1,6 +1,7 @@
-"""What happened between two inventories, told to the journal: GPUs that came, went, fell ill or recovered, and how they are cut.
+"""The differences between two inventories, for the journal: GPUs that came, went, fell ill or recovered, and their division.
 
-`watch` calls it once for each inventory that it publishes. Pure in what it compares; every line is an event with a fixed name.
+`watch` calls it once for each inventory that it publishes. Pure in what it compares. Every line is an event with a
+fixed name.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _record_gpu(journal: Journal, old: Gpu | None, new: Gpu) -> None:
 
 
 def _record_layout(journal: Journal, old: Gpu | None, new: Gpu) -> None:
-    """What a GPU that was known is cut into now."""
+    """Record how the division of a known GPU has changed."""
     if old is None:
         return
     went, came = _by_uuid(old.mig_instances), _by_uuid(new.mig_instances)
@@ -58,7 +59,7 @@ def _record_layout(journal: Journal, old: Gpu | None, new: Gpu) -> None:
 
 
 def _record_slices(journal: Journal, old: Gpu | None, new: Gpu) -> None:
-    """What happened to single slices; what befell their GPU was told already."""
+    """Record the changes of single slices, except those of their whole GPU."""
     before = _by_uuid(old.mig_instances if old else ())
     gpu_was_ok = old is None or old.health.ok
     for instance in new.mig_instances:

@@ -1,9 +1,9 @@
-"""Whether this node's GPUs are found through NVML, or its only one is part of a Tegra processor (``gpu.discovery``).
+"""The choice between NVML and the only GPU of a Tegra processor (``gpu.discovery``).
 
-With ``auto`` the order is that of NVIDIA's plugin (nvidia §9): a Windows subsystem goes through NVML; a Tegra processor without
-NVML, or whose NVML lists integrated GPUs only, has the one GPU ``tegra``; everything else goes through NVML. NVML is only asked on a Tegra
-processor, so other nodes start as if there were no such question. Called by `composition` before the agent is built; the answer holds for
-as long as the process lives.
+With ``auto`` the order is that of NVIDIA's plugin (nvidia §9): a Windows subsystem goes through NVML; a Tegra
+processor without NVML, or whose NVML lists integrated GPUs only, has the one GPU ``tegra``; everything else goes
+through NVML. NVML is only called on a Tegra processor, so other nodes start without this check. Called by
+`composition` before the agent is built. The answer holds for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _INTEGRATED_NAME = "(nvgpu)"  # in the name that NVML has for a GPU of the Tegra
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Discovery:
-    """How GPUs are found.
+    """The way in which GPUs are found.
 
     Attributes:
         integrated: the node's GPU is that of a Tegra processor; False: NVML lists the GPUs.
-        reason: why; empty on a node where nothing speaks of a Tegra processor.
-        doubt: what speaks against it, with the remedy; empty when nothing does.
+        reason: why; empty on a node without signs of a Tegra processor.
+        doubt: a sign against it, with the remedy; empty when there is none.
     """
 
     integrated: bool = False
@@ -57,10 +57,10 @@ BY_NVML = Discovery()
 
 
 async def discover(settings: GpuSettings, *, simulated: bool, names: Names | None = None) -> Discovery:
-    """Find out, and say in the log what is not as on every node; never an error.
+    """Discover, and log anything unusual; never an error.
 
     Args:
-        settings: where to look, and what the operator has decided.
+        settings: where to look, and the operator's choice.
         simulated: the agent runs on simulated GPUs, which have an NVML.
         names: asks NVML for the names of all GPUs; None where there is no library. `names_by_nvml` when left out.
     """
@@ -80,7 +80,7 @@ async def discover(settings: GpuSettings, *, simulated: bool, names: Names | Non
 
 
 async def _on_tegra(sign: str, settings: GpuSettings, names: Names) -> Discovery:
-    """What ``auto`` comes to where something looks like a Tegra processor."""
+    """Decide ``auto`` where something looks like a Tegra processor."""
     windows = settings.device_node_root / _WSL_NODE
     if await asyncio.to_thread(os.path.exists, windows):
         return Discovery(reason=f"there is {windows}, so this is a Windows subsystem")
@@ -130,7 +130,7 @@ async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
 
 
 def _sign_of_tegra(settings: GpuSettings) -> str:
-    """What shows that this is a Tegra processor; empty when nothing does. Looks at the file system."""
+    """Describe the sign of a Tegra processor; empty when there is none. Looks at the file system."""
     release, family = _places(settings)
     if os.path.isfile(release):  # Path.is_file would fail over a root that cannot be looked into
         return f"there is {release}"
@@ -155,4 +155,4 @@ def _places(settings: GpuSettings) -> tuple[Path, Path]:
 
 
 def _ignore(*_: object) -> None:
-    """What the thread reports is of no interest before the agent runs."""
+    """Ignore the thread's reports, which do not matter before the agent runs."""

@@ -1,12 +1,12 @@
-"""When a GPU may not be given away, and when it may again: one small state machine a GPU, on plain values.
+"""The decision when a GPU may not be given away, and when it may again: one small state machine a GPU, on plain values.
 
-Three things make a GPU Unhealthy: an XID that counts, a probe that the card or the driver answered badly, and a driver call about this
-GPU that does not return. It comes back when the card answers, the driver asks for no reset or reboot, no row remap is pending, and it
-has been quiet for a while; a GPU that fails again soon must be quiet for twice as long each time, so that a flapping card does not
-eat one pod after another.
+Three things make a GPU Unhealthy: an XID that counts, a probe that the card or the driver answered badly, and a
+driver call about this GPU that does not return. It comes back when the card answers, the driver asks for no reset or
+reboot, no row remap is pending, and it has been quiet for a while. A GPU that fails again soon must be quiet for
+twice as long each time, so that a flapping card does not fail one pod after another.
 
-Called by `healths` only, on the event loop; reads no clock but the one it is given. A MIG slice has a machine of this class of its own
-beside its GPU's.
+Called by `healths` only, on the event loop. Reads no clock but the one it is given. A MIG slice has a machine of this
+class of its own beside its GPU's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RecoveryAction(enum.IntEnum):
-    """What the driver wants done with a GPU before it is used again (NVML: nvmlDeviceGpuRecoveryAction_t)."""
+    """The action that the driver requires before a GPU is used again (NVML: nvmlDeviceGpuRecoveryAction_t)."""
 
     NONE = 0
     GPU_RESET = 1
@@ -54,7 +54,7 @@ class RecoveryAction(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """What a GPU answered when it was asked how it is.
+    """The health of a GPU in one probe.
 
     Attributes:
         trouble: why it did not answer as a working GPU does; empty when it did.
@@ -68,14 +68,14 @@ class Probe:
 
     @property
     def failure(self) -> str:
-        """Why this answer makes a GPU Unhealthy; empty when it does not."""
+        """The reason why this answer makes a GPU Unhealthy; empty when it does not."""
         if self.trouble:
             return self.trouble
         return f"the driver asks for a {self.recovery_action.words}" if self.recovery_action.forbids_use else ""
 
     @property
     def obstacle(self) -> str:
-        """What must go away before an Unhealthy GPU may recover; empty when nothing stands in the way."""
+        """The condition that must go away before an Unhealthy GPU may recover; empty when there is none."""
         if self.recovery_action is not RecoveryAction.NONE:
             return f"a {self.recovery_action.words}"
         return "a GPU reset that replaces a row of memory" if self.remap_pending else ""
@@ -83,11 +83,11 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecoveryPolicy:
-    """How an Unhealthy GPU comes back (settings ``gpu.recovery``); times in seconds.
+    """The rules by which an Unhealthy GPU comes back (settings ``gpu.recovery``); times in seconds.
 
     Attributes:
         automatic: False for mode ``never``: only a restart of the agent forgives.
-        quiet_seconds: how long nothing bad may have been heard.
+        quiet_seconds: how long the GPU must be without errors.
         flap_window_seconds: a relapse within this time of the last recovery doubles the quiet time.
         max_quiet_seconds: where the doubling ends.
     """
@@ -101,8 +101,9 @@ class RecoveryPolicy:
 class GpuHealth:
     """One GPU's state.
 
-    ``now`` is monotonic seconds in every method; ``wall`` tells unix seconds for `Health.since`. Each method answers True when `health`
-    became a different value. A restart of the agent begins with a healthy GPU and lets the first probe judge.
+    ``now`` is monotonic seconds in every method; ``wall`` returns unix seconds for `Health.since`. Each method
+    returns True when `health` became a different value. A restart of the agent begins with a healthy GPU and lets the
+    first probe judge.
     """
 
     def __init__(self, policy: RecoveryPolicy, *, wall: Callable[[], float]) -> None:
@@ -118,12 +119,12 @@ class GpuHealth:
 
     @property
     def health(self) -> Health:
-        """What the inventory shows."""
+        """The health that the inventory shows."""
         return self._health
 
     @property
     def quiet_needed_seconds(self) -> float:
-        """How long it must be quiet this time."""
+        """Return how long it must be quiet this time."""
         longest = max(self.policy.quiet_seconds, self.policy.max_quiet_seconds)
         doublings = min(self._relapses, 64)  # far beyond any limit, and still a float
         return float(min(self.policy.quiet_seconds * 2.0**doublings, longest))
@@ -140,7 +141,7 @@ class GpuHealth:
         return self._fail(reason, now)
 
     def hung(self, reason: str, now: float) -> bool:
-        """A driver call about this GPU does not return, ``reason`` says which; holds until `answering`."""
+        """Take note of a hung driver call about this GPU, named by ``reason``; holds until `answering`."""
         self._hung = True
         return self._fail(reason, now)
 

@@ -1,8 +1,9 @@
-"""The health of every GPU and of every MIG slice: which of the state machines an error, an answer or a hang is meant for.
+"""The health of every GPU and of every MIG slice: the choice of state machines for an error, an answer or a hang.
 
-One `GpuHealth` for each GPU and one for each slice beside it. What is said of a whole GPU is said of all its slices too; an error that
-names a slice is that slice's alone (nvidia §10.7; the original marks one replica at random, or the wrong slice, or none). An
-error that names a slice nobody knows is taken for the whole GPU's, because an error that counts must not get lost.
+One `GpuHealth` for each GPU and one for each slice beside it. A report about a whole GPU also counts for all its
+slices. An error that names a slice counts for that slice alone (nvidia §10.7; the original marks one replica at
+random, or the wrong slice, or none). An error that names an unknown slice counts for the whole GPU, because an error
+that counts must not get lost.
 
 Called by `watch` only, on the event loop.
 """
@@ -43,7 +44,7 @@ class Healths:
 
     @property
     def recoveries(self) -> list[float]:
-        """When a good probe would bring something back: monotonic seconds, one for each machine of which nothing but time is missing."""
+        """List when a good probe would bring each machine back: monotonic seconds, where nothing but time is missing."""
         return [at for machine in self._all() if (at := machine.recovers_at) is not None]
 
     def probed(self, gpu: Gpu, probe: Probe, now: float, silent: Mapping[str, Probe] | None = None) -> None:
@@ -64,7 +65,7 @@ class Healths:
             del slices[uuid]
 
     def reported(self, gpu: Gpu, gpu_instance: int | None, compute_instance: int | None, reason: str, now: float) -> None:
-        """An error event that counts.
+        """Take note of an error event that counts.
 
         Args:
             gpu: where it happened.
@@ -81,7 +82,7 @@ class Healths:
             self._machine(gpu.uuid).reported(reason, now)
 
     def hung(self, gpu: Gpu, reason: str, now: float) -> bool:
-        """A driver call about the GPU does not return; whether that changed anything."""
+        """Note that a driver call about the GPU does not return; return whether that changed anything."""
         changed = self._machine(gpu.uuid).hung(reason, now)
         for machine in self._slices_of(gpu).values():
             changed = machine.hung(reason, now) or changed
@@ -121,5 +122,5 @@ class Healths:
 
 
 def _is_in(instance: MigInstance, gpu_instance: int | None, compute_instance: int | None) -> bool:
-    """Whether an event with these ids is about the instance; one without the second is about every compute instance of the first."""
+    """Tell whether an event with these ids concerns the instance. Without the second id it concerns all of the first."""
     return instance.gpu_instance_id == gpu_instance and compute_instance in {None, instance.compute_instance_id}

@@ -1,9 +1,9 @@
-"""Reading what there is: each GPU that answers, with its MIG instances, its NUMA node and how it is.
+"""The reading of all GPUs: each one that answers, with its MIG instances, its NUMA node and its health.
 
 A node starts with the GPUs that answer; one that does not is a line in ``failures`` and nothing more. The whole set is read again at every
 poll, since a hundred calls of a few microseconds are cheaper than a second kind of reading that could disagree with the first.
 
-Called by `session` inside the owner thread. Merging a reading with what was known before is `merge`, a pure function.
+Called by `session` inside the owner thread. `merge`, a pure function, merges a reading with the one before.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Card:
     """A GPU that answered.
 
     Attributes:
-        gpu: the facts, with the MIG instances that told all of theirs.
+        gpu: the facts, with the MIG instances that reported all of theirs.
         handle: for further calls.
-        probe: how it is.
+        probe: its health.
         mig: how its instances were read.
     """
 
@@ -66,14 +66,14 @@ class Reading:
 
 
 class NumaNodes:
-    """NUMA nodes from sysfs, with one warning for each change of what is wrong with a file."""
+    """NUMA nodes from sysfs, with one warning for each change of a file's error."""
 
     def __init__(self, sysfs_root: Path) -> None:
         self._directory = sysfs_root / "bus" / "pci" / "devices"
         self._troubles: dict[str, str] = {}
 
     def node(self, pci_bus_id: str) -> tuple[int | None, str]:
-        """The node of the card's slot, None when the kernel does not say, and a warning when that is news."""
+        """Return the node of the card's slot, None when the kernel reports none, and a warning when that is news."""
         path = self._directory / pci_bus_id / "numa_node"
         node, trouble = None, ""
         try:
@@ -141,7 +141,7 @@ def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
 
 
 def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
-    """The MIG instances of ``gpu`` that did not describe themselves in this reading: UUID → what the driver said."""
+    """Return the MIG instances of ``gpu`` without a description in this reading: UUID → the driver's error."""
     if card.mig.layout.unread:
         return {instance.uuid: card.mig.layout.unread for instance in gpu.mig_instances}
     known = {instance.index: instance for instance in gpu.mig_instances}
@@ -149,22 +149,22 @@ def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
 
 
 def _joined(known: Gpu | None, card: Card) -> Gpu:
-    """The GPU of a card, with what is to be kept of what was known of it."""
+    """Merge a card's GPU with the facts to keep of the known one."""
     if known is None:
         return card.gpu
-    if not card.mig.settled:  # it is being cut anew: what was is nearer to the truth than half of what will be
+    if not card.mig.settled:  # it is being divided anew: the old instances are nearer to the truth than half of the new ones
         return dataclasses.replace(card.gpu, health=known.health, mig_enabled=known.mig_enabled, mig_instances=known.mig_instances)
     if card.mig.layout.unread:
         return dataclasses.replace(card.gpu, health=known.health, mig_instances=known.mig_instances)
     silent = [instance for instance in known.mig_instances for slot, _ in card.mig.failures if _is_of(slot, instance)]
     instances = sorted([*card.gpu.mig_instances, *silent], key=lambda instance: instance.index)
-    # What is wrong with a known instance is a matter of its health.
+    # The error of a known instance is a matter of its health.
     trouble = "" if len(silent) == len(card.mig.failures) else card.gpu.mig_trouble
     return dataclasses.replace(card.gpu, health=known.health, mig_instances=tuple(instances), mig_trouble=trouble)
 
 
 def _is_of(slot: Slot, instance: MigInstance | None) -> bool:
-    """Whether the slot holds this instance, as far as the slot says who it is."""
+    """Tell whether the slot holds this instance, as far as the slot identifies it."""
     return instance is not None and slot.index == instance.index and slot.uuid in {"", instance.uuid}
 
 
@@ -207,7 +207,7 @@ def _explained(err: NvmlError) -> str:
 
 
 def _probe(nvml: Nvml, handle: Handle) -> Probe:
-    """How the card is. The facts before came from what the driver remembers; the temperature has to come from the card.
+    """Probe the card's health. The facts before came from the driver's memory. The temperature has to come from the card.
 
     Raises:
         NvmlError: the card is lost; any other failure is the probe's result.

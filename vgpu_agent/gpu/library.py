@@ -1,4 +1,4 @@
-"""Finding the driver's library, and saying what is wrong when there is none.
+"""The search for the driver's library, and the error when there is none.
 
 The agent often runs in a container beside a driver that is installed elsewhere (`driverRoot`, e.g. ``/run/nvidia/driver``), so the
 dynamic loader alone would not find ``libnvidia-ml.so.1``. A library that is loaded by its absolute path first is the one that pynvml gets
@@ -35,7 +35,7 @@ _DIRECTORIES = (
 
 
 def candidates(driver_root: Path) -> list[Path]:
-    """Where the library may lie below ``driver_root``, in the order in which it is looked for."""
+    """List where the library may lie below ``driver_root``, in search order."""
     return [driver_root / directory / SONAME for directory in _DIRECTORIES]
 
 
@@ -43,7 +43,7 @@ def load(driver_root: Path) -> tuple[str, list[str]]:
     """Load the driver's library into this process, unless one is loaded already.
 
     Returns:
-        What was loaded (a path, or the soname for the loader's own choice, or empty when there is none), and the places that were looked
+        The loaded library (a path, or the soname for the loader's own choice, or empty when there is none), and the places that were looked
         at without success, each with the reason.
     """
     if _loaded():

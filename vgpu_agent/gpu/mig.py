@@ -1,8 +1,9 @@
-"""The MIG instances of a GPU, read so that what comes out was true at one moment.
+"""The MIG instances of a GPU, read so that the result was true at one moment.
 
-Somebody may cut a GPU anew while it is read: then handles die between two calls, or a slot holds another instance than a call before. So
-a reading counts only when the layout is the same after it as it was read; else it is made again, and if it will not settle, the caller
-keeps what it knew and looks again soon. A change of layout never costs the GPU.
+The division of a GPU may change while it is read: then handles die between two calls, or a slot holds another
+instance than a call before. So a reading counts only when the layout after it is the one that was read. Otherwise it
+is made again. If the layout keeps changing, the caller keeps its knowledge and looks again soon. A change of layout
+never costs the GPU.
 
 Called by `inventory` for each GPU, and by `session` for the light look between two readings; inside the owner thread.
 """
@@ -28,13 +29,13 @@ _PAUSE_SECONDS = 0.002  # between two tries; a tool that cuts a GPU anew takes l
 # What a call about an instance answers that has just been destroyed.
 _GONE = frozenset({NOT_FOUND, INVALID_ARGUMENT})
 
-# What NVIDIA's container runtime makes of it is told in docs/operations.md, "MIG".
+# The use of them by NVIDIA's container runtime is described in docs/operations.md, "MIG".
 PERMISSION_REMEDY = "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One MIG device of a GPU: where it is and who; the UUID is empty and the ids are -1 where the driver does not say."""
+    """One MIG device of a GPU: its place and identity. The UUID is empty and the ids are -1 where the driver reports none."""
 
     index: int
     uuid: str = ""
@@ -44,10 +45,10 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """How a GPU is cut: what the light look compares.
+    """The division of a GPU: the part that the light look compares.
 
     Attributes:
-        capable: the card knows MIG at all; one that does not never will.
+        capable: the card supports MIG at all; one that does not never will.
         enabled: MIG mode is on now.
         slots: the instances there are.
         unread: why not even those are known; empty when they are.
@@ -61,13 +62,13 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigReading:
-    """What a GPU's instances are.
+    """The instances of a GPU.
 
     Attributes:
-        layout: how it is cut.
+        layout: its division.
         instances: those that answered every question, by index.
         failures: those that did not, each with the reason.
-        settled: the GPU was not cut anew meanwhile; if it was, nothing else here is to be believed.
+        settled: the division did not change meanwhile; if it did, nothing else here is valid.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -77,7 +78,7 @@ class MigReading:
 
     @property
     def trouble(self) -> str:
-        """Why there may be other instances than ``instances``; empty when all were read."""
+        """The reason why there may be other instances than ``instances``; empty when all were read."""
         return self.layout.unread or "; ".join(dict.fromkeys(problem for _, problem in self.failures))
 
 
@@ -86,10 +87,10 @@ class _LayoutMovedError(Exception):
 
 
 def look(nvml: Nvml, handle: Handle) -> Layout | None:
-    """How the GPU is cut now; None when that changed during the look.
+    """Return the GPU's division now; None when it changed during the look.
 
     Raises:
-        NvmlError: the card is lost, or the driver does not say whether MIG mode is on.
+        NvmlError: the card is lost, or the driver does not report whether MIG mode is on.
     """
     try:
         return _look(nvml, handle)
@@ -98,7 +99,7 @@ def look(nvml: Nvml, handle: Handle) -> Layout | None:
 
 
 def read(nvml: Nvml, handle: Handle, *, memory_mib: int, minor: int, capabilities: Capabilities) -> MigReading:
-    """The GPU's instances with all their facts.
+    """Read the GPU's instances with all their facts.
 
     Args:
         nvml: the open driver.
@@ -108,7 +109,7 @@ def read(nvml: Nvml, handle: Handle, *, memory_mib: int, minor: int, capabilitie
         capabilities: where those are found.
 
     Raises:
-        NvmlError: the card is lost, or the driver does not say whether MIG mode is on; what is wrong with one instance is in ``failures``.
+        NvmlError: the card is lost, or the driver does not report whether MIG mode is on; faults of one instance are in ``failures``.
     """
     for attempt in range(_TRIES):
         if attempt:
@@ -167,7 +168,7 @@ def _look(nvml: Nvml, handle: Handle) -> Layout:
 def _describe(
     nvml: Nvml, handle: Handle, layout: Layout, gpu_memory_mib: int, minor: int, minors: CapabilityMinors
 ) -> tuple[tuple[MigInstance, ...], tuple[tuple[Slot, str], ...]]:
-    """All facts of the instances in ``layout``, and what is wrong with those that do not tell them."""
+    """Read all facts of the instances in ``layout``, and the errors of those that do not report them."""
     instances: list[MigInstance] = []
     failures: list[tuple[Slot, str]] = []
     for slot in layout.slots:

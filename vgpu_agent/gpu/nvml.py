@@ -1,11 +1,12 @@
 """NVML with types, our own exceptions, and a record of the call in flight.
 
-pynvml has no types, an error class without a hash, and calls that may block for seconds or for ever when a card dies. This wrapper is the
-only place that calls it: each method is one NVML function (or the pair of versions that drivers know it by), each failure is an
-`NvmlError`, and while a call runs `Nvml.in_flight` says which and for which GPU, so that another thread can name a hung driver.
+pynvml has no types, an error class without a hash, and calls that may block for seconds or for ever when a card dies.
+This wrapper is the only place that calls it: each method is one NVML function (or the pair of versions that drivers
+know it by), each failure is an `NvmlError`, and while a call runs `Nvml.in_flight` names it and its GPU, so that
+another thread can name a hung driver.
 
-Used inside the owner thread only (`thread`), by `session` and what it calls. Optional facts are None where a driver or card does not
-have them; that is normal, not an error.
+Used inside the owner thread only (`thread`), by `session` and its callees. Optional facts are None where a driver or
+card does not have them; that is normal, not an error.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class CallInFlight:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceEvent:
-    """What the driver reported.
+    """An event that the driver reported.
 
     Attributes:
-        gpu: the GPU's UUID; empty when the driver would not say whose event it is.
+        gpu: the GPU's UUID; empty when the driver names none.
         xid: the XID; None for an event of another kind.
         gpu_instance: the MIG GPU instance it hit; None for the whole GPU.
         compute_instance: same, the compute instance.
@@ -90,7 +91,7 @@ class Nvml:
             driver_root: root of the file system in which the driver is installed.
 
         Raises:
-            DriverMissingError: no library, or it does not find a driver; the message says where was looked and what NVML answered.
+            DriverMissingError: no library, or it does not find a driver; the message has the searched places and NVML's answer.
         """
         tried: list[str] = []
         if not self.library:  # it is never unloaded, so a second try is about the driver behind it
@@ -125,11 +126,11 @@ class Nvml:
         return pynvml.nvmlLib is not None and hasattr(pynvml.nvmlLib, "vgpusim_layout")
 
     def driver_version(self) -> str:
-        """``580.65.06``; empty when the driver does not say."""
+        """Return ``580.65.06``; empty when the driver reports none."""
         return str(self._optional("nvmlSystemGetDriverVersion") or "")
 
     def cuda_version(self) -> str:
-        """The newest CUDA the driver can run, ``13.0``; empty when the driver does not say."""
+        """Return the newest CUDA the driver can run, ``13.0``; empty when the driver reports none."""
         version = self._optional("nvmlSystemGetCudaDriverVersion_v2")
         return f"{version // 1000}.{version % 1000 // 10}" if version else ""
 
@@ -168,12 +169,12 @@ class Nvml:
         return sysfs_address(self._call("nvmlDeviceGetPciInfo_v3", handle).busId)
 
     def compute_capability(self, handle: Handle) -> tuple[int, int]:
-        """(major, minor); (0, 0) when the driver does not say."""
+        """Return (major, minor); (0, 0) when the driver reports none."""
         answer = self._optional("nvmlDeviceGetCudaComputeCapability", handle)
         return (int(answer[0]), int(answer[1])) if answer else (0, 0)
 
     def memory_mib(self, handle: Handle) -> tuple[int, int]:
-        """(total, used); used is without the driver's own reserve where the driver tells it apart."""
+        """Return (total, used); used is without the driver's own reserve where the driver reports that apart."""
         memory = self._optional("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2) or self._call("nvmlDeviceGetMemoryInfo", handle)
         return int(memory.total) // _MIB, int(memory.used) // _MIB
 
@@ -185,7 +186,7 @@ class Nvml:
         return None if modes is None else bool(modes[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
 
     def mig_slots(self, handle: Handle) -> int:
-        """How many MIG devices the GPU could have; fails where they may not be counted (code 4), since there may be some."""
+        """Count the MIG devices the GPU could have; fails where they may not be counted (code 4), since there may be some."""
         try:
             return int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))
         except NvmlError as err:
@@ -238,12 +239,12 @@ class Nvml:
     # ---- how it is
 
     def temperature_celsius(self, handle: Handle) -> int | None:
-        """Of the GPU's core. A lost card fails here (code 15)."""
+        """Return the temperature of the GPU's core. A lost card fails here (code 15)."""
         value = self._optional("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
         return None if value is None else int(value)
 
     def recovery_action(self, handle: Handle) -> RecoveryAction:
-        """What the driver wants done before the card is used again; NONE where the driver does not know the field."""
+        """Return the action that the driver requires before the card is used again; NONE where it does not know the field."""
         values = self._optional("nvmlDeviceGetFieldValues", handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
         if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
             return RecoveryAction.NONE
@@ -322,7 +323,7 @@ class Nvml:
 
     @contextlib.contextmanager
     def watched(self, name: str, gpu: str = "") -> Iterator[None]:
-        """Count what is inside as a call in flight; for the few things besides NVML that could block this thread."""
+        """Count the block as a call in flight; for the few things besides NVML that could block this thread."""
         self.in_flight = CallInFlight(name, gpu, time.monotonic())
         try:
             yield
@@ -339,7 +340,7 @@ class Nvml:
             return ""
 
     def _optional(self, name: str, /, *arguments: Any) -> Any:
-        """As `_call`, and None for what this card, driver or container does not have."""
+        """Do as `_call`, and return None for what this card, driver or container does not have."""
         try:
             return self._call(name, *arguments)
         except NvmlError as err:
@@ -348,10 +349,10 @@ class Nvml:
             raise
 
     def _call(self, name: str, /, *arguments: Any, gpu: str | None = None) -> Any:
-        """One NVML function, counted and named while it runs.
+        """Call one NVML function, counted and named while it runs.
 
         Raises:
-            NvmlError: whatever it answered but success.
+            NvmlError: it answered anything but success.
         """
         self.calls += 1
         about = self._uuids.get(_address(arguments[0]), "") if gpu is None and arguments else gpu or ""

@@ -1,7 +1,8 @@
-"""When to open the driver anew, which is the only way to see cards that came or went.
+"""The decision when to open the driver anew, which is the only way to see cards that came or went.
 
-Opening takes the driver seconds on some nodes, so it is done when there is a reason and not at every poll: cards do not answer, answer
-again, or the kernel module drives other cards than before. A reason that stays is tried again after pauses that double.
+Opening takes the driver seconds on some nodes, so it is done when there is a reason and not at every poll: cards do
+not answer, answer again, or the kernel module drives other cards than before. A reason that stays is tried again
+after pauses that double.
 
 Called by `watch` after each reading.
 """
@@ -43,7 +44,7 @@ class Reopening:
         """Learn from a reading.
 
         Args:
-            snapshot: what was read.
+            snapshot: the reading.
             known: UUIDs of the inventory before it.
             reopened: the driver was opened anew for it.
             now: monotonic seconds.

@@ -1,6 +1,7 @@
-"""NVML's return codes that mean something to this agent (nvml.h, ``nvmlReturn_t``), and what helps against those of a start.
+"""NVML's return codes that mean something to this agent (nvml.h, ``nvmlReturn_t``), and the remedies for those of a start.
 
-Used by `nvml`, which turns codes into `NvmlError`, and by those who treat one kind of failure differently from the others.
+Used by `nvml`, which turns codes into `NvmlError`, and by callers that treat one kind of failure differently from the
+others.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _LIBRARY_NOT_FOUND = 12
 _VERSION_MISMATCH = 18
 
 ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
-"""This card, driver or container does not have that: no fault of anybody (what drivers answer in the ordinary course)."""
+"""This card, driver or container does not have that: no fault (drivers answer so in the ordinary course)."""
 
 NORMAL = ABSENT | {NOT_FOUND, TIMEOUT}
 
 
 def remedy(code: int, driver_root: Path) -> str:
-    """What an administrator can do about a driver that could not be initialised, one sentence without its full stop."""
+    """Advise an administrator about a driver that could not be initialised, in one sentence without its full stop."""
     simulate = "or use --simulate DIR for simulated GPUs"
     if code == _VERSION_MISMATCH:
         return "The driver was updated under a running agent: restart the agent, and the node if that does not help"

@@ -1,7 +1,8 @@
 """The agent's connection to the driver: opened, asked, closed and opened again, always inside the owner thread.
 
-NVML fixes the set of cards when it is initialised, so a card that was pulled or plugged in shows only after a shutdown and a new
-initialisation, which also voids every handle and the event queue. This class owns all three, so that nobody else holds something void.
+NVML fixes the set of cards when it is initialised, so a card that was pulled or plugged in shows only after a
+shutdown and a new initialisation, which also voids every handle and the event queue. This class owns all three, so
+that no other code holds a void one.
 
 `watch` sends its methods to `thread.NvmlThread` as jobs; `wait` runs there between jobs.
 """
@@ -30,13 +31,13 @@ _LONGEST_DRAIN = 1000  # events; a card that reports faster than they are read m
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one look at the driver brought.
+    """The result of one look at the driver.
 
     Attributes:
         reading: the GPUs.
         links: the pairs of the GPUs that answer; None when nothing changed since the last snapshot.
         bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where that cannot be read.
-        warnings: what had to be left out, one sentence each, said once.
+        warnings: what had to be left out, one sentence each, reported once.
         driver_version: as in `Inventory`.
         cuda_version: same.
         simulated: same.
@@ -86,11 +87,11 @@ class Session:
         """Open the driver if it is not open, and read everything.
 
         Args:
-            reopen: close it first, to see cards that came or went; what was still queued is reported before.
+            reopen: close it first, to see cards that came or went; queued events are reported before.
 
         Raises:
             DriverMissingError: the driver is not there (any more); the next call tries again.
-            NvmlError: it is there and does not even count its GPUs.
+            NvmlError: it is there and cannot even count its GPUs.
         """
         if reopen:
             self._pass_on_events()
@@ -131,10 +132,10 @@ class Session:
         return self.read() if any(map(self._is_cut_anew, self._handles)) else None
 
     def usage(self) -> tuple[GpuUsage, ...]:
-        """What each GPU that answered last time is doing; a GPU that fails now is left out."""
+        """Return the load of each GPU that answered last time; a GPU that fails now is left out."""
         usages: list[GpuUsage] = []
         for uuid, handle in self._handles.items():
-            with contextlib.suppress(NvmlError):  # the next poll finds out what is wrong with it
+            with contextlib.suppress(NvmlError):  # the next poll finds the error
                 usages.append(self._usage(uuid, handle))
         return tuple(usages)
 
@@ -154,7 +155,7 @@ class Session:
         return self._events is not None
 
     def close(self) -> None:
-        """Let go of the driver, whatever it says to that."""
+        """Release the driver, whatever it answers."""
         if self._events is not None:
             with contextlib.suppress(NvmlError):
                 self._nvml.free_event_set(self._events)
@@ -179,11 +180,11 @@ class Session:
         self._pass_on_events()  # as between the GPUs of a reading
         try:
             return mig.look(self._nvml, self._handles[uuid]) != before or before is None
-        except NvmlError:  # the next poll finds out what is wrong with it
+        except NvmlError:  # the next poll finds the error
             return False
 
     def _news_of_instances(self, reading: inventory.Reading) -> list[str]:
-        """What instances would not tell, where that has changed."""
+        """List the facts that instances failed to report, where that has changed."""
         troubles: dict[str, tuple[str, ...]] = {}
         for card in reading.cards:
             uuid = card.gpu.uuid
@@ -196,7 +197,7 @@ class Session:
         return news
 
     def _pass_on_events(self) -> None:
-        """Report what is queued: a slow driver takes minutes for a reading, and an XID must not wait for its end."""
+        """Report queued events: a slow driver takes minutes for a reading, and an XID must not wait for its end."""
         with contextlib.suppress(NvmlError):  # the next wait meets it again
             for _ in range(_LONGEST_DRAIN):
                 event = self.wait(0)
@@ -240,7 +241,7 @@ class Session:
         with self._nvml.watched("list PCI devices"):
             try:
                 return frozenset(entry.name for entry in self._bound.iterdir() if entry.name.count(":") == 2)
-            except OSError:  # no sysfs, or not the host's: then only NVML tells of cards
+            except OSError:  # no sysfs, or not the host's: then only NVML reports cards
                 return frozenset()
 
     def _usage(self, uuid: str, handle: Handle) -> GpuUsage:

@@ -1,7 +1,8 @@
-"""Where the node's GPUs are learnt of: what the rest of the agent uses of it, and which source a node has.
+"""The source of the node's GPUs: the interface for the rest of the agent, and the choice of a source.
 
-Most nodes have `GpuWatch`, which asks NVML. A Tegra processor has one GPU that NVML knows nothing useful of, so there `IntegratedGpu` is
-the source. Which of the two is found out once, by `discovery`, before the agent is built. Called by `agent`.
+Most nodes have `GpuWatch`, which uses NVML. A Tegra processor has one GPU for which NVML reports nothing useful, so
+there `IntegratedGpu` is the source. The choice is made once, by `discovery`, before the agent is built. Called by
+`agent`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GpuSource(Protocol):
-    """What `agent` sees of the node's GPUs; see `GpuWatch` for what each member is."""
+    """The node's GPUs as `agent` sees them; see `GpuWatch` for each member."""
 
     inventory: Latest[Inventory]
     usage: Latest[tuple[GpuUsage, ...]]
@@ -32,7 +33,7 @@ class GpuSource(Protocol):
 
     @property
     def status(self) -> NvmlStatus:
-        """How the driver is doing."""
+        """The state of the driver."""
 
     async def start(self) -> None:
         """Find the GPUs; afterwards ``inventory`` is filled."""
@@ -47,7 +48,7 @@ class GpuSource(Protocol):
         """Use other settings from now on."""
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Let go of them; whether that was done in time."""
+        """Release them; return whether that was done in time."""
 
 
 def source(discovery: Discovery, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None]) -> GpuSource:

@@ -1,7 +1,8 @@
-"""The GPU of a Tegra processor (Jetson): one device of id ``tegra``, of which nothing is known but that it is there.
+"""The GPU of a Tegra processor (Jetson): one device of id ``tegra``, of which only its existence is known.
 
-It has no UUID, no memory of its own, no device node for itself and no NVML that would tell how it is, so nothing is asked and nothing is
-watched, as by NVIDIA's plugin (nvidia §4, §10). It is there for as long as the node is. Built by `source`.
+It has no UUID, no memory of its own, no device node for itself and no NVML that reports its health, so nothing is
+read and nothing is watched, as by NVIDIA's plugin (nvidia §4, §10). It is there for as long as the node is. Built by
+`source`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class IntegratedGpu:
         """Nothing can be seen."""
 
     def apply(self, settings: GpuSettings) -> None:
-        """How often to give signs of life."""
+        """Take over the interval of the signs of life."""
         self._settings = settings
 
     async def stop(self, timeout_seconds: float) -> bool:

@@ -1,10 +1,11 @@
-"""The one thread that talks to the driver, and how the event loop asks it for things without ever waiting inside a driver call.
+"""The one thread that calls the driver, and its queue of jobs, so that the event loop never waits inside a driver call.
 
-A driver call can block for seconds while a card resets, or for ever when it dies. So a single daemon thread owns NVML: it runs jobs
-from the event loop one by one and waits for driver events in between. When a call does not return in time the loop says which call and
-which GPU, tells everybody who waits, and refuses new jobs until the thread is back. A daemon thread never keeps the process from ending.
+A driver call can block for seconds while a card resets, or for ever when it dies. So a single daemon thread owns
+NVML: it runs jobs from the event loop one by one and waits for driver events in between. When a call does not return
+in time the loop reports the call and the GPU, fails all waiting jobs, and refuses new ones until the thread is back.
+A daemon thread never keeps the process from ending.
 
-Used by `watch`, which also calls `look` regularly, so that a hang is noticed when nobody waits for a job.
+Used by `watch`, which also calls `look` regularly, so that a hang is noticed without a waiting job.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _LONGEST_TICK_SECONDS = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Listener:
-    """What the thread reports on its own; each function is called on the event loop.
+    """The receiver of the thread's own reports; each function is called on the event loop.
 
     Attributes:
         event: the driver reported something.
         wait_failed: waiting for events failed with this text.
         hung: a call does not return; once for each hang.
         answering: the call that hung has returned, after this many seconds.
-        waiting: a job takes long, and who waits for it is alive; at least once in every call timeout.
+        waiting: a job takes long, and its caller is alive; at least once in every call timeout.
     """
 
     event: Callable[[DeviceEvent], None]
@@ -58,10 +59,10 @@ class _Job(Generic[T]):
 
 
 class NvmlThread:
-    """Owns NVML.
+    """The owner of NVML.
 
-    State: the queue of jobs, which is empty or gone when nobody waits. While a call hangs, `hang` names it. Everything but `pass_on`,
-    `_main` and what they call belongs to the event loop.
+    State: the queue of jobs, which is empty or gone when no caller waits. While a call hangs, `hang` names it.
+    Everything but `pass_on`, `_main` and their callees belongs to the event loop.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class NvmlThread:
         """Run ``function`` in the thread and wait for its result; its exceptions come out here.
 
         Args:
-            name: what an error calls it.
+            name: its name in errors.
             function: may use NVML; nothing on the event loop.
 
         Raises:
@@ -123,7 +124,7 @@ class NvmlThread:
             return future.result()
         finally:
             self._waiting.discard(future)
-            future.cancel()  # of no effect on a finished one; tells the thread not to begin a job that nobody waits for
+            future.cancel()  # of no effect on a finished one; otherwise the thread does not begin a job without a waiter
 
     def look(self) -> None:
         """Notice that a call hangs, or that it has returned."""
@@ -208,13 +209,13 @@ class NvmlThread:
         error: BaseException | None = None
         try:
             result = job.function()
-        except BaseException as err:  # noqa: BLE001 - whatever it is, it belongs to the one who waits for the job, not to this thread
+        except BaseException as err:  # noqa: BLE001 - any exception belongs to the caller that waits for the job, not to this thread
             error = err
         self._report(_settle, job.future, result, error)
 
     def _report(self, function: Callable[..., None], *arguments: Any) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending and nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending without a listener
                 self._loop.call_soon_threadsafe(function, *arguments)
 
 

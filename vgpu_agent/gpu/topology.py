@@ -1,7 +1,7 @@
-"""How close the GPUs are to each other: the PCI level and the number of direct NVLinks of each pair.
+"""The distance between GPUs: the PCI level and the number of direct NVLinks of each pair.
 
-Read by `session` once per change of the set of GPUs, because nothing else changes it and it takes a few calls for each pair. A GPU that
-is lost while it is read leaves its own pairs out and no others.
+Read by `session` once per change of the set of GPUs, because nothing else changes it and it takes a few calls for
+each pair. A GPU that is lost while it is read leaves its own pairs out and no others.
 """
 
 from __future__ import annotations

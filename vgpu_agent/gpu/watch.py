@@ -1,11 +1,12 @@
-"""The watch over the node's GPUs: the door of this room.
+"""The watch over the node's GPUs: the entry of this package.
 
-`GpuWatch` keeps two snapshots that anybody may read or wait for: what GPUs there are and how healthy they are (`inventory`), and what
-they do (`usage`). It hears of trouble in three ways, because each alone misses some: events from the driver, a regular look at every
-card, since a card can vanish without an event, and calls that do not return. Between the polls it looks, more often and with few calls,
-whether a GPU was cut into other MIG instances.
+`GpuWatch` keeps two snapshots that any component may read or wait for: the GPUs and their health (`inventory`), and
+their load (`usage`). It detects trouble in three ways, because each alone misses some: events from the driver, a
+regular look at every card, since a card can vanish without an event, and calls that do not return. Between the polls
+it checks, more often and with few calls, whether the MIG instances of a GPU have changed.
 
-Built and started by `agent`, which runs `run` under its supervisor and hands `inventory` to the ledger and the plugin servers.
+Built and started by `agent`, which runs `run` under its supervisor and passes `inventory` to the ledger and the
+plugin servers.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ _logger = log.get(__name__)
 # A poll that something calls for comes no sooner than this part of the regular interval after the one before: a card may send a
 # thousand events a second.
 _SHORTEST_INTERVAL = 0.1
-# New MIG instances reach kubelet within two seconds (docs/architecture.md); this is what may pass until they are seen.
+# New MIG instances reach the kubelet within two seconds (docs/architecture.md); this is the part until they are seen.
 _MIG_LOOK_SECONDS = 1.0
-_LOOK_PAUSES = 4.0  # between two looks at least so many times what the last one took
+_LOOK_PAUSES = 4.0  # between two looks at least so many times the duration of the last one
 # Of the same XID on the same GPU one entry in so long: a storm of them must not push everything else out of the journal.
 _XID_PAUSE_SECONDS = 10.0
 
 
 class GpuWatch:
-    """Everything the agent knows of its GPUs.
+    """The agent's knowledge of its GPUs.
 
     State: the health of each GPU seen since the start, in memory only; after a restart the first reading judges anew. All methods belong to
     the event loop; the driver itself is touched by the owner thread alone.
@@ -125,7 +126,7 @@ class GpuWatch:
             self._judge_hang()
             now = time.monotonic()
             if now >= self._next_poll:
-                with contextlib.suppress(AgentError):  # said and shown where it was noticed; the next round tries again
+                with contextlib.suppress(AgentError):  # already logged; the next round tries again
                     await self._poll()
             elif now >= self._next_look:
                 with contextlib.suppress(AgentError):  # the poll meets it again
@@ -136,17 +137,17 @@ class GpuWatch:
                 await self._sleep(min(self._next_poll, self._next_look, self._next_usage) - now)
 
     def look_now(self) -> None:
-        """Read and measure every GPU at once instead of at the next turn; `read_at` and `measured_at` say when it was done."""
+        """Read and measure every GPU at once instead of at the next turn; `read_at` and `measured_at` show when it was done."""
         self._next_poll = self._next_usage = 0.0
         self._wake.set()
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Close the driver; False when a call still hangs after ``timeout_seconds``, which keeps nobody from exiting."""
+        """Close the driver; False when a call still hangs after ``timeout_seconds``, which does not delay the exit."""
         self._thread.stop()
         return await self._thread.stopped(timeout_seconds)
 
     def apply(self, settings: GpuSettings) -> None:
-        """Use other settings from now on; where driver, sysfs and procfs lie stays as it was until a restart."""
+        """Use other settings from now on; the paths of driver, sysfs and procfs stay until a restart."""
         self._settings = settings
         self._policy = XidPolicy.from_lists(settings.disable_health_checks, settings.enable_health_checks)
         for warning in self._policy.warnings:
@@ -161,7 +162,7 @@ class GpuWatch:
 
     @property
     def status(self) -> NvmlStatus:
-        """How the driver and its thread are doing; the same object every time, brought up to date."""
+        """The state of the driver and its thread; the same object every time, brought up to date."""
         self._status.calls = self._nvml.calls
         self._status.errors = self._nvml.errors
         self._status.library = self._nvml.library
@@ -175,7 +176,7 @@ class GpuWatch:
         """Read every GPU; when cards came or went, once more with the driver opened anew.
 
         Raises:
-            AgentError: nothing could be read; the inventory says so already.
+            AgentError: nothing could be read; the inventory shows it already.
         """
         now = self._polled_at = time.monotonic()
         self._next_poll = now + self._settings.init_retry_seconds
@@ -270,13 +271,13 @@ class GpuWatch:
 
     async def _measure(self) -> None:
         self._next_usage = time.monotonic() + self._settings.usage_seconds
-        with contextlib.suppress(NvmlHungError):  # shown as a hang; the last figures stand until it ends
+        with contextlib.suppress(NvmlHungError):  # shown as a hang; the last figures stay until it ends
             usage = await self._thread.call("measure the GPUs", self._session.usage)
             self.measured_at = time.time()
             if usage != self.usage.value:
                 self.usage.publish(usage)
 
-    # ---- what the thread reports
+    # ---- the thread's reports
 
     def _pass_on(self, event: DeviceEvent) -> None:
         """In the owner thread: an event that came while the GPUs were read."""
@@ -339,7 +340,7 @@ class GpuWatch:
         self._want_poll()
 
     def _judge_hang(self) -> None:
-        """The GPU that a call hangs on is Unhealthy after a while; said from here, since the thread cannot say anything."""
+        """Make the GPU of a hung call Unhealthy after a while; done here, since the thread cannot report anything."""
         call = self._thread.hang
         if call is None or time.monotonic() - call.started < self._settings.hung_unhealthy_seconds:
             return
@@ -388,7 +389,7 @@ def _recovery_policy(settings: Recovery) -> RecoveryPolicy:
 
 
 def _why_missing(gpu: Gpu, failures: tuple[str, ...]) -> str:
-    """What the driver said at the card's place, if it said anything."""
+    """Return the driver's error at the card's place, if there is one."""
     for failure in failures:
         index, _, problem = failure.partition(": ")
         if index == str(gpu.index):

@@ -1,8 +1,9 @@
-"""Which XID errors make a GPU Unhealthy, and what they mean in a few words.
+"""The XID errors that make a GPU Unhealthy, and their meaning in a few words.
 
-An XID is a number the driver reports with an error event. Some are the fault of the program that ran and say nothing about the card, so
-that a policy decides. The list of those, and the two environment variables that change it, are NVIDIA's device plugin's, so that an
-operator's settings keep their meaning (nvidia §10, §17.4); its defect of ignoring the enable list is not copied.
+An XID is a number the driver reports with an error event. Some are the fault of the program that ran and no sign of a
+bad card, so a policy decides. The list of those, and the two environment variables that change it, are those of
+NVIDIA's device plugin, so that an operator's settings keep their meaning (nvidia §10, §17.4). Its defect of ignoring
+the enable list is not copied.
 
 Called by `watch`: once for each event and again when the configuration is reloaded.
 """
@@ -17,7 +18,7 @@ IGNORED_BY_DEFAULT = frozenset({13, 31, 43, 45, 68, 109})
 
 _ALL_WORDS = ("all", "xids")
 
-# What the common ones mean for the person who reads a reason; the numbers are those of NVIDIA's XID catalogue.
+# The meaning of the common ones for a reader of the reason; the numbers are those of NVIDIA's XID catalogue.
 _MEANINGS = {
     13: "a program made an illegal access in a graphics or compute engine",
     31: "a program touched GPU memory that is not mapped",
@@ -55,12 +56,12 @@ def describe(code: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class XidPolicy:
-    """Which XIDs count; enabling beats disabling.
+    """The XIDs that count; enabling beats disabling.
 
     Attributes:
         disable_all: every XID is ignored that is not enabled.
         disabled: ignored besides `IGNORED_BY_DEFAULT`.
-        enable_all: every XID counts, whatever else is said.
+        enable_all: every XID counts, whatever the other lists contain.
         enabled: count although they are ignored by default or disabled.
         warnings: one sentence for each word of the lists that is neither a number nor ``all``.
     """
@@ -73,7 +74,7 @@ class XidPolicy:
 
     @classmethod
     def from_lists(cls, disable: str, enable: str) -> Self:
-        """Read the two comma-separated lists; junk is skipped, and said in ``warnings``.
+        """Read the two comma-separated lists; junk is skipped, and listed in ``warnings``.
 
         Args:
             disable: ``gpu.disableHealthChecks`` (``DP_DISABLE_HEALTHCHECKS``): numbers, ``all`` or ``xids``, in any case.
@@ -96,7 +97,7 @@ class XidPolicy:
 
 
 def _parse(key: str, words: str) -> tuple[bool, frozenset[int], tuple[str, ...]]:
-    """Whether the list says all, its numbers, and what could not be understood."""
+    """Return whether the list contains all, its numbers, and its unreadable words."""
     everything, numbers, junk = False, set[int](), list[str]()
     for word in (part.strip() for part in words.split(",")):
         if word.lower() in _ALL_WORDS:

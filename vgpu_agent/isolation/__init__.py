@@ -1,1 +1,1 @@
-"""What puts a limit in force, one module a backend, and `edits`: what a grant adds to a container."""
+"""The backends that put a limit in force, one module each, and `edits`: the things that a grant adds to a container."""

@@ -1,4 +1,4 @@
-"""What an isolation backend must be able to do: turn a container's shares into whatever makes it keep to them.
+"""The interface of an isolation backend: it turns a container's shares into the things that enforce them.
 
 Families call it while they put a grant in force; `agent` chooses the backend and leaves a family's resources unoffered when the backend's
 own needs (a library, a daemon) are not met. Pure: a backend names files and mounts, `runtime` makes them.
@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def provision(self, target: Target) -> Provision:
-        """What the container is told and what must be on the host."""
+        """Return the edits of the container and the files that must be on the host."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Edits: what a grant adds to a container, before anybody says how it gets there.
+"""Edits: the things that a grant adds to a container, in whatever way they get there.
 
 Families and isolation backends build them, a carrier takes them to the container: the plugin servers in the ``Allocate`` answer (early), or
 a CDI spec of the grant's own (late). The fields are those of kubelet's ContainerAllocateResponse (kubelet §1).
@@ -93,7 +93,7 @@ class HostFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Provision:
-    """Everything that puts a grant in force: what the container is told, and what must be on the host before it starts.
+    """Everything that puts a grant in force: the container's edits, and what must be on the host before it starts.
 
     Attributes:
         collected: the grant's own directory on the host; removed with all its content once the pod is gone and nothing in it is mounted.

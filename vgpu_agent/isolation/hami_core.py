@@ -1,17 +1,17 @@
-"""The isolation backend `hami-core`: what makes HAMi's libvgpu.so keep a container to its shares.
+"""The isolation backend `hami-core`: it makes HAMi's libvgpu.so hold a container to its shares.
 
 The library is preloaded into every process of the container and finds its limits in a region file, which the agent makes before the first
 process exists (`hami_region`). Environment and mounts are those of the replaced plugin (volcano-vgpu §4.1, G4), except for its
-two directories that containers can write. A bind mount follows links, so whoever can change a directory chooses what is mounted from it.
-Here a container sees no directory of the host: its region is mounted as a file, and the directory around it belongs to root alone. The
-library needs no more (hami-core §0.3.3). Families call it through `Backend`; `runtime` makes the files, and
-`runtime.hami_library` installs the library itself.
+two directories that containers can write. A bind mount follows links, so write access to a directory decides what is mounted from it. Here
+a container sees no directory of the host: its region is mounted as a file, and the directory around it belongs to root alone. The library
+needs no more (hami-core §0.3.3). Families call it through `Backend`; `runtime` makes the files, and `runtime.hami_library` installs the
+library itself.
 
-It is a quota for programs that play along, not a wall: static programs and images without glibc are not limited.
+It is a quota for cooperative programs, not a security boundary: static programs and images without glibc are not limited.
 
 A container's image and pod may set the library's variables, too. In a CDI spec the agent's value wins over both, so there each variable by
-which a program could leave its limit is set (`late`). In an answer to Allocate it wins over the image's and loses against the pod's; there
-`DECISIVE` says which of them the pod must not set.
+which a program could leave its limit is set (`late`). In an answer to Allocate it wins over the image's and loses against the pod's. There
+`DECISIVE` lists the variables that the pod must not set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOCK = f"{LOCK_DIRECTORY}/lock".encode()
 _LOCK_AWAITED = b"unified_lock locked"
 _LOCK_KIB, _LOCK_FILES = 64, 16
 
-# A pod sets this variable, to whatever value, to run without the library. The library itself does not know it.
+# A pod sets this variable, to any value, to run without the library. The library itself does not know it.
 DISABLED_BY = "CUDA_DISABLE_CONTROL"
 
 REGION_VARIABLE = "CUDA_DEVICE_MEMORY_SHARED_CACHE"  # another path is another region, with limits of the program's own
@@ -56,7 +56,7 @@ DECISIVE = frozenset({REGION_VARIABLE, _HOOKS_VARIABLE, _POLICY_VARIABLE})
 
 
 def uses_lock(library: bytes) -> bool:
-    """True for a libvgpu.so that makes a lock file in `LOCK_DIRECTORY`, as those before 2.8.1 do (hami-core §1.4)."""
+    """Tell whether a libvgpu.so makes a lock file in `LOCK_DIRECTORY`, as those before 2.8.1 do (hami-core §1.4)."""
     return _LOCK in library and _LOCK_AWAITED in library
 
 
@@ -66,7 +66,7 @@ class HamiCore:
 
     Attributes:
         host_directory: the settings' ``hamiCore.hostDirectory``, the same on the host and in the agent.
-        library_path: the installed library; whoever installs a newer one sets it, and grants made from then on mount that.
+        library_path: the installed library; the installation of a newer one sets it, and later grants mount that.
         library_locks: the library makes a lock file (`uses_lock`). Each container gets a place of its own for it. A place that containers
             share would let one keep the others from starting.
         disable_variable: the settings' ``hamiCore.disableVariable``: for which pods `DISABLED_BY` counts.
@@ -92,11 +92,11 @@ class HamiCore:
         return f"{self.host_directory}/ld.so.preload"
 
     def provision(self, target: Target) -> Provision:
-        """What the container is told and what must be on the host.
+        """Return the edits of the container and the files that must be on the host.
 
         Raises:
             RequestRefusedError: more devices than the library can count, or names that are no part of a path.
-            UnhealthyDeviceError: a whole GPU was asked for whose memory the driver has not told yet; a limit of 0 would be none.
+            UnhealthyDeviceError: a whole GPU was asked for whose memory the driver has not reported yet; a limit of 0 would be none.
         """
         limits = _limits(target)
         cache = _cache_name(target.grant)
@@ -109,7 +109,7 @@ class HamiCore:
         mounts += [
             # The path that the library opens without its environment (ssh, su -, cron), hami-core §0.3.2.
             Mount(DEFAULT_CACHE, region_path),
-            # A mount point cannot be deleted, so whoever tidies up /tmp does not delete the limit.
+            # A mount point cannot be deleted, so a cleanup of /tmp does not delete the limit.
             Mount(f"{CACHE_DIRECTORY}/{cache}", region_path),
         ]
         locks = (MemoryMount(LOCK_DIRECTORY, _LOCK_KIB, _LOCK_FILES),) if self.library_locks and self.late else ()
@@ -134,7 +134,7 @@ class HamiCore:
         if not target.limit_cores:
             environment[_POLICY_VARIABLE] = "disable"
         elif self.late:
-            environment[_POLICY_VARIABLE] = "force"  # what the region's switch says as well
+            environment[_POLICY_VARIABLE] = "force"  # the same as the region's switch
         if self.late:
             environment[_HOOKS_VARIABLE] = LIBRARY  # the library's own default
         if len(limits) > 1:
@@ -142,7 +142,7 @@ class HamiCore:
         return environment
 
     def _is_disabled(self, target: Target) -> bool:
-        """True for a container whose pod has switched its limit off, and may do so."""
+        """Tell whether the container's pod has switched its limit off, and may do so."""
         return DISABLED_BY in target.environment and may_be_disabled(self.disable_variable, target)
 
 
@@ -157,7 +157,7 @@ def directory_before(host_directory: str) -> str:
 
 
 def may_be_disabled(setting: str, target: Target) -> bool:
-    """True where a container may run without the library: always, never, or when nobody else has a share of its GPUs."""
+    """Tell whether a container may run without the library: always, never, or when no other container shares its GPUs."""
     if setting != "whole-gpus":
         return setting == "honor"
     return not target.oversubscribed and all(
@@ -166,7 +166,7 @@ def may_be_disabled(setting: str, target: Target) -> bool:
 
 
 def _limits(target: Target) -> list[DeviceLimit]:
-    """One limit a GPU, in the order in which CUDA and NVML count them inside the container: by PCI bus id (volcano-vgpu D22)."""
+    """Return one limit a GPU, in the order in which CUDA and NVML count them in the container: by PCI bus id (volcano-vgpu D22)."""
     by_uuid: dict[str, tuple[Gpu, list[Share]]] = {}
     for gpu, share in target.shares:
         by_uuid.setdefault(gpu.uuid, (gpu, []))[1].append(share)
@@ -178,9 +178,7 @@ def _limits(target: Target) -> list[DeviceLimit]:
 
 
 def _limit(gpu: Gpu, shares: list[Share], target: Target) -> DeviceLimit:
-    whole = any(
-        share.memory_mib <= 0 for share in shares
-    )  # 0 is how the model says "not limited"; the library's word for that is the whole
+    whole = any(share.memory_mib <= 0 for share in shares)  # 0 means "not limited" in the model; for the library the whole means that
     memory = gpu.memory_mib if whole else sum(share.memory_mib for share in shares)
     if memory <= 0:
         raise UnhealthyDeviceError(

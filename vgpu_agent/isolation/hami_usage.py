@@ -1,8 +1,8 @@
-"""What a container uses, read from the bytes of its shared region: the other direction of `hami_region`.
+"""Read the use of a container from the bytes of its shared region: the other direction of `hami_region`.
 
-The region belongs to the container, which may write what it likes into it, or cut the file short while it is read. So nothing here trusts
-a byte: whatever stands there, the answer is a usage or a reason. Only the head and the slots in use are asked for, through a function, so
-that whoever reads files copies a few pages instead of keeping two megabytes mapped. Layouts: hami-core §2.1 to §2.3. Called by
+The region belongs to the container, which may write anything into it, or cut the file short while it is read. So nothing here trusts a
+byte: whatever the content, the answer is a usage or a reason. Only the head and the slots in use are read, through a function, so that the
+reader of the file copies a few pages instead of keeping two megabytes mapped. Layouts: hami-core §2.1 to §2.3. Called by
 `runtime.container_usage`.
 """
 
@@ -42,7 +42,7 @@ class DeviceUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionUse:
-    """What a region says.
+    """The content of a region.
 
     Attributes:
         last_kernel_at: unix seconds of the last kernel launch; 0 when there was none, or the layout does not say.
@@ -58,7 +58,7 @@ class RegionUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Why the file says nothing: what was found, and what would be understood."""
+    """The reason why the file cannot be read: what was found, and what would be understood."""
 
     reason: str
 
@@ -89,21 +89,21 @@ _BEFORE_VERSIONS = _Layout(48, 56, 1_592, 1_720, 1_848, 1_168, 8 + 32, 40, 776 +
 def read_region(
     size: int, read: Callable[[int, int], bytes], *, is_alive: Callable[[int, int], bool] = lambda _hostpid, _pid: True
 ) -> RegionUse | Unreadable | None:
-    """What the region says now.
+    """Return the present content of the region.
 
     Args:
-        size: of the file; together with the version words it tells the layout.
+        size: of the file; together with the version words it identifies the layout.
         read: the bytes at (offset, length); fewer, when the file has become shorter.
         is_alive: whether a slot's process (pid on the host, pid in its container) still exists. A process that was killed leaves its slot
             behind with all that it used (hami-core §2.4).
 
     Returns:
-        None while there is nothing to say: no process has initialised the file, or it has become shorter while it was read.
+        None while there is no content: no process has initialised the file, or it has become shorter while it was read.
     """
     try:
         layout = _layout(size, read)
         return _use(layout, read, is_alive) if isinstance(layout, _Layout) else layout
-    except struct.error:  # fewer bytes than the size has promised
+    except struct.error:  # fewer bytes than the size says
         return None
 
 

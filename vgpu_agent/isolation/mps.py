@@ -1,7 +1,7 @@
 """The backend `mps`: several containers on one GPU at the same time, each held to its share by an MPS control daemon.
 
-Pure: what a daemon is told, what a container is told, and why a resource cannot be shared this way. The room `vgpu_agent.mps` runs the
-daemons by it, families add `mps_edits` to the answer of a resource whose sharing is MPS. One daemon serves one resource. Facts: nvidia
+Pure: the commands of a daemon, the edits of a container, and the reasons why a resource cannot be shared this way. `vgpu_agent.mps` runs
+the daemons by it, families add `mps_edits` to the answer of a resource whose sharing is MPS. One daemon serves one resource. Facts: nvidia
 §11 and §17.3; NVIDIA's guide to MPS for what a variable in a client can do (it narrows the daemon's limit, never widens it).
 """
 
@@ -40,12 +40,12 @@ NOT_FOR_MIG = "sharing using MPS is not supported for MIG devices"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MpsOptions:
-    """Where daemons and containers meet.
+    """The directories through which daemons and containers meet.
 
     Attributes:
         root: the host's directory of pipes, logs and shared memory.
         container_root: the same directory in the agent, in the daemon and in containers.
-        per_container_limits: several replicas in one container are several shares, told to the container in variables. A daemon knows one
+        per_container_limits: several replicas in one container are several shares, passed to the container in variables. A daemon knows one
             limit for all of its clients, so it then leaves them the whole GPU where a container may ask for more than one replica.
         single: a container gets one replica only, so the daemon's own limit is that of one replica in any case.
         pipe_directory: another place for the pipe, under the same path on the host and in containers; empty for one below the roots.
@@ -59,11 +59,11 @@ class MpsOptions:
 
     @property
     def limits_in_containers(self) -> bool:
-        """Whether containers limit themselves by their variables, below a daemon that allows each of them everything."""
+        """Tell whether containers limit themselves by their variables, below a daemon that allows each of them everything."""
         return self.per_container_limits and not self.single
 
     def directory(self, resource: str) -> str:
-        """Where the daemon of that resource has its files, as the daemon sees it."""
+        """Return the directory with the files of that resource's daemon, as the daemon sees it."""
         return f"{self.container_root}/{resource}"
 
     def pipe(self, resource: str) -> str:
@@ -76,7 +76,7 @@ class MpsOptions:
 
     @property
     def host_shared_memory(self) -> str:
-        """What containers see as `SHARED_MEMORY`, as the host sees it."""
+        """The host's path of what containers see as `SHARED_MEMORY`."""
         return f"{self.root}/shm"
 
 
@@ -97,7 +97,7 @@ class DeviceLimit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DaemonPlan:
-    """What one control daemon is told (nvidia §17.3), as plain values: two equal plans are the same daemon.
+    """The settings of one control daemon (nvidia §17.3), as plain values: two equal plans are the same daemon.
 
     Attributes:
         directory: its files, see `MpsOptions.directory`.
@@ -123,7 +123,7 @@ class DaemonPlan:
         return {PIPE_VARIABLE: self.pipe, LOG_VARIABLE: self.log}
 
     def covers(self, wanted: DaemonPlan) -> bool:
-        """Whether a daemon by this plan does all that ``wanted`` asks for; that it knows a GPU more, which is gone, does no harm.
+        """Tell whether a daemon by this plan does all that ``wanted`` asks for. An additional GPU, which is gone, does no harm.
 
         Indices do not count: the daemon has those of its start, and NVML moves them up when a card is lost.
         """
@@ -132,7 +132,7 @@ class DaemonPlan:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """What it is told once it runs, one line each."""
+        """The commands sent to the running daemon, one line each."""
         memory = (f"set_default_device_pinned_mem_limit {limit.index} {limit.memory_mib}M" for limit in self.devices if limit.memory_mib)
         return (*memory, f"set_default_active_thread_percentage {self.thread_percentage}")
 
@@ -143,7 +143,7 @@ class DaemonPlan:
 
 
 def most_clients(gpu: Gpu) -> int:
-    """How many processes one MPS server of that GPU takes (nvidia D6)."""
+    """Return how many processes one MPS server of that GPU takes (nvidia D6)."""
     return MOST_CLIENTS if gpu.compute_capability >= VOLTA else MOST_CLIENTS_BEFORE_VOLTA
 
 
@@ -158,12 +158,12 @@ def thread_share(replicas: int, count: int = 1) -> int:
 
 
 def replicas_of(resource: Resource) -> dict[str, int]:
-    """How many ids each device has, in the order of the ids."""
+    """Return how many ids each device has, in the order of the ids."""
     return dict(collections.Counter(entry.device for entry in resource.ids))
 
 
 def why_not(resource: Resource, inventory: Inventory) -> str:
-    """Why ``resource`` cannot be shared by MPS as it is offered, with the remedy; empty when it can (nvidia G14, G15)."""
+    """Explain why ``resource`` cannot be shared by MPS as it is offered, with the remedy; empty when it can (nvidia G14, G15)."""
     for uuid, replicas in replicas_of(resource).items():
         found = inventory.device(uuid)
         if found is None:
@@ -183,10 +183,10 @@ def why_not(resource: Resource, inventory: Inventory) -> str:
 
 
 def daemon_plan(resource: Resource, inventory: Inventory, options: MpsOptions) -> DaemonPlan:
-    """What the daemon of ``resource`` is to be told; GPUs that are gone are left out.
+    """Return the settings for the daemon of ``resource``; GPUs that are gone are left out.
 
-    Where GPUs have different numbers of replicas, the daemon's one thread percentage is that of the largest number, so that nobody gets
-    more than his share.
+    Where GPUs have different numbers of replicas, the daemon's one thread percentage is that of the largest number, so that no container
+    gets more than its share.
     """
     replicas = replicas_of(resource)
     whole = options.limits_in_containers
@@ -206,10 +206,10 @@ def daemon_plan(resource: Resource, inventory: Inventory, options: MpsOptions) -
 
 
 def mps_edits(resource: Resource, devices: Sequence[str], inventory: Inventory, options: MpsOptions) -> Edits:
-    """What makes a container a client of its resource's daemon (nvidia A19, A20, A21).
+    """Return the edits that make a container a client of its resource's daemon (nvidia A19, A20, A21).
 
     Args:
-        resource: as it is offered; its ids say how many replicas a GPU has.
+        resource: as it is offered; its ids show how many replicas a GPU has.
         devices: UUID of the GPU behind each id that the container gets, one a id: a GPU twice is two shares of it.
         inventory: the node's GPUs.
         options: where the daemon is, and whether shares add up.
@@ -233,6 +233,6 @@ def _limits(replicas: dict[str, int], devices: Iterable[str], inventory: Invento
         for place, gpu in enumerate(gpus)
         if gpu.memory_mib
     ]
-    # One variable for all GPUs of the container: the least of them, so that nobody gets more than his share.
+    # One variable for all GPUs of the container: the least of them, so that no container gets more than its share.
     threads = min((thread_share(replicas.get(gpu.uuid, 1), counts[gpu.uuid]) for gpu in gpus), default=100)
     return ({MEMORY_VARIABLE: ",".join(memory)} if memory else {}) | {THREADS_VARIABLE: str(threads)}

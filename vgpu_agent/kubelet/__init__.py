@@ -1,1 +1,1 @@
-"""The kubelet's side of the house: plugin servers, registration, and kubelet's own records of who holds what."""
+"""The interface to the kubelet: plugin servers, registration, and the kubelet's own records of what containers hold."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointEntry(msgspec.Struct, frozen=True):
-    """Ids of one resource in the hands of one container.
+    """Ids of one resource that one container holds.
 
     An init container and the container that takes over its ids both have an entry. Entries of ended pods stay until kubelet writes the file
     for another reason.
@@ -44,9 +44,9 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """All ids, in the order of the file; the NUMA node they stand under is not our business."""
+        """All ids, in the order of the file; their NUMA nodes are left out."""
         if isinstance(self.device_ids, dict):
-            if len(self.device_ids) == 1:  # as ever where no NUMA node is told; asked hundreds of times in a start
+            if len(self.device_ids) == 1:  # the usual case without NUMA nodes; asked hundreds of times in a start
                 (only,) = self.device_ids.values()
                 return tuple(only or ())
             return tuple(device for ids in self.device_ids.values() for device in ids or ())
@@ -54,7 +54,7 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
 
     @property
     def answer(self) -> bytes:
-        """The encoded ContainerAllocateResponse that we once gave; decoded only when somebody asks.
+        """The encoded ContainerAllocateResponse that we once gave; decoded on use.
 
         Raises:
             CheckpointError: it is not base64.
@@ -68,7 +68,7 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct, frozen=True, rename="pascal"):
-    """An entry as it stands in the file. Its ids are read only when its resource is of interest: there may be fifty thousand of others."""
+    """An entry of the file. Its ids are read only when its resource is of interest: there may be fifty thousand of others."""
 
     pod_uid: str = msgspec.field(name="PodUID")
     container_name: str
@@ -91,13 +91,13 @@ _ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | Non
 )
 
 
-# What kubelet writes behind the entries, and what closes the file in its place. The list of all devices is the larger part of the file
-# where memory is counted in ids, it is not our business, and every start of a container waits for a reading.
+# The kubelet's text behind the entries, and the text that closes the file in its place. The list of all devices is the larger part of
+# the file where memory is counted in ids. It is not needed, and every start of a container waits for a reading.
 _DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
 _PART_BYTES = 256 * 1024
 _MOST_TO_CLOSE = 8
 
-# Real ones have below 15 MB, most of it the list of all devices. What is decoded takes several times its size for a moment, and the agent
+# Real ones have below 15 MB, most of it the list of all devices. The decoded text takes several times its size for a moment, and the agent
 # has 256 MiB: entries and ids of a few characters, or none, would take the most.
 _MOST_BYTES = 24 * 1024 * 1024
 _MOST_ENTRIES = 20_000
@@ -123,7 +123,7 @@ def _check_file(status: os.stat_result) -> None:
 
 
 class _Memory:
-    """Reads files into the same memory each time: the file has megabytes, and fresh memory for them takes ten times as long as reading.
+    """The memory into which files are read each time: fresh memory for their megabytes takes ten times as long as reading.
 
     State: the memory, as large as the largest file since it was last let go; one thread at a time uses it. How long the entries were the
     last time: the next file's will be about as long, and are read at once, because each part gives the interpreter away.
@@ -133,18 +133,18 @@ class _Memory:
         self._memory = bytearray(4096)
         self._lock = threading.Lock()
         self._entries_bytes = 0
-        # kubelet replaces the file all the time. Who closes a replaced one last has to give back its megabytes, which takes milliseconds,
-        # and the start of a container waits for what was read.
+        # The kubelet replaces the file all the time. The process that closes a replaced one last has to free its megabytes.
+        # That takes milliseconds, and the start of a container waits for the entries.
         self._closing = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="close kubelet's checkpoint")
         self._may_wait = threading.BoundedSemaphore(_MOST_TO_CLOSE)
 
     @contextlib.contextmanager
     def content(self, path: Path, *, whole: bool) -> Iterator[memoryview]:
-        """The file's content, which is valid inside the ``with`` only; if not ``whole``, without the list of all devices at its end.
+        """Read the content, valid inside the ``with`` only; if not ``whole``, without the list of all devices at its end.
 
         Raises:
             OSError: it cannot be read.
-            _UnfitError: it is no regular file, somebody else's, or too large.
+            _UnfitError: it is no regular file, another user's, or too large.
         """
         with self._lock:
             file = open(path, "rb", buffering=0, opener=_open)  # noqa: SIM115 - pathlib has no opener; `_close` ends it
@@ -156,7 +156,7 @@ class _Memory:
 
     def _close(self, file: io.FileIO) -> None:
         if not self._may_wait.acquire(blocking=False):
-            file.close()  # the disk is slow, and each that waits keeps a descriptor and what the file takes up
+            file.close()  # the disk is slow, and each waiting one keeps a descriptor and the file's memory
             return
 
         def close() -> None:
@@ -194,9 +194,10 @@ class _Memory:
             raise _UnfitError(f"has {count} entries; at most {_MOST_ENTRIES} are read")
 
     def _end_of_entries(self, begin: int, end: int) -> int:
-        """Where the list of all devices begins, if that is in the part between ``begin`` and ``end``; else -1.
+        """Find the beginning of the list of all devices in the part between ``begin`` and ``end``; -1 if it is not there.
 
-        It begins there only: no string of JSON can have these characters inside. So it may be looked for near the end first.
+        No string of JSON can have these characters inside, so the first match is right. The search begins near the
+        end, where it is likely.
         """
         likely = max(begin, self._entries_bytes - _PART_BYTES)
         found = self._memory.find(_DEVICES, likely, end)
@@ -216,17 +217,17 @@ def _everything(_: str) -> bool:
 
 
 async def read_checkpoint(path: Path, wanted: Callable[[str], bool] = _everything) -> tuple[CheckpointEntry, ...]:
-    """The entries of the checkpoint; none when the file does not exist, because then kubelet has given nothing to anybody.
+    """Read the entries of the checkpoint; none when the file does not exist, because then the kubelet has granted nothing.
 
     In a thread: the file can have megabytes when resources have tens of thousands of ids.
 
     Args:
         path: of the file.
-        wanted: whether the resource of that name is of interest; entries of others are left out.
+        wanted: tells whether the resource of that name is of interest; entries of others are left out.
 
     Raises:
-        CheckpointError: the file cannot be read or understood. kubelet itself would begin without any knowledge in that case, so ids that
-            running containers use may be handed out again; the message says so.
+        CheckpointError: the file cannot be read or understood. The kubelet itself would begin without any knowledge in that
+            case, so it may grant ids again that running containers use. The message warns of that.
     """
     return await asyncio.to_thread(_read, path, wanted)
 

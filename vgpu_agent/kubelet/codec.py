@@ -1,8 +1,8 @@
-"""Between the model and the bytes that kubelet reads and writes; the only user of the generated messages.
+"""The translation between the model and the kubelet's bytes; the only user of the generated messages.
 
-The plugin servers speak in ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Keeping the translation here means that another protobuf
-library is one file's work. Field numbers: kubelet §1 and §13. What arrives is read by `wire`, because the generated decoder
-accepts nonsense.
+The plugin servers work with ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Keeping the translation here means
+that another protobuf library is one file's work. Field numbers: kubelet §1 and §13. Input is read by `wire`, because
+the generated decoder accepts nonsense.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class DeviceListEncoder:
         yield b"".join(part)
 
     def _block(self, block: IdBlock, *, healthy: bool) -> Iterator[bytes]:
-        """Ids with equally long numbers differ in nothing else, so what stands between two numbers is the same each time."""
+        """Encode a block. Ids with equally long numbers differ in nothing else, so the bytes between two numbers are constant."""
         for smallest, largest in _equally_long(block.count):
             for start in range(smallest, largest, IDS_IN_A_PART):
                 piece = self._piece(f"{block.prefix}{smallest}", block.numa_node, healthy)
                 suffix = self._suffix(block.numa_node, healthy=healthy)
-                # Latin-1 stands for each byte by one character, so that numbers can be joined as text, which is the quickest way.
+                # Latin-1 maps each byte to one character, so that numbers can be joined as text, which is the quickest way.
                 before = piece[: -len(suffix) - len(str(smallest))].decode("latin-1")
                 between = suffix.decode("latin-1") + before
                 numbers = between.join(map(str, range(start, min(start + IDS_IN_A_PART, largest))))
@@ -93,7 +93,7 @@ class DeviceListEncoder:
         return b"\x0a" + wire.varint(len(device)) + device
 
     def _suffix(self, numa_node: int | None, *, healthy: bool) -> bytes:
-        """What follows the id, the same for many ids."""
+        """Return the bytes that follow the id, the same for many ids."""
         suffix = self._suffixes.get((numa_node, healthy))
         if suffix is None:
             suffix = self._suffixes[numa_node, healthy] = _after_the_id(numa_node, healthy=healthy)
@@ -115,7 +115,7 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
     """Make sure that the resource's list fits into one message, before anything is registered (kubelet §10, V13).
 
     Raises:
-        ConfigError: it does not; the message says how many replicas of each device would, or which setting makes the ids fewer.
+        ConfigError: it does not; the message names the number of replicas that would fit, or the setting that reduces the ids.
     """
     size = list_size_bytes(resource.ids)
     if size <= budget_bytes:
@@ -125,7 +125,7 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
         fewer = -(-size // budget_bytes)
         remedy = f"{resource.unit}: change it so that there are {fewer} times fewer ids"
         raise ConfigError([f"{resource.name}: {len(resource.ids)} ids {too_long}; {remedy}"])
-    # Of numbered ids the last of each block is the longest; there may be more of them than anybody could look at.
+    # Of numbered ids the last of each block is the longest; there may be too many to check them all.
     ids = [NumberedIds((block,))[-1] for block in resource.ids.blocks] if isinstance(resource.ids, NumberedIds) else resource.ids
     largest = max(_element_size(device) for device in ids)
     devices = len({device.device for device in ids})
@@ -178,7 +178,7 @@ def encode_allocate(answers: Iterable[Edits]) -> bytes:
     """AllocateResponse with one element for each container, also where nothing is added to it: kubelet reads the first element."""
     edits = list(answers)
     if all(each == Edits(cdi_names=each.cdi_names) for each in edits):
-        # The answer of late binding, once for each resource of a container, while kubelet admits nobody else. The generated code makes
+        # The answer of late binding, once for each resource of a container, while the kubelet admits no other pod. The generated code makes
         # a message for each level and sets up Python's filters of warnings anew for each of their fields.
         return b"".join(
             wire.delimited(1, b"".join([wire.delimited(5, wire.delimited(1, name.encode())) for name in each.cdi_names])) for each in edits

@@ -1,8 +1,9 @@
-"""What lies in kubelet's plugin directory right now, for everyone who must react when it changes.
+"""The current content of the kubelet's plugin directory, for every component that must react when it changes.
 
-kubelet tells nobody that it restarts: it wipes the directory and puts a new ``kubelet.sock`` there (kubelet §3). One watch for all
-plugin servers publishes a `DirectoryState` at each change; a server compares it with what it knew when it registered. State instead of
-events, because events get lost, and because a server that was busy must still see what is true now.
+The kubelet announces no restart: it wipes the directory and puts a new ``kubelet.sock`` there (kubelet §3). One watch
+for all plugin servers publishes a `DirectoryState` at each change. A server compares it with the state in which it
+registered. State is published instead of events because events get lost, and because a server that was busy must
+still see the current state.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DirectoryState:
 
 
 class DirectoryWatch:
-    """Keeps `state` true.
+    """The watch over the directory, which keeps `state` up to date.
 
     inotify wakes it within a millisecond; a look every ``poll_seconds`` makes up for lost events, for a directory that was replaced, and
     for a kernel that gives no inotify instance (one warning, then polling alone).
@@ -125,7 +126,7 @@ class DirectoryWatch:
         self.state.publish(state)
 
     def _note_waiting(self) -> None:
-        """Say once that there is no kubelet: at the start at once, later when it is gone for longer than a restart takes."""
+        """Log once that there is no kubelet: at the start at once, later when it is gone for longer than a restart takes."""
         if self.state.value.kubelet_socket is not None:
             self._missing_since, self._waiting_noted = None, False
             return

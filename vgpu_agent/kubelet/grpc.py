@@ -62,11 +62,11 @@ _ByteStream: TypeAlias = "Stream[bytes, bytes]"
 
 # Data of the unfinished requests of one connection. The largest Allocate has below 4 MiB, the largest answer of pod-resources below 15.
 _MOST_REQUEST_BYTES, _MOST_ANSWER_BYTES = 16 * 1024 * 1024, 32 * 1024 * 1024
-_FRAME_COSTS_BYTES = 512  # of memory, besides what is in it
+_FRAME_COSTS_BYTES = 512  # of memory, besides its content
 # Frames that cost us work and the peer nothing. A kubelet pings once for some ten KiB of a list, and breaks off a call now and then.
 _MOST_IDLE_FRAMES, _IDLE_FRAMES_SECONDS = 10_000, 10.0
 _MOST_RESETS = 200  # in the same time
-_FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all it is given, before anybody can look at them
+_FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all its input before they can be checked
 # kubelet has one connection to each of our sockets, and one stream of lists over it.
 _MOST_CONNECTIONS, _MOST_STREAMS = 8, 4
 _REQUEST_SECONDS = 10.0  # from the headers to the last byte
@@ -76,11 +76,11 @@ _LONGEST_TEXT = 1024
 
 
 def _say_nothing(*_: object, **__: object) -> None:
-    """For loggers that nobody reads."""
+    """Log nothing, for loggers without a reader."""
 
 
 # h2 describes each frame that it receives for a trace that is off, and hyperframe's description turns all bytes of the frame into digits:
-# about 4 % of what the event loop does in a burst of starts.
+# about 4 % of the event loop's work in a burst of starts.
 Frame.__repr__ = object.__repr__  # type: ignore[method-assign]  # there is no setting for it
 
 # hpack describes each header field to a logger: 260 Python calls for the start of a container, a twenty-fifth of all.
@@ -93,7 +93,7 @@ class CallError(KubeletError):
 
     Attributes:
         status: the gRPC status' name, e.g. ``RESOURCE_EXHAUSTED``; ``UNAVAILABLE`` when there was no answer at all.
-        text: what the other side said, without our preface.
+        text: the peer's text, without our preface.
     """
 
     def __init__(self, message: str, *, status: str, text: str = "") -> None:
@@ -182,10 +182,10 @@ class GrpcServer:
 
 
 async def call(socket_path: Path, method: str, request: bytes, *, timeout_seconds: float) -> bytes:
-    """One unary call over a connection of its own.
+    """Make one unary call over a connection of its own.
 
     Raises:
-        CallError: nobody listens, the answer is an error, or it did not come within ``timeout_seconds``.
+        CallError: the socket has no listener, the answer is an error, or it did not come within ``timeout_seconds``.
     """
     channel = _Channel(path=str(socket_path), codec=_Bytes())
     try:
@@ -197,8 +197,8 @@ async def call(socket_path: Path, method: str, request: bytes, *, timeout_second
 class Caller:
     """Unary calls over one connection while they follow each other closely; making one costs as much as a call.
 
-    State: the connection that nobody uses now, closed ``kept_seconds`` after it was last used. A server that starts anew makes its socket
-    anew, so a call that a kept connection breaks off is made again over a new one.
+    State: the idle connection, closed ``kept_seconds`` after it was last used. A server that starts anew makes its
+    socket anew, so a call that a kept connection breaks off is made again over a new one.
     """
 
     def __init__(self, socket_path: Path, *, kept_seconds: float) -> None:
@@ -218,7 +218,7 @@ class Caller:
         return await self._call(_Channel(path=str(self._socket_path), codec=_Bytes()), method, request, timeout_seconds)
 
     def close(self) -> None:
-        """Close the connection that nobody uses."""
+        """Close the idle connection."""
         if (kept := self._taken()) is not None:
             kept.close()
 
@@ -280,7 +280,7 @@ class _Bytes(CodecBase):
 
 
 class _Methods(dict[str, Handler]):
-    """grpclib's method table, answering for names that nobody serves.
+    """The method table of grpclib, with an answer for names that are not served.
 
     grpclib itself aborts such a call without a content type, which grpc-go reports as ``Unknown`` instead of ``Unimplemented``.
     """
@@ -291,16 +291,17 @@ class _Methods(dict[str, Handler]):
 
 
 class _Connection(H2Protocol):
-    """A connection that repairs some habits of grpclib's, and that ends a peer who asks too much.
+    """A connection that repairs some habits of grpclib's, and that ends a peer's excessive requests.
 
-    As HTTP/2 demands, it ignores frames of a kind that it does not know, where grpclib would drop the connection. And when it is lost, a
-    method that waits for room in the write buffer is let go, where grpclib would leave it waiting for ever. What is written together is
-    sent together (see `gathering`).
+    As HTTP/2 demands, it ignores frames of an unknown kind, where grpclib would drop the connection. When it is lost,
+    a method that waits for room in the write buffer continues, where grpclib would leave it waiting for ever. Data
+    that is written together is sent together (see `write_coalescing`).
 
-    grpclib's windows bound nothing, because it takes whatever comes at once. So the data of unfinished messages is counted, and so are
-    frames that cost only us something: pings, settings, priorities, empty data, and streams that are reset at once.
+    grpclib's windows bound nothing, because it accepts all data at once. So the data of unfinished messages is
+    counted. So are frames that cost only the agent something: pings, settings, priorities, empty data, and streams
+    that are reset at once.
 
-    State: besides grpclib's, what has been counted.
+    State: besides grpclib's, the counts.
     """
 
     transport: asyncio.Transport
@@ -324,7 +325,7 @@ class _Connection(H2Protocol):
                 return
             try:
                 super().data_received(data[start : start + _FED_AT_ONCE_BYTES])
-            except Exception as err:  # noqa: BLE001 - h2 and hpack fail on some nonsense with whatever it leads to
+            except Exception as err:  # noqa: BLE001 - h2 and hpack raise arbitrary exceptions on some malformed input
                 self._end(f"what it sent cannot be understood ({type(err).__name__})")
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -413,7 +414,7 @@ class _ClosableServer(Server):
 
     @property
     def started(self) -> bool:
-        """Whether there is something to close."""
+        """Tell whether there is something to close."""
         return self._server is not None
 
     def stop_accepting(self) -> None:
@@ -422,12 +423,12 @@ class _ClosableServer(Server):
             self._server.close()
 
     def close_connections(self) -> None:
-        """Close what is still open, once its last bytes have been written."""
+        """Close the remaining connections, once their last bytes have been written."""
         for connection in self._made():
             connection.processor.close("the server stops")
 
     def abort_connections(self) -> None:
-        """Close what is still open, at once."""
+        """Close the remaining connections, at once."""
         for connection in self._made():
             connection.transport.abort()
 
@@ -436,7 +437,7 @@ class _ClosableServer(Server):
 
 
 class _Servable:
-    """What grpclib wants to be handed: an object that knows its methods."""
+    """The object that grpclib expects: one that knows its methods."""
 
     def __init__(self, methods: dict[str, Handler]) -> None:
         self._methods = methods
@@ -446,7 +447,7 @@ class _Servable:
 
 
 async def _within(seconds: float, wait: Coroutine[Any, Any, object]) -> bool:
-    """Whether ``wait`` returned in time."""
+    """Tell whether ``wait`` returned in time."""
     try:
         async with asyncio.timeout(seconds):
             await wait
@@ -475,7 +476,7 @@ async def _unimplemented(_: _ByteStream) -> None:
 
 
 def _status_of(err: AgentError) -> Status:
-    """The gRPC status that tells kubelet's log reader whose fault it is; kubelet itself treats them alike (kubelet §8)."""
+    """Choose the gRPC status that names the faulty party to a reader of the kubelet's log; the kubelet treats all alike (kubelet §8)."""
     match err:
         case RequestRefusedError() | UnknownDeviceError():
             return Status.INVALID_ARGUMENT

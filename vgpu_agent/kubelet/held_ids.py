@@ -1,8 +1,8 @@
-"""Reads the answers of kubelet's pod-resources API, in which each id may have an entry of its own.
+"""The reader of the kubelet's pod-resources API, in which each id may have an entry of its own.
 
-A node that counts memory in ids has fifty thousand entries, 4 MB, in each answer, and nearly all of them are of resources that are only
-there to be counted. Those are passed over without making an object of any; what is passed over is still checked to be an entry of just that
-resource with just that length. Called by `pod_resources`, in a thread. Message layout: kubelet §13.
+A node that counts memory in ids has fifty thousand entries, 4 MB, in each answer, and nearly all of them are of
+resources that only schedulers count. Those are passed over without making an object of any, but each is checked to be
+an entry of that resource with that length. Called by `pod_resources`, in a thread. Message layout: kubelet §13.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_AT_ONCE = b"{1,1000}"
 
 
 class SeenNumbers:
-    """Which of a resource's `NumberedIds` kubelet has, one byte for each, and which ids besides.
+    """The `NumberedIds` of a resource that the kubelet has, one byte for each, and its other ids.
 
     Attributes:
         strangers: ids that are not among ours, at most a thousand of them.
@@ -46,7 +46,7 @@ class SeenNumbers:
         self._run = re.compile(b"(?:" + pattern + b")" + _MOST_AT_ONCE)
 
     def note_run(self, message: bytes, position: int) -> int:
-        """Note the entries with one id of ours each that stand at ``position`` one after the other; the position after them."""
+        """Note the entries with one id of ours each in a row from ``position``; return the position after them."""
         end = _end_of_run(self._run, message, position)
         for entry in self._one.finditer(message, position, end):
             kind = entry.lastindex or 1
@@ -66,7 +66,7 @@ class SeenNumbers:
         self._note_stranger(id_)
 
     def missing(self, block: IdBlock) -> int:
-        """How many ids of ``block`` kubelet does not have."""
+        """Count the ids of ``block`` that the kubelet does not have."""
         return block.count - next((seen.count(1) for known, seen in self._seen if known == block), 0)
 
     def _note_stranger(self, id_: str) -> None:
@@ -80,13 +80,13 @@ def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda
 
 
 class PodResourcesReader:
-    """Reads ListPodResourcesResponse, and GetPodResourcesResponse, which has its one pod in the same field.
+    """A reader of ListPodResourcesResponse, and of GetPodResourcesResponse, which has its one pod in the same field.
 
-    State: what the entries read so far look like, so that answers about one pod after the other are read quickly from the second on. It is
-    forgotten when there is too much of it to learn more, and with an answer that makes no sense.
+    State: the forms of the entries read so far, so that answers about one pod after the other are read quickly from
+    the second on. It is dropped when it is full, and with an answer that makes no sense.
 
     Attributes:
-        wanted: whether the ids of the resource of that name are of interest; the others are left out.
+        wanted: tells whether the ids of the resource of that name are of interest; the others are left out.
     """
 
     def __init__(self, wanted: Callable[[str], bool]) -> None:
@@ -94,7 +94,7 @@ class PodResourcesReader:
         self._entries = _Entries(2, wanted)
 
     def read(self, response: bytes) -> tuple[Holding, ...]:
-        """Who holds what; several entries of one container and resource are united (kubelet V11).
+        """List the holdings. Several entries of one container and resource are united (kubelet V11).
 
         Raises:
             KubeletError: the bytes are no such message.
@@ -146,7 +146,7 @@ class _Entries:
     """
 
     def __init__(self, field: int, wanted: Callable[[str], bool], readers: Sequence[Callable[[bytes, int], int]] = ()) -> None:
-        """Walk; ``readers`` are offered each position first, and return the position after what they have read."""
+        """Walk; ``readers`` are offered each position first, and return the position after their part."""
         self._field = field
         self._is_wanted = wanted
         self._readers = readers
@@ -159,7 +159,7 @@ class _Entries:
 
     @property
     def full(self) -> bool:
-        """Whether it cannot learn more."""
+        """Tell whether it has no room for further forms of entries."""
         return max(len(self._kinds), len(self._singles), len(self._names)) >= _MOST_KINDS
 
     def walk(self, message: bytes) -> tuple[list[tuple[str, Sequence[str]]], dict[int, int | bytes]]:
@@ -232,7 +232,7 @@ class _Entries:
 
 
 def _end_of_run(run: re.Pattern[bytes] | None, message: bytes, position: int) -> int:
-    """The position after all entries of the kinds of ``run`` that stand at ``position`` one after the other."""
+    """Return the position after all entries of the kinds of ``run`` in a row from ``position``."""
     while run is not None and (found := run.match(message, position)):
         position = found.end()
     return position

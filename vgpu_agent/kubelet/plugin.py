@@ -36,23 +36,23 @@ _SERVICE = "/v1beta1.DevicePlugin"
 
 
 class Backend(Protocol):
-    """What the plugin servers ask of the rest of the agent; `allocation.Allocator` is it."""
+    """The plugin servers' interface to the rest of the agent. `allocation.Allocator` implements it."""
 
     @property
     def revision(self) -> Revision:
         """Moves on whenever a list may have changed."""
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
-        """The complete list, also the ids of lost devices that somebody holds."""
+        """List all ids, also those of lost devices that containers hold."""
 
     def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
         """The ``size`` ids that suit best, the ``must_include`` ones among them."""
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
-        """Book the ids and say what the container gets; the same ids twice get the same answer (kubelet V15)."""
+        """Book the ids and return the container's edits; the same ids twice get the same answer (kubelet V15)."""
 
     def may_start_unasked(self, resource: str) -> bool:
-        """Whether containers may start without `pre_start`, while we are away."""
+        """Tell whether containers may start without `pre_start` while the agent is away."""
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
         """Return when the container may start; an error refuses the start for now, and kubelet asks again."""
@@ -73,7 +73,7 @@ class Told:
         return [device.id for device in self.devices]
 
     def differences(self, listed: frozenset[str] | SeenNumbers) -> tuple[int, Collection[str]]:
-        """How many of the healthy ids kubelet does not list, and what it lists that it was not told of."""
+        """Return how many healthy ids the kubelet does not list, and which ids it lists that were never sent."""
         if isinstance(listed, SeenNumbers) and isinstance(self.devices, NumberedList):
             missing = sum(listed.missing(block) for block, healthy in self.devices.blocks if healthy)
             return missing, listed.strangers - {device.id.id for device in self.devices.others}
@@ -83,10 +83,11 @@ class Told:
 
 
 class PluginService:
-    """Answers kubelet for one resource on one server instance.
+    """The answers to the kubelet for one resource on one server instance.
 
-    State: the open streams, and `PluginStatus`, which outlives the instance. Streams share nothing but the cache of encoded devices: each
-    remembers itself what it sent, because two may be open at once (kubelet V5). What was sent is remembered as devices, not as bytes.
+    State: the open streams, and `PluginStatus`, which outlives the instance. Streams share nothing but the cache of
+    encoded devices: each remembers its own last list, because two may be open at once (kubelet V5). Lists are
+    remembered as devices, not as bytes.
     """
 
     def __init__(
@@ -102,11 +103,11 @@ class PluginService:
         """Serve ``resource``.
 
         Args:
-            resource: what is served.
+            resource: the served resource.
             backend: knows its devices.
             status: kept up to date.
-            coalesce_seconds: how long changes of the list are gathered.
-            pre_start_required: overrides the resource's own wish, see `DevicePlugin.stop`.
+            coalesce_seconds: how long changes of the list are coalesced.
+            pre_start_required: overrides the resource's own setting, see `DevicePlugin.stop`.
             lists: moved on with each list that is sent, and with the end of each stream.
         """
         self._resource = resource
@@ -140,12 +141,12 @@ class PluginService:
 
     @property
     def open_streams(self) -> int:
-        """How many ListAndWatch calls are running."""
+        """The number of ListAndWatch calls that are running."""
         return self._open
 
     @property
     def told(self) -> Told | None:
-        """What an open stream last sent; None when none is open, or none has sent anything yet."""
+        """The list that an open stream last sent; None when no stream is open or none has sent anything yet."""
         if not self._open or self._sent is None:
             return None
         devices, at = self._sent
@@ -228,7 +229,7 @@ class PluginService:
     def _choice(self, asked: PreferenceRequest) -> list[str]:
         try:
             choice = self._backend.preferred(self._resource.name, asked.available, asked.must_include, asked.size)
-        except Exception as err:  # whatever is wrong with the choice, the pod must not pay for it
+        except Exception as err:  # whatever is wrong with the choice, the pod must not fail for it
             _logger.error("preferred.failed", resource=self._resource.name, exc_info=err)
             return simple_choice(asked)
         chosen = set(choice)

@@ -1,12 +1,12 @@
-"""kubelet's pod-resources API: who is alive and holds what, by name; and which ids kubelet would give to a pod.
+"""The kubelet's pod-resources API: live containers and their resources, by name, and the ids that it would give to a pod.
 
-Called by `records` and by the agent's verification. Its List is the freshest truth there is, because kubelet forgets ended pods before it
-answers; but it knows no UIDs and no plain init containers, and it limits how often it may be asked (kubelet §13). Never called
-inside Allocate: the pod in question is recorded only after our answer.
+Called by `records` and by the agent's verification. List gives the freshest state, because the kubelet forgets ended
+pods before it answers. But it has no UIDs and no plain init containers, and its rate is limited (kubelet §13). Never
+called inside Allocate: the pod in question is recorded only after our answer.
 
-List tells of all pods, which is megabytes where memory is counted in ids. Get tells of one, in a hundredth of the time; but older kubelets
-do not have it, a start of many pods would use up what kubelet allows, and other programs on the node ask too. So Get is a favour that may
-be refused at any time, and whoever is refused takes List.
+List returns all pods, which is megabytes where memory is counted in ids. Get returns one, in a hundredth of the time.
+But older kubelets do not have it, a start of many pods would use up the kubelet's rate, and other programs on the
+node ask too. So Get may be refused at any time, and the caller then uses List.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SWITCHED_OFF = "getallocatableresources disabled"
 _GET_SWITCHED_OFF = "get method disabled"
 _NO_SUCH_POD = " not found"
 
-# kubelet refills its allowance within a second (100 calls a second, 10 at once), so short pauses are enough.
+# The kubelet's rate limiter refills within a second (100 calls a second, 10 at once), so short pauses are enough.
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 # Of kubelet's 10 calls at once and 100 a second, Get leaves some to List and to other programs.
@@ -112,10 +112,10 @@ class PodResources:
         self._caller.close()
 
     async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
-        """What every live container of the node holds of ``wanted`` resources; the owners have no UID. Answers of any size are accepted.
+        """List the ``wanted`` resources of every live container of the node. The owners have no UID. Answers of any size are accepted.
 
         Raises:
-            KubeletBusyError: kubelet wants to be left alone (kubelet V12).
+            KubeletBusyError: the kubelet refuses calls for a while (kubelet V12).
             KubeletError: no socket, no such API, no answer in time, or an answer that makes no sense.
         """
         self._gets.take(1)
@@ -127,13 +127,13 @@ class PodResources:
         return await asyncio.to_thread(decode_pod_resources, answer, wanted)
 
     async def get(self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
-        """What the containers of these pods, (namespace, name), hold of ``wanted`` resources; a pod that kubelet does not know, nothing.
+        """Return the ``wanted`` resources of these pods, (namespace, name). A pod unknown to the kubelet has none.
 
-        Unlike List it may still show what a pod holds that has ended, until the ids go to another one.
+        Unlike List it may still show the ids of a pod that has ended, until another pod gets them.
 
         Raises:
             GetNotPossibleError: List has to be asked instead.
-            KubeletBusyError: kubelet wants to be left alone (kubelet V12).
+            KubeletBusyError: the kubelet refuses calls for a while (kubelet V12).
             KubeletError: no socket, no answer in time, or an answer that makes no sense.
         """
         if self._without_get is not None and self._without_get == await asyncio.to_thread(_identity, self._socket_path):
@@ -160,10 +160,10 @@ class PodResources:
             raise
 
     async def allocatable(self, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str] | SeenNumbers]:
-        """The healthy ids of each ``offered`` resource as kubelet has them, held by somebody or not: what our lists have come to.
+        """List the healthy ids of each ``offered`` resource as the kubelet has them, held or free: the result of our lists.
 
         Raises:
-            AllocatableUnsupportedError: this kubelet does not tell.
+            AllocatableUnsupportedError: this kubelet does not report them.
             KubeletError: as for `list`, with which it shares the pauses.
         """
         return await asyncio.to_thread(decode_allocatable, await self._call(_ALLOCATABLE), offered)
@@ -201,7 +201,7 @@ class PodResources:
         if err.status == "UNIMPLEMENTED" or _GET_SWITCHED_OFF in err.text.lower():
             return GetNotPossibleError(f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True)
         if err.status == "RESOURCE_EXHAUSTED":
-            # Others ask too. List is the better use of what is left.
+            # Other programs ask too. List is the better use of the remaining calls.
             self._calm_at = self._clock() + _AFTER_A_REFUSED_GET_SECONDS
             self._gets.spend()
             return GetNotPossibleError(f"pod-resources: kubelet was asked too often ({err.text})")
@@ -209,7 +209,7 @@ class PodResources:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """What tells this file from one that takes its place; None when there is none."""
+    """Return the identity of this file, which differs for a file that takes its place; None when there is no file."""
     try:
         found = path.stat()
     except OSError:

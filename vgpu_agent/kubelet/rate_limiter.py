@@ -1,6 +1,7 @@
-"""How many calls may still be made: a bucket that fills up with time, as kubelet itself counts them (kubelet §13).
+"""A rate limiter: a bucket that fills up with time, counted as the kubelet itself counts calls (kubelet §13).
 
-`pod_resources` keeps one, so that it never asks kubelet more than that allows, and rather takes the slower way that needs one call.
+`pod_resources` keeps one, so that it never exceeds the kubelet's rate. It rather takes the slower way that needs one
+call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class RateLimiter:
         self._left, self._counted_at = float(at_once), clock()
 
     def take_all(self, calls: int) -> bool:
-        """Take that many calls if they are left, else none; whether they were."""
+        """Take that many calls if they are left, else none; return whether they were left."""
         self._refill()
         if self._left < calls:
             return False
@@ -38,7 +39,7 @@ class RateLimiter:
         self._left = max(0.0, self._left - calls)
 
     def spend(self) -> None:
-        """Nothing is left: somebody else has taken it."""
+        """Empty the bucket: another client has used the rate."""
         self._left, self._counted_at = 0.0, self._clock()
 
     def _refill(self) -> None:

@@ -25,7 +25,7 @@ _FINAL_WORDS = ("is not supported by kubelet", "the resourcename")
 
 
 class NotListeningError(grpc.CallError):
-    """kubelet's socket exists and nobody listens on it: kubelet has made it this very moment, or has died and left it behind."""
+    """The kubelet's socket exists without a listener: it was made this very moment, or left behind by a dead kubelet."""
 
 
 async def register(
@@ -34,8 +34,8 @@ async def register(
     """Announce that ``resource`` is served on the socket ``endpoint``, a base name beside kubelet's socket.
 
     Raises:
-        RegistrationRefusedError: kubelet does not want this API version or this resource name, and will not change its mind (kubelet V6).
-        NotListeningError: nobody listens on kubelet's socket; kubelet has not heard of the endpoint.
+        RegistrationRefusedError: the kubelet refuses this API version or this resource name for good (kubelet V6).
+        NotListeningError: the kubelet's socket has no listener; the kubelet does not know the endpoint.
         CallError: anything else; trying again later may help.
     """
     request = codec.encode_register(endpoint=endpoint, resource=resource, pre_start_required=pre_start_required, prefers=prefers)

@@ -41,8 +41,8 @@ _SAID_AGAIN_SECONDS = 600.0
 class DevicePlugin:
     """One resource, offered to kubelet for as long as `run` runs.
 
-    Its ids may come and go meanwhile: what is listed is whatever the backend has. Only pre-start is fixed, because kubelet asks for it once
-    in a registration; a resource that changes its mind about that is a new `DevicePlugin`.
+    Its ids may come and go meanwhile: the list is the backend's. Only pre-start is fixed, because a registration
+    states it once. A resource whose pre-start changes is a new `DevicePlugin`.
 
     State: the server instance of the current round. `status` outlives rounds and is read by `web`.
     """
@@ -69,11 +69,11 @@ class DevicePlugin:
         self._ended.set()
         self._registered: _Instance | None = None
         self._listening = ListenBackoff(settings.retry_max_seconds)
-        self._said: tuple[str, SocketIdentity | None, float] = ("", None, 0.0)  # the last reason recorded, of which kubelet, and when
+        self._said: tuple[str, SocketIdentity | None, float] = ("", None, 0.0)  # the last recorded reason, its kubelet, and the time
 
     @property
     def told(self) -> Told | None:
-        """What kubelet was last told over a stream that is still open; None while it is not registered or has heard nothing yet."""
+        """The list that the kubelet last received over a stream that is still open; None without registration or before the first list."""
         return self._registered.told if self._registered is not None else None
 
     def register_again(self, reason: str) -> None:
@@ -94,7 +94,7 @@ class DevicePlugin:
                 kubelet = await self._kubelet_socket()
                 if kubelet is None:
                     break
-                if kubelet != last_kubelet:  # its predecessor's failures say nothing about it
+                if kubelet != last_kubelet:  # its predecessor's failures are no sign against it
                     last_kubelet = kubelet
                     backoff.reset()
                     self._listening.reset()
@@ -123,7 +123,7 @@ class DevicePlugin:
         await self._ended.wait()
 
     async def _attempt(self, kubelet: SocketIdentity, backoff: Backoff) -> None:
-        """One round; afterwards the next may follow at once, or after a pause when kubelet did not play along."""
+        """Do one round; afterwards the next may follow at once, or after a pause when the kubelet keeps failing."""
         began = asyncio.get_running_loop().time()
         try:
             reason = await self._round(kubelet)
@@ -155,7 +155,7 @@ class DevicePlugin:
             self._journal.record("plugin.registering_again", level="warning", resource=self.resource.name, reason=reason)
 
     async def _register(self, instance: _Instance, kubelet: SocketIdentity) -> None:
-        """Register as soon as kubelet listens; until then kubelet has not heard of the socket, so that the same one will do.
+        """Register as soon as the kubelet listens. Until then it does not know the socket, so the same one can be used.
 
         Raises:
             KubeletError: the registration failed, or there is another kubelet now.

@@ -44,10 +44,10 @@ _REMEDIES = {
 
 
 class SocketIdentity(NamedTuple):
-    """What tells one socket file from the next under the same name.
+    """The identity of a socket file, which differs for the next file under the same name.
 
-    Inode numbers alone are used again at once. The time is that of modification, which for a socket is that of its creation: a change of
-    its mode or security label makes no new socket.
+    Inode numbers alone are reused at once. The time is that of modification, which for a socket is that of its
+    creation. A change of its mode or security label does not change the identity.
     """
 
     device: int
@@ -62,10 +62,10 @@ def unused_name(resource: str) -> str:
 
 
 def bind(path: Path) -> socket.socket:
-    """A socket bound to ``path``, mode 0600, not listening yet.
+    """Bind a socket to ``path``, mode 0600, not listening yet.
 
     Raises:
-        ListenError: the path is too long or cannot be created; the message says what to do.
+        ListenError: the path is too long or cannot be created; the message has the remedy.
     """
     length = len(os.fsencode(path))
     if length > _LONGEST_PATH:
@@ -84,7 +84,7 @@ def bind(path: Path) -> socket.socket:
 
 
 def identity(path: Path) -> SocketIdentity | None:
-    """Which socket lies at ``path``; None when there is none, or something that is no socket."""
+    """Identify the socket at ``path``; None when there is no file, or one that is no socket."""
     try:
         found = os.stat(path)
     except OSError:
@@ -99,7 +99,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> list[str]:
-    """Delete the sockets of our naming scheme on which nobody listens, and return their names.
+    """Delete the sockets of our naming scheme that have no listener, and return their names.
 
     A killed agent leaves its sockets behind. Another agent that is alive (a rolling update) accepts the connection and keeps its socket.
     """

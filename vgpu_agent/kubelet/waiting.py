@@ -1,6 +1,7 @@
-"""Waiting for whichever of several things comes first; a plugin server has always more than one reason to go on.
+"""Waiting for the first of several events. A plugin server always waits for more than one.
 
-Used by `plugin` and `server`. What is waited for must be safe to abandon: the losers are cancelled before this returns.
+Used by `plugin` and `server`. The awaited things must be safe to abandon: the losers are cancelled before this
+returns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A strict reader of protobuf bytes, for what kubelet sends us.
+"""A strict reader of the kubelet's protobuf bytes.
 
-The generated code encodes byte for byte like Google's, but its decoder accepts truncated messages and wrong wire types without a word,
-fails on others with whatever exception the nonsense leads to, and is slow. The messages that we read are few and flat, so `codec` reads
-them with this instead.
+The generated code encodes byte for byte like Google's, but its decoder silently accepts truncated messages and wrong
+wire types, fails on others with arbitrary exceptions, and is slow. The messages that we read are few and flat, so
+`codec` reads them with this instead.
 
 Format: https://protobuf.dev/programming-guides/encoding/.
 """

@@ -14,9 +14,9 @@ _MOST_BYTES = 32 * 1024
 
 
 class CoalescingTransport(asyncio.Transport):
-    """Collects what is written in one turn of the event loop, and passes it on to ``transport`` at the end of that turn.
+    """Coalesces the writes of one turn of the event loop into one write to ``transport`` at the end of that turn.
 
-    State: what has been written and not been passed on; nothing between turns.
+    State: the data that was not passed on yet; nothing between turns.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -36,12 +36,12 @@ class CoalescingTransport(asyncio.Transport):
             self._pass_on()
 
     def close(self) -> None:
-        """Send what was written, then close."""
+        """Send the remaining data, then close."""
         self._pass_on()
         self._transport.close()
 
     def is_closing(self) -> bool:
-        """Whether nothing more can be sent."""
+        """Tell whether nothing more can be sent."""
         return self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:

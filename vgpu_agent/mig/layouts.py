@@ -1,7 +1,8 @@
 """The YAML of ``nvidia-mig-parted``: written for one GPU, and read as the tool exports it.
 
-Version 1 has named configurations, each a list of entries about some GPUs by index, with the number of instances of each profile. Called
-by `parted`, which runs the tool. What it prints is checked here, whoever printed it: the answer is a division of each GPU, or a reason.
+Version 1 has named configurations, each a list of entries about some GPUs by index, with the number of instances of
+each profile. Called by `parted`, which runs the tool. Its output is checked here: the result is a division of each
+GPU, or a reason.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ _MOST_SHOWN = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Division:
-    """How one GPU is divided: whether MIG mode is on, and the number of instances of each profile."""
+    """The division of one GPU: whether MIG mode is on, and the number of instances of each profile."""
 
     enabled: bool
     instances: Mapping[str, int]
 
 
 def layout_file(index: int, profiles: Iterable[str]) -> str:
-    """A configuration called `CURRENT` that divides the GPU of that NVML index, and says nothing about the others."""
+    """Write a configuration called `CURRENT` that divides the GPU of that NVML index, and leaves the others out."""
     counted = collections.Counter(profiles)
     entry = {"devices": [index], "mig-enabled": True, "mig-devices": dict(counted)}
     return json.dumps({"version": "v1", "mig-configs": {CURRENT: [entry]}}, indent=1) + "\n"  # JSON is YAML
 
 
 def read_export(text: str, gpus: int) -> Mapping[int, Division]:
-    """How each of ``gpus`` GPUs is divided, by index.
+    """Read the division of each of ``gpus`` GPUs, by index.
 
     Raises:
-        MigError: it is no export of that many GPUs; the message shows what is wrong.
+        MigError: it is no export of that many GPUs; the message shows the error.
     """
     root, faults = yaml.parse(text)
     if root is None or faults:
@@ -85,7 +86,7 @@ def _is_number(value: Any, most: int) -> bool:
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The value without the lines it stands on."""
+    """Return the value without its line numbers."""
     if isinstance(node.value, dict):
         return {name: _plain(member) for name, member in node.value.items()}
     if isinstance(node.value, list):

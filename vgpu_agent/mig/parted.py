@@ -1,8 +1,8 @@
-"""``nvidia-mig-parted``, the host tool that divides GPUs: run with a time limit, one at a time, and never believed.
+"""``nvidia-mig-parted``, the host tool that divides GPUs: run with a time limit, one at a time, and always checked.
 
 The replaced plugin runs it and ends itself when it fails (volcano-vgpu §4.3, D16). Here every failure is a `MigError`
-that costs one pod its start: the tool is missing, hangs, prints nonsense, fails, or sees other GPUs than the driver. Whether the GPU was
-divided in the end, only the driver knows; `agent.devices.mig`, which calls this, looks there.
+that costs one pod its start: the tool is missing, hangs, prints nonsense, fails, or sees other GPUs than the driver.
+Only the driver shows whether the GPU was divided; `agent.devices.mig`, which calls this, checks there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _END_SECONDS = 2.0  # between asking the tool to end and making it end
 
 
 class MigParted:
-    """Runs the tool.
+    """The runner of the tool.
 
     State: a file beside the configuration is locked while the tool runs, and the tool inherits the lock. So one that has survived a killed
     agent keeps the next agent from running a second one beside it.
@@ -40,7 +40,7 @@ class MigParted:
 
         Args:
             program: its name, looked for in PATH, or its path.
-            directory: where its configuration is written; made if need be, and readable by nobody else.
+            directory: where its configuration is written; made if need be, and readable by the agent only.
             timeout_seconds: how long one run may take.
         """
         self._program = program
@@ -48,13 +48,13 @@ class MigParted:
         self._timeout_seconds = timeout_seconds
 
     async def export(self, gpus: int) -> Mapping[int, Division]:
-        """How the tool sees each GPU divided, by index.
+        """Return the division of each GPU as the tool sees it, by index.
 
         Args:
-            gpus: how many the driver shows.
+            gpus: the number of GPUs that the driver shows.
 
         Raises:
-            MigError: it cannot be run, or it does not say that about as many GPUs.
+            MigError: it cannot be run, or its output does not cover as many GPUs.
         """
         text = await self._run("export", ())
         try:
@@ -118,7 +118,7 @@ class MigParted:
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[int]:
-        """Hold the lock that a running tool holds; the descriptor is what it inherits.
+        """Hold the lock that a running tool holds, by the descriptor that it inherits.
 
         Raises:
             MigError: an earlier agent's tool still runs, or the directory cannot be used.
@@ -147,7 +147,7 @@ def _lock(directory: Path) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, and for nobody else's eyes and hands."""
+    """Write the file whole or not at all, readable and writable by the agent only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_suffix(".new")  # always the same, so that nothing can pile up
     with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
@@ -158,7 +158,7 @@ def _write(path: Path, text: str) -> None:
 
 
 async def _read(stream: asyncio.StreamReader | None) -> bytes:
-    """What comes, a little more than is wanted of it at most; the rest is read and thrown away, so that the tool does not stop."""
+    """Return the output up to the limit and a little more. The rest is read and discarded, so that the tool does not stop."""
     kept = b""
     while stream is not None and (chunk := await stream.read(65536)):
         if len(kept) <= _MOST_BYTES:

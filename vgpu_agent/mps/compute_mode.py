@@ -1,8 +1,8 @@
-"""The compute mode of the GPUs of one daemon: exclusive while MPS shares them, so that nobody uses one past its limit.
+"""The compute mode of the GPUs of one daemon: exclusive while MPS shares them, so that no process exceeds its limit.
 
-A GPU in that mode takes one process: the MPS server. While the GPU serves another family (one at a time) it must take others, so it is
-*lent*: back in the default mode until the last share of the other family is returned. One that has left the daemon's resource goes back for
-good, unless another daemon has it by then. Called by `daemon`.
+A GPU in that mode takes one process: the MPS server. While the GPU serves another family (one at a time) it must take
+others, so it is in the default mode until the last share of the other family is returned (``lent``). A GPU that has
+left the daemon's resource gets the default mode for good, unless another daemon has it by then. Called by `daemon`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 class Claims:
-    """Which daemon had a GPU made exclusive last: one that ends late must not undo what its successor under another name has done.
+    """The daemon that made each GPU exclusive last: one that ends late must not undo the mode of its successor under another name.
 
-    State: resource by GPU, and a lock by GPU, since two programs that set one mode at the same time could end in either order.
+    State: resource by GPU, and a lock by GPU, since two programs that set one mode at the same time could end in
+    either order.
     """
 
     def __init__(self) -> None:
@@ -32,18 +33,23 @@ class Claims:
 
 
 class ComputeModes:
-    """What was set, by GPU, empty where it is not believed. Somebody else may change it; it is set anew with each start of a daemon."""
+    """The compute modes that were set, by GPU; empty where unsure. Others may change them, so each daemon start sets them."""
 
     def __init__(self, smi: HostTool, resource: str, claims: Claims) -> None:
         self._smi, self._resource, self._claims = smi, resource, claims
         self._set: dict[str, str] = {}
 
     def forget(self) -> None:
-        """Believe nothing: the next `bring` sets every mode."""
+        """Forget all modes: the next `bring` sets every mode."""
         self._set = dict.fromkeys(self._set, "")
 
     async def bring(self, uuids: Iterable[str], lent: frozenset[str], others: Iterable[str] = ()) -> str:
-        """Exclusive for all of ``uuids`` but the ``lent``; the default mode for ``others``, and for those that were exclusive before.
+        """Make all of ``uuids`` but the ``lent`` exclusive, and reset ``others`` and those that were exclusive before.
+
+        Args:
+            uuids: the GPUs of the daemon.
+            lent: those of them that are in use by another family now.
+            others: GPUs that get the default mode.
 
         Returns:
             why one of the others could not be given back, which is tried again the next time; empty when all are.
@@ -67,7 +73,7 @@ class ComputeModes:
             raise errors[0]
 
     async def _each(self, changes: Iterable[Awaitable[None]]) -> list[MpsError]:
-        """Do all of them, whatever becomes of one."""
+        """Do all of them, whether or not one fails."""
         errors: list[MpsError] = []
         for change in changes:
             try:

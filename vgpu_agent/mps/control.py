@@ -1,7 +1,7 @@
-"""Talks to one MPS control daemon: through the control binary, one process a command, as NVIDIA's own plugin does (nvidia §11.2).
+"""The commands to one MPS control daemon: through the control binary, one process each, as NVIDIA's own plugin does (nvidia §11.2).
 
-Called by `daemon`. What the daemon answers is checked, since a limit that was only sent is not yet a limit: NVIDIA's plugin offered
-resources whose daemon had none.
+Called by `daemon`. The daemon's answers are checked, since a limit that was only sent is not yet a limit: NVIDIA's
+plugin offered resources whose daemon had none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just starte
 
 
 class Control:
-    """The daemon of one plan, running or not. Keeps nothing: what holds is what the daemon answers."""
+    """The daemon of one plan, running or not. State: none; the daemon's answers count."""
 
     def __init__(self, plan: DaemonPlan, tool: HostTool, *, timeout_seconds: float) -> None:
         self._plan, self._tool, self._timeout = plan, tool, timeout_seconds
@@ -64,18 +64,18 @@ class Control:
             if _NO_DAEMON in str(err):
                 raise MpsDaemonGoneError(gone) from err
             raise
-        if _NO_DAEMON in answer:  # said with success
+        if _NO_DAEMON in answer:  # although the exit status is a success
             raise MpsDaemonGoneError(gone)
         return answer
 
     async def difference(self, devices: tuple[DeviceLimit, ...] | None = None) -> str:
-        """In what the daemon's limits differ from the plan's, in words; empty when they are in force.
+        """Describe how the daemon's limits differ from the plan's; empty when they are in force.
 
         Args:
-            devices: whose memory limits are looked at; None for all of the plan.
+            devices: those with a memory limit to check; None for all of the plan.
 
         Raises:
-            MpsError: it does not answer, or nothing that a daemon says.
+            MpsError: it does not answer, or not as a daemon does.
         """
         differences: list[str] = []
         if (threads := await self._threads()) != self._plan.thread_percentage:
@@ -116,7 +116,7 @@ class Control:
             await asyncio.to_thread(self._kill)
 
     def has_process(self) -> bool:
-        """Whether the process lives that the daemon has written down as itself. Blocks; for a thread."""
+        """Tell whether the process lives whose id the daemon has written down. Blocks; for a thread."""
         return processes.written_pid(self._plan.pipe) is not None
 
     def _kill(self) -> None:

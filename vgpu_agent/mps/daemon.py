@@ -1,8 +1,9 @@
-"""The life of one MPS control daemon: found or started, told its limits, asked for them, watched, and ended when nobody needs it.
+"""The life of one MPS control daemon: found or started, given its limits, checked, watched, and ended after its last use.
 
-A daemon that ends takes the CUDA programs of its clients with it (NVIDIA's issue 669), so the rule above all is: none is ended, replaced or
-killed while somebody holds a share through it. An agent that starts adopts the daemon that is there. Whatever keeps the limits from being
-in force is the daemon's *trouble*, and as long as there is one the resource is not offered (issue 1946: early pods without limits).
+A daemon that ends takes the CUDA programs of its clients with it (NVIDIA's issue 669). So the main rule: no daemon is
+ended, replaced or killed while a container holds a share through it. An agent that starts adopts the existing daemon.
+Anything that keeps the limits from being in force is the daemon's *trouble*. As long as there is one the resource is
+not offered (issue 1946: early pods without limits).
 
 Run by `supervision`, one loop a resource, under the agent's supervisor.
 """
@@ -38,14 +39,14 @@ _MOST_MISSES = 2
 
 
 class Dependencies(Protocol):
-    """What a daemon needs to know of the node and has to tell."""
+    """The dependencies of a daemon: facts about the node, and reports to the agent."""
 
     claims: Claims
     gpus: Callable[[], Collection[str]]
     """The UUIDs of the node's GPUs."""
 
     def holders(self, resource: str) -> tuple[str, ...]:
-        """Who holds a share through the resource, ``namespace/pod`` each."""
+        """List the pods that hold a share through the resource, ``namespace/pod`` each."""
         ...
 
     async def prepare(self, plan: DaemonPlan) -> None:
@@ -53,14 +54,15 @@ class Dependencies(Protocol):
         ...
 
     async def changed(self) -> None:
-        """Whether the resource may be offered has changed."""
+        """Report that the resource may be offered now, or no longer."""
         ...
 
 
 class Daemon:
     """One control daemon.
 
-    State: the daemon itself is the state; after a restart of the agent everything here is asked anew. `status` is what was found last.
+    State: that of the daemon itself. After a restart of the agent everything here is read anew. `status` has the last
+    result.
     """
 
     def __init__(self, plan: DaemonPlan, settings: Mps, journal: Journal, dependencies: Dependencies) -> None:
@@ -80,19 +82,19 @@ class Daemon:
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
 
     def want(self, plan: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
-        """From now on there should be a daemon by ``plan``, or none; ``lent`` are GPUs that serve somebody else at the moment."""
+        """Set the desired daemon to that of ``plan``, or none; ``lent`` are GPUs in use by another family at the moment."""
         if (plan, lent) != (self._wanted, self._lent):
             self._wanted, self._lent = plan, lent
             self._news.set()
 
     def why_not(self, plan: DaemonPlan) -> str:
-        """Why a resource with that plan must not be offered now, a `NotYet` while this comes up; empty when its limits are in force."""
+        """Explain why a resource with that plan must not be offered now, a `NotYet` while this starts; empty when it may."""
         if trouble := self.status.trouble:
             return NotYet(trouble) if self.status.state is MpsState.STARTING else trouble
         return "" if self._plan.covers(plan) else NotYet("its MPS control daemon is about to be told other limits")
 
     async def run(self) -> None:
-        """Have a daemon as long as one is wanted; returns when none is and the last holder is gone."""
+        """Keep a daemon as long as one is wanted; return when none is and the last holder is gone."""
         clock = asyncio.get_running_loop().time
         backoff = Backoff(self._settings.backoff_min_seconds, self._settings.backoff_max_seconds)
         while True:
@@ -117,7 +119,7 @@ class Daemon:
                 await self._pause(backoff.pause())
 
     async def retire(self) -> None:
-        """End the daemon and give its GPUs back; only while nobody holds a share.
+        """End the daemon and give its GPUs back; only while no container holds a share.
 
         Raises:
             MpsError: something of it cannot be done.
@@ -134,10 +136,11 @@ class Daemon:
         await self._dependencies.changed()
 
     async def _cleared(self) -> bool:
-        """Clear away what a dead daemon has left that nobody wants, where NVIDIA's programs are missing; whether that was all to do.
+        """Clear away the rest of a dead, unwanted daemon where NVIDIA's programs are missing; return whether that was all.
 
-        That is an agent without MPS after one that was killed, or whose node was. Its pods may hold shares under the same name, which are
-        no shares of that daemon's. The plan stays while a GPU of this node may still be exclusive, for an agent that can give it back.
+        That is an agent without MPS after one that was killed, or whose node crashed. Its pods may hold shares under
+        the same name, but not through that daemon. The plan stays while a GPU of this node may still be exclusive,
+        for an agent that can give it back.
         """
         plan = self._plan
         if self._wanted is not None or self.status.state is MpsState.RUNNING or await self._control_binary.is_there():
@@ -161,12 +164,12 @@ class Daemon:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a resource is offered through it; else it ends with its last holder."""
+        """Tell whether a resource is offered through it. Otherwise it ends with its last holder."""
         return self._wanted is not None
 
     @property
     def idle(self) -> bool:
-        """Whether the daemon can be ended without harm to anybody."""
+        """Tell whether the daemon can be ended without harming a client."""
         return not self._busy
 
     @property
@@ -227,7 +230,7 @@ class Daemon:
         await self._up(adopted=False)
 
     async def _tell_limits(self, control: Control) -> None:
-        """What is told holds for servers to come, so one that somebody was quick enough to have started is told by itself."""
+        """Set the limits for servers to come. A server that was started already is set separately."""
         for command in self._plan.commands:
             await control.tell(command)
         await self._count(control)
@@ -244,7 +247,7 @@ class Daemon:
             )
 
     async def _end_orphans(self) -> None:
-        """A server that outlives its daemon keeps its GPUs from the next one, and cannot be adopted. It is ended when nobody needs it."""
+        """End servers that outlived their daemon, once unused: they keep their GPUs from the next one and cannot be adopted."""
         orphans = await asyncio.to_thread(processes.living, self._servers)
         if orphans and (pods := self._dependencies.holders(self._plan.resource)):
             raise MpsError(
@@ -259,7 +262,7 @@ class Daemon:
         self._servers = ()
 
     async def _bring_modes(self) -> None:
-        """Exclusive for the resource's GPUs. One that has left it, or all where sharing is off, serve others now, whoever is still here."""
+        """Make the resource's GPUs exclusive. Those that left it, or all without sharing, serve others, whatever still runs."""
         wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
         known = [limit.uuid for limit in self._plan.devices]
         trouble = await self._modes.bring([uuid for uuid in known if uuid in wanted], self._lent, known)
@@ -288,7 +291,7 @@ class Daemon:
     # -- staying up -------------------------------------------------------------------------------------------------------------------
 
     async def _stay_up(self) -> None:
-        """Prove every few seconds that the limits are in force; returns when the daemon is to be ended or replaced and can be."""
+        """Check every few seconds that the limits are in force; return when the daemon must and can be ended or replaced."""
         misses = turn = 0
         while True:
             await self._pause(self._settings.probe_seconds)
@@ -307,7 +310,7 @@ class Daemon:
                 return
 
     async def _prove(self, turn: int) -> None:
-        """Ask for the compute limit and, GPU by GPU in turn, for a memory limit; what somebody has changed is set anew."""
+        """Ask for the compute limit and, GPU by GPU in turn, for a memory limit; a changed one is set anew."""
         control, devices = self._control(), self._plan.devices
         one = (devices[turn % len(devices)],) if devices else ()
         if difference := await control.difference(one):
@@ -321,7 +324,7 @@ class Daemon:
             _logger.info("mps.control_log", resource=self._plan.resource, line=line)
 
     async def _lend(self) -> None:
-        """GPUs that serve somebody else take any process; a mode that cannot be set ends no daemon, but is told."""
+        """Let lent GPUs take any process. A mode that cannot be set ends no daemon, but is reported."""
         try:
             await self._bring_modes()
         except MpsError as err:
@@ -329,7 +332,7 @@ class Daemon:
         self.status.lent = tuple(sorted(self._lent))
 
     async def _is_outdated(self) -> bool:
-        """Whether this daemon is to give way now. One that has to wait for its holders says so."""
+        """Tell whether this daemon must be replaced now. One that has to wait for its holders reports so."""
         wanted, trouble = self._wanted, ""
         if wanted is None or not self._plan.covers(wanted):
             if not self._busy:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STARTED = ".started"
 _PLAN = ".plan.json"  # beside the pipe, not in it: containers do not see it
 READY = ".ready"
-# What containers may read and write under SELinux; as an attribute it ends in a zero byte.
+# The SELinux label of files that containers may read and write; as an attribute it ends in a zero byte.
 _LABEL = b"system_u:object_r:container_file_t:s0\0"
 _LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
 _FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
@@ -44,7 +44,7 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
         MpsError: they cannot be made.
     """
     pipe, log = Path(plan.pipe), Path(plan.log)
-    if (length := len(os.fsencode(f"{plan.pipe}/control"))) > _LONGEST_SOCKET:  # the daemon would start, not listen, and say nothing
+    if (length := len(os.fsencode(f"{plan.pipe}/control"))) > _LONGEST_SOCKET:  # the daemon would start, not listen, and report nothing
         raise MpsError(
             f"the socket {plan.pipe}/control of an MPS control daemon has a name of {length} bytes, "
             f"and the kernel takes {_LONGEST_SOCKET}; set a shorter mps.containerRoot, or a shorter name for the resource"
@@ -56,7 +56,7 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
         if _has_selinux(sysfs_root):
             os.setxattr(pipe, "security.selinux", _LABEL)
             with os.scandir(pipe) as entries:
-                # What the daemon makes lies here, side by side. Clients may write there, too, and no more is looked at than a daemon makes.
+                # The daemon's files lie here, side by side. Clients may write there, too, and no more is read than a daemon makes.
                 for entry in itertools.islice(entries, _MOST_LABELLED):
                     with contextlib.suppress(FileNotFoundError):
                         os.setxattr(entry.path, "security.selinux", _LABEL, follow_symlinks=False)
@@ -68,7 +68,7 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
 
 
 def _require_own(directory: Path) -> None:
-    """Raises `MpsError` for a directory that somebody else has made, as everybody may in /tmp."""
+    """Raise `MpsError` for a directory of another user, which any user can make in /tmp."""
     found = directory.lstat()
     if stat.S_ISLNK(found.st_mode):
         what = "is a link"
@@ -95,7 +95,7 @@ def unmark(directory: str, name: str) -> None:
 
 
 def remember(plan: DaemonPlan) -> None:
-    """Write down which GPUs a daemon is about to have, for an agent that comes when nobody wants it any more.
+    """Write down the GPUs that a daemon is about to have, for a later agent without this daemon.
 
     Raises:
         MpsError: it cannot be written.
@@ -139,7 +139,7 @@ def clear(plan: DaemonPlan) -> None:
 
 
 def remove_pipe(plan: DaemonPlan) -> None:
-    """Remove the pipe of a daemon that has ended for good, and its directory; one stays that is a mount, or has files of somebody else."""
+    """Remove the pipe of a daemon that has ended for good, and its directory. A mount or one with others' files stays."""
     for name in _PIPE_FILES:
         unmark(plan.pipe, name)
     with contextlib.suppress(OSError):
@@ -161,16 +161,16 @@ def mount_tmpfs(target: str, options: str) -> None:
 
 
 def share_memory(root: str, *, size_mib: int, proc_root: str = "/proc", mount: Callable[[str, str], None] = mount_tmpfs) -> None:
-    """Make ``<root>/shm`` a tmpfs that all daemons and containers see as /dev/shm; one that is mounted there stays as it is.
+    """Make ``<root>/shm`` a tmpfs that all daemons and containers see as /dev/shm; an existing mount stays.
 
     Args:
         root: the agent's view of ``mps.root``.
         size_mib: 0 for half of the node's memory.
         proc_root: where the node's memory is read.
-        mount: tests of those who may not mount.
+        mount: replaced by tests that may not mount.
 
     Raises:
-        MpsError: it cannot be mounted; says what to do by hand.
+        MpsError: it cannot be mounted; has the remedy by hand.
     """
     path = Path(root) / "shm"
     size = f"{size_mib << 10}k" if size_mib else f"{_half_of_memory_kib(proc_root)}k"

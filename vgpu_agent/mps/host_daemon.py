@@ -1,7 +1,8 @@
-"""Whether the MPS control daemon is there that somebody else runs on the host, as far as the agent can tell.
+"""The check for an MPS control daemon that runs on the host, as far as the agent can tell.
 
-Without it a container that was sent there works all the same, as it did with AWS's plugin: it takes turns, and nothing limits it. So
-what is missing is told and withholds nothing. Asked again and again by `agent.devices.mps`, where ``aws.mps`` is ``host``.
+Without that daemon a container that needs it works all the same, as it did with AWS's plugin: it takes turns, and
+nothing limits it. So a missing daemon is reported and withholds nothing. Called again and again by
+`agent.devices.mps`, where ``aws.mps`` is ``host``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class HostDaemon:
         self._control = Control(DaemonPlan("", pipe, pipe, (), 0), tool, timeout_seconds=seconds)
 
     async def why_not(self) -> str:
-        """What says that it is not there; empty when it answers, or, where the agent has no control binary, when its pipe is there."""
+        """Explain why it seems missing; empty when it answers.
+
+        Where the agent has no control binary, it is empty when the daemon's pipe exists.
+        """
         missing, can_ask = await asyncio.to_thread(self._look)
         if missing or not can_ask:
             return missing
@@ -43,7 +47,7 @@ class HostDaemon:
         return ""
 
     def _look(self) -> tuple[str, bool]:
-        """What is missing, and whether there is a control binary; looks at the file system."""
+        """Return what is missing, and whether there is a control binary; looks at the file system."""
         if not os.path.isdir(self._pipe):
             return f"the agent sees no directory {self._pipe}", False
         if not os.path.exists(os.path.join(self._pipe, "control")):

@@ -1,7 +1,7 @@
-"""Runs ``nvidia-cuda-mps-control`` and ``nvidia-smi``, which may be missing, hang, die or print anything.
+"""The runner of ``nvidia-cuda-mps-control`` and ``nvidia-smi``, which may be missing, hang, die or print anything.
 
-Called by `control` and `compute_mode`. What they print goes into files in memory of a fixed size: no output can fill the agent, and a
-daemon that keeps its parent's stdout open holds nobody up.
+Called by `control` and `compute_mode`. Their output goes into files in memory of a fixed size, so no output can fill
+the agent, and a daemon that keeps its parent's stdout open does not block it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LONGEST_OUTPUT = 65536  # bytes; a list of all processes of a node is shorter
 _SHOWN_CHARACTERS = 200
-# How long a killed program may take to disappear; one that waits for the driver in the kernel does not, whatever we do.
+# How long a killed program may take to disappear; one that waits for the driver in the kernel does not.
 _KILL_SECONDS = 1.0
 
 
@@ -35,11 +35,11 @@ class HostTool:
         self._stuck: asyncio.subprocess.Process | None = None
 
     async def is_there(self) -> bool:
-        """Whether there is such a program on this node, as far as the agent sees it."""
+        """Tell whether there is such a program on this node, as far as the agent sees it."""
         return await asyncio.to_thread(shutil.which, self._program) is not None
 
     async def run(self, *arguments: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
-        """Run the program to its end and return what it printed.
+        """Run the program to its end and return its output.
 
         Args:
             arguments: of the program.
@@ -47,7 +47,7 @@ class HostTool:
             environment: all that it sees; None for the agent's own.
 
         Raises:
-            MpsError: it cannot be started, does not end in time, or fails; the message has what it said and what helps.
+            MpsError: it cannot be started, does not end in time, or fails; the message has its output and the remedy.
         """
         said = self._name(arguments, text)
         if self._stuck is not None and self._stuck.returncode is None:
@@ -108,7 +108,7 @@ class HostTool:
 
 
 def shown(text: str) -> str:
-    """What a program printed, on one line and short enough for a message."""
+    """Put a program's output on one line, short enough for a message."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return repr(line[:_SHOWN_CHARACTERS]) if line else "it said nothing"
 

@@ -1,14 +1,15 @@
-"""Brings what an MPS control daemon writes into ``control.log`` into the agent's log, and keeps that file small.
+"""The transfer of an MPS control daemon's ``control.log`` into the agent's log; keeps that file small.
 
-The file lies in memory (``/run``), the daemon never shortens it, and each of our own probes adds lines to it. So lines that only say that
-somebody asked are passed over, and a file that has become large is emptied. Called by `daemon` after each probe, in a thread.
+The file lies in memory (``/run``), the daemon never shortens it, and each of our own probes adds lines to it. So
+lines about mere queries are passed over, and a file that has become large is emptied. Called by `daemon` after each
+probe, in a thread.
 """
 
 from __future__ import annotations
 
 import os
 
-_LONGEST_READ = 65536  # bytes at once; what is more waits for the next look
+_LONGEST_READ = 65536  # bytes at once; the rest waits for the next look
 _LONGEST_LINE = 500  # characters
 _LARGEST_FILE = 8 << 20  # bytes on the disk
 _OURS = ("Accepting connection...", "NEW UI", "UI closed")
@@ -16,11 +17,11 @@ _QUESTION = "Cmd:get_"
 
 
 class LogTail:
-    """How far one ``control.log`` has been read.
+    """The position up to which one ``control.log`` has been read.
 
     Args:
         path: need not exist yet.
-        from_the_end: what stands there already was told by an earlier agent.
+        from_the_end: skip the existing lines, which an earlier agent has reported.
     """
 
     def __init__(self, path: str, *, from_the_end: bool) -> None:
@@ -48,7 +49,7 @@ class LogTail:
         chunk = os.pread(descriptor, _LONGEST_READ, self._offset)
         end = chunk.rfind(b"\n") + 1
         if not end and len(chunk) == _LONGEST_READ:
-            end = len(chunk)  # one line without an end, longer than anybody reads
+            end = len(chunk)  # one line without an end, too long to be read
         self._offset += end
         # By blocks, not by size: a daemon that goes on writing at its old place leaves a hole, and the file looks as large as before.
         if status.st_blocks * 512 > _LARGEST_FILE and self._offset >= status.st_size:

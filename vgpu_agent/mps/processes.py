@@ -1,8 +1,8 @@
-"""Which processes belong to a daemon, found out from what its clients could have written: nothing of it is believed.
+"""The processes of a daemon, found without trusting anything that its clients could have written.
 
-The directory of a pipe is mounted into containers, whose root may write there: a process id in it can be anybody's, and the file can be a
-link or a pipe that nobody writes to. An agent that went by it would kill for one tenant what belongs to another. Called by `control` and
-`daemon`, in threads, because every call looks at the file system.
+The directory of a pipe is mounted into containers, whose root may write there. A process id in it can be any
+process's, and the file can be a link or a pipe without a writer. An agent that trusted it would kill one tenant's
+process for another. Called by `control` and `daemon`, in threads, because every call looks at the file system.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_NUMBER = 20  # bytes
 
 
 def pid_path(pipe: str) -> str:
-    """Where the daemon at ``pipe`` writes down which process it is."""
+    """Return the path at which the daemon at ``pipe`` writes its process id."""
     return os.path.join(pipe, _PID_FILE)
 
 
@@ -45,7 +45,7 @@ def written_pid(pipe: str) -> int | None:
 
 
 def any_of(pipe: str) -> bool:
-    """Whether any process of MPS lives that was started for ``pipe``, whatever the file says."""
+    """Tell whether any process of MPS lives that was started for ``pipe``, whatever the file contains."""
     with os.scandir("/proc") as entries:
         return any(belongs(int(entry.name), pipe) for entry in entries if entry.name.isdecimal())
 
@@ -61,7 +61,7 @@ def living(pids: Iterable[int]) -> list[int]:
 
 
 def belongs(pid: int, pipe: str) -> bool:
-    """Whether it is a process of MPS that was started for ``pipe``, which its environment says; so nobody else's daemon is ever ended."""
+    """Tell by its environment whether it is a process of MPS for ``pipe``, so that no other daemon is ever ended."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if living([pid]) else []
     except OSError:
@@ -70,7 +70,7 @@ def belongs(pid: int, pipe: str) -> bool:
 
 
 def end(pids: Iterable[int], pipe: str) -> list[int]:
-    """Kill those of ``pids`` that belong to the daemon at ``pipe``; returns the others."""
+    """Kill those of ``pids`` that belong to the daemon at ``pipe``; return the others."""
     others = []
     for pid in pids:
         if not belongs(pid, pipe):

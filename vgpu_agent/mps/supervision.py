@@ -1,7 +1,7 @@
-"""All MPS control daemons of the node: one for each resource that is shared with MPS, and none that nobody needs.
+"""All MPS control daemons of the node: one for each resource that is shared with MPS, and no unneeded ones.
 
-`agent` says with each change which daemons there should be (`want`), asks for each such resource whether it may be offered (`why_not`), and
-stops the whole when it ends (`stop`).
+With each change `agent` sets the desired daemons (`want`). It asks for each such resource whether it may be offered
+(`why_not`), and stops the whole when it ends (`stop`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _logger = log.get(__name__)
 
 
 class Supervision:
-    """The daemons, and what they share.
+    """The daemons, and their common parts.
 
     State: one `Daemon` and one supervised task a resource, from the first time that it is wanted until it has ended.
 
     Args:
-        settings: where and how often.
+        settings: paths and times.
         supervisor: runs the loops.
         journal: gets every start, loss and end.
-        holders: who holds a share through a resource, ``namespace/pod`` each.
+        holders: lists the pods with a share through a resource, ``namespace/pod`` each.
         changed: called when `why_not` may have another answer.
         gpus: the UUIDs of the node's GPUs.
         sysfs_root: where SELinux is seen.
@@ -73,7 +73,7 @@ class Supervision:
         return tuple(self._daemons[name].status for name in sorted(self._daemons))
 
     def want(self, wanted: Mapping[str, tuple[DaemonPlan, frozenset[str]]]) -> None:
-        """Have exactly these daemons: resource → its plan, and those of its GPUs that serve somebody else now.
+        """Have exactly these daemons: resource → its plan, and those of its GPUs that serve another family now.
 
         One that is no longer wanted ends when its last holder has gone.
         """
@@ -89,7 +89,7 @@ class Supervision:
                 self._begin(plan, plan, lent)
 
     async def recall(self) -> None:
-        """End what an earlier agent has left and nobody wants now: it may have been killed, and sharing switched off before the next."""
+        """End an earlier agent's unwanted daemons: it may have been killed, and sharing switched off before the next start."""
         for plan in await asyncio.to_thread(directories.remembered, self._settings.container_root):
             if plan.resource not in self._daemons:
                 _logger.info("mps.daemon_recalled", resource=plan.resource, directory=plan.directory)
@@ -101,12 +101,12 @@ class Supervision:
         self._supervisor.start(_task(plan.resource), daemon.run)
 
     def why_not(self, plan: DaemonPlan) -> str:
-        """Why the plan's resource must not be offered now, a `NotYet` while the daemon comes up; empty when its limits are in force."""
+        """Explain why the plan's resource must not be offered now, a `NotYet` while the daemon starts; empty when it may."""
         daemon = self._daemons.get(plan.resource)
         return daemon.why_not(plan) if daemon else NotYet("its MPS control daemon is about to be started")
 
     async def stop(self) -> None:
-        """The agent ends. Daemons whose shares somebody holds go on, and the next agent adopts them; the others end."""
+        """End the agent's part. Daemons with shares in use go on, and the next agent adopts them; the others end."""
         for resource, daemon in self._daemons.items():
             await self._supervisor.stop(_task(resource))
             if daemon.status.state is MpsState.STOPPED:

@@ -1,9 +1,9 @@
-"""Which whole GPUs belong together: those with NVLinks and PCI switches between them, and such that what remains belongs together, too.
+"""Choose whole GPUs with NVLinks and PCI switches between them, such that the remaining GPUs are close to each other, too.
 
 Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. Scores and aim are those of NVIDIA's plugin (nvidia
-§6.1): all available GPUs are thought to be given away in groups of the wanted size, and the best division decides. Theirs tries every
-division, which takes minutes on 16 GPUs; here it is exact up to `EXACT_GPUS` and good above, always within milliseconds. Ties go to the
-GPUs that come first, so the same question always gets the same answer.
+§6.1): all available GPUs are divided into groups of the wanted size, and the best division decides. Theirs tries every division, which
+takes minutes on 16 GPUs. Here the search is exact up to `EXACT_GPUS` and good above, always within milliseconds. Ties go to the GPUs that
+come first, so the same question always gets the same answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def choose_group(*, available: Sequence[str], required: Sequence[str], size: int
     """Choose ``size`` of the ``available`` GPUs, all ``required`` ones among them; in the order of ``available``.
 
     Args:
-        available: UUIDs, in the order in which they are taken when nothing speaks for others.
+        available: UUIDs, in the order in which they are taken on equal terms.
         required: those that must be in the answer.
         size: how many the container wants.
         links: how close each pair is; a pair that is not known counts as far apart.
@@ -107,7 +107,7 @@ class _Search:
         return sum(self._scores[one][other] for one, other in itertools.combinations(group, 2))
 
     def _best_division(self, places: _Group) -> int:
-        """What the best division of ``places`` into groups is worth; as few as can be are smaller than the wanted size."""
+        """Return the score of the best division of ``places`` into groups; as few as possible are smaller than the wanted size."""
         if len(places) < 2:
             return 0
         first, others = places[0], places[1:]
@@ -120,7 +120,7 @@ class _Search:
         )
 
     def _roughly(self, places: _Group) -> int:
-        """What a division is worth that always takes the closest."""
+        """Return the score of a division that always takes the closest."""
         worth = 0
         while places:
             group = self._grown(places[:1], places)

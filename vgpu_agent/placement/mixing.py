@@ -2,7 +2,7 @@
 
 A GPU serves one family at a time. A family that begins a free GPU while one that serves it already has room keeps all other families from
 that GPU. So every choice goes by rank first, and by the policy of the resource among GPUs of one rank. Pure functions on plain data:
-`allocation` gathers what is known of the GPUs, the families hand it to `policies`, `rooms` and `whole_pod`.
+`allocation` collects the facts about the GPUs, the families pass them to `policies`, `rooms` and `whole_pod`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Neighbours:
     others: frozenset[str] = frozenset()
 
     def rank(self, gpu: str) -> int:
-        """Rank of a GPU by its UUID; the lowest is taken first.
+        """Return the rank of a GPU by its UUID; the lowest is taken first.
 
-        `OWN`: taking it locks nobody out, because it serves the family already or is offered to no other. `FREE`: taking it locks the
+        `OWN`: taking it locks no family out, because it serves the family already or is offered to no other. `FREE`: taking it locks the
         other families out. `OTHERS`: another family has it, or waits for it.
         """
         if gpu in self.others:
@@ -49,7 +49,7 @@ ALONE = Neighbours()
 
 
 def neighbours(family: str, shared: frozenset[str], held: Iterable[tuple[str, str]], claimed: Iterable[tuple[str, str]] = ()) -> Neighbours:
-    """The neighbours of ``family``; `ALONE` where it shares no GPU.
+    """Return the neighbours of ``family``; `ALONE` where it shares no GPU.
 
     Args:
         family: the one that chooses.

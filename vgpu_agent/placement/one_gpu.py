@@ -1,5 +1,4 @@
-"""Which ids a container should get that must all be of one device, because they are units of its memory: five of one and three of another
-are not eight.
+"""Choose ids of one device, because they are units of its memory: five of one GPU and three of another are not eight.
 
 One of `policies`. The fullest device that still has enough is taken, so that large requests find room later (iktos D12).
 """

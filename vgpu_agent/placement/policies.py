@@ -1,8 +1,8 @@
-"""The allocation policies by name: which ids of a resource suit a container best, one entry each.
+"""The allocation policies by name, which choose the best ids of a resource for a container, one entry each.
 
 Families whose ids name devices name the entry that fits a resource and ask it for GetPreferredAllocation. None of them ever fails because
-of a device that is not among the available ones (nvidia D4), and each gives the same answer to the same question (nvidia D5). Where several
-families share the node, each goes by the ranks of `mixing` first.
+of a device that is not among the available ones (nvidia D4), and each gives the same answer to the same question (nvidia D5). On a node
+that several families share, the ranks of `mixing` come first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ONE_GPU = "one-gpu"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IdRequest:
-    """What kubelet asks for, and what is known of the ids.
+    """The kubelet's request, and what is known of the ids.
 
     Attributes:
         available: ids that may be chosen, the required ones among them, in the order in which they are used on equal terms.

@@ -1,8 +1,8 @@
-"""Which devices a container gets when no GPU scheduler has decided: the fullest that fit, or the emptiest.
+"""Choose the devices of a container when no GPU scheduler has decided: the fullest that fit, or the emptiest.
 
 Called by the families whose pods ask for amounts (`volcano-vgpu`, …) under the plain kube-scheduler, which only counts. The rules of fit
-and of order are those of Volcano's scheduler (volcano-vgpu §8), so that a pod lands where that scheduler would have put it. Pure
-functions of what the ledger says each device has left.
+and of order are those of Volcano's scheduler (volcano-vgpu §8), so that a pod lands where that scheduler would have put it. Pure functions
+of the ledger's rest of each device.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 BINPACK = "binpack"
 SPREAD = "spread"
 
-_MOST_QUOTED = 60  # characters of a pod's wish, which may be quoted for each GPU
+_MOST_QUOTED = 60  # characters of a pod's demand, which may be quoted for each GPU
 _MOST_DEVICES = 4  # that are named for one reason
 
-_WHOLE_PERCENT = 100  # who asks for all compute of a device gets it for himself
+_WHOLE_PERCENT = 100  # a container that asks for all compute of a device gets it alone
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Want:
-    """What a container wants of each of its devices.
+    """The demand of a container on each of its devices.
 
     Attributes:
         count: how many different devices.
         memory_mib: of a device with this room, how much; it may depend on the device (a percentage, all of it).
         cores_percent: compute, 0 for no claim.
-        text: the wish in the pod's own words, for the error.
+        text: the demand in the pod's own words, for the error.
     """
 
     count: int
@@ -48,18 +48,18 @@ class Want:
 def choose_rooms(
     rooms: Sequence[DeviceRoom], want: Want, *, policy: str, refused: Mapping[str, str] | None = None, neighbours: Neighbours = ALONE
 ) -> tuple[DeviceRoom, ...]:
-    """``want.count`` different devices that have room, in order of preference.
+    """Choose ``want.count`` different devices that have room, in order of preference.
 
     Args:
         rooms: in the order of the devices' minor numbers, which breaks ties.
         want: what is asked of each.
         policy: `BINPACK` takes the device with the most booked memory first, `SPREAD` the one with the fewest holders.
-        refused: device → why this container must not have it whatever room there is.
+        refused: device → why this container must not have it, regardless of room.
         neighbours: of the family. With `BINPACK` their ranks come first. With `SPREAD`, which an operator has to ask for, only a GPU that
             another family has or waits for comes after all others.
 
     Raises:
-        CapacityError: too few fit; the text says what was asked and what each device lacks.
+        CapacityError: too few fit; the text names what was asked and what each device lacks.
     """
     lacks = {room.device: (refused or {}).get(room.device) or lack(room, want) for room in rooms}
     fitting = [room for room in rooms if not lacks[room.device]]
@@ -75,7 +75,7 @@ def choose_rooms(
 
 
 def lack(room: DeviceRoom, want: Want) -> str:
-    """Why ``want`` does not fit into ``room``, as a half sentence; empty when it does."""
+    """Explain why ``want`` does not fit into ``room``, as a half sentence; empty when it does."""
     memory_mib, cores = want.memory_mib(room), want.cores_percent
     reasons = (
         (bool(room.trouble), room.trouble),
@@ -98,7 +98,7 @@ def by_reason(reasons: Iterable[tuple[str, str]]) -> str:
 
 
 def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
-    """Why a GPU of that type name must not be had; empty when it may.
+    """Explain why a GPU of that type name must not be chosen; empty when it may.
 
     Each list is separated by commas; an entry matches where it is part of the name, in any case (``A10`` also matches ``A100``). When types
     are wanted, the unwanted ones are not looked at (volcano-vgpu §3.1).
@@ -111,7 +111,7 @@ def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
 
 
 def uuid_refusal(uuid: str, *, wanted: str | None, unwanted: str | None) -> str:
-    """Why the GPU of that UUID must not be had; empty when it may. Exact matches; unwanted wins (volcano-vgpu §3.1)."""
+    """Explain why the GPU of that UUID must not be chosen; empty when it may. Exact matches; unwanted wins (volcano-vgpu §3.1)."""
     if unwanted is not None and uuid in _entries(unwanted):
         return "the pod does not want this GPU"
     if wanted is not None and uuid not in _entries(wanted):
@@ -124,7 +124,7 @@ def _is_named(name: str, entries: str) -> bool:
 
 
 def _entries(text: str) -> tuple[str, ...]:
-    """What stands between the commas, without what stands around it; empty entries match nothing."""
+    """Return the entries between the commas, stripped; empty entries match nothing."""
     return tuple(stripped for entry in text.split(",") if (stripped := entry.strip()))
 
 

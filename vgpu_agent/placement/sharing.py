@@ -1,4 +1,4 @@
-"""Which replicas of shared GPUs a container should get: spread over the GPUs, or packed onto few.
+"""Choose the replicas of shared GPUs for a container: spread over the GPUs, or packed onto few.
 
 Called through the `nvidia` family for GetPreferredAllocation. The rules are NVIDIA's greedy ones (nvidia §6.2), with two
 differences: ties are broken by id, so the same question always gets the same answer, and the search is a heap, so that 100,000 ids are

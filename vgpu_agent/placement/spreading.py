@@ -1,9 +1,9 @@
-"""Which replicas a container should get so that they are of different GPUs: the rule of the fork that first offered replicas.
+"""Choose replicas of different GPUs for a container: the rule of the fork that first offered replicas.
 
 One of `policies`, for resources that are configured in iktos's words (iktos §I.4). It differs from `sharing`'s DISTRIBUTED in two
-points: a GPU that the container has nothing of yet always comes first, and of several it takes the one with the most free replicas, where
-that other takes the one with the fewest held. Not copied: replicas are counted 0, 1, 2, … 10 and not in the order of their text
-(iktos D14), and taking an id that must be in does not change the order of the others.
+points: a GPU that the container has nothing of yet always comes first, and of several it takes the one with the most free replicas, not the
+one with the fewest held. Two details differ from the fork: replicas are counted 0, 1, 2, … 10 instead of in the order of their text (iktos
+D14), and taking a required id does not change the order of the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Where a whole pod goes when no GPU scheduler has decided: the first device that has room for all of it.
+"""Place a whole pod when no GPU scheduler has decided: on the first device that has room for all of it.
 
-Called by `volcano-gpushare`, whose vocabulary names devices for the pod and not for each container. The order is that of Volcano's
-scheduler (volcano-gpushare §8): no packing and no spreading, the lowest number that fits. Pure functions of what the ledger says
-each device has left.
+Called by `volcano-gpushare`, whose vocabulary names devices for the whole pod. The order is that of Volcano's scheduler (volcano-gpushare
+§8): no packing and no spreading, the lowest number that fits. Pure functions of the ledger's rest of each device.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:
-    """The first device that has ``memory_mib`` left in one piece.
+    """Return the first device that has ``memory_mib`` left in one piece.
 
     Args:
         rooms: in the order of preference.
         memory_mib: what the pod needs, all its containers together.
 
     Raises:
-        CapacityError: no device has; the text says what each of them has.
+        CapacityError: no device has; the text names what each of them has.
     """
     for room in rooms:
         if not room.trouble and not room.exclusive and room.memory_free_mib >= memory_mib:
@@ -35,10 +34,10 @@ def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:
 
 
 def first_idle(rooms: Sequence[DeviceRoom], count: int) -> tuple[DeviceRoom, ...]:
-    """The first ``count`` devices of which nobody has anything.
+    """Return the first ``count`` devices without any holder.
 
     Raises:
-        CapacityError: there are fewer; the text says why each of the others is not to be had.
+        CapacityError: there are fewer; the text explains why each of the others is not available.
     """
     idle = [room for room in rooms if not room.trouble and not room.holders]
     if len(idle) < count:

@@ -1,1 +1,1 @@
-"""What the container runtime and the container see: CDI specs, host directories and files of a grant, and the installed library."""
+"""The interface to runtimes and containers: CDI specs, a grant's host directories and files, the installed library."""

@@ -1,8 +1,9 @@
-"""The CDI spec of one grant: what the runtime reads when the container is created, and what we read back after a restart.
+"""The CDI spec of one grant: the runtime reads it when the container is created, and the agent after a restart.
 
-`grants` calls here to turn a provision into the text of a spec file and a spec file back into the record of its grant. Format: CDI 0.6.0,
-the first version with annotations, in which the record stands (https://github.com/cncf-tags/container-device-interface). The runtime
-refuses a whole file over one field it does not know, so there is nothing else of ours in it.
+`grants` calls here to turn a provision into the text of a spec file and a spec file back into the record of its
+grant. Format: CDI 0.6.0, the first version with annotations, which have the record
+(https://github.com/cncf-tags/container-device-interface). The runtime refuses a whole file over one unknown field, so
+there is nothing else of ours in it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Device(msgspec.Struct):
 
 
 class _Spec(msgspec.Struct):
-    """What we need of our own file; anything else in it is for the runtime."""
+    """The fields that we need of our own file. Anything else in it is for the runtime."""
 
     kind: str
     devices: tuple[_Device, ...]
@@ -52,7 +53,7 @@ class _Spec(msgspec.Struct):
 
 
 def other_names(edits: Edits) -> tuple[str, ...]:
-    """The CDI names in ``edits``, be they in annotations, each once: a spec cannot refer to them, only have what stands behind them.
+    """List the CDI names in ``edits``, also those in annotations, each once: a spec cannot refer to them, only contain their edits.
 
     Raises:
         CarrierError: there are annotations that are something else.
@@ -65,12 +66,12 @@ def other_names(edits: Edits) -> tuple[str, ...]:
 
 
 def spec_text(record: GrantRecord, edits: Edits, inlined: Inlined | None = None) -> bytes:
-    """The content of the grant's spec file; the same for the same grant.
+    """Make the content of the grant's spec file; the same for the same grant.
 
     Args:
-        record: stands in it as annotations.
-        edits: what the container gets.
-        inlined: what stands behind `other_names`.
+        record: becomes annotations.
+        edits: those of the container.
+        inlined: the edits of `other_names`.
 
     Raises:
         CarrierError: the edits contain what a CDI spec cannot bring into a container.
@@ -90,10 +91,10 @@ def spec_text(record: GrantRecord, edits: Edits, inlined: Inlined | None = None)
 
 
 def read_record(content: bytes, token: str) -> GrantRecord:
-    """The record in a spec file that must be the one of ``token``.
+    """Read the record in a spec file, which must be that of ``token``.
 
     Raises:
-        CarrierError: it is not one of ours, or damaged; the text says where.
+        CarrierError: it is not one of ours, or damaged; the text has the place.
     """
     try:
         spec = msgspec.json.decode(content, type=_Spec)
@@ -134,7 +135,7 @@ def _in_memory(mount: MemoryMount) -> dict[str, Any]:
 
 
 def _joined(own: dict[str, Any], inlined: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; where they set the same variable or path, what is inlined wins, as it does with a runtime that resolves the names itself."""
+    """Join both. For the same variable or path the inlined edit wins, as with a runtime that resolves the names itself."""
     if not inlined:
         return own
     made: dict[str, Any] = {**own, **inlined}

@@ -1,8 +1,8 @@
-"""What the containers of this node use of their GPUs, for the metrics: read from their shared regions, over and over.
+"""The GPU use of this node's containers, for the metrics: read from their shared regions, over and over.
 
-One loop, started by `agent`, copies the few pages of each region that say something; nothing is mapped, so a container that ends, or cuts
-its file short, cannot take the agent with it. Only directories of pods that are known to live are looked at: those that this agent makes,
-and those of the plugin that it replaces, whose pods run on (volcano-vgpu §6).
+One loop, started by `agent`, copies the few pages of each region that matter. Nothing is mapped, so a container that
+ends, or cuts its file short, cannot crash the agent. Only directories of pods that are known to live are read: those
+that this agent makes, and those of the plugin that it replaces, whose pods run on (volcano-vgpu §6).
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _Names = dict[str, tuple["Pod", str]]  # directory name → pod and container
 
 
 class ContainerUsages:
-    """Reads the regions of the containers of this node.
+    """The reader of the regions of this node's containers.
 
-    State: `usage`, replaced as a whole after each look that found something else; and of which unreadable regions the journal has heard.
+    State: `usage`, replaced as a whole after each look that found a change, and the unreadable regions already
+    logged.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class ContainerUsages:
 
         Args:
             book: the pods that live.
-            directories: where containers have a directory of their own, ``<pod UID>_<container>``; the first that has one is believed.
-            journal: told of regions that cannot be read.
+            directories: where containers have a directory of their own, ``<pod UID>_<container>``; the first that has one counts.
+            journal: regions that cannot be read are recorded there.
             pause_seconds: between two looks.
             proc_root: where the host's processes are seen, if they are.
         """
@@ -105,7 +106,7 @@ class ContainerUsages:
         }
 
     def _say(self, names: _Names, troubles: Mapping[str, str]) -> None:
-        """One line for each region that cannot be read, as long as its container lives: what it says then is the container's own choice."""
+        """Log one line for each unreadable region of a live container. Later texts are the container's own choice."""
         for name, reason in troubles.items():
             if name not in self._said:
                 pod, container = names[name]
@@ -150,7 +151,7 @@ def _entries(pod: Pod, container: str, use: RegionUse) -> list[ContainerUsage]:
 
 
 def _region(path: str, is_alive: Callable[[int, int], bool]) -> RegionUse | Unreadable | None:
-    """The region in a container's directory; of several the one that was written last. None when there is nothing to say."""
+    """Read the region in a container's directory; of several the one that was written last. None when there is none."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -169,7 +170,7 @@ def _region(path: str, is_alive: Callable[[int, int], bool]) -> RegionUse | Unre
 
 
 def _file(folder: int, name: str, is_alive: Callable[[int, int], bool]) -> tuple[int, RegionUse | Unreadable] | None:
-    """When the file was written last, and what it says; None when it says nothing or has vanished."""
+    """Return the time of the file's last write and its content; None when it is unusable or has vanished."""
     try:
         descriptor = os.open(name, _READ_ONLY, dir_fd=folder)
     except OSError:

@@ -1,9 +1,10 @@
 """The dynamic symbols and the code of an ELF shared object, read from its bytes without running it.
 
-Symbols are looked up as the dynamic linker looks them up: by the hash table that the dynamic segment names. Section headers do not count,
-because nobody needs them to load the file. Only what `hami_library` asks for is read, so a table that claims billions of entries costs
-nothing. Layouts: elf(5), and the gABI's chapter on dynamic linking. Not pyelftools: importing it costs 7 MiB of the agent's memory, and
-it answers damaged files with a dozen kinds of exceptions.
+Symbols are looked up as the dynamic linker looks them up: by the hash table that the dynamic segment names. Section
+headers do not count, because loading the file does not need them. Only what `hami_library` asks for is read, so a
+table that claims billions of entries costs nothing. Layouts: elf(5), and the gABI's chapter on dynamic linking. Not
+pyelftools: importing it costs 7 MiB of the agent's memory, and it answers damaged files with a dozen kinds of
+exceptions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FUNCTIONS = (2, 10)  # STT_FUNC, STT_GNU_IFUNC
 _SEEN_BY_OTHERS = (1, 2)  # STB_GLOBAL, STB_WEAK
 _NOT_HIDDEN = (0, 3)  # STV_DEFAULT, STV_PROTECTED
 
-# Bounds of what is looked through; linkers stay far below.
+# Bounds of the search; linkers stay far below.
 _MAX_PROGRAMS = 128
 _MAX_DYNAMIC = 1024
 _MAX_CHAIN = 4096
@@ -83,7 +84,7 @@ class SharedObject:
         self._tags = dict(self._dynamic(dynamic[-1]))
 
     def exports(self, name: str) -> bool:
-        """True when programs that load the file find a function of that name in it; an import of the name is none.
+        """Tell whether programs that load the file find a function of that name in it; an import of the name is none.
 
         Raises:
             ElfError: the tables of symbols are missing or damaged.
@@ -92,7 +93,7 @@ class SharedObject:
 
     @property
     def code(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) in the file of what is mapped executable."""
+        """Yield (begin, end) in the file of each part that is mapped executable."""
         return ((one.offset, one.offset + one.size) for one in self._loads if one.flags & _EXECUTABLE)
 
     def _require(self, size: int) -> None:
@@ -162,7 +163,7 @@ class SharedObject:
         return any(one.flags & _EXECUTABLE and 0 <= value - one.address < one.size for one in self._loads)
 
     def _place(self, tag: int, table: str) -> int:
-        """Where in the file that table of the dynamic segment begins."""
+        """Return the offset in the file of that table of the dynamic segment."""
         if tag not in self._tags:
             raise ElfError(f"has no {table}, so it exports nothing")
         address = self._tags[tag]

@@ -1,8 +1,8 @@
-"""The CDI specs of this node's grants, one file each, and the host files behind them: how a late-bound container gets what was decided.
+"""The CDI specs of this node's grants, one file each, and the host files behind them, through which late binding takes effect.
 
-`Allocate` hands kubelet a CDI name that means nothing yet; `allocation` decides at `PreStartContainer` and has this carrier put the spec
-of that name into the runtime's directory, before it says yes to the start. `agent` loads the directory at start, restores it
-after a reboot, and collects what belongs to pods that are gone.
+`Allocate` gives the kubelet a CDI name without a spec. `allocation` decides at `PreStartContainer` and has this
+carrier put the spec of that name into the runtime's directory, before it allows the start. `agent` loads the
+directory at start, restores it after a reboot, and collects the files of pods that are gone.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _LOCKS = 64
 
 _MOST_LISTED = 4096  # names that one look at a directory of grants takes
 _SLICE_SECONDS = 0.25  # at one tree, before the next has its turn
-_ROUND_SECONDS = 5.0  # at all of them, before the loop goes on to other things
+_ROUND_SECONDS = 5.0  # at all of them, before other work of the loop
 _DEADLINE_SECONDS = 30.0  # one piece of work that a disk has not answered by then is left behind
 _EARLIER = (".remembered.json.", ".layout-")  # unfinished files of agents that gave them random names
 _PATIENCE_SECONDS = 600.0  # between two attempts at what could not be removed
 
 
 class GrantDirectory:
-    """The grants of this node: a spec file each in ``cdi_directory``, host files where their provisions say.
+    """The grants of this node: a spec file each in ``cdi_directory``, host files where their provisions place them.
 
-    State: the files are the state; what is in memory is read from them by `load`. The agent can be killed between any two lines: host
-    files come first and the spec is renamed into place last, so a spec that is there has everything it mentions. A directory without a
-    spec is found by `sweep`.
+    State: the files; the state in memory is read from them by `load`. The agent can be killed between any two lines:
+    host files come first and the spec is renamed into place last, so an existing spec has everything it mentions. A
+    directory without a spec is found by `sweep`.
 
-    All work is done in threads, and a thread finishes what it has begun even when the caller is cancelled; work on one token is done by
-    one thread at a time. A directory is collected by giving it another name, at once. What containers have left in it is removed later, in
-    slices and in a thread of its own, which no start waits for.
+    All work is done in threads, and a thread finishes what it has begun even when the caller is cancelled; work on
+    one token is done by one thread at a time. A directory is collected by giving it another name, at once. Its
+    content is removed later, in slices and in a thread of its own, for which no start waits.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class GrantDirectory:
 
         Args:
             cdi_directory: where the runtime looks for specs.
-            journal: where damaged files are told of.
+            journal: damaged files are recorded there.
             kept_directory: where the records of grants without a spec are kept, those that were answered in full in Allocate.
-            proc_root: where procfs is mounted, for what is mounted by whom.
+            proc_root: where procfs is mounted, for the mounts of all processes.
             swept: other directories of the agent's, in which a killed one may have left unfinished files.
             make_room: called, in a thread, when the disk is full, before it is tried once more.
             earlier: where earlier agents have made directories that containers could change.
-            made: told, in a thread, of each file that containers are about to have.
+            made: called, in a thread, for each file that containers are about to have.
             slots: where the directories of containers are made, as far as there are any.
-            inline: finds what stands behind CDI names, which a spec cannot refer to; raises CarrierError where nothing does.
+            inline: returns the edits of CDI names, which a spec cannot refer to; raises CarrierError where there are none.
         """
         self._directory = cdi_directory
         self._kept = kept_directory
@@ -97,7 +97,7 @@ class GrantDirectory:
         self._changing = threading.Lock()
         self._locks = tuple(threading.Lock() for _ in range(_LOCKS))
         self._path_locks = tuple(threading.Lock() for _ in range(_LOCKS))
-        self._left: set[str] = set()  # directories of grants whose ids somebody else has got; `sweep` knows them after a restart
+        self._left: set[str] = set()  # directories of grants whose ids another container has got; `sweep` knows them after a restart
         self._said: dict[str, dict[str, str]] = {}  # event → what failed the last time → why
         self._swept = tuple(swept)
         self._make_room = make_room
@@ -116,7 +116,7 @@ class GrantDirectory:
 
     @property
     def outdated(self) -> bool:
-        """Whether there is a spec of an earlier agent, from which no container may start before it was written anew."""
+        """Tell whether a spec of an earlier agent exists. It must be written anew before a container may start from it."""
         return any(self._is_outdated(record) for record in self._records.values())
 
     @property
@@ -125,7 +125,7 @@ class GrantDirectory:
         return self._stuck
 
     async def load(self) -> None:
-        """Read what an earlier agent has written. Files of others are left alone; a damaged one of ours is moved out of the runtime's way.
+        """Read an earlier agent's files. Files of others are left alone. A damaged one of ours is moved out of the runtime's way.
 
         Raises:
             CarrierError: the directory is there and cannot be read.
@@ -134,7 +134,7 @@ class GrantDirectory:
             self._journal.record(event, level="warning", **facts)
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
-        """Make the host's files, then the spec, each whole or not at all; again with the same content it changes nothing.
+        """Make the host's files, then the spec, each whole or not at all. The same content again changes nothing.
 
         Raises:
             CarrierError: something could not be written; the text names path, reason and remedy.
@@ -150,27 +150,28 @@ class GrantDirectory:
         await asyncio.to_thread(self._prepare, record, provision)
 
     async def stands(self, token: str) -> bool:
-        """True when the runtime finds the spec of that name, and a container may be started from it as it is.
+        """Tell whether the runtime finds the spec of that name and may start a container from it.
 
-        What an earlier agent wrote mounts files from a directory that the container could change; it has to be written anew first.
+        A spec of an earlier agent mounts files from a directory that the container could change. It must be written
+        anew first.
         """
         record = self._records.get(token)
         return not (record is not None and self._is_outdated(record)) and not await self.missing([token])
 
     async def missing(self, tokens: Iterable[str]) -> tuple[str, ...]:
-        """Those of ``tokens`` that have no spec file now, whatever was delivered before: somebody deleted it, or the node was rebooted."""
+        """List those of ``tokens`` that have no spec file now: it was never delivered or deleted, or the node was rebooted."""
         return await asyncio.to_thread(lambda: tuple(token for token in tokens if not os.path.lexists(self._path(token))))
 
     async def restore(
         self, provisions: Iterable[tuple[GrantRecord, Provision]], still: Callable[[GrantRecord], bool] = lambda _: True
     ) -> int:
-        """Deliver each grant whose spec is missing, however many of them fail; returns how many were restored.
+        """Deliver each grant whose spec is missing, however many of them fail; return the number restored.
 
-        A failure is journaled when it is new: what stands in the way now will mostly stand there at the next look, too.
+        A failure is journaled when it is new, because its cause will mostly last until the next look.
 
         Args:
             provisions: all that should be there.
-            still: asked just before a grant is delivered, since those before it took their time.
+            still: called just before a grant is delivered, since those before it took their time.
         """
         wanted = {record.token: (record, provision) for record, provision in provisions}
         restored, failed = 0, {}
@@ -187,7 +188,7 @@ class GrantDirectory:
         return restored
 
     async def collect(self, keep: Callable[[GrantRecord], bool], beat: Callable[[], None] = lambda: None) -> tuple[GrantRecord, ...]:
-        """Remove spec and directory of each grant that ``keep`` does not want any more; what is still mounted waits for the next time.
+        """Remove spec and directory of each grant that ``keep`` rejects. Mounted directories wait for the next call.
 
         Directories go, too, of grants that have lost their ids to others since the last time.
 
@@ -198,7 +199,7 @@ class GrantDirectory:
         failed: dict[str, dict[str, str]] = {}
         trees: list[str] = []
         if self._left:
-            with contextlib.suppress(CarrierError):  # `sweep` tells of what stays
+            with contextlib.suppress(CarrierError):  # `sweep` reports the files that stay
                 trees += await self._aside("the directories of ended containers", self._remove_left)
         for record in self._all():
             if keep(record):
@@ -215,7 +216,7 @@ class GrantDirectory:
         return tuple(removed)
 
     async def withdraw(self, record: GrantRecord) -> None:
-        """Remove the spec of a grant whose ids somebody else has got; its own directory is left to `sweep`.
+        """Remove the spec of a grant whose ids another container has got; its own directory is left to `sweep`.
 
         Raises:
             CarrierError: the spec cannot be removed.
@@ -223,10 +224,11 @@ class GrantDirectory:
         await asyncio.to_thread(self._withdraw, record)
 
     async def sweep(self, parent: str, keep: Callable[[str], bool], beat: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Remove the directories in ``parent`` that no grant owns and whose name ``keep`` does not want: what was collected, or left
-        behind by a reboot, by an agent that was killed, or by another plugin. What is mounted stays.
+        """Remove the directories in ``parent`` that no grant owns and whose name ``keep`` rejects. Mounted ones stay.
 
-        Trees take turns, and what is not gone when the time is up goes on at the next call. What cannot be removed is in `left_over`.
+        They were collected, or left behind by a reboot, by an agent that was killed, or by another plugin. Trees take
+        turns, and one that is not gone when the time is up is continued at the next call. Those that cannot be
+        removed are in `left_over`.
 
         Returns:
             the names that are free again.
@@ -251,13 +253,13 @@ class GrantDirectory:
                 except CarrierError as err:
                     failed[path] = {"path": path, "error": str(err)}
         self._say(f"grants.not_swept {parent}", "warning", failed)
-        if parent not in failed:  # somebody has helped
+        if parent not in failed:  # it was corrected meanwhile
             self._stuck = {path: why for path, why in self._stuck.items() if os.path.dirname(path) != parent or path in trees}
         await self._remove(trees, beat)
         return tuple(freed)
 
     async def _remove(self, trees: Sequence[str], beat: Callable[[], None]) -> None:
-        """Remove what was moved aside: each tree for a while, then the next, until all are gone or the time of a round is up."""
+        """Remove the renamed trees: each for a while, then the next, until all are gone or the time of a round is up."""
         now = time.monotonic()
         waiting = [path for path in trees if path not in self._stuck or now >= self._again_at.get(path, now)]
         self._again_at = {path: at for path, at in self._again_at.items() if path in self._stuck}
@@ -280,7 +282,7 @@ class GrantDirectory:
                     self._stuck = {other: why for other, why in self._stuck.items() if other != path}
 
     def _leave(self, path: str, why: str) -> None:
-        """Remember that ``path`` cannot be removed for now; it is said once."""
+        """Remember that ``path`` cannot be removed for now; it is logged once."""
         if path not in self._stuck:
             self._journal.record("grants.left_over", level="warning", path=path, error=why)
         self._stuck = {**self._stuck, path: why}
@@ -311,7 +313,7 @@ class GrantDirectory:
         return self._locks[hash(token) % _LOCKS]
 
     def _lock_of(self, path: str) -> threading.Lock:
-        """Who makes the directory of a grant does not meet who removes it."""
+        """Return the lock that keeps the making and the removal of a grant's directory apart."""
         return self._path_locks[hash(path) % _LOCKS]
 
     def _owned(self) -> set[str]:
@@ -335,7 +337,7 @@ class GrantDirectory:
         records: dict[str, GrantRecord] = {}
         try:
             names = sorted(os.listdir(directory))
-        except (FileNotFoundError, NotADirectoryError):  # what stands in its place is told of by whoever wants to write
+        except (FileNotFoundError, NotADirectoryError):  # a wrong file in its place is reported by the writer
             names = []
         except OSError as err:
             raise host_files.trouble("read", directory, err) from err
@@ -356,7 +358,7 @@ class GrantDirectory:
         return await self._inline(names) if names and self._inline is not None else None
 
     def _deliver(self, record: GrantRecord, provision: Provision, inlined: Inlined | None = None, *, only_missing: bool = False) -> bool:
-        """Whether it was delivered; with ``only_missing`` not where a start has put a spec of that name meanwhile."""
+        """Deliver a grant; with ``only_missing`` return False where a start has put a spec of that name meanwhile."""
         content = cdi.spec_text(record, provision.edits, inlined)
         path = self._path(record.token)
         with self._lock(record.token), self._lock_of(provision.collected):
@@ -369,7 +371,7 @@ class GrantDirectory:
             with self._changing:
                 self._records = {**self._records, record.token: record}
                 if before is not None and before.collected:
-                    # The ids have changed hands (an init container has made room, a pod has ended). kubelet waits for this call, and to
+                    # The ids have a new holder (after an init container or an ended pod). The kubelet waits for this call, and to
                     # look for mounts takes a while on a node with many containers.
                     self._left = {*self._left, before.collected}
             return True
@@ -387,7 +389,7 @@ class GrantDirectory:
 
     def _placed(self, provision: Provision) -> Provision:
         """The provision, for the place that the container's own directory has: a slot, or the disk."""
-        # What the kubelet's old answer mounts is made of links to the files, which stay on one file system.
+        # The mounts of the kubelet's old answer are made of links to the files, which stay on one file system.
         if self._slots is not None and provision.collected and not provision.remade and self._slots.take(provision.collected):
             return _in_slot(provision)
         return provision
@@ -400,11 +402,11 @@ class GrantDirectory:
             host_files.replace_file(self._path(record.token, self._kept), cdi.spec_text(record, Edits()))
 
     def _collect(self, record: GrantRecord) -> str | None:
-        """Free the grant; returns the path that is left to remove, "" for none, and None when the grant stays."""
+        """Free the grant; return the path that is left to remove, "" for none, and None when the grant stays."""
         with self._lock(record.token), self._lock_of(record.collected):
             specced, prepared = self._records.get(record.token) is record, self._prepared.get(record.token) is record
             if not specced and not prepared:
-                return None  # somebody else has got these ids meanwhile
+                return None  # another container has got these ids meanwhile
             shared = any(other.collected == record.collected for other in self._all() if other is not record)
             freed: str | None = ""
             if record.collected and not shared:
@@ -422,7 +424,7 @@ class GrantDirectory:
             return freed
 
     def _remove_left(self) -> list[str]:
-        """Free the directories whose grants have lost their ids, and return what is left to remove; what is mounted stays for later."""
+        """Free the directories whose grants have lost their ids; return the paths left to remove. Mounted ones stay for later."""
         trees = []
         for path in self._left:
             with self._lock_of(path):
@@ -467,9 +469,9 @@ class GrantDirectory:
 
 
 def _in_slot(provision: Provision) -> Provision:
-    """The same for a container whose own directory stands in a slot already.
+    """Return the provision of a container whose own directory is in a slot.
 
-    Nothing is taken in advance there: pages count for whoever writes them first, and nobody else can use up the slot.
+    Nothing is taken in advance there: pages count for their first writer, and no other container can use up the slot.
     """
     return dataclasses.replace(
         provision,
@@ -487,7 +489,7 @@ def _read(path: str) -> bytes:
 
 
 def _moved_away(path: str) -> str:
-    """Where a damaged spec went; the runtime reads only what ends in .json or .yaml."""
+    """Rename a damaged spec and return its new path; the runtime reads only names that end in .json or .yaml."""
     try:
         os.rename(path, path + ".broken")
     except OSError as err:

@@ -1,14 +1,16 @@
-"""Installs the operator's libvgpu.so where containers mount it from, and ``ld.so.preload`` beside it.
+"""The installation of the operator's libvgpu.so for mounts into containers, and of ``ld.so.preload`` beside it.
 
-An unproven limit is no limit: a library is installed only when it exports the functions in which HAMi-core limits a program, and when the
-layout of its shared region, read from its code, is that of the agent's regions. Any other file limits nothing, however it is called.
+A library is installed only when it exports the functions in which HAMi-core limits a program, and when the layout of
+its shared region, read from its code, is that of the agent's regions. Any other file limits nothing, whatever its
+name.
 
 A library that is overwritten in place crashes every process that has it mapped (hami-core §0.3.6; volcano-vgpu D21). So the
 content gets a name of its own, ``libvgpu.so.<12 hexadecimal digits of its SHA-256>``, and stays as it is for good; a newer one lies beside
 it and is mounted by grants made from then on. Old ones are left: each is some hundred KiB, and a container that still runs may need it.
 
-`agent` installs at start, before it offers a resource with `hami-core`, and refreshes now and then; what `install` raises is the reason
-why such a resource is not offered. A bad delivery does not displace the library that this agent has installed: new containers get that one.
+`agent` installs at start, before it offers a resource with `hami-core`, and refreshes now and then. An exception of
+`install` is the reason why such a resource is not offered. A bad delivery does not displace the library that this
+agent has installed: new containers get that one.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ _INSTEAD = "or set volcanoVgpu.isolation to none, which shares without any limit
 _REMEDY = f"deliver HAMi-core's libvgpu.so there, {_INSTEAD}"
 _LARGEST = 16 << 20  # bytes; the real one has about one MiB
 
-_MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # for what `uname -m` says
+_MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # by the output of `uname -m`
 
-# Without one of these the library limits nothing: how programs find the driver's functions, what allocates, what tells the memory, and what
-# launches kernels. Each line is met by any of its names. All releases from HAMi 2.4.1 to 2.10 have them (hami-core §3.1, §3.2).
+# Without one of these the library limits nothing: functions that find the driver's functions, allocate, report the memory, and launch
+# kernels. Each line is met by any of its names. All releases from HAMi 2.4.1 to 2.10 have them (hami-core §3.1, §3.2).
 _FUNCTIONS = (
     ("dlsym",),
     ("cuGetProcAddress", "cuGetProcAddress_v2"),
@@ -52,7 +54,7 @@ _FUNCTIONS = (
 # Other interposers export the same functions. Only HAMi-core finds its region by this variable.
 _REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE\0"
 
-# sizeof of the shared region, and who has it (hami-core §2.1).
+# sizeof of the shared region, and the users of it (hami-core §2.1).
 _OUR_LAYOUT = hami_region.SIZE - 1
 _OTHER_LAYOUTS = {804_680: "HAMi before 2.3", 1_197_896: "HAMi 2.3 to 2.4.0", 2_008_984: "HAMi 2.8.1"}
 _SHOWN_LAYOUT = "1.1 or 1.2"  # they differ in nothing that the agent writes
@@ -63,8 +65,8 @@ _Signature = tuple[int, int, int, int]
 class HamiLibrary:
     """The library on this node.
 
-    State: what lies in ``host_directory``. In memory only the path of the installed one, and how its source looked then, so that
-    a refresh without news costs a few system calls.
+    State: the files in ``host_directory``. In memory only the path of the installed one, and how its source looked
+    then, so that a refresh without news costs a few system calls.
 
     Args:
         host_directory: the settings' ``hamiCore.hostDirectory``; the same path on the host and in the agent.
@@ -85,15 +87,15 @@ class HamiLibrary:
 
     @property
     def locks(self) -> bool:
-        """True when the installed library makes a lock file in `hami_core.LOCK_DIRECTORY`."""
+        """The installed library makes a lock file in `hami_core.LOCK_DIRECTORY`."""
         return self._locks
 
     async def install(self) -> str:
-        """Install what the operator has delivered, and ``ld.so.preload``; what is there already stays. Returns the library's path.
+        """Install the operator's library and ``ld.so.preload``, and return the library's path. Existing files stay.
 
         Raises:
-            CarrierError: there is no library, it cannot be used on this node, or it cannot be written; says what helps.
-                What was installed before stays in use, as long as it is there.
+            CarrierError: there is no library, it cannot be used on this node, or it cannot be written; has the remedy. The
+                library installed before stays in use, as long as it is there.
         """
         before = self.path
         try:
@@ -107,7 +109,7 @@ class HamiLibrary:
         return path
 
     async def refresh(self) -> str:
-        """The same, for a library that may have been delivered anew, and for files that somebody has deleted."""
+        """Do the same for a library that may have been delivered anew, and for files that were deleted."""
         return await self.install()
 
     def _install(self) -> tuple[str, str]:
@@ -193,7 +195,7 @@ def _checked(content: bytes, source: str) -> str:
 
 
 def _loads(library: SharedObject, content: bytes, number: int) -> bool:
-    """True when the library's code has an instruction that loads the number."""
+    """Tell whether the library's code has an instruction that loads the number."""
     plain = number.to_bytes(4, "little")  # on x86-64 an operand, elsewhere a constant among the code
     return any(
         content.find(plain, begin, end) >= 0 or (library.machine == AARCH64 and _loads_in_halves(content[begin:end], number))
@@ -202,7 +204,7 @@ def _loads(library: SharedObject, content: bytes, number: int) -> bool:
 
 
 # On aarch64 a number takes two instructions on one register, which compilers leave together or a few instructions apart: mov for its lower
-# half, and movk for its upper half. Both end with the register's number, and their first bit says how wide it is.
+# half, and movk for its upper half. Both end with the register's number, and their first bit is its width.
 _MOVE, _KEEP = 0x52800000, 0x72A00000
 _REGISTER, _WIDE = 0x1F, 1 << 31
 _APART_BYTES = 32

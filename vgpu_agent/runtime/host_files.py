@@ -41,13 +41,13 @@ _MOST_LINKS = 40  # followed in one path, as the kernel does
 _ONCE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-# What was moved aside to be removed, in the directory in which it was.
+# The prefix of a directory that was moved aside, within its parent, to be removed.
 ASIDE_PREFIX = f"{TEMPORARY_PREFIX}gone-"
 _MOST_ASIDE = 16
 
 
 class _State(enum.Enum):
-    """What is found under the name of a file that is wanted."""
+    """The state of a path that should be a file of ours."""
 
     MISSING = "missing"  # or something that is not this file at all
     FRESH = "fresh"  # as if it had just been made
@@ -76,7 +76,7 @@ def trouble(action: str, path: str, err: OSError) -> CarrierError:
 
 
 def make(provision: Provision, mounts: MountTables) -> None:
-    """Make the provision's directories, then its files; what is there already and right stays untouched.
+    """Make the provision's directories, then its files; those that exist and are right stay untouched.
 
     Raises:
         CarrierError: the first that could not be made; those before it are whole.
@@ -91,10 +91,11 @@ def make(provision: Provision, mounts: MountTables) -> None:
 
 
 def require_only_root(paths: Iterable[str]) -> None:
-    """Refuse a mount source that anybody but root and the agent could replace by another; what the path itself names may be writable.
+    """Refuse a mount source that others than root and the agent could replace. The path's own target may be writable.
 
-    The container runtime follows links in a source. Whoever can write one of its directories decides what a container gets to see. A
-    sticky directory such as /tmp is fine: only the owner of an entry may replace it. What is missing is for the runtime to complain of.
+    The container runtime follows links in a source. A writer of one of its directories decides what a container sees.
+    A sticky directory such as /tmp is fine: only the owner of an entry may replace it. A missing source is reported
+    by the runtime.
 
     Raises:
         CarrierError: it could be replaced, or is named by too many links.
@@ -105,7 +106,7 @@ def require_only_root(paths: Iterable[str]) -> None:
 
 
 def move_aside(path: str) -> str:
-    """Give a directory another name in its parent, at once and whatever is in it, and return that name's path; "" when there is none.
+    """Rename a directory within its parent, at once and with any content, and return its new path; "" when there is none.
 
     Within one parent a directory of any owner and mode can be renamed, and mounts of it stay as they are.
 
@@ -131,7 +132,7 @@ def make_directory(path: str, mode: int = 0o755) -> None:
     """Make ``path`` with exactly ``mode``, whatever the umask; missing parents get 0755.
 
     Raises:
-        CarrierError: it cannot be made, something else stands there, or it belongs to another user.
+        CarrierError: it cannot be made, the path is no directory, or it belongs to another user.
     """
     try:
         if not _is_directory(path, mode):
@@ -141,10 +142,11 @@ def make_directory(path: str, mode: int = 0o755) -> None:
 
 
 def make_file(file: HostFile, mounts: MountTables) -> None:
-    """Make the file, as its `HostFile` says.
+    """Make the file by its `HostFile`.
 
-    One that is there with the same content stays. One that containers have mounted keeps its inode and gets ``renewed`` in place. One
-    that nobody has mounted is what an ended container left, and is replaced by a fresh one, so that its old entries are nobody's burden.
+    An existing file with the same content stays. One that containers have mounted keeps its inode and gets
+    ``renewed`` in place. One without mounts was left by an ended container. It is replaced by a fresh one, so that
+    its old entries burden no new container.
 
     Raises:
         CarrierError: it cannot be made.
@@ -192,7 +194,7 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
 
 
 def has(path: str, content: bytes) -> bool:
-    """Whether ``path`` is a file with exactly ``content``; a link is not, nor what cannot be read."""
+    """Tell whether ``path`` is a file with exactly ``content``. A link or an unreadable file is not."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _ONCE)
         try:
@@ -204,7 +206,7 @@ def has(path: str, content: bytes) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of this name is a half-written one that a killed agent left."""
+    """Tell whether a file of this name is a half-written one that a killed agent left."""
     return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX)
 
 
@@ -320,7 +322,7 @@ def _temporary(path: str) -> str:
 
 
 def _open(file: HostFile) -> int | None:
-    """The file, if it can be opened at once; whatever else is there is replaced like nothing."""
+    """Open the file, if that is possible at once; anything else is replaced as if it were missing."""
     try:
         return os.open(file.path, os.O_RDWR | _ONCE)
     except OSError as err:
@@ -337,7 +339,7 @@ def _state(descriptor: int, file: HostFile) -> _State:
 
 
 def _is_fresh(descriptor: int, file: HostFile) -> bool:
-    """Whether the parts stand there and all else is zero; only what takes up space is read, a few pages of a large file."""
+    """Tell whether the file has its parts and all else is zero. Only allocated pages are read, a few of a large file."""
     if any(os.pread(descriptor, len(part), offset) != part for offset, part in file.parts):
         return False
     begin = 0

@@ -1,7 +1,7 @@
-"""Does the process that a container's region speaks of still exist?
+"""The check whether the process that a container's region mentions still exists.
 
-A process that is killed leaves its entry in the region behind, with all the memory it had (hami-core §2.4). Whoever counts asks
-here. Called by `container_usage`, in a thread.
+A process that is killed leaves its entry in the region behind, with all the memory it had (hami-core §2.4). So
+entries are checked before they are counted. Called by `container_usage`, in a thread.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ class HostProcesses:
 
     @property
     def visible(self) -> bool:
-        """Whether these are the host's processes; an agent without ``hostPID`` sees only its own."""
+        """Tell whether these are the host's processes; an agent without ``hostPID`` sees only its own."""
         return self._status(_KERNEL_PROCESS).get("Name") == _KERNEL_NAME
 
     def is_alive(self, hostpid: int, pid: int) -> bool:
-        """Whether the process with the number ``hostpid`` on the host and ``pid`` in its container runs; only where they are `visible`.
+        """Tell whether the process ``hostpid`` on the host, ``pid`` in its container, runs; only where they are `visible`.
 
-        Without a number on the host nobody can tell, and it counts as alive: memory that is in use must not be overlooked.
+        Without a number on the host this is unknown and it counts as alive: memory that is in use must not be
+        overlooked.
         """
         if hostpid <= 0:
             return True

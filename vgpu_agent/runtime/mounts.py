@@ -1,8 +1,9 @@
-"""Is a path on the host mounted into some container?
+"""The check whether a path on the host is mounted into some container.
 
-Whoever takes away or replaces a file of a grant asks here first, because a container that still runs has it mounted: the file under
-the old name would be another one than the container sees. Read from every process's mount table, as the kernel shows it in
-``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5)). Called by `host_files` and `grants`, always in a thread.
+It comes before a file of a grant is removed or replaced, because a container that still runs has it mounted: the file
+under the old name would be another one than the container sees. Read from every process's mount table, as the kernel
+shows it in ``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5)). Called by `host_files` and `grants`, always in a
+thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 class Use(enum.Enum):
-    """What the mount tables say about a path."""
+    """The state of a path in the mount tables."""
 
     MOUNTED = "mounted"
     FREE = "free"
@@ -30,7 +31,7 @@ class Use(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mount:
-    """One line: ``root`` is the mounted part of the file system ``device``, and ``point`` is where it stands."""
+    """One line: ``root`` is the mounted part of the file system ``device``, and ``point`` is its mount point."""
 
     device: bytes
     root: bytes
@@ -44,10 +45,10 @@ class MountTables:
         self._proc_root = proc_root
 
     def mounted_below(self, path: str) -> Use:
-        """Whether ``path``, or something in it, is mounted anywhere, or something is mounted onto it.
+        """Tell whether ``path``, or something in it, is mounted anywhere, or something is mounted onto it.
 
-        A bind mount is found by the file system it comes from and the path inside that, since every container names it differently.
-        A kernel that hides other processes makes the answer ``UNKNOWN``, never a false ``FREE``.
+        A bind mount is found by the file system it comes from and the path inside that, since every container names
+        it differently. A kernel that hides other processes makes the answer ``UNKNOWN``, never a false ``FREE``.
         """
         own = _read(f"{self._proc_root}/self/mountinfo")
         if own is None:
@@ -89,9 +90,9 @@ class MountTables:
 
 
 def _searched(path: str, mentioned: bytes, source: _Mount) -> bool | bytes | None:
-    """True when a mount in the table comes from ``source``, else a digest of the table; None when it cannot be read.
+    """Return True when a mount in the table comes from ``source``, else a digest of the table; None when it is unreadable.
 
-    Line by line, because a container may have mounted as often as it liked.
+    It is read line by line, because a container may have mounted as often as it liked.
     """
     digest = hashlib.blake2b()
     try:
@@ -125,7 +126,7 @@ def _unescape(text: bytes) -> bytes:
 
 
 def _escape(text: bytes) -> bytes:
-    """As the kernel writes it: space, tab, newline and backslash as octal numbers."""
+    """Escape as the kernel does: space, tab, newline and backslash as octal numbers."""
     return re.sub(rb"[ \t\n\\]", lambda match: b"\\%03o" % match[0][0], text)
 
 
@@ -134,7 +135,7 @@ def _is_below(path: bytes, directory: bytes) -> bool:
 
 
 def _source(mounts: list[_Mount], path: bytes) -> _Mount | None:
-    """Which file system ``path`` lies on, and its path inside that."""
+    """Find the file system on which ``path`` lies, and its path inside that."""
     # Of two mounts at one place, the later one is seen.
     best: _Mount | None = None
     for mount in mounts:

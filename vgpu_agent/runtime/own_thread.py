@@ -37,7 +37,7 @@ _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", "Callable[[], Any
 
 
 class OwnThread:
-    """Runs jobs in a daemon thread, which nobody waits for when the process ends.
+    """A daemon thread for jobs, which does not delay the end of the process.
 
     State: the job that has taken too long, if there is one; forgotten when it returns.
     """
@@ -58,7 +58,7 @@ class OwnThread:
 
         Raises:
             NotReturnedError: it takes too long, or the one before it still does.
-            CarrierError: it failed, whatever it raised.
+            CarrierError: it raised any other exception.
         """
         if self._late is not None and not self._late[2].done():
             what, since, _ = self._late
@@ -92,7 +92,7 @@ class OwnThread:
             result, error = None, None
             try:
                 result = call()
-            except Exception as err:  # noqa: BLE001 - handed to whoever waits
+            except Exception as err:  # noqa: BLE001 - passed on to the waiting caller
                 error = err
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
@@ -107,4 +107,4 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
         future.set_result(result)
     else:
         future.set_exception(error)
-        future.exception()  # it counts as seen, also where nobody waits any more
+        future.exception()  # it counts as seen, also where the waiter has gone

@@ -1,9 +1,10 @@
 """Keeps the region files of containers at their size.
 
-A container has its region mounted writable, so it can make the file grow until the node's disk is full. No file that an unprivileged agent
-can make has a size that only the agent may change: seals belong to files in memory, which the kernel does not let anybody mount. So growth
-is undone: the kernel tells of every write (inotify(7)), and the file is cut back within milliseconds, through a descriptor that is held
-open. The library itself writes through a mapping, of which the kernel tells nothing, and never beyond the end.
+A container has its region mounted writable, so it can make the file grow until the node's disk is full. No file that
+an unprivileged agent can make has a size that only the agent may change: seals belong to files in memory, which the
+kernel does not allow to be mounted. So growth is undone: the kernel reports every write (inotify(7)), and the file is
+cut back within milliseconds, through a descriptor that is held open. The library itself writes through a mapping,
+which the kernel does not report, and never beyond the end.
 
 The descriptor also keeps a container from taking a lease on the file (fcntl(2)), on which an open would wait.
 """
@@ -48,14 +49,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class RegionGuard:
-    """Watches the regions in one directory of grants.
+    """The watch over the regions in one directory of grants.
 
-    State: a descriptor and a watch for each region, and who has let one grow. The files themselves are the truth; a new agent begins anew.
+    State: a descriptor and a watch for each region, and the containers that let one grow. The truth is in the files,
+    so a new agent begins anew.
 
     Args:
         directory: where each container has a directory with its region.
         size: of a region in bytes; other files are left alone.
-        journal: told once of each region that grew.
+        journal: each region that grew is recorded there once.
         pause_seconds: between two looks for new regions, and at all sizes where the kernel gives no inotify.
     """
 
@@ -70,7 +72,7 @@ class RegionGuard:
         self._watches: dict[int, str] = {}  # of inotify → path
         self._changing = threading.Lock()
         self._inotify = -1
-        self._unwatched = False  # whether the kernel has refused to watch one, which is told once
+        self._unwatched = False  # whether the kernel has refused to watch one, which is logged once
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looked = threading.Event()
         self._told: set[str] = set()
@@ -172,7 +174,7 @@ class RegionGuard:
         return found
 
     def _let_go(self, path: str) -> None:
-        """Close what was open; only while `_changing` is held."""
+        """Close the region's descriptor and watch; only while `_changing` is held."""
         for watch in [watch for watch, watched in self._watches.items() if watched == path]:
             del self._watches[watch]
             _libc.inotify_rm_watch(self._inotify, watch)
@@ -219,7 +221,7 @@ class RegionGuard:
                     return
                 os.ftruncate(descriptor, self._size)
                 if _has_grown(descriptor, self._size):
-                    # Space behind the end, or in attributes, of which the size says nothing. The byte before the end belongs to nobody.
+                    # Space behind the end, or in attributes, which the size does not show. The byte before the end is unused.
                     for name in os.listxattr(descriptor):
                         if name.startswith("user."):
                             os.removexattr(descriptor, name)

@@ -1,14 +1,14 @@
 """Slots for the region files of containers: small file systems in memory, one for each container.
 
-A container has its region mounted writable. On the node's disk it could make the file grow until the disk is full. In a slot it can fill
-its own slot and nothing else, because the kernel gives the slot no more: the bound needs nobody who watches. To mount takes a privilege
-that the agent does without, so a container that is privileged for a moment mounts the slots before the agent starts (`mount_slots`, the
-command ``mount-regions``). They outlive every agent. Where there are none, or all are taken, regions lie on the disk, and `region_guard`
-cuts back what has grown.
+A container has its region mounted writable. On the node's disk it could make the file grow until the disk is full. In
+a slot it can fill its own slot and nothing else, because the kernel gives the slot no more: the bound needs no
+watching. To mount takes a privilege that the agent does without, so a container that is privileged for a moment
+mounts the slots before the agent starts (`mount_slots`, the command ``mount-regions``). They outlive every agent.
+Where there are none, or all are taken, regions lie on the disk, and `region_guard` cuts back what has grown.
 
-A container's directory keeps its one name, ``regions/<pod UID>_<container>``. For a container with a slot it is a link to
-``slots/<number>/<pod UID>_<container>``. `grants` asks here before it makes such a directory; `removal` and the readers of regions ask
-what is behind it.
+A container's directory keeps its one name, ``regions/<pod UID>_<container>``. For a container with a slot it is a
+link to ``slots/<number>/<pod UID>_<container>``. `grants` asks here before it makes such a directory; `removal` and
+the readers of regions resolve it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# Room for two regions of 2 MB: the old one stays until the new one has taken its place. Pages count for whoever writes them first, which is
+# Room for two regions of 2 MB: the old one stays until the new one has taken its place. Pages count for their first writer, which is
 # the container.
 SLOT_KIB = 4096
 _SLOT_FILES = 16
@@ -47,9 +47,9 @@ def directory_beside(regions: str) -> str:
 
 
 def behind(path: str) -> str:
-    """The directory in a slot that ``path``, a container's directory, stands for; ``path`` itself when it stands for none.
+    """Return the directory in a slot that ``path``, a container's directory, links to; ``path`` itself when it is no link.
 
-    Only a link as this module makes them is followed, and its text says where it leads, so nobody is led anywhere else.
+    Only a link as this module makes them is followed. Its text names the target, so it leads nowhere else.
     """
     try:
         found = _LINK.fullmatch(target := os.readlink(path))
@@ -60,7 +60,7 @@ def behind(path: str) -> str:
 
 
 def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> int:
-    """Mount the slots that are missing of ``count``; those that are there stay as they are, whoever uses them.
+    """Mount the slots that are missing of ``count``; existing ones stay as they are, used or not.
 
     Args:
         regions: the directory of the containers' directories.
@@ -109,7 +109,7 @@ class RegionSlots:
         """Make ``path``, a container's directory that is not there yet, a link into a free slot, or keep it so.
 
         Returns:
-            whether it has a slot. Without one, nothing stands under ``path``, or the directory that was there.
+            whether it has a slot. Without one, ``path`` is missing or the directory that was there.
 
         Raises:
             CarrierError: the link cannot be made.
@@ -144,7 +144,7 @@ class RegionSlots:
             return False  # from before there were slots, or when there was none left
         if inside != path:
             slot = os.path.dirname(inside)
-            # After a reboot the slots are empty, and this one may be somebody else's by now, or none any more.
+            # After a reboot the slots are empty, and this one may be another container's by now, or none any more.
             if _is_mounted(slot) and not set(os.listdir(slot)) - {os.path.basename(inside)}:
                 host_files.make_directory(inside)
                 return True
@@ -157,7 +157,7 @@ class RegionSlots:
         try:
             os.symlink(f"../{_NAME}/{os.path.basename(free)}/{name}", path)
         except OSError:
-            _remove(inside)  # the disk is full, say; each further try would take another slot
+            _remove(inside)  # e.g. the disk is full; each further try would take another slot
             raise
         return True
 
@@ -206,14 +206,15 @@ def _remove(directory: str) -> None:
 
 
 def _is_unused(slot: str) -> bool:
-    """Whether nothing takes up room there, and there is nothing but the directory itself.
+    """Tell whether the slot takes up no room and holds only its own directory.
 
-    A region that was removed stays as long as somebody has it open, and could still grow into what the next container is to have.
+    A removed region takes up room as long as a process has it open. It could still grow into the room of the next
+    container.
     """
     taken = os.statvfs(slot)
     return taken.f_bfree == taken.f_blocks and taken.f_files - taken.f_ffree <= 1
 
 
 def _is_mounted(slot: str) -> bool:
-    """Whether the agent sees a file system at ``slot``; one that only the runtime sees would hide what the agent writes there."""
+    """Tell whether the agent sees a file system at ``slot``. One that only the runtime sees would hide the agent's writes."""
     return os.path.ismount(slot)

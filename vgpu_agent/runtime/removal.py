@@ -1,4 +1,4 @@
-"""Removes what containers have left behind, whatever they have made of it.
+"""The removal of files that containers have left behind, in whatever form.
 
 A container may leave a million files, a tree of any depth, names of 255 bytes, and directories that not even root may enter without
 capabilities. So nothing here recurses, keeps a list, or builds a long path: a directory that is not empty is lifted to the top of the tree,
@@ -32,15 +32,15 @@ class _TimeUpError(Exception):
 
 
 def remove_tree(path: str, *, seconds: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> bool:
-    """Remove a directory and all in it, following no link; fine when it is gone already. Of a link into a slot, what is behind it first.
+    """Remove a directory and all in it, following no link; fine when it is gone already. Of a link into a slot, its target first.
 
     Args:
         path: of the directory.
-        seconds: when to leave off.
+        seconds: when to stop.
         clock: of these seconds.
 
     Returns:
-        whether it is gone; what is left after ``seconds`` is removed by further calls.
+        whether it is gone; the rest after ``seconds`` is removed by further calls.
 
     Raises:
         CarrierError: all that can be removed is, and something is left.
@@ -105,7 +105,7 @@ class _Tree:
         return True
 
     def _empty(self, directory: int, top: int) -> None:
-        """Remove what is in ``directory``, an open one that is ``top`` or lies in it; directories that are not empty go to ``top``."""
+        """Empty ``directory``, an open one that is ``top`` or lies in it; directories that are not empty go to ``top``."""
         with os.scandir(directory) as entries:
             for entry in entries:
                 if self._clock() > self._until:

@@ -1,7 +1,7 @@
 """The agent's own `run`, as a process beside a simulated node: started, asked over HTTP, stopped and killed.
 
-The demo, the benchmark and the component tests all drive the agent through this, so that what they show is what an operator gets: the
-real command line, the real log on stderr, the real signals.
+The demo, the benchmark and the component tests all drive the agent through this, so that they show an operator's
+agent: the real command line, the real log on stderr, the real signals.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class AgentProcess:
             kubelet: the kubelet's root directory.
             simulate: directory of the simulated GPUs.
             config: its configuration file.
-            listen: what the flag ``--listen`` says.
-            debug_listen: what the flag ``--debug-listen`` says.
+            listen: the value of the flag ``--listen``.
+            debug_listen: the value of the flag ``--debug-listen``.
             flags: more flags of `run`.
-            environment: what it has besides ours.
+            environment: its variables besides ours.
             through: a command that becomes the one behind it, such as ``nsenter``, for an agent in another network.
             opener: how its HTTP servers are reached from here; directly by default.
         """
@@ -115,10 +115,10 @@ class AgentProcess:
         self.public_address, self.debug_address = line["listen"], line["debug_listen"]
 
     async def until_ready(self, *, timeout_seconds: float = 30.0) -> None:
-        """Wait until ``/readyz`` says yes.
+        """Wait until ``/readyz`` succeeds.
 
         Raises:
-            SimulationError: not in time; the message says why it was not ready.
+            SimulationError: not in time; the message has the reason.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -130,7 +130,7 @@ class AgentProcess:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def get_text(self, path: str, *, debug: bool = False) -> tuple[int, str]:
-        """Status and body of a GET; ``debug`` asks the debug address. (0, reason) when nobody answers."""
+        """Return status and body of a GET; ``debug`` asks the debug address. (0, reason) without an answer."""
         url = f"http://{self.debug_address if debug else self.public_address}{path}"
         return await asyncio.to_thread(_get, self._opener, url)
 
@@ -203,7 +203,7 @@ class AgentProcess:
         return await self._end(signal.SIGKILL, _HTTP_SECONDS)
 
     async def wait(self, *, timeout_seconds: float = 30.0) -> int:
-        """The exit status of a process that ends by itself.
+        """Wait for a process that ends by itself, and return its exit status.
 
         Raises:
             TimeoutError: it does not.
@@ -228,7 +228,7 @@ class AgentProcess:
 
 
 def _end_with_parent() -> None:
-    """In the child: be told to stop when whoever started us is gone, also by kill -9, so that no agent is left on a port."""
+    """In the child: end with the parent, also after its kill -9, so that no agent is left on a port."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -41,10 +41,10 @@ _SHOWN_ERROR: Final = 2000  # characters of a compiler's complaint that help
 
 
 def build(*, timeout_seconds: float = 120.0) -> Path:
-    """The path of the compiled library; compiles only what was not compiled before.
+    """Return the path of the compiled library; compile only when needed.
 
     Raises:
-        SimulationError: there is no compiler, it fails, or the cache cannot be written; the message says what to do.
+        SimulationError: there is no compiler, it fails, or the cache cannot be written; the message has the remedy.
     """
     directory = cache_directory() / _content_hash()
     library = directory / LIBRARY
@@ -54,7 +54,7 @@ def build(*, timeout_seconds: float = 120.0) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second finds the library of the first
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the second one finds the library of the first
             if not library.exists():
                 _compile(command, library, timeout_seconds)
     except OSError as err:
@@ -89,12 +89,12 @@ def cache_directory() -> Path:
 
 
 def sources() -> list[Path]:
-    """The C files and what they include, in a fixed order."""
+    """List the C files and their includes, in a fixed order."""
     return sorted(path for path in _NATIVE.iterdir() if path.suffix in {".c", ".h", ".inc"})
 
 
 def _content_hash() -> str:
-    """What the library is made from and for; not by which compiler, so that a library brought along needs none."""
+    """Hash the library's sources and target. The compiler is left out, so that a library brought along needs none."""
     digest = hashlib.sha256()
     for word in (*_FLAGS, platform.machine(), platform.libc_ver()[0]):
         digest.update(word.encode() + b"\0")

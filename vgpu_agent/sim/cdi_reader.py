@@ -1,8 +1,8 @@
-"""What a container runtime makes of CDI names: reads the specs of a directory, and says what they add to a container.
+"""A container runtime's treatment of CDI names: reads the specs of a directory and returns their edits for a container.
 
-Used by the simulated cluster. Written from the CDI specification 0.6 (https://github.com/cncf-tags/container-device-interface) and not from
-the agent's own writer, with which it shares nothing: a name that a real runtime would not find is not found here either, and a file that it
-would refuse is refused.
+Used by the simulated cluster. Written from the CDI specification 0.6
+(https://github.com/cncf-tags/container-device-interface). It shares nothing with the agent's own writer. A name that
+a real runtime would not find is not found here either, and a file that it would refuse is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EDIT_KEYS = {"env", "deviceNodes", "mounts", "hooks", "additionalGids"}
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """What one start of a container came with.
+    """The environment, mounts and device nodes of one start of a container.
 
     Attributes:
         environment: variable → value.
@@ -47,10 +47,10 @@ class Received:
 
 
 def received(answer: messages.ContainerAllocateResponse, directory: Path | None, variables: Mapping[str, str] | None = None) -> Received:
-    """What a container starts with for kubelet's answer; reads files.
+    """Return a container's start for the kubelet's answer; reads files.
 
     Args:
-        answer: of the device plugins, as kubelet has united it.
+        answer: of the device plugins, as the kubelet has united it.
         directory: where CDI specs lie; None for a runtime that does not know CDI, to which names mean nothing.
         variables: those of the pod's specification. kubelet puts them behind the answer's, so they win over those; the runtime applies CDI
             edits to the finished specification, so those win over all (kubelet's GenerateRunContainerOptions, CDI's ContainerEdits.Apply).
@@ -119,7 +119,7 @@ def _specs(directory: Path) -> Iterable[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _spec(path: str, *_: int) -> Any:
-    """What stands in the file with that number, time of change and size; runtimes do not read it again for each container either."""
+    """Read the file with that number, time of change and size. Runtimes do not read it for each container either."""
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 

@@ -1,9 +1,10 @@
-"""A cluster of one node without a node: the simulated API server, kubelet, container runtime and plain scheduler, working together.
+"""A cluster of one node without a node: the simulated API server, kubelet, container runtime and plain scheduler together.
 
-The demo and the component tests put the agent's real process beside it. What it imitates: kubelet keeps the Node's numbers equal to what
-the plugins list, admits the pods that are bound to it one after the other, and starts their containers in order, each with
-PreStartContainer, as often as it takes; the runtime resolves CDI names when a container is created. What kubelet and schedulers write here
-is written into the object store directly, so every request that the API server counts is somebody else's.
+The demo and the component tests put the agent's real process beside it. What it imitates: the kubelet keeps the
+Node's numbers equal to the plugins' lists, admits the pods that are bound to it one after the other, and starts their
+containers in order, each with PreStartContainer, as often as it takes. The runtime resolves CDI names when a
+container is created. The simulated kubelet and schedulers write into the object store directly, so the API server
+counts only the requests of others.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ class Started:
 class SimulatedCluster:
     """Everything that the agent meets on its node and in its cluster; an async context.
 
-    State: the parts', and which pods kubelet has taken on. `started` is never forgotten.
+    State: the parts', and the pods that the kubelet has taken on. `started` is never forgotten.
 
     Args:
         directory: kubelet's root, the CDI directory and the kubeconfig file lie below it; short, because of socket names.
         node: the Node's name.
-        kubelet_version: what the Node says.
-        runtime_version: what the Node says; containerd before 2.0 takes no CDI names.
+        kubelet_version: as in the Node.
+        runtime_version: as in the Node; containerd before 2.0 takes no CDI names.
         retry_seconds: after which kubelet tries again to start a container (the real one takes about a quarter of a minute).
         status_seconds: how often kubelet writes the Node's status (the real one: every ten seconds).
 
     Attributes:
         started: every start of a container, oldest first.
         refusals: (pod, container, text) of every start that was refused.
-        hold_admission: kubelet admits nobody while it is set.
+        hold_admission: the kubelet admits no pod while it is set.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class SimulatedCluster:
         await self._exit.aclose()
 
     async def start_volcano(self, settings: VolcanoSettings | None = None) -> None:
-        """Run Volcano's stand-in scheduler, in place of the one that runs."""
+        """Run Volcano's stand-in scheduler, in place of the current one."""
         await self.stop_volcano()
         scheduler = VolcanoScheduler(ApiAccess(self.api.url), settings or VolcanoSettings(retry_seconds=0.2))
         self._supervisor.start("volcano", scheduler.run)
@@ -155,7 +156,7 @@ class SimulatedCluster:
         self.objects.delete("nodes", self.node)
 
     def node_object(self) -> Object:
-        """Our Node as it is now."""
+        """Return our Node as it is now."""
         found: Object = self.objects.get("nodes", self.node)
         return found
 
@@ -197,7 +198,7 @@ class SimulatedCluster:
         return created
 
     def pod(self, name: str) -> Object:
-        """The pod as it is now."""
+        """Return the pod as it is now."""
         found: Object = self.objects.get("pods", name, "default")
         return found
 
@@ -206,7 +207,7 @@ class SimulatedCluster:
         return dict(self.pod(name)["metadata"].get("annotations") or {})
 
     def exists(self, name: str) -> bool:
-        """Whether there is a pod of that name."""
+        """Tell whether there is a pod of that name."""
         return any(pod["metadata"]["name"] == name for pod in self.objects.list("pods"))
 
     def phase(self, name: str) -> str:
@@ -214,7 +215,7 @@ class SimulatedCluster:
         return str(self.pod(name)["status"].get("phase", ""))
 
     def starts(self, name: str, container: str = "main") -> list[Received]:
-        """What each start of that container came with, for the pod that has the name now."""
+        """List the content of each start of that container, for the pod that has the name now."""
         uid = self.pod(name)["metadata"]["uid"]
         return [each.received for each in self.started if (each.pod_uid, each.container) == (uid, container)]
 
@@ -226,7 +227,7 @@ class SimulatedCluster:
         """Return when ``condition`` holds.
 
         Raises:
-            TimeoutError: not in time; the message says how the pods stand.
+            TimeoutError: not in time; the message has the state of the pods.
         """
         try:
             await self.kubelet.until(condition, timeout_seconds=timeout_seconds)
@@ -240,10 +241,10 @@ class SimulatedCluster:
             lambda: all(self.phase(name) == "Running" for name in names), f"{', '.join(names)} to run", timeout_seconds=timeout_seconds
         )
 
-    # What kubelet does
+    # The kubelet's part
 
     def pull(self, container: str) -> Callable[[], None]:
-        """Let containers of that name wait for their image, until what is returned is called."""
+        """Let containers of that name wait for their image, until the returned function is called."""
         done = self._pulling[container] = asyncio.Event()
         return done.set
 
@@ -277,7 +278,7 @@ class SimulatedCluster:
         self.hold_admission = False
 
     async def _publish(self) -> None:
-        """Keep the Node's numbers equal to what the plugins list."""
+        """Keep the Node's numbers equal to the plugins' lists."""
         while True:
             with contextlib.suppress(ApiRefusalError):  # the Node was deleted
                 status = self.node_object().get("status") or {}
@@ -301,7 +302,7 @@ class SimulatedCluster:
                     self._end_life(metadata["uid"])
                     self.objects.delete("pods", metadata["name"], metadata["namespace"], uid=metadata["uid"], grace_seconds=0)
                 elif MIRROR_POD in (metadata.get("annotations") or {}):
-                    continue  # kubelet runs none of the API server's pods that say so
+                    continue  # the kubelet runs none of the API server's pods with this annotation
                 elif metadata["uid"] not in self._seen and not self.hold_admission:
                     self._seen.add(metadata["uid"])
                     await self._admit(item)

@@ -40,7 +40,7 @@ def fill(
 
     Args:
         node: zeroed memory.
-        model: what the GPUs are.
+        model: the GPUs' model.
         numa_nodes: one for each GPU, -1 for none.
         uuids: one for each GPU.
         driver_version: as NVML shows it, e.g. ``580.95.05``.

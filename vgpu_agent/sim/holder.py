@@ -1,4 +1,4 @@
-"""A live process on a simulated GPU: it takes a slot and a lock, and whoever asks NVML sees it until it ends, however it ends.
+"""A live process on a simulated GPU: it takes a slot and a lock, and NVML shows it until it ends, in any way.
 
 Run as ``python -m vgpu_agent.sim.holder DIR …`` by `SimulatedNode.start_process`, and in the foreground by ``vgpu-agent sim process``.
 Must be a process of its own: POSIX locks vanish when their process closes any descriptor of the state file.
@@ -61,7 +61,7 @@ def _take_slot(node: SimulatedNode, gpu: int, descriptor: int) -> layout.Process
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Hold as told by ``SimulatedNode.start_process``."""
+    """Hold a slot as ``SimulatedNode.start_process`` has requested."""
     parser = argparse.ArgumentParser(prog="python -m vgpu_agent.sim.holder", description="be a process on a simulated GPU")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gpu", required=True)

@@ -1,7 +1,7 @@
 """The state file of a simulated node, as Python sees it: the mirror of native/state.h.
 
-Python is the only author of the file and the C library its only reader, so both must agree on every byte; tests/sim/test_layout.py
-holds them together. `state` maps the file with these structures; nobody else needs them.
+Python is the only author of the file and the C library its only reader, so both must agree on every byte;
+tests/sim/test_layout.py holds them together. `state` maps the file with these structures. No other module needs them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _u32, _u64, _i32, _char = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int32, ctyp
 
 
 class Link(ctypes.Structure):
-    """``struct sim_link``: one NVLink of a GPU and what is at its other end."""
+    """``struct sim_link``: one NVLink of a GPU and its other end."""
 
     _fields_ = (
         ("up", _u32),

@@ -1,7 +1,7 @@
-"""How the GPUs of a simulated node are joined: NVLinks and the PCIe distance between each two.
+"""The links between the GPUs of a simulated node: NVLinks and the PCIe distance between each two.
 
-`creation` calls it once for a node. The wiring follows the boards on which a model is sold, so that a placement policy tested on
-simulated GPUs sees the unevenness of real ones.
+`creation` calls it once for a node. The wiring follows the boards on which a model is sold, so that a placement
+policy tested on simulated GPUs sees the unevenness of real ones.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _PROFILE = re.compile(r"(?:(?P<compute>\d+)c\.)?(?P<name>\d+g\.\d+gb.*)")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One instance somebody asked for: the profile's row, and the compute slices of its one compute instance."""
+    """One requested instance: the profile's row, and the compute slices of its one compute instance."""
 
     text: str
     row: int
@@ -76,7 +76,7 @@ def _request(gpu: Gpu, text: str) -> Request:
 
 
 def _place(requests: Sequence[Request]) -> list[int]:
-    """A first memory slice for each wish, the largest placed first."""
+    """Find a first memory slice for each request, the largest placed first."""
     wanted = ", ".join(request.text for request in requests)
     if sum(request.profile.slices for request in requests) > _COMPUTE_SLICES or len(requests) > MIG_DEVICES:
         raise SimulationError(f"MIG instances {wanted} need more than the GPU's {_COMPUTE_SLICES} compute slices; ask for fewer")

@@ -3,9 +3,9 @@
     python -m vgpu_agent.sim.mig_parted DIRECTORY export
     python -m vgpu_agent.sim.mig_parted DIRECTORY apply -f FILE -c CONFIGURATION
 
-It shows and takes the real one's YAML (version v1), leaves GPUs alone that a configuration does not name, and refuses one on which a
-process works. `deliver` writes a script that has the real one's command line; `misbehave` says what goes wrong from then on. Each call is a
-line in ``mig-parted.log`` of the simulated node's directory.
+It shows and takes the real one's YAML (version v1), leaves GPUs alone that a configuration does not name, and refuses
+one on which a process works. `deliver` writes a script that has the real one's command line; `misbehave` sets the
+faults from then on. Each call is a line in ``mig-parted.log`` of the simulated node's directory.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _LOG, _FAULTS = "mig-parted.log", "mig-parted.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Misbehaviour:
-    """What goes wrong.
+    """A fault of the simulated tool.
 
     Attributes:
         command: in which command, ``export`` or ``apply``; empty for both.
         seconds: it takes that long first.
-        hangs: it never ends, and does not listen to SIGTERM.
-        fails: it says this on stderr and ends with status 1; empty for success.
-        prints: it prints this instead of what it should.
-        divides: it makes these instances instead of the wanted ones, and says nothing about it.
+        hangs: it never ends, and ignores SIGTERM.
+        fails: it prints this on stderr and ends with status 1; empty for success.
+        prints: it prints this instead of the right output.
+        divides: it makes these instances instead of the wanted ones, and reports nothing.
     """
 
     command: str = ""
@@ -102,7 +102,7 @@ def _apply(node: SimulatedNode, path: Path, configuration: str, instead: Sequenc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="nvidia-mig-parted", description="A stand-in for nvidia-mig-parted.")
     parser.add_argument("node", type=Path, help="directory of the simulated GPUs")
     parser.add_argument("command", choices=("export", "apply"))

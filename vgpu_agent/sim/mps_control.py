@@ -1,13 +1,14 @@
-"""A program that behaves like ``nvidia-cuda-mps-control``, for nodes without NVIDIA's driver: tests and the demo put it in its place.
+"""A program that behaves like ``nvidia-cuda-mps-control``, for nodes without NVIDIA's driver, in tests and the demo.
 
 ``-d`` starts a daemon and returns; without arguments it reads commands from stdin, passes each to the daemon through the socket ``control``
 in ``CUDA_MPS_PIPE_DIRECTORY`` and prints the answers; ``client`` (which the real one has not) is a CUDA program under MPS: it lives until
 its server goes. Files, answers, log lines and exit codes are those of the real one (drivers 550 to 595); with ``"shown": "gib"`` memory
 limits are shown as the newest ones show them, in whole GiB.
 
-It runs as a file, by `mps_tools`, on the standard library alone: its environment is that of the real one, two variables, and it is started
-for each command. ``faults.json`` beside it tells it to misbehave: command (``start`` for ``-d``) → ``hang``, ``crash``, ``refuse``,
-``nonsense`` or ``forget`` (says nothing and does nothing). ``"server": "orphan"`` lets a server outlive its daemon.
+It runs as a file, by `mps_tools`, on the standard library alone: its environment is that of the real one, two
+variables, and it is started for each command. ``faults.json`` beside it makes it misbehave: command (``start`` for
+``-d``) → ``hang``, ``crash``, ``refuse``, ``nonsense`` or ``forget`` (prints nothing and does nothing).
+``"server": "orphan"`` lets a server outlive its daemon.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main(arguments: list[str], directory: str) -> int:
 
 
 def record(directory: str, tool: str, arguments: list[str], commands: list[str]) -> None:
-    """Write down one call, for whoever wants to know what a tool was told."""
+    """Write down one call of a tool, for tests."""
     environment = {name: value for name, value in os.environ.items() if name not in ("LC_CTYPE", "PWD", "SHLVL", "_")}
     line = json.dumps({"tool": tool, "arguments": arguments, "commands": commands, "environment": environment})
     with open(os.path.join(directory, "calls.jsonl"), "a", encoding="utf-8") as file:
@@ -60,12 +61,12 @@ def record(directory: str, tool: str, arguments: list[str], commands: list[str])
 
 
 def fault(directory: str, command: str) -> str:
-    """How ``command`` is to misbehave; empty for not at all."""
+    """Return the misbehaviour of ``command``; empty for none."""
     return str(_faults(directory).get(command, ""))
 
 
 def misbehave(kind: str) -> int:
-    """Do as a fault says, as far as it is the same for each tool; returns the exit status."""
+    """Apply a fault, as far as it is the same for each tool; return the exit status."""
     if kind == "hang":
         while True:
             time.sleep(3600)
@@ -207,7 +208,7 @@ class _Daemon:
                     self._lose_server()
 
     def _accept(self) -> bool:
-        """Serve one connection; True when it said ``quit``."""
+        """Serve one connection; True when it sent ``quit``."""
         connection, _ = self._listener.accept()
         self._log("Accepting connection...")
         line = connection.makefile().readline().strip()
@@ -253,7 +254,7 @@ class _Daemon:
         return answer
 
     def _of_server(self, command: str, values: list[str]) -> str:
-        """What a server that runs already has, and gives the clients to come."""
+        """Answer a command to a running server, whose limits hold for the clients to come."""
         threads, memory = self._frozen
         match command, values:
             case "get_client_list", []:

@@ -1,4 +1,4 @@
-"""Puts the stand-ins of ``nvidia-cuda-mps-control`` and ``nvidia-smi`` into a directory, and tells them to misbehave.
+"""The installation of stand-ins for ``nvidia-cuda-mps-control`` and ``nvidia-smi`` in a directory, and their faults.
 
 Called by tests and the demo, which set ``mps.controlBinary`` and ``mps.smiBinary`` to the two paths. Everything about one installation lies
 in its directory, so several nodes can stand beside each other.
@@ -53,7 +53,7 @@ class MpsTools:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """What the programs were told: ``tool``, ``arguments``, ``commands``, ``environment``, oldest first."""
+        """List the calls of the programs: ``tool``, ``arguments``, ``commands``, ``environment``, oldest first."""
         path = self.directory / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -76,9 +76,9 @@ class MpsTools:
 
 
 def daemon_pid(pipe: Path | str) -> int | None:
-    """The process id of the daemon at ``pipe``; None when there is none.
+    """Read the process id of the daemon at ``pipe``; None when there is none.
 
-    Whoever asks will kill it, and clients may write into the file: -1 would mean every process of this machine.
+    Callers will kill it, and clients may write into the file: -1 would mean every process of this machine.
     """
     try:
         pid = int((Path(pipe) / mps_control.PID_FILE).read_text())

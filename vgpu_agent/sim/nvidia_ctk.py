@@ -1,8 +1,9 @@
 """A stand-in for ``nvidia-ctk cdi generate``: describes simulated GPUs in a CDI spec, as NVIDIA's tool describes real ones.
 
-With ``--simulate`` the agent runs it in place of the real tool, as a process and with the same options, so that only the program is
-another. What a container gets by it is there on this machine: the simulated device nodes (or /dev/null, where no device may be made) and
-the simulated driver's library. Tests let it hang, fail or print nonsense, and read how it was called (`StandInCtk`).
+With ``--simulate`` the agent runs it in place of the real tool, as a process and with the same options, so that only
+the program differs. Its devices exist on this machine: the simulated device nodes (or /dev/null, where no device may
+be made) and the simulated driver's library. Tests let it hang, fail or print nonsense, and read how it was called
+(`StandInCtk`).
 
 usage: python -m vgpu_agent.sim.nvidia_ctk cdi generate [OPTIONS]
 """
@@ -34,7 +35,7 @@ _OPTIONS: Final = frozenset(
     {"format", "mode", "vendor", "class", "device-name-strategy", "driver-root", "dev-root", "nvidia-cdi-hook-path"}
     | {"disable-hook", "feature-flag"}
 )
-# What the real tool looks for, mode by mode.
+# The files that the real tool looks for, mode by mode.
 _MODE_NODES: Final = {"gdrcopy": ("gdrdrv",), "gds": ("nvidia-fs*",), "mofed": ("infiniband/*",)}
 _LIBRARY_FOLDER: Final = "/usr/lib/x86_64-linux-gnu"
 _DISABLED_HOOKS: Final = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
@@ -52,9 +53,9 @@ _HOOKS: Final = {
 
 
 class StandInCtk:
-    """What tests do with the stand-in of one simulated node.
+    """The tests' handle on the stand-in of one simulated node.
 
-    State: two files beside the node's, one that says what goes wrong, and one with a line for each call.
+    State: two files beside the node's, one with the faults to come, and one with a line for each call.
     """
 
     def __init__(self, node_directory: Path) -> None:
@@ -89,7 +90,7 @@ class StandInCtk:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tool; returns its exit status."""
+    """Run the tool; return its exit status."""
     try:
         sys.stdout.write(_output(arguments) + "\n")
     except SimulationError as err:

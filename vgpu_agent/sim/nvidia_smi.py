@@ -19,7 +19,7 @@ _NO_DEVICE = 6  # its exit status for a GPU that is not there
 
 
 def main(arguments: list[str], directory: str, node: str) -> int:
-    """Set a GPU's compute mode; returns the exit status."""
+    """Set a GPU's compute mode; return the exit status."""
     record(directory, "nvidia-smi", arguments, [])
     if kind := fault(directory, "nvidia-smi"):
         return misbehave(kind)

@@ -19,7 +19,7 @@ NAME = "default-scheduler"
 
 
 async def run_plain_scheduler(objects: ObjectStore) -> None:
-    """Bind whatever waits for ``default-scheduler``, until cancelled."""
+    """Bind all pods that wait for ``default-scheduler``, until cancelled."""
     async for _ in objects.revision.changes():
         _schedule(objects)
 
@@ -35,6 +35,6 @@ def _schedule(objects: ObjectStore) -> None:
             beside = [other for other in objects.list("pods") if other["spec"].get("nodeName") == name]
             if resources.may_hold(node, pod) and not resources.lacking(resources.free(node, beside), resources.requests(pod)):
                 binding = {"metadata": {"uid": metadata["uid"]}, "target": {"name": name}}
-                with contextlib.suppress(ApiRefusalError):  # somebody else was quicker
+                with contextlib.suppress(ApiRefusalError):  # another writer was quicker
                     objects.bind(metadata["name"], metadata["namespace"], binding)
                 break

@@ -1,7 +1,7 @@
-"""A process on a simulated GPU: what it uses, and the slot and lock by which everybody sees it.
+"""A process on a simulated GPU: its use, and the slot and lock by which NVML shows it.
 
-`SimulatedNode` shows processes that need not exist, `holder` is one that does. A live process holds a POSIX lock on one byte of the
-state file; the library asks the kernel whose it is (native/usage.c).
+`SimulatedNode` shows processes that need not exist, `holder` is one that does. A live process holds a POSIX lock on
+one byte of the state file; the library asks the kernel for its holder (native/usage.c).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUse:
-    """What a process does on a GPU; ``gpu_instance`` and ``compute_instance`` name the MIG instance it runs in."""
+    """The use of a GPU by a process; ``gpu_instance`` and ``compute_instance`` name the MIG instance it runs in."""
 
     memory_mib: int
     sm_percent: int = 0
@@ -60,7 +60,7 @@ class ProcessUse:
 
 
 def try_lock(descriptor: int, gpu: int, slot: int) -> bool:
-    """Take the slot's lock for this process; False when somebody alive holds it."""
+    """Take the slot's lock for this process; False when another live process holds it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLK, _request(gpu, slot))
     except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, both mean that it is taken
@@ -69,7 +69,7 @@ def try_lock(descriptor: int, gpu: int, slot: int) -> bool:
 
 
 def is_locked(state_path: Path, gpu: int, slot: int) -> bool:
-    """Whether another process holds the slot's lock. Never call it in a holder: closing the file gives up its own lock."""
+    """Tell whether another process holds the slot's lock. Never call it in a holder: closing the file gives up its own lock."""
     with state_path.open("r+b") as file:
         answer = fcntl.fcntl(file.fileno(), fcntl.F_GETLK, _request(gpu, slot))
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

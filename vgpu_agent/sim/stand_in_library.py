@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 X86_64, AARCH64 = 62, 183  # e_machine of ELF(5)
-_MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # for what `uname -m` says
+_MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # by the output of `uname -m`
 
 REGION_BYTES = 2_008_952  # of layouts 1.1 and 1.2 (hami-core §2.1)
 REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE"

@@ -94,10 +94,10 @@ class SimulatedNode:
             gpus: how many, 1 to 16.
             numa: NUMA node of each GPU, -1 for none; by default all on node 0.
             uuids: UUID of each GPU; by default derived from model, number and ``seed``.
-            seed: tells nodes apart that shall not share UUIDs.
+            seed: differs between nodes that must not share UUIDs.
             driver_version: what NVML shows as the driver's.
             cuda_version: as NVML encodes it, 1000 × major + 10 × minor.
-            force: replace a node that is there. Who has mapped the old one keeps seeing it until the next nvmlInit.
+            force: replace a node that is there. A process that has mapped the old one keeps seeing it until the next nvmlInit.
 
         Raises:
             SimulationError: a value cannot be used, a node is there already, or the directory cannot be written.
@@ -208,7 +208,7 @@ class SimulatedNode:
         )
 
     def _is_running(self, gpu: int, slot: int) -> bool:
-        """Whether a slot's process exists: a fixed one always, a live one as long as somebody holds its lock."""
+        """Tell whether a slot's process exists: a fixed one always, a live one as long as a process holds its lock."""
         kind = self.state.gpus[gpu].processes[slot].kind
         if kind != layout.Process.LIVE:
             return bool(kind == layout.Process.FIXED)
@@ -255,7 +255,7 @@ class SimulatedNode:
             self.state.event_head = sequence + 1
 
     def lose(self, gpu: int | str, *, entirely: bool = False) -> None:
-        """Make the GPU fall off the bus: queries say "GPU is lost"; identity is still answered to old handles, unless ``entirely``."""
+        """Make the GPU fall off the bus: queries fail with "GPU is lost". Old handles keep its identity, unless ``entirely``."""
         self._gpu(gpu).lost = layout.Gpu.LOST_ENTIRELY if entirely else layout.Gpu.LOST_BUT_KNOWN
 
     def restore(self, gpu: int | str) -> None:
@@ -263,7 +263,7 @@ class SimulatedNode:
         self._gpu(gpu).lost = layout.Gpu.ANSWERS
 
     def unplug(self, gpu: int | str) -> None:
-        """Take the GPU away: old handles say "GPU is lost", and after the next nvmlInit it is not counted."""
+        """Take the GPU away: old handles fail with "GPU is lost", and after the next nvmlInit it is not counted."""
         self._gpu(gpu).present = 0
 
     def plug(self, gpu: int | str) -> None:
@@ -271,7 +271,7 @@ class SimulatedNode:
         self._gpu(gpu).present = 1
 
     def recovery_action(self, gpu: int | str, action: str) -> None:
-        """What the driver asks for: one of `RECOVERY_ACTIONS`.
+        """Set the action that the driver requires: one of `RECOVERY_ACTIONS`.
 
         Raises:
             SimulationError: unknown action.
@@ -325,7 +325,7 @@ class SimulatedNode:
             row.times_left = times
 
     def clear_faults(self) -> None:
-        """Forget every fault; a call that is being delayed now goes on at once."""
+        """Forget every fault; a call that is being delayed now continues at once."""
         with self.writing():
             for row in self.state.faults:
                 row.times_left, row.function = 0, b""
@@ -342,7 +342,7 @@ class SimulatedNode:
             planned = layout.Node.from_buffer_copy(self.state)
             number = self.gpu_number(gpu)
             mig.cut(planned.gpus[number], profiles, uuids)
-            trees.write(self.directory, planned, tidy=False)  # as with a driver: who finds an instance finds its device nodes
+            trees.write(self.directory, planned, tidy=False)  # as with a driver: when an instance shows, its device nodes exist
             mig.copy(planned.gpus[number], self.state.gpus[number])
             trees.write(self.directory, self.state)
 
@@ -359,7 +359,7 @@ class SimulatedNode:
         row.memory_utilisation = layout.NONE if percent is None else percent // 2
 
     def add_process(self, gpu: int | str, pid: int, use: ProcessUse) -> int:
-        """Show a process that need not exist, under exactly this pid; returns its slot for `remove_process`.
+        """Show a process that need not exist, under exactly this pid; return its slot for `remove_process`.
 
         Raises:
             SimulationError: all slots are taken.
@@ -379,7 +379,7 @@ class SimulatedNode:
         self._gpu(gpu).processes[slot].kind = layout.Process.FREE
 
     def start_process(self, gpu: int | str, use: ProcessUse) -> subprocess.Popen[str]:
-        """Start a real process that uses the GPU until it ends; returns once NVML shows it. The caller ends and reaps it.
+        """Start a real process that uses the GPU until it ends; return once NVML shows it. The caller ends and reaps it.
 
         Raises:
             SimulationError: it could not take a slot; the message is its own.

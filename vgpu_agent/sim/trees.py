@@ -1,8 +1,9 @@
 """The files outside NVML that belong to GPUs: NUMA nodes in sysfs, MIG capabilities in procfs, device nodes.
 
-An agent that is pointed at a simulated node reads them below ``DIR/sys``, ``DIR/proc`` and ``DIR/dev`` as it reads /sys, /proc and /dev
-of a real one. `SimulatedNode` writes them when it is created and when MIG instances change, while agents read: each file is renamed into
-place, and one that stays right is left alone, so that nobody finds half of a file or misses one that describes an instance that stayed.
+An agent that is pointed at a simulated node reads them below ``DIR/sys``, ``DIR/proc`` and ``DIR/dev`` as it reads
+/sys, /proc and /dev of a real one. `SimulatedNode` writes them when it is created and when MIG instances change,
+while agents read: each file is renamed into place, and one that stays right is left alone. So no reader finds half of
+a file or misses one that describes an instance that stayed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def write(directory: Path, node: Node, *, tidy: bool = True) -> None:
 
     Args:
         directory: of the simulated node.
-        node: what the files are to say.
-        tidy: remove what belongs to no MIG instance of ``node``; False adds only.
+        node: the desired content of the files.
+        tidy: remove files of no MIG instance of ``node``; False adds only.
 
     Raises:
         SimulationError: a file cannot be written.
@@ -87,7 +88,7 @@ def _write_sys(root: Path, node: Node) -> None:
 
 
 def _write_proc(root: Path, node: Node) -> set[Path]:
-    """Write what the driver shows; the files of capabilities come back."""
+    """Write the driver's files; return those of capabilities."""
     driver = root / "driver"
     minors = ["config 1", "monitor 2"]
     for gpu in _gpus(node):
@@ -123,7 +124,7 @@ def _mig_capabilities(node: Node) -> Iterator[tuple[str, int]]:
 
 
 def _write_dev(root: Path, node: Node) -> set[Path]:
-    """Make the device nodes, and say which there are."""
+    """Make the device nodes, and return their paths."""
     names = [*_CONTROL_NODES, *(f"nvidia{gpu.minor}" for gpu in _gpus(node))]
     capabilities = [1, 2, *(number for _, number in _mig_capabilities(node))]
     names += [f"nvidia-caps/nvidia-cap{number}" for number in capabilities]

@@ -1,4 +1,4 @@
-"""Listen addresses: what ``:9394``, ``127.0.0.1:9395`` and ``[::1]:9395`` mean to a server and to a client.
+"""Listen addresses: the meaning of ``:9394``, ``127.0.0.1:9395`` and ``[::1]:9395`` for a server and for a client.
 
 Called by `web.server`, which binds them, and by ``vgpu-agent status``, which connects to one. Imports no HTTP library, so that the command
 line stays quick to start.
@@ -28,12 +28,12 @@ class Address(NamedTuple):
 
     @property
     def reachable(self) -> Address:
-        """Where a client on the same machine finds a server that listens here."""
+        """Return the address at which a client on the same machine reaches a server that listens here."""
         return Address("127.0.0.1", self.port) if self.host in _WILDCARDS else self
 
 
 def parse(text: str) -> Address:
-    """The address that ``text`` stands for.
+    """Parse ``text`` into an address.
 
     Raises:
         ListenError: ``text`` is not ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT`` with a port from 0 to 65535.
@@ -52,7 +52,7 @@ async def bind(address: Address, *, flag: str) -> socket.socket:
     An empty host means every interface, IPv4 and IPv6 on one port where the machine has both.
 
     Args:
-        address: where.
+        address: the address to listen on.
         flag: the command line flag that chose it, for the remedy in the error.
 
     Raises:
@@ -75,7 +75,7 @@ def _bind_everywhere(port: int) -> socket.socket:
         except OSError as err:
             if err.errno in (errno.EADDRINUSE, errno.EACCES):
                 raise
-            # IPv6 is compiled in but switched off on this machine: IPv4 alone is what there is.
+            # IPv6 is compiled in but switched off on this machine: only IPv4 is available.
     return socket.create_server(("", port), family=socket.AF_INET, backlog=_BACKLOG)
 
 

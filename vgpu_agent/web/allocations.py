@@ -1,4 +1,4 @@
-"""``/debug/allocations``: every grant with what proves it, reservations that nobody has claimed, and starts that are refused.
+"""``/debug/allocations``: every grant with its evidence, unclaimed reservations, and refused starts.
 
 Used by `debug`, and by `explain`, which puts the same into sentences.
 """
@@ -29,12 +29,12 @@ class DecidedFor(msgspec.Struct, frozen=True):
 
 
 class AllocationView(views.GrantView, frozen=True):
-    """A grant and how it is known whose it is.
+    """A grant and the evidence for its owner.
 
     Attributes:
-        token: leads from Allocate to the last annotation in the log, and names the CDI device; empty where the ids say everything.
-        decided_for: null until a pod has decided. An early guess may differ from the owner, which is kubelet's word.
-        evidence: how the owner was identified and who decided, one sentence each.
+        token: links Allocate to the last annotation in the log, and names the CDI device; empty where the ids are enough.
+        decided_for: null until a pod has decided. An early guess may differ from the owner, which comes from the kubelet.
+        evidence: how the owner was identified and what decided, one sentence each.
     """
 
     token: str = ""
@@ -43,9 +43,9 @@ class AllocationView(views.GrantView, frozen=True):
 
 
 def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
-    """Everything, or what concerns the pod ``namespace/name``.
+    """Show everything, or the part about the pod ``namespace/name``.
 
-    Reservations that nobody has claimed are shown for every pod, because each of them may be its.
+    Unclaimed reservations are shown for every pod, because each of them may be its own.
     """
     known = Limits(status)
     found = {
@@ -63,7 +63,7 @@ def allocations(status: AgentStatus, now: float) -> tuple[AllocationView, ...]:
 
 
 def of_pod(status: AgentStatus, now: float, pod: str) -> tuple[AllocationView, ...]:
-    """The grants of the pod ``namespace/name``, also of those of which only its UID is known."""
+    """List the grants of the pod ``namespace/name``, also those of which only its UID is known."""
     uids = {known.kubelet_uid for known in status.cluster.pods if known.full_name == pod}
     return tuple(
         grant

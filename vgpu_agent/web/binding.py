@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FamilyView(msgspec.Struct, frozen=True):
-    """A family that is switched on; ``decided_by`` is ``ids`` or ``pod``, and ``trouble`` says why it is not offered."""
+    """A family that is switched on; ``decided_by`` is ``ids`` or ``pod``, ``trouble`` gives the reason why it is not offered."""
 
     family: str
     decided_by: str = ""
@@ -26,7 +26,7 @@ class FamilyView(msgspec.Struct, frozen=True):
 
 
 class BindingView(msgspec.Struct, frozen=True):
-    """How this node binds: ``mode`` is ``late``, ``early``, or empty while it is not known."""
+    """The binding of this node's grants: ``mode`` is ``late``, ``early``, or empty while it is not known."""
 
     mode: str = ""
     by_annotation: bool = False
@@ -46,7 +46,7 @@ class RefusalView(msgspec.Struct, frozen=True):
     container: str = ""
     resource: str = ""
     reason: str = ""
-    advice: str = ""  # the remedies, and how things stood at the last refusal
+    advice: str = ""  # the remedies, and the state at the last refusal
     since: When = When()
     count: int = 0
     final: bool = False
@@ -63,7 +63,7 @@ class RefusalView(msgspec.Struct, frozen=True):
 
 
 def view(status: BindingStatus) -> BindingView:
-    """How grants are bound."""
+    """Show how grants are bound."""
     mode = status.mode
     return BindingView(
         mode=mode_word(status),
@@ -86,7 +86,7 @@ def mode_word(status: BindingStatus) -> str:
 
 
 def refusals(status: AgentStatus, now: float) -> tuple[RefusalView, ...]:
-    """What is refused now, the longest refused first."""
+    """List the current refusals, the longest refused first."""
     return tuple(
         RefusalView(
             namespace=refusal.pod.namespace,

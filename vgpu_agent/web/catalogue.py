@@ -1,10 +1,11 @@
 """The table of metrics: name, type, labels, help, and how each is read from a snapshot.
 
-`web.metrics` serves from it and ``docs/metrics.md`` is generated from it, so neither can know a metric that the other does not. The names
-are a contract with dashboards: add, but do not rename.
+`web.metrics` serves from it and ``docs/metrics.md`` is generated from it, so the two always have the same metrics.
+The names are a contract with dashboards: add, but do not rename.
 
-Labels are bounded: one series a GPU, a resource, a task, a share that is held right now, or a family that has or waits for a GPU; they
-vanish with what they describe. ``gpu`` is always the UUID of the physical card; join with ``vgpu_agent_gpu_info`` for index and name.
+Labels are bounded: one series a GPU, a resource, a task, a share that is held right now, or a family that has or
+waits for a GPU. They vanish with the thing that they describe. ``gpu`` is always the UUID of the physical card. Join
+with ``vgpu_agent_gpu_info`` for index and name.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "How old memory, utilisation, temperature and power are; absent until they were read once.",
         readings.one(readings.usage_age),
     ),
-    # Who holds what
+    # Grants
     Metric(
         "vgpu_agent_grant_info",
         _G,

@@ -1,6 +1,7 @@
 """The part of the catalogue about grants that are bound to pods, and about the API server.
 
-Read by `catalogue`, which puts it into its own table. A watch or a writer is named by what it is about, so their series are few.
+Read by `catalogue`, which puts it into its own table. A watch or a writer is named by its subject, so their series
+are few.
 """
 
 from __future__ import annotations

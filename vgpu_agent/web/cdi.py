@@ -1,4 +1,4 @@
-"""The JSON shape of how containers are told of devices by CDI; used by `debug`. Fields may be added; they are never renamed."""
+"""The JSON shape of the CDI devices for containers; used by `debug`. Fields may be added; they are never renamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CdiSpecView(msgspec.Struct, frozen=True):
-    """One spec: where, of what, when it was made, and why it is not as it should be."""
+    """One spec: its path, its devices, when it was made, and why it is not as it should be."""
 
     kind: str = ""
     path: str = ""
@@ -23,7 +23,7 @@ class CdiSpecView(msgspec.Struct, frozen=True):
 
 
 class CdiView(msgspec.Struct, frozen=True):
-    """``source`` is ``generated`` or ``toolkit``, and empty where no container is told of devices by CDI names."""
+    """The state of CDI; ``source`` is ``generated`` or ``toolkit``, and empty where containers receive no CDI names."""
 
     source: str = ""
     strategies: tuple[str, ...] = ()
@@ -31,6 +31,6 @@ class CdiView(msgspec.Struct, frozen=True):
 
 
 def view(status: CdiStatus, now: float) -> CdiView:
-    """How containers are told of devices."""
+    """Show how containers receive their devices."""
     specs = tuple(CdiSpecView(each.kind, each.path, each.devices, when(each.made_at, now), each.error) for each in status.specs)
     return CdiView(status.source, status.strategies, specs)

@@ -1,6 +1,7 @@
-"""``/debug/cluster`` and the pods in ``/debug/pods``: what this agent knows from the API server, and how well they get along.
+"""``/debug/cluster`` and the pods in ``/debug/pods``: the data from the API server, and the state of the connection.
 
-Used by `debug`. Nothing here is secret: credentials are named by where they are from, annotations are those that families read or write.
+Used by `debug`. Nothing here is secret: credentials are named by their origin, annotations are those that families
+read or write.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LONGEST_VALUE = 400  # characters of an annotation; a pod may bring 256 KiB of 
 
 
 def answer(status: AgentStatus, now: float) -> dict[str, Any]:
-    """The connection, the watches, the writers, and what was remembered."""
+    """Show the connection, the watches, the writers, and the remembered objects."""
     cluster = status.cluster
     return {
         "connected": cluster.connected,

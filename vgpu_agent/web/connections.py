@@ -1,10 +1,10 @@
-"""Connections of one HTTP listener: how many there are, how quickly they come, and which one makes room for the next.
+"""Connections of one HTTP listener: their number, their rate, and the choice of the one that makes room for the next.
 
-Everybody who reaches the port can open connections and leave them open. So the newest always gets in, since it may be the kubelet's probe,
-and where there are too many, the oldest of the address that has the most is closed. A limit per address that refuses would shut out the
-kubelet, too: what comes through a NodePort comes from the node's own address.
+Any client that reaches the port can open connections and leave them open. So the newest always gets in, since it may
+be the kubelet's probe. Where there are too many, the oldest of the address that has the most is closed. A refusing
+limit per address would shut out the kubelet, too: connections through a NodePort come from the node's own address.
 
-aiohttp itself ends a connection on which no complete request arrives in time, and knows no bound for the rest.
+aiohttp itself ends a connection on which no complete request arrives in time, and has no other bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-_ACCEPTED_AT_ONCE = 16  # then everybody else on the event loop has a turn
+_ACCEPTED_AT_ONCE = 16  # then other work on the event loop has a turn
 # A connection costs about 0.3 ms. The queue in the kernel is as long as what is accepted in two seconds, so a probe gets through in time.
 _ACCEPTED_A_SECOND = 400.0
 BACKLOG = 800
@@ -82,7 +82,7 @@ class Connections:
         now = self._loop.time()
         self._allowed = min(float(self._most), self._allowed + (now - self._counted_at) * _ACCEPTED_A_SECOND)
         self._counted_at = now
-        # What has only begun cannot make room yet, so a burst must not push out everybody else.
+        # New connections cannot make room yet, so a burst must not push out all others.
         for _ in range(min(_ACCEPTED_AT_ONCE, self._most // 4 - len(self._starting))):
             if self._allowed < 1:
                 self._pause(_ACCEPTED_AT_ONCE / _ACCEPTED_A_SECOND)
@@ -135,5 +135,8 @@ class Connections:
 
 
 def _ended(connection: _Connection) -> bool:
-    """Whether nothing of it is left; one that is closing still has its descriptor while its last bytes are not taken."""
+    """Tell whether nothing of the connection is left.
+
+    A connection that is closing keeps its descriptor until its last bytes are taken.
+    """
     return connection.transport.is_closing() and not connection.transport.get_write_buffer_size()

@@ -1,8 +1,8 @@
-"""``/debug/…``: everything the agent knows about itself, as JSON, for the person who is woken at night.
+"""``/debug/…``: everything the agent knows about itself, as JSON, for the person on call.
 
-A table of paths, each with one sentence, its query parameters and a pure function from a snapshot to an answer; `web.server` serves it.
-Answers are the types of `views`, so their shapes are a contract with scripts (docs/debug-endpoints.md). The only thing that can be changed
-here is the log level.
+A table of paths, each with one sentence, its query parameters and a pure function from a snapshot to an answer.
+`web.server` serves it. Answers are the types of `views`, so their shapes are a contract with scripts
+(docs/debug-endpoints.md). The only thing that can be changed here is the log level.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _events(asked: Question) -> dict[str, Any]:
 
 
 def _since(text: str | None, now: float) -> float:
-    """Unix seconds of ``since``: a time in ISO-8601 (UTC unless it says otherwise), unix seconds, or an age such as ``10m``."""
+    """Parse ``since`` into unix seconds: a time in ISO-8601 (UTC by default), unix seconds, or an age such as ``10m``."""
     if text is None:
         return 0.0
     if ago := _AGO.match(text):
@@ -218,7 +218,7 @@ def _since(text: str | None, now: float) -> float:
     if _UNIX_SECONDS.match(text):
         return float(text)
     try:
-        # "+" of "…T12:00:00+01:00" means a space in a query, unless it is escaped, which nobody does in curl.
+        # "+" of "…T12:00:00+01:00" means a space in a query, unless it is escaped, which is rarely done in curl.
         at = dt.datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
     except ValueError:
         raise BadQuestionError(

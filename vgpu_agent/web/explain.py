@@ -1,7 +1,7 @@
 """``/debug/explain``: why a pod does not start here, or which GPU it has and how that is known, in sentences.
 
-For somebody who has a pod's name and a minute. Puts together what the book of pods, the ledger, the refusals and the journal say; for a pod
-that none of them knows it says where it was looked for. Used by `debug`, and through it by ``vgpu-agent status --pod``.
+For a person with a pod's name and a minute. Joins the pods, the ledger, the refusals and the journal. For a pod that
+none of them knows it lists where it looked. Used by `debug`, and through it by ``vgpu-agent status --pod``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def explain(status: AgentStatus, now: float, name: str) -> Explanation:
 
 
 def pods(status: AgentStatus) -> tuple[str, ...]:
-    """The pods about which there is something to say: those that ask for our resources, hold some, or are refused."""
+    """List the pods that matter here: those that ask for our resources, hold some, or are refused."""
     ours = cluster.our_resources(status)
     asking = (pod.full_name for pod in status.cluster.pods if any(not ours.isdisjoint(container.limits) for container in pod.containers))
     holding = (grant.owner.pod_name for grant in status.ledger.grants if grant.owner is not None and grant.owner.pod)
@@ -104,7 +104,7 @@ def _claims(status: AgentStatus, pod: Pod) -> Iterator[str]:
 
 
 def _held_back(status: AgentStatus, resource: str) -> Iterator[str]:
-    """Why fewer ids of ``resource`` can be had than there are."""
+    """Explain why fewer ids of ``resource`` are available than exist."""
     plugin = next((plugin for plugin in status.plugins if plugin.resource == resource), None)
     if plugin is not None and (found := uses.held_back(status, resource)):
         free = f", {status.ledger.free[resource]} of them free" if resource in status.ledger.free else ""
@@ -141,13 +141,13 @@ def _container(
     yield from _counted_alone(status, container)
     if refused:
         return  # kubelet has asked for all of it, or it would not have come to that
-    counted = status.ledger.rooms  # resources that are only there to be counted have no room of their own
+    counted = status.ledger.rooms  # resources that only schedulers count have no room of their own
     for name in sorted(container.limits.keys() & counted.keys() - {grant.resource for grant in held}):
         yield from _not_asked(status, now, pod, container, name)
 
 
 def _counted_alone(status: AgentStatus, container: PodContainer) -> Iterator[str]:
-    """Units of memory or compute without a number of GPUs: schedulers take that for one, and kubelet asks nobody for a GPU."""
+    """Explain units of memory or compute without a number of GPUs: schedulers take that for one, the kubelet for none."""
     family = {plugin.resource: plugin.family for plugin in status.plugins}
     for name in sorted(container.limits.keys() & status.ledger.only_counted):
         giving = {resource for resource in status.ledger.decided_by_pod if family.get(resource) == family.get(name)}
@@ -173,14 +173,14 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
 
 
 def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
-    """Why nobody is given anything of ``resource`` now, to be read after its name, which most reasons begin with as well."""
+    """Explain why nothing of ``resource`` is granted now. Most reasons begin with its name, so it is removed."""
     for problem in status.not_ready:
         if problem.part == f"resource {resource}":
             yield f"is not served now: {problem.reason.removeprefix(f'{resource}: ')}."
 
 
 def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
-    """What is wrong with the devices that a container has: mostly why it fails."""
+    """Explain what is wrong with the devices of a container, which is usually why it fails."""
     if not status.inventory.gpus:
         return  # none has been read
     for share in grant.shares:
@@ -198,7 +198,7 @@ def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
 
 
 def _overcommitted(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
-    """Why a container may be slower than it asked to be."""
+    """Explain why a container may be slower than it requested."""
     for each in status.ledger.overcommitted:
         if each.resource == grant.resource and any(share.device == each.device for share in grant.shares):
             yield (
@@ -208,7 +208,7 @@ def _overcommitted(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
 
 
 def _not_asked(status: AgentStatus, now: float, pod: Pod, container: PodContainer, resource: str) -> Iterator[str]:
-    """The container asks for ``resource`` and no grant says that it has it."""
+    """Explain why the container asks for ``resource`` and no grant gives it any."""
     guessed = [
         grant
         for grant in allocations.allocations(status, now)
@@ -292,7 +292,7 @@ def _looked_at(status: AgentStatus, now: float) -> Iterator[str]:
 
 
 def _events(status: AgentStatus, name: str, tokens: set[str]) -> list[Entry]:
-    """What the journal says about the pod, by its name or by the tokens of its grants."""
+    """List the journal's entries about the pod, found by its name or by the tokens of its grants."""
     return [entry for entry in status.events if entry.facts.get("pod") == name or entry.facts.get("token") in tokens]
 
 

@@ -1,7 +1,7 @@
-"""Answers for everybody on the network, made at a bounded cost.
+"""Answers for any client on the network, made at a bounded cost.
 
-Any pod can ask for ``/metrics`` in a loop. An answer is made anew while that takes no more than a small part of the event loop's time;
-whoever asks more often gets what was made last.
+Any pod can ask for ``/metrics`` in a loop. An answer is made anew while that takes no more than a small part of the
+event loop's time. Clients that ask more often get the last answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_KEPT = 16
 
 
 class KeptAnswers:
-    """Answers by what was asked for.
+    """The last answers by question.
 
     State: the last answer to each question, for a few seconds; the computing time that may be spent.
     """
@@ -32,7 +32,7 @@ class KeptAnswers:
         self._spare, self._counted_at = _SPARE_SECONDS, clock()
 
     def answer(self, question: Hashable, make: Callable[[], Answer]) -> Answer:
-        """What ``make`` returns, or returned a moment ago; ``question`` says what it is."""
+        """Return what ``make`` returns, or returned a moment ago; ``question`` names it."""
         began = self._clock()
         self._spare = min(_SPARE_SECONDS, self._spare + (began - self._counted_at) * _PART_OF_TIME)
         self._counted_at = began

@@ -1,8 +1,8 @@
-"""The limit of each grant, in one of five words, so that nobody takes an identified pod for a limited one.
+"""The limit of each grant, in one of five words, so that an identified pod is not taken for a limited one.
 
-*Identified* says whose share it is, and is the grant's own state. What keeps the container to its share is another matter: the limit is
-*configured* once it is written where the backend reads it, and *in force* once that was seen from the host. Used by `views` and
-`readings_binding`, and by `agent` for the journal.
+*Identified* names the share's owner, and is the grant's own state. The limit of the container is another matter. It
+is *configured* once it is written where the backend reads it, and *in force* once that was seen from the host. Used
+by `views` and `readings_binding`, and by `agent` for the journal.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MIG = "MIG-"
 
 
 class LimitState(enum.StrEnum):
-    """How far a grant's limit has come."""
+    """The progress of a grant's limit."""
 
-    WHOLE = "whole device"  # nobody shares it, so nothing need be limited
+    WHOLE = "whole device"  # it is not shared, so it needs no limit
     NONE = "no limit"
     CONFIGURED = "configured"
     IN_FORCE = "in force"
@@ -40,14 +40,14 @@ class LimitState(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limit:
-    """The state, and one sentence that says how that is known or what is missing."""
+    """The state, and one sentence about its evidence or about what is missing."""
 
     state: LimitState
     reason: str
 
 
 class Limits:
-    """The limits of a snapshot's grants. State: what the containers' regions say, by container."""
+    """The limits of a snapshot's grants. State: the content of the containers' regions, by container."""
 
     def __init__(self, status: AgentStatus) -> None:
         self._status = status
@@ -57,7 +57,7 @@ class Limits:
             self._used.setdefault((usage.namespace, usage.pod, usage.container), []).append(usage)
 
     def of(self, grant: Grant) -> Limit | None:
-        """The grant's limit; None while it is not decided what the container gets."""
+        """Return the grant's limit; None while the container's share is not decided."""
         if not grant.shares or grant.state is GrantState.RELEASED:
             return None
         if all(share.device.startswith(_MIG) for share in grant.shares):
@@ -99,7 +99,7 @@ class Limits:
         return Limit(LimitState.IN_FORCE, "a process in the container has the library open, and its region holds these limits")
 
     def _weaker(self, shares: Sequence[Share], used: Sequence[ContainerUsage]) -> Iterator[str]:
-        """In what the region allows more than what was configured."""
+        """Describe how the region allows more than was configured."""
         limits_cores = not self._status.binding.volcano_vgpu.get("disable_core_limit")
         by_device = {usage.uuid: usage for usage in used}
         for device in dict.fromkeys(share.device for share in shares):
@@ -122,7 +122,7 @@ class Limits:
                     yield "the region's limit of compute is switched off"
 
     def _is_disabled(self, grant: Grant) -> bool:
-        """True when the pod has switched its limit off, by the settings of now."""
+        """Tell whether the pod has switched its limit off, by the current settings."""
         owner = grant.owner
         container = next(
             (

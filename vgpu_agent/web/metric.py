@@ -1,4 +1,4 @@
-"""What one line of the catalogue of metrics says; the lines themselves stand in `catalogue` and, by subject, beside it."""
+"""One line of the catalogue of metrics. The lines themselves are in `catalogue` and, by subject, in the modules beside it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Metric:
         name: as scraped; a counter ends in ``_total``, a summary is scraped as ``<name>_sum`` and ``<name>_count``.
         kind: its type.
         labels: label names, in the order of a row's label values.
-        help: one sentence, with the unit where the name does not say it.
+        help: one sentence, with the unit where the name does not have it.
         read: its rows; for a summary the sums.
         read_count: a summary's counts.
     """

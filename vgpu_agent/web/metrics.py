@@ -1,7 +1,8 @@
 """``/metrics``: the catalogue in Prometheus' text format (or OpenMetrics, when the scraper asks for it).
 
-Called by `web.server` for each scrape. It reads one snapshot that is already in memory and a few counters of the process, so a hung driver
-or a slow kubelet can delay no scrape. Nothing is kept between scrapes: a series vanishes with what it describes.
+Called by `web.server` for each scrape. It reads one snapshot that is already in memory and a few counters of the
+process, so a hung driver or a slow kubelet can delay no scrape. Nothing is kept between scrapes: a series vanishes
+with the thing that it describes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Exposition(Collector):
         return encoded(), content_type
 
     def collect(self) -> Iterator[Family]:
-        """Called by the registry; every metric of the catalogue that has something to say."""
+        """Yield every metric of the catalogue that has a value; called by the registry."""
         moment = Moment(self._source.status(), process_facts(), self._clock())
         for metric in self._metrics:
             yield _family(metric, moment)
@@ -74,7 +75,7 @@ def _family(metric: Metric, moment: Moment) -> Family:
 
 
 def process_facts() -> ProcessFacts:
-    """Memory, CPU time and descriptors of this process, from getrusage(2) and /proc/self, which no disk stands behind."""
+    """Read memory, CPU time and descriptors of this process, from getrusage(2) and /proc/self, without disk access."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return ProcessFacts(
         resident_bytes=_resident_pages() * os.sysconf("SC_PAGE_SIZE"),
@@ -92,7 +93,7 @@ def _resident_pages() -> int:
 
 
 def _open_descriptors() -> int | None:
-    """The size that /proc/self/fd has since Linux 6.2; older kernels say 0, and listing the folder costs too much for a scrape."""
+    """Return the size of /proc/self/fd, which exists since Linux 6.2. Older kernels report 0, and listing is too slow for a scrape."""
     folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
     try:
         size = os.fstat(folder).st_size

@@ -1,6 +1,6 @@
-"""How every JSON answer shows a moment: ISO-8601 text in UTC beside its age in seconds; both are null for "never".
+"""The form of a moment in every JSON answer: ISO-8601 text in UTC beside its age in seconds. Both are null for "never".
 
-Used by all views of this room.
+Used by all views of this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``/debug/mps`` and the metrics about MPS: the control daemons that the agent looks after, and what they limit.
+"""``/debug/mps`` and the metrics about MPS: the control daemons of the agent, and their limits.
 
 Used by `debug` and `catalogue`. A node without a resource that is shared with MPS has an empty list and no series.
 """

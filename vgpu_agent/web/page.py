@@ -19,7 +19,7 @@ _SHOWN_HOLDERS = 2  # in a line about a GPU; 80 of them would tear the table apa
 
 SIMULATED = "SIMULATED GPUs: nothing here is real hardware"
 
-_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]  # title, columns, rows, what to say when there are none
+_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]  # title, columns, rows, the text when there are none
 
 _STYLE = (
     "body{font:14px/1.4 system-ui,sans-serif;margin:2em;color:#222;background:#fff}"
@@ -135,7 +135,7 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 
 def _is_mixed(overview: Overview) -> bool:
-    """Whether GPUs may serve several families; elsewhere a table of who has which would say nothing new."""
+    """Tell whether GPUs may serve several families. On other nodes a table of families by GPU adds nothing."""
     on = {family.family for family in overview.binding.families}
     serving = {gpu.use.family for gpu in overview.gpus if gpu.use.family}  # also those that have been switched off
     return len(on | serving) > 1
@@ -172,7 +172,7 @@ def _held_back_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 
 def _in_parts(overview: Overview) -> bool:
-    """Whether GPUs are given away by memory and compute; whole GPUs and turns have no such figure."""
+    """Tell whether GPUs are granted by memory and compute. Whole GPUs and turns have no such figure."""
     return any(family.decided_by == "pod" for family in overview.binding.families)
 
 
@@ -182,7 +182,7 @@ def _given(overview: Overview, gpu: GpuView) -> str:
 
 
 def _health(gpu: GpuView) -> str:
-    return gpu.health if gpu.present else "Gone"  # the reason stands under Problems; a sentence would tear the columns apart
+    return gpu.health if gpu.present else "Gone"  # the reason is under Problems; a sentence would widen the column too much
 
 
 def _holders(gpu: GpuView) -> str:

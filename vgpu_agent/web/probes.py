@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
 
     @property
     def without_reasons(self) -> str:
-        """The text with the parts that it speaks of and nothing about them: a reason may name a pod."""
+        """Return the text with the names of the affected parts and without reasons, because a reason may name a pod."""
         return "".join(f"{line.partition(': ')[0]}\n" for line in self.text.splitlines())
 
 
@@ -52,7 +52,7 @@ def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
 def _verdict(word: str, problems: tuple[ReadyProblem, ...], checks: tuple[Check, ...], *, verbose: bool) -> Verdict:
     lines = [f"[-] {_one_line(problem.part)}: {_one_line(problem.reason)}" for problem in problems]
     if verbose:
-        # "~" marks what is not as it should be, yet is no reason for this probe to fail.
+        # "~" marks a fault that is no reason for this probe to fail.
         lines += [f"[{'+' if check.ok else '~'}] {_one_line(check.part)}: {_one_line(check.state)}" for check in checks]
     lines.append(f"not {word}" if problems else word)
     return Verdict(not problems, "\n".join(lines) + "\n")
@@ -82,7 +82,7 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
 
 
 def _api_checks(status: AgentStatus, now: float) -> Iterator[Check]:
-    """The watches that binding waits for; an outage is no reason to be unready, because what was seen is served."""
+    """Check the watches that binding waits for. An outage is no reason to be unready, because known objects are still served."""
     for watch in status.cluster.watches:
         if watch.essential:
             state = "complete" if watch.synced else "no answer yet"

@@ -1,6 +1,7 @@
-"""What is wrong with the node, in sentences, the worst first: the last table of ``vgpu-agent status`` and of the overview page.
+"""The node's problems in sentences, the worst first: the last table of ``vgpu-agent status`` and of the overview page.
 
-Gathered from the snapshot by `views.overview`. What `agent` calls not alive or not ready comes first; then what stops nothing yet.
+Collected from the snapshot by `views.overview`. What `agent` calls not alive or not ready comes first, then what
+stops nothing yet.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _kubelet(status: AgentStatus) -> Iterator[Problem]:
 
 
 def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
-    """An outage stops nothing that is known already, so it is no reason to be unready; but somebody should know."""
+    """Yield an outage of the API server. It stops nothing that is known already, so it is no reason to be unready."""
     failing = [watch for watch in cluster.watches if watch.failing_since and watch.essential]
     if failing:
         longest = min(failing, key=lambda watch: watch.failing_since)

@@ -1,6 +1,7 @@
-"""How each metric is read from a snapshot: small functions that turn one `Moment` into rows of label values and a number.
+"""The readings of metrics: small functions that turn one `Moment` into rows of label values and a number.
 
-Used by the table in `catalogue` only; kept beside it so that the table reads as a table. A row exists while the thing it describes exists.
+Used by the table in `catalogue` only, and kept apart so that the table reads as a table. A row exists while the thing
+that it describes exists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MIB = 1024 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What the operating system says about this process; None where the kernel does not."""
+    """Facts from the operating system about this process. None where the kernel gives no value."""
 
     resident_bytes: float = 0.0
     cpu_seconds: float = 0.0
@@ -34,7 +35,7 @@ class ProcessFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """What one scrape reads: the snapshot, the process, and the time (unix seconds)."""
+    """The input of one scrape: the snapshot, the process, and the time (unix seconds)."""
 
     status: AgentStatus
     process: ProcessFacts
@@ -60,7 +61,7 @@ def each_gpu(value: Callable[[Gpu], float]) -> Callable[[Moment], Iterator[Row]]
 
 
 def each_usage(value: Callable[[GpuUsage], float | None]) -> Callable[[Moment], Iterator[Row]]:
-    """One series a GPU, for those whose driver says it."""
+    """Make a reading with one series a GPU, for those whose driver reports the value."""
 
     def read(moment: Moment) -> Iterator[Row]:
         for usage in moment.status.usage:
@@ -92,7 +93,7 @@ def driver_info(moment: Moment) -> Iterator[Row]:
 
 
 def gpu_info(moment: Moment) -> Iterator[Row]:
-    """What a GPU is, in labels."""
+    """Describe each GPU in labels."""
     for gpu in moment.status.inventory.gpus:
         numa = "" if gpu.numa_node is None else str(gpu.numa_node)
         minor = "" if gpu.minor < 0 else str(gpu.minor)
@@ -100,12 +101,12 @@ def gpu_info(moment: Moment) -> Iterator[Row]:
 
 
 def gpu_memory_total(moment: Moment) -> Iterator[Row]:
-    """Of each GPU that has memory of its own."""
+    """Yield the memory of each GPU that has memory of its own."""
     return (((gpu.uuid,), gpu.memory_mib * MIB) for gpu in moment.status.inventory.gpus if not gpu.integrated)
 
 
 def mig_instances_healthy(moment: Moment) -> Iterator[Row]:
-    """Whether each MIG instance may be given away."""
+    """Tell of each MIG instance whether it may be granted."""
     for gpu in moment.status.inventory.gpus:
         for instance in gpu.mig_instances:
             yield (gpu.uuid, instance.uuid, instance.profile), not slices.why_withheld(gpu, instance)
@@ -130,7 +131,7 @@ def gpu_grants(moment: Moment) -> Iterator[Row]:
 
 
 def gpu_serves_since(moment: Moment) -> Iterator[Row]:
-    """Of each GPU of which somebody has a share."""
+    """Yield since when each GPU with a grant serves its family."""
     return (((use.gpu, use.family), use.since) for use in moment.status.ledger.uses if use.family)
 
 
@@ -140,7 +141,7 @@ def gpu_claims(moment: Moment) -> Iterator[Row]:
 
 
 def gpu_claims_oldest(moment: Moment) -> Iterator[Row]:
-    """How long the first of them has been waiting."""
+    """Yield how long the oldest claim has been waiting."""
     return ((labels, max(0.0, moment.now - min(since))) for labels, since in _claims(moment).items())
 
 
@@ -191,13 +192,13 @@ def allocations(moment: Moment) -> Iterator[Row]:
 
 
 def nvml_up(moment: Moment) -> float | None:
-    """Whether the driver answers, where it is asked."""
+    """Tell whether the driver answers. None where it is not used."""
     state = moment.status.nvml.state
     return None if state is NvmlState.UNUSED else state is NvmlState.ANSWERING
 
 
 def nvml_hung_seconds(moment: Moment) -> float:
-    """How long a call hangs."""
+    """Return how long a call has been hanging."""
     nvml = moment.status.nvml
     return max(0.0, moment.now - nvml.since) if nvml.state is NvmlState.HUNG else 0.0
 

@@ -1,4 +1,4 @@
-"""How the metrics of `catalogue_binding` are read from a snapshot: rows of label values and a number, as in `readings`."""
+"""The readings of the metrics of `catalogue_binding`: rows of label values and a number, as in `readings`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def binding_info(moment: Moment) -> Iterator[Row]:
 
 
 def family_offered(moment: Moment) -> Iterator[Row]:
-    """Whether each family is served."""
+    """Tell of each family whether it is offered."""
     return (((family.name,), family.offered) for family in moment.status.binding.families)
 
 
@@ -55,7 +55,7 @@ def refused_starts(moment: Moment) -> Iterator[Row]:
 
 
 def overcommitted(moment: Moment) -> Iterator[Row]:
-    """Two series for each GPU of which too much was given out."""
+    """Yield two series for each overcommitted GPU."""
     for each in moment.status.ledger.overcommitted:
         yield (each.resource, each.device, "cores"), max(0, each.cores_percent - each.cores_limit_percent)
         yield (each.resource, each.device, "holders"), max(0, each.holders - each.slots)

@@ -1,7 +1,7 @@
-"""How the metrics of `catalogue_volcano` are read from a snapshot: rows of label values and a number, as in `readings`.
+"""The readings of the metrics of `catalogue_volcano`: rows of label values and a number, as in `readings`.
 
-They exist only while the family `volcano-vgpu` is switched on, because whoever does not replace its plugin may have other exporters that
-use the same names.
+They exist only while the family `volcano-vgpu` is switched on, because a cluster that keeps its plugin may have other
+exporters that use the same names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def since_last_kernel(usage: ContainerUsage, now: float) -> float | None:
 
 
 def each_card(value: Callable[[GpuUsage], float | None]) -> Callable[[Moment], Iterator[Row]]:
-    """One series a card, for those whose driver says it."""
+    """Make a reading with one series a card, for those whose driver reports the value."""
 
     def read(moment: Moment) -> Iterator[Row]:
         index = {gpu.uuid: str(gpu.index) for gpu in moment.status.inventory.gpus}
@@ -45,8 +45,10 @@ def each_card(value: Callable[[GpuUsage], float | None]) -> Callable[[Moment], I
 
 
 def each_container(value: Callable[[ContainerUsage, float], float | None]) -> Callable[[Moment], Iterator[Row]]:
-    """One series for each device of a container. The names of devices come from the container, so those that the node does not have are
-    left out: nobody can fill a database with labels.
+    """Make a reading with one series for each device of a container.
+
+    The names of devices come from the container. Those that the node does not have are left out, so that no container
+    can fill a database with labels.
     """
 
     def read(moment: Moment) -> Iterator[Row]:

@@ -1,10 +1,10 @@
-"""The two HTTP servers: metrics and probes for everyone (:9394), debug for whoever is on the node (127.0.0.1:9395).
+"""The two HTTP servers: metrics and probes for every client (:9394), debug for clients on the node (127.0.0.1:9395).
 
-Built by `agent`, which starts it first (so that probes answer while everything else still comes up) and stops it last. It owns its sockets
-and nothing else: every answer is rendered from one `AgentStatus` without an await, so no request can see a half-changed state or hold up
-the loop.
+Built by `agent`, which starts it first (so that probes answer while everything else still comes up) and stops it
+last. It owns its sockets and nothing else. Every answer is rendered from one `AgentStatus` without an await, so no
+request can see a half-changed state or hold up the loop.
 
-Errors leave as one JSON line each that says what would have worked; tracebacks stay in the log.
+Each error leaves as one JSON line with the remedy. Tracebacks stay in the log.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WebServer:
         max_body_bytes: largest request body that is read.
         request_timeout_seconds: how long a request may take to arrive, and how long a silent connection is kept.
         shutdown_seconds: how long `stop` waits for answers under way.
-        pod_names_everywhere: whether the public address tells names of pods; otherwise only the debug address does.
+        pod_names_everywhere: the public address shows names of pods, too; otherwise only the debug address does.
         clock: unix seconds; a test passes its own.
     """
 
@@ -90,12 +90,12 @@ class WebServer:
 
     @property
     def public_address(self) -> str:
-        """Where metrics and probes are really served, once started: the port is never 0."""
+        """The address that serves metrics and probes, once started. Its port is never 0."""
         return str(self._public_address)
 
     @property
     def debug_address(self) -> str:
-        """Where ``/debug`` is really served, once started."""
+        """The address that serves ``/debug``, once started."""
         return str(self._debug_address)
 
     async def __aenter__(self) -> Self:
@@ -224,7 +224,7 @@ class WebServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Whatever goes wrong with one request ends here, as one JSON line."""
+        """Turn any failure of one request into one JSON line."""
         try:
             await self._keep_pace(request)
             self._refuse_unwanted_body(request)
@@ -282,7 +282,7 @@ class WebServer:
 
 
 class _Pace:
-    """How often one connection has asked, and how long its next request waits."""
+    """The request rate of one connection, and the delay of its next request."""
 
     __slots__ = ("_counted_at", "_spare", "requests")
 

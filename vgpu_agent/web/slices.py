@@ -1,6 +1,6 @@
-"""MIG instances seen from outside: their JSON shape, whether they may be given away, and who still holds one that is gone.
+"""MIG instances: their JSON shape, whether they may be granted, and the holders of one that is gone.
 
-Used by `views`, `problems` and the table of metrics; the shapes keep the promises of `views`.
+Used by `views`, `problems` and the table of metrics. The shapes keep the promises of `views`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MigView(msgspec.Struct, frozen=True):
-    """A MIG instance; ``health`` counts what is wrong with its GPU and with its device nodes too."""
+    """A MIG instance; ``health`` includes the faults of its GPU and of its device nodes."""
 
     uuid: str
     index: int
@@ -49,7 +49,7 @@ def view(gpu: Gpu, instance: MigInstance) -> MigView:
 
 
 def why_withheld(gpu: Gpu, instance: MigInstance) -> str:
-    """Why the instance may not be given to a new container; empty when it may."""
+    """Explain why the instance may not be given to a new container; empty when it may."""
     if not gpu.present or not gpu.health.ok:
         return gpu.health.reason or "its GPU no longer answers"
     return instance.trouble if instance.health.ok else instance.health.reason

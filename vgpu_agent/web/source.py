@@ -1,7 +1,7 @@
-"""What the HTTP servers need from the rest of the agent: one snapshot whenever somebody asks.
+"""The HTTP servers' view of the rest of the agent: one snapshot on request.
 
-`agent` implements it; a test passes a plain `AgentStatus`. Everything that `web` shows comes through here, so that a request can neither
-block on another room nor change anything in it.
+`agent` implements it. A test passes a plain `AgentStatus`. Everything that `web` shows comes through here, so a
+request can neither block nor change another package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Where `web` reads from. The answer is not changed while it is rendered: rendering has no await."""
+    """The source of `web`'s answers. The snapshot does not change while it is rendered: rendering has no await."""
 
     def status(self) -> AgentStatus:
         """Everything at this moment; cheap, never blocks."""

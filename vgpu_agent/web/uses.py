@@ -39,11 +39,11 @@ class UseView(msgspec.Struct, frozen=True):
 
     Attributes:
         family: the family that it serves; empty while no container has a share of it.
-        since: when the oldest share of it that is left was given out.
+        since: when its oldest remaining share was granted.
         or_earlier: that share was found after a restart of the agent, and is older.
-        pods: the first of the pods that have shares of it; ``pods_total`` counts them all, also those that kubelet has not named yet.
+        pods: the first of the pods that have shares of it; ``pods_total`` counts them all, also those that the kubelet has not named yet.
         waiting: the first of the pods that wait for it, oldest first; ``waiting_total`` counts them all.
-        freed_by: what makes it free for other families; empty while it is.
+        freed_by: the event that makes it free for other families; empty while it is free.
     """
 
     family: str = ""
@@ -79,7 +79,7 @@ def view(use: GpuUse, now: float) -> UseView:
 
 
 def freed_by(use: GpuUse) -> str:
-    """What makes the GPU free for other families; empty while it is."""
+    """Name the event that makes the GPU free for other families; empty while it is free."""
     if use.family:
         return f"the end of {pods(use)}"
     if use.claims:
@@ -93,7 +93,7 @@ def pods(use: GpuUse) -> str:
 
 
 def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
-    """Why fewer ids of ``resource`` are given out than there are: one view a reason, the most ids first."""
+    """Explain why fewer ids of ``resource`` are granted than exist: one view a reason, the most ids first."""
     found = sorted(status.ledger.held_back.get(resource, ()), key=lambda each: -each.ids)
     views = [HeldBackView(each.ids, reason(status, each), each.gpus) for each in found[:_MOST_REASONS]]
     if rest := found[_MOST_REASONS:]:
@@ -103,7 +103,7 @@ def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
 
 
 def reason(status: AgentStatus, each: HeldBack) -> str:
-    """Why these ids are not given out, as a sentence without its full stop."""
+    """Explain why these ids are not granted, as a sentence without its full stop."""
     gpus = called(status, each.gpus)
     if not each.family:
         return f"{gpus}: {each.reason}"

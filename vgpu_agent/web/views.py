@@ -33,7 +33,7 @@ _SHOWN_IDS = 64
 
 
 class UsageView(msgspec.Struct, frozen=True):
-    """What a GPU is doing; null where the driver does not say."""
+    """The load of a GPU; null where the driver gives no value."""
 
     memory_used_mib: int | None = None
     memory_total_mib: int | None = None
@@ -45,7 +45,7 @@ class UsageView(msgspec.Struct, frozen=True):
 
 
 class GpuView(msgspec.Struct, frozen=True):
-    """A GPU, its health, the family that it serves, and who holds a share of it."""
+    """A GPU, its health, the family that it serves, and the holders of its shares."""
 
     uuid: str
     index: int = 0
@@ -94,7 +94,7 @@ class GrantView(msgspec.Struct, frozen=True):
     ids_total: int = 0
     shares: tuple[ShareView, ...] = ()
     reserved: When = When()
-    limit: str = ""  # a `LimitState`; empty while it is not decided what the container gets
+    limit: str = ""  # a `LimitState`; empty while the container's share is not decided
     limit_reason: str = ""
 
     @property
@@ -133,7 +133,7 @@ class ResourceView(msgspec.Struct, frozen=True):
     ids_healthy: int = 0
     ids_held: int = 0
     ids_free: int | None = None
-    ids_booked: bool = True  # False: the ids are there for schedulers to count, and the GPUs say what is given away
+    ids_booked: bool = True  # False: the ids are there for schedulers to count, and the GPUs show the actual use
     allocations: int = 0
     allocations_refused: int = 0
     allocate_seconds_last: float = 0.0
@@ -146,7 +146,7 @@ class ResourceView(msgspec.Struct, frozen=True):
 
 
 class NvmlView(msgspec.Struct, frozen=True):
-    """The thread that owns NVML; ``call``, ``gpu`` and ``hung`` speak of a call that does not return."""
+    """The thread that owns NVML; ``call``, ``gpu`` and ``hung`` describe a call that does not return."""
 
     state: str = ""
     library: str = ""
@@ -197,7 +197,7 @@ def grants(status: AgentStatus, now: float) -> tuple[GrantView, ...]:
 
 
 def grant(status: AgentStatus, one: Grant, now: float, known: Limits | None = None) -> GrantView:
-    """One grant; ``known`` are the snapshot's limits, for whoever asks for many."""
+    """Show one grant; ``known`` are the snapshot's limits, for callers that show many."""
     owner, devices = one.owner, gpu_of_devices(status)
     limit = (known or Limits(status)).of(one)
     shares = []
@@ -232,7 +232,7 @@ def grant(status: AgentStatus, one: Grant, now: float, known: Limits | None = No
 
 
 def pods(status: AgentStatus, now: float) -> tuple[PodView, ...]:
-    """Who holds which GPU, by pod; grants that kubelet's records do not name yet stand under one entry without a name."""
+    """List grants by pod. Grants that the kubelet's records do not name yet form one entry without a name."""
     by_pod: dict[tuple[str, str], list[GrantView]] = {}
     for one in grants(status, now):
         by_pod.setdefault((one.pod_name, one.pod_uid), []).append(one)
@@ -296,7 +296,7 @@ def _usage(usage: GpuUsage) -> UsageView:
 
 
 def holders_allowed(gpu: Gpu, status: AgentStatus) -> int | None:
-    """How many shares the GPU and its MIG instances may give together; None when the ledger offers nothing on it."""
+    """Count the shares that the GPU and its MIG instances may give together; None when the ledger offers nothing on it."""
     found = [
         status.ledger.capacity[uuid] for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid in status.ledger.capacity
     ]
@@ -304,7 +304,7 @@ def holders_allowed(gpu: Gpu, status: AgentStatus) -> int | None:
 
 
 def ids_held(status: AgentStatus) -> dict[str, int]:
-    """How many ids of each resource are in somebody's hands."""
+    """Count the ids of each resource that containers hold."""
     held: dict[str, int] = {}
     for grant in live_grants(status):
         held[grant.resource] = held.get(grant.resource, 0) + len(grant.ids)
@@ -398,5 +398,5 @@ def overview(status: AgentStatus, now: float) -> Overview:
 
 
 def is_simulated(status: AgentStatus) -> bool:
-    """Simulated GPUs, whether the settings or the library say so: better one warning too many."""
+    """Tell whether GPUs are simulated, by the settings or by the library: better one warning too many."""
     return status.simulated or status.inventory.simulated

@@ -66,7 +66,7 @@ class Side:
         return [listed.id.id for listed in self.ledger.listing(GPUS.name) if listed.healthy]
 
     def withheld(self, resource: Resource = GPUS) -> str:
-        """Why a resource is not offered."""
+        """Return the reason why a resource is not offered."""
         return self.side.why_withheld(resource)
 
     async def until_offered(self) -> None:
@@ -83,11 +83,11 @@ class Side:
 
 
 async def nothing() -> None:
-    """Nobody has to be told."""
+    """Do nothing: there is no reader to inform."""
 
 
 def write_toolkits_spec(folder: Path, *names: str) -> None:
-    """What NVIDIA's toolkit would have written for devices of these names."""
+    """Write the spec that NVIDIA's toolkit would write for devices of these names."""
     folder.mkdir(exist_ok=True)
     devices = [{"name": name, "containerEdits": {"env": ["A=b"]}} for name in names]
     replace_text(folder / "nvidia.json", json.dumps({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}))

@@ -1,4 +1,4 @@
-"""What is not offered, and what is not given out, as long as a runtime could not resolve its CDI name."""
+"""Devices are neither offered nor given out while a runtime could not resolve their CDI names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_a_resource_is_offered_once_its_names_are_there(tmp_path: Path, su
 
 
 async def test_trouble_is_the_reason_and_ends_by_itself(tmp_path: Path, supervisor: Supervisor) -> None:
-    """What the tool complains of is what ``/readyz`` says; devices without a name are not given out, either."""
+    """``/readyz`` shows the tool's complaint as the reason, and devices without a name are not given out either."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await asyncio.to_thread(side.tool.misbehave, fail="Driver Not Loaded")
     await side.begin()
@@ -78,7 +78,7 @@ async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(tmp_path:
 
 
 async def test_one_device_without_a_name_keeps_back_only_itself(tmp_path: Path, supervisor: Supervisor) -> None:
-    """A GPU that the tool does not know is Unhealthy with the reason; the others are offered."""
+    """A GPU that the tool does not know is Unhealthy with the reason. The others are offered."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await asyncio.to_thread(side.tool.misbehave, without=[U1])
     await side.begin()
@@ -102,7 +102,7 @@ async def test_inlining_needs_a_spec_only_for_what_is_bound_late(
 
 
 async def test_a_required_channel_that_is_missing_withholds_everything(tmp_path: Path, supervisor: Supervisor) -> None:
-    """Whatever the list strategy; an optional one is told once and passed over."""
+    """This holds for every list strategy. An optional channel is reported once and passed over."""
     plugin = Plugin(imex_channel_ids=(0,), imex_required=True)
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, plugin=plugin))
     await side.begin()
@@ -127,7 +127,7 @@ async def test_a_tool_that_only_the_node_has_is_found_in_its_tree(tmp_path: Path
 
 
 async def test_the_simulator_describes_simulated_gpus_unless_a_tool_is_named(tmp_path: Path, supervisor: Supervisor) -> None:
-    """So that a demo needs nothing; and a tool that somebody has named is the one that runs."""
+    """A demo then needs no setting, and a configured tool is the one that runs."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     assert side.side._command() == COMMAND
     named = await asyncio.to_thread(lambda: Side(tmp_path / "b", supervisor, cdi=Cdi(nvidia_ctk="/opt/nvidia-ctk")))
@@ -135,7 +135,7 @@ async def test_the_simulator_describes_simulated_gpus_unless_a_tool_is_named(tmp
 
 
 async def test_the_gpu_of_a_tegra_processor_has_no_cdi_name_and_nothing_waits_for_one(tmp_path: Path, supervisor: Supervisor) -> None:
-    """nvidia §1: upstream ends over a CDI strategy without NVML; here no tool runs, and the resource says what to change."""
+    """nvidia §1: upstream ends over a CDI strategy without NVML. Here no tool runs, and the resource says what to change."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     resource = Resource("nvidia.com/gpu", "nvidia", (DeviceId(INTEGRATED, INTEGRATED),))
     await side.side.begin(side.settings, Inventory(version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)))

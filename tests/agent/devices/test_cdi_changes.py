@@ -29,7 +29,7 @@ async def supervisor() -> AsyncIterator[Supervisor]:
 
 
 async def test_a_slice_is_kept_back_until_it_has_a_name(tmp_path: Path, supervisor: Supervisor) -> None:
-    """A GPU was cut a moment ago: before the first list with its slices goes out, they are held back; the other GPU is not touched."""
+    """A GPU was cut a moment ago: before the first list with its slices goes out, they are held back. The other GPU is not touched."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin()
     await asyncio.to_thread(side.node.set_mig, 1, ["1g.5gb"])
@@ -93,7 +93,7 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_pat
 
 
 async def test_a_name_whose_nodes_open_another_gpu_by_now_is_no_name(tmp_path: Path, supervisor: Supervisor) -> None:
-    """The driver was loaded anew without GPU 0, so GPU 1 has its device node; until the spec is made anew, nobody is given that."""
+    """The driver was loaded anew without GPU 0, so GPU 1 has its device node. Until the spec is made anew, no container gets it."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin()
     assert side.healthy == [U0, U1]
@@ -108,7 +108,7 @@ async def test_a_name_whose_nodes_open_another_gpu_by_now_is_no_name(tmp_path: P
 
 
 async def test_after_a_restart_a_lost_gpu_keeps_back_only_itself(tmp_path: Path, supervisor: Supervisor) -> None:
-    """The tool answers for all GPUs or for none, so the others go by the spec of the agent before, as long as the driver is the same."""
+    """The tool answers for all GPUs or for none, so the others use the spec of the agent before, as long as the driver is the same."""
     known = dataclasses.replace(golden_inventory(), driver_version="580.95.05")
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin(known)
@@ -126,7 +126,7 @@ async def test_after_a_restart_a_lost_gpu_keeps_back_only_itself(tmp_path: Path,
 
 
 async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(tmp_path: Path, supervisor: Supervisor) -> None:
-    """A GPU was cut for the container that is about to start; kubelet would ask again after a quarter of a minute only."""
+    """A GPU was cut for the container that is about to start. The kubelet would ask again after a quarter of a minute only."""
     binding = Binding(cdi_directory=str(tmp_path / "cdi"), pod_wait_seconds=PATIENCE_SECONDS)
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, binding=binding))
     await side.begin()
@@ -144,7 +144,7 @@ async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(tmp_path: Pa
 
 
 async def test_a_change_of_health_runs_no_tool(tmp_path: Path, supervisor: Supervisor) -> None:
-    """Inventories come with every temperature; a spec says which devices there are."""
+    """Inventories come with every temperature. A spec says which devices there are."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin()
     first, second = golden_inventory().gpus

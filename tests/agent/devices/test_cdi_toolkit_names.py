@@ -1,4 +1,4 @@
-"""``cdi.source: toolkit``: names out of a spec that somebody else writes are looked for, followed, and never written."""
+"""``cdi.source: toolkit``: names out of another program's spec are looked for, followed, and never written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_the_toolkits_names_are_looked_for_and_never_written(tmp_path: Pat
 
 
 async def test_a_gpu_that_the_toolkits_spec_does_not_have_is_kept_back(tmp_path: Path, supervisor: Supervisor) -> None:
-    """Made before the card was plugged in: who has to do what stands in the reason."""
+    """Made before the card was plugged in. The reason says what has to be done, and by which program."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=Cdi(source="toolkit")))
     await asyncio.to_thread(write_toolkits_spec, side.cdi, U0)
     await side.begin()

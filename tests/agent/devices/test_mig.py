@@ -30,7 +30,7 @@ class Dividing:
         self.node, self.side, self.watched = node, side, watched
 
     async def divide(self, gpu: int = 1, profiles: Sequence[str] = GROUP) -> str:
-        """Why the GPU is not divided so; empty when it is."""
+        """Divide the GPU. Return the reason of a failure, or an empty string."""
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.side.divide(MigLayout(self.node.uuids[gpu], tuple(profiles)), answered.set_result)
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -41,7 +41,7 @@ class Dividing:
         await asyncio.to_thread(misbehave, self.node.directory, what)
 
     def profiles(self, gpu: int = 1) -> list[str]:
-        """What the driver shows."""
+        """Return the profiles that the driver shows."""
         return sorted(instance.profile for instance in self.watched.gpu(self.node.uuids[gpu]).mig_instances)
 
     async def runs(self) -> list[str]:
@@ -72,7 +72,7 @@ async def dividing(folder: Path, **changes: float) -> AsyncIterator[Dividing]:
 
 
 async def test_a_gpu_is_divided_and_seen_to_be(tmp_path: Path) -> None:
-    """The answer comes when the inventory shows the instances, so that a start finds them; the other GPU stays as it is."""
+    """The answer comes when the inventory shows the instances, so that a start finds them. The other GPU stays as it is."""
     async with dividing(tmp_path) as side:
         assert await side.divide() == ""
         assert side.profiles() == sorted(GROUP)
@@ -97,7 +97,7 @@ async def test_changes_are_made_one_after_the_other(tmp_path: Path) -> None:
 
 
 async def test_a_gpu_on_which_somebody_works_is_not_touched(tmp_path: Path) -> None:
-    """A process that nobody's share explains: its pids are named, and it is asked again at once when it has gone."""
+    """A process that no share explains: its pids are named, and the tool is asked again at once when it has gone."""
     async with dividing(tmp_path, mig_retry_seconds=60) as side:
         slot = await asyncio.to_thread(side.node.add_process, 1, 4711, ProcessUse(memory_mib=100))
         assert await side.divide() == "processes that hold no share of it work on it (host pids 4711)"
@@ -133,7 +133,7 @@ async def test_a_gpu_whose_instances_cannot_be_read_is_not_touched(tmp_path: Pat
 async def test_d16_whatever_goes_wrong_is_a_reason(
     tmp_path: Path, what: Misbehaviour, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """volcano-vgpu:D16: it costs who has asked for it, and ends nothing."""
+    """volcano-vgpu:D16: the cost falls on the pod that asked, and nothing ends."""
     monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.1)
     times = {"mig_parted_timeout_seconds": 0.5} if what.hangs else {"mig_settle_seconds": 0.3}
     async with dividing(tmp_path, **times) as side:
@@ -142,7 +142,7 @@ async def test_d16_whatever_goes_wrong_is_a_reason(
 
 
 async def test_a_tool_that_counts_the_gpus_otherwise_changes_none(tmp_path: Path) -> None:
-    """It knows GPUs by their index only; where its export does not show what the driver shows, the index may be another GPU's."""
+    """It knows GPUs by their index only. Where its export does not show what the driver shows, the index may be another GPU's."""
     async with dividing(tmp_path) as side:
         await asyncio.to_thread(side.node.set_mig, 0, ["7g.40gb"])
         await side.watched.until(lambda inventory: inventory.gpus[0].mig_enabled)
@@ -153,7 +153,7 @@ async def test_a_tool_that_counts_the_gpus_otherwise_changes_none(tmp_path: Path
 
 
 async def test_a_change_that_has_failed_is_not_tried_again_at_once(tmp_path: Path) -> None:
-    """kubelet asks every quarter of a minute; a GPU is not reset as often. Another division of it is tried at once."""
+    """The kubelet asks every quarter of a minute. A GPU is not reset as often. Another division of it is tried at once."""
     async with dividing(tmp_path, mig_retry_seconds=60) as side:
         await side.misbehave(Misbehaviour(command="apply", fails="Insufficient Resources"))
         await side.divide()

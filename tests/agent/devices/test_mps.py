@@ -1,4 +1,4 @@
-"""Which MPS daemons there are, by what the ledger offers and who holds it; with the stand-in tools, and without kubelet."""
+"""MPS daemons follow the ledger's offers and holders, with the stand-in tools and without a kubelet."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Node:
 
     @property
     def compute_modes(self) -> list[int]:
-        """As NVML would show them: 0 default, 3 exclusive process."""
+        """Return the compute modes that NVML would show: 0 default, 3 exclusive process."""
         state = SimulatedNode.open(self.gpus.directory).state
         return [state.gpus[number].compute_mode for number in range(2)]
 
@@ -151,7 +151,7 @@ async def test_a_daemon_that_dies_withholds_its_resource_until_it_is_back(tmp_pa
 
 
 async def test_the_pods_of_a_lost_daemon_are_named(tmp_path: Path) -> None:
-    """The journal's line says whose CUDA programs ended; the ledger knows them."""
+    """The journal's line names the pods whose CUDA programs ended. The ledger knows them."""
     async with running(tmp_path) as node:
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
@@ -164,7 +164,7 @@ async def test_the_pods_of_a_lost_daemon_are_named(tmp_path: Path) -> None:
 
 
 async def test_a_daemon_whose_shares_are_held_outlives_the_agent(tmp_path: Path) -> None:
-    """NVIDIA's issue 669: at the end of the agent it is left, and the GPUs stay exclusive; without holders both are undone."""
+    """NVIDIA's issue 669: at the end of the agent it is left, and the GPUs stay exclusive. Without holders both are undone."""
     async with running(tmp_path) as node:
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
@@ -195,7 +195,7 @@ async def test_sharing_that_is_switched_off_ends_the_daemon(tmp_path: Path) -> N
 
 
 async def test_settings_that_change_no_offer_reach_the_daemon(tmp_path: Path) -> None:
-    """failRequestsGreaterThanOne decides with perContainerLimits whose limits hold; the ledger does not change with it."""
+    """failRequestsGreaterThanOne decides with perContainerLimits which pods have limits. The ledger does not change with it."""
     async with running(tmp_path) as node:
         mps = msgspec.structs.replace(node.settings.mps, per_container_limits=True)
         single = msgspec.structs.replace(node.settings, mps=mps)
@@ -220,7 +220,7 @@ async def test_a_gpu_that_another_resource_holds_is_lent(tmp_path: Path) -> None
 
 
 async def test_one_gpu_has_one_daemon(tmp_path: Path) -> None:
-    """Two servers cannot both have a GPU in exclusive mode: the second resource says which one has it, and the first is served."""
+    """Two servers cannot both have a GPU in exclusive mode: the second resource says which one has it, and the first is offered."""
     async with running(tmp_path) as node:
         other = dataclasses.replace(_shared(2, "nvidia.com/gpu.shared"), ids=tuple(DeviceId(f"{U0}-{number}", U0) for number in range(2)))
         await node.offers.offer(_shared(), other)
@@ -244,7 +244,7 @@ async def test_what_cannot_be_shared_by_mps_is_withheld_for_good(tmp_path: Path)
 
 
 async def test_daemons_whose_files_containers_could_change_are_not_started(tmp_path: Path) -> None:
-    """A container of the family aws has /tmp/nvidia-mps mounted; with a link in it, it could have the agent write anywhere."""
+    """A container of the family aws has /tmp/nvidia-mps mounted. With a link in it, it could have the agent write anywhere."""
     async with running(tmp_path) as node:
         mps = msgspec.structs.replace(node.settings.mps, root="/tmp/nvidia-mps/ours")
         node.side.apply(msgspec.structs.replace(node.settings, mps=mps, families=Families(aws=True)))
@@ -270,7 +270,7 @@ async def test_virtual_gpus_of_aws_get_a_daemon_where_their_old_clients_look(tmp
 async def test_virtual_gpus_with_a_daemon_of_the_host_are_served_and_cautioned_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pods of AWS's plugin ran without the daemon, too, so nothing is withheld; whoever set `host` reads that it is not there."""
+    """Pods of AWS's plugin ran without the daemon, too, so nothing is withheld. A setting of `host` is reported as not fulfilled."""
     pipe, name = tmp_path / "tmp/nvidia-mps", "k8s.amazonaws.com/vgpu"
     monkeypatch.setattr("vgpu_agent.families.aws.family.PIPE_DIRECTORY", str(pipe))
     async with running(tmp_path) as node:
@@ -295,7 +295,7 @@ async def test_virtual_gpus_with_a_daemon_of_the_host_are_served_and_cautioned_w
 
 
 async def test_without_a_directory_for_mps_nothing_is_shared_by_it(tmp_path: Path) -> None:
-    """mps.root may be empty; the reason names the key."""
+    """mps.root may be empty. The reason names the key."""
     async with running(tmp_path) as node:
         node.side.apply(msgspec.structs.replace(node.settings, mps=msgspec.structs.replace(node.settings.mps, root="")))
         await node.offers.offer(_shared())

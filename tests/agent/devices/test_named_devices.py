@@ -1,4 +1,4 @@
-"""Whether a CDI name still opens the device that it is read as, by the device nodes that NVIDIA's tool writes into its specs."""
+"""Check that a CDI name still opens its device, by the device nodes that NVIDIA's tool writes into its specs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAPS = ("/dev/nvidia-caps/nvidia-cap228", "/dev/nvidia-caps/nvidia-cap229")
 
 
 def place_of(uuid: str, *gpus: Gpu) -> Place:
-    """Where the device is found on a node with these GPUs."""
+    """Return the place of the device on a node with these GPUs."""
     return dict(places(shape(Inventory(1, gpus))))[uuid]
 
 
@@ -47,7 +47,7 @@ WITHOUT_NODE = place_of(U0, Gpu(U0, index=0, minor=-1, name="RTX 4090", memory_m
     ],
 )
 def test_what_opens_the_device_or_tells_nothing_is_its_name(paths: list[str], place: Place) -> None:
-    """Specs of NVIDIA's tool for a GPU whose minor number is not its index, a slice, WSL and CSV mode; nobody is kept back by doubt."""
+    """Specs of NVIDIA's tool for a GPU whose minor number is not its index, a slice, WSL and CSV mode. Doubt withholds nothing."""
     assert not opens_another(paths, place)
 
 

@@ -1,4 +1,4 @@
-"""A plugin server as the comparison with kubelet's list sees it: what it told, and which new registrations were asked of it."""
+"""A plugin server as the comparison with the kubelet's list sees it: what it sent, and which new registrations were asked of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GPU = "nvidia.com/gpu"
 
 
 class FakeServer:
-    """Told kubelet of ``healthy`` and ``unhealthy`` a minute ago; a test may set `told`."""
+    """A server that sent ``healthy`` and ``unhealthy`` a minute ago; a test may set `told`."""
 
     def __init__(self, healthy: Iterable[str] = ("a", "b"), unhealthy: Iterable[str] = (), *, resource: str = GPU) -> None:
         self.status = PluginStatus(resource, "nvidia")

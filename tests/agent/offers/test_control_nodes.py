@@ -1,4 +1,4 @@
-"""Which control nodes the node has, in the layouts in which charts mount the driver."""
+"""The node's control nodes, in the layouts in which charts mount the driver."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_nodes_of_a_mounted_driver_root_are_found(dev_root: str, tmp_path: Path)
 
 
 def test_nodes_below_their_own_path_are_found(tmp_path: Path) -> None:
-    """The node's tree is mounted at the path that it has on the node; a mounted driver root without a ``dev`` counts for nothing."""
+    """The node's tree is mounted at the path that it has on the node. A mounted driver root without a ``dev`` counts for nothing."""
     (tmp_path / "driver-root").mkdir()
     for path in CONTROL_NODES:
         make_node(tmp_path / "host", path)
@@ -72,7 +72,7 @@ def test_nodes_in_the_own_dev_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_only_nodes_that_cuda_needs_are_trouble(missing: str, said: str, tmp_path: Path) -> None:
-    """Without nvidiactl or nvidia-uvm no CUDA program starts; a server's driver may have no nvidia-modeset at all."""
+    """Without nvidiactl or nvidia-uvm no CUDA program starts. A server's driver may have no nvidia-modeset at all."""
     paths = tuple(path for path in CONTROL_NODES if path != missing)
     for path in paths:
         make_node(tmp_path / "driver-root", path)

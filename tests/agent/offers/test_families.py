@@ -1,4 +1,4 @@
-"""Changes of the surroundings while the agent runs: what they make impossible is withheld, and nothing else is held up or undone."""
+"""Changes of dependencies while the agent runs: they withhold what they make impossible, and delay or undo nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPU, MIG, REPLICAS = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", 40
 
 @pytest.fixture(autouse=True)
 def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
-    """As in the tests of the wiring."""
+    """Let the library read files on the event loop, as the tests of the wiring do."""
     assert _no_blocked_loop is not None
     _no_blocked_loop.deactivate()
 
@@ -60,7 +60,7 @@ def two_models() -> Inventory:
 
 
 async def look_again(parts: Wired) -> None:
-    """What `composition` does when something outside the configuration may have changed."""
+    """Look again, as `composition` does when something outside the configuration may have changed."""
     await parts.families.again()
     await parts.offering.sync()
 
@@ -91,7 +91,7 @@ async def test_it_is_offered_again_once_it_fits(tmp_path: Path) -> None:
 
 
 async def test_whoever_asks_for_it_by_a_configuration_hears_at_once(tmp_path: Path) -> None:
-    """A reloaded file that asks for too much is refused as a whole; that is the reader's to say, not the readiness's."""
+    """A reloaded file that asks for too much is refused as a whole. That is the reader's to say, not the readiness's."""
     settings = await one_gpu_fits(tmp_path)
     async with wired(settings) as parts:
         with pytest.raises(ConfigError, match="replicas: at most"):
@@ -116,7 +116,7 @@ async def test_one_familys_list_that_is_too_long_does_not_hold_up_the_others(tmp
 
 
 async def test_a_look_during_a_reload_does_not_put_the_old_settings_back(tmp_path: Path) -> None:
-    """Both come from loops of their own; the look waits for the reload and then goes by what that has put in force."""
+    """Both come from loops of their own. The look waits for the reload and then uses its settings."""
     settings = await one_gpu_fits(tmp_path)
     async with wired(settings, first_gpu()) as parts:
         await parts.families.apply(settings)
@@ -140,7 +140,7 @@ async def with_mig(folder: Path, strategy: Literal["single", "mixed"], **section
 
 
 async def test_what_one_resource_cannot_offer_withholds_that_resource(tmp_path: Path) -> None:
-    """MPS on slices: the reason stands in the readiness, and whole GPUs are served."""
+    """MPS on slices: the readiness has the reason, and whole GPUs are offered."""
     sharing = Sharing(mps=MpsSharing(resources=(SharedResource(name=MIG, replicas=2),)))
     settings = await with_mig(tmp_path, "mixed", sharing=sharing)
     async with wired(settings, in_mig_mode(both=False)) as parts:
@@ -189,7 +189,7 @@ async def test_what_is_odd_is_said_once(tmp_path: Path) -> None:
 
 
 async def test_a_gpu_that_nobody_can_divide_is_said_once(tmp_path: Path) -> None:
-    """What families by pods leave out stands where the rest does: in the journal, the status and `/debug/resources`."""
+    """GPUs that families by pods leave out are reported like all others: journal, status and `/debug/resources`."""
     async with wired(await volcano_settings(tmp_path, None, families=Families()), two_models()) as parts:
         parts.families._families = AllFamilies(by_pod=(mig_family(),))
         parts.families.refresh()
@@ -199,7 +199,7 @@ async def test_a_gpu_that_nobody_can_divide_is_said_once(tmp_path: Path) -> None
 
 
 async def test_a_library_that_is_spoilt_later_is_said_and_withholds_only_when_none_is_left(tmp_path: Path) -> None:
-    """Whoever has delivered it would wait in vain for the new one; and a library that is gone limits nobody."""
+    """An operator who has delivered it would wait in vain for the new one, and a missing library limits nothing."""
     hami = HamiCore(host_directory=str(tmp_path / "hami"))
     async with ApiServer() as server:
         server.objects.create("nodes", {"metadata": {"name": NODE}})
@@ -245,7 +245,7 @@ async def test_a_library_with_a_lock_file_is_served_where_each_container_can_hav
 
 
 async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path: Path) -> None:
-    """The first keeps the name; the other is withheld with the reason, until the first is gone."""
+    """The first keeps the name. The other is withheld with the reason, until the first is gone."""
     settings = await with_mig(tmp_path, "mixed")
     async with wired(settings, in_mig_mode(both=False)) as parts:
         await parts.families.apply(settings)
@@ -262,7 +262,7 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
 
 
 async def test_whole_gpus_are_offered_under_nvidias_and_under_volcanos_name(tmp_path: Path) -> None:
-    """The ids of both are UUIDs, and a GPU serves one of the two at a time; the kubelet's status of devices is all that may be late."""
+    """The ids of both are UUIDs, and a GPU serves one of the two at a time. The kubelet's status of devices is all that may be late."""
     families = Families(nvidia=True, volcano_gpushare=True)
     settings = await volcano_settings(tmp_path, None, families=families, volcano_gpushare=VolcanoGpushare(strategy="number"))
     async with wired(settings) as parts:
@@ -286,7 +286,7 @@ async def test_one_family_with_two_equal_names_is_withheld_and_says_so(tmp_path:
 
 
 async def test_two_families_may_have_the_same_slices(tmp_path: Path) -> None:
-    """Each slice serves one of them at a time; while one has it, it is Unhealthy for the other."""
+    """Each slice serves one of them at a time. While one has it, it is Unhealthy for the other."""
     settings = await with_mig(tmp_path, "mixed")
     async with wired(settings, in_mig_mode(both=False)) as parts:
         await parts.families.apply(settings)

@@ -15,7 +15,7 @@ GPU = "nvidia.com/gpu"
 
 
 def test_a_grant_of_a_gpu_that_came_later_knows_its_memory_and_keeps_its_place() -> None:
-    """The book was rebuilt without a GPU to look at; afterwards it is the book of a normal start."""
+    """The book was rebuilt without a GPU to look at. Afterwards it is the book of a normal start."""
     inventory = Inventory()
     ledger = Ledger()
     allocator = Allocator(

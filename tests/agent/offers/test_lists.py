@@ -1,4 +1,4 @@
-"""How the families of a node are told to tell containers of their devices: settings, what was found, and the way grants are bound."""
+"""Ways of passing devices to containers: chosen by settings, discovery and the way grants are bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vgpu_agent.model import Share
 
 
 def _edits(settings: Settings, found: Found) -> Edits:
-    """What a container of `volcano-vgpu` is told of one card."""
+    """Return the edits with which a container of `volcano-vgpu` gets one card."""
     settings = msgspec.structs.replace(settings, families=FamilySettings(nvidia=False, volcano_vgpu=True))
     (family,) = build(settings, found).families.by_pod
     assert isinstance(family, VolcanoVgpuFamily)
@@ -32,7 +32,7 @@ def _edits(settings: Settings, found: Found) -> Edits:
 
 @pytest.mark.parametrize(("inline", "late", "by_name"), [(True, True, True), (True, False, False), (False, True, False)])
 def test_a_late_bound_grant_needs_no_nvidia_runtime_where_it_is_inlined(*, inline: bool, late: bool, by_name: bool) -> None:
-    """``cdi.inline``: the card is named by CDI alone, and the carrier writes what that stands for; bound early, all is as configured."""
+    """``cdi.inline``: the card is named by CDI alone, and the carrier writes its spec; bound early, all is as configured."""
     edits = _edits(Settings(cdi=Cdi(inline=inline)), Found(late=late))
     assert edits.cdi_names == (f"k8s.device-plugin.nvidia.com/gpu={U1}",) * by_name
     assert ("NVIDIA_VISIBLE_DEVICES" in edits.environment) is not by_name

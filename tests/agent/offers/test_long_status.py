@@ -23,7 +23,7 @@ def memory(count: int, prefix: str = f"{U0}-memory-") -> Resource:
     [(23_028, "v1.36.3", "2"), (40_960, "v1.37.0", "2"), (81_920, "v1.36.0-gke.1", "4"), (49_152, "2.0", "3")],
 )
 def test_a_gpu_with_more_units_than_a_status_can_hold_is_named(count: int, version: str, times: str) -> None:
-    """With the number that fits and how much coarser the unit must be; on a real kubelet 22,000 were written and 23,028 were not."""
+    """With the number that fits and how much coarser the unit must be. On a real kubelet 22,000 were written and 23,028 were not."""
     (caution,) = cautions([memory(count)], version)
     assert caution.startswith(f"{MEMORY}: a GPU has {count} ids, and a pod that asks for more than about 21212 never shows Ready")
     assert f"at least {times} times as coarse (volcanoVgpu.gpuMemoryFactor)" in caution
@@ -41,6 +41,6 @@ def test_short_ids_leave_room_for_more() -> None:
 
 
 def test_ids_of_whole_gpus_and_of_replicas_are_never_that_many() -> None:
-    """They are kept one by one, and nobody asks for thousands."""
+    """They are kept one by one, and thousands are never needed."""
     ids = tuple(DeviceId(f"{U0}::{number}", U0) for number in range(10))
     assert list(cautions([Resource("nvidia.com/gpu", "nvidia", ids), Resource(MEMORY, "f", NumberedIds(()))], "v1.36.3")) == []

@@ -1,4 +1,4 @@
-"""The order in which an agent stops: what may be started without it is put right before kubelet is told that it may."""
+"""The order in which an agent stops: whatever may start without it is put right before the kubelet learns that it may."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vgpu_agent.errors import CarrierError
 
 
 class Steps:
-    """Writes down what the parts are told, instead of doing it."""
+    """Writes down the calls to the parts, instead of doing them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, trouble: str = "") -> None:
         self.taken: list[str] = []
@@ -33,7 +33,7 @@ class Steps:
 
 
 async def stop_at_once(folder: Path) -> None:
-    """Run an agent that is told to stop before it has started."""
+    """Run an agent that is asked to stop before it has started."""
     text = f"""\
 version: v1
 listen: 127.0.0.1:0
@@ -52,14 +52,14 @@ gpu: {{eventWaitMilliseconds: 50}}
 
 
 async def test_strangers_specs_go_before_the_last_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From then on kubelet starts containers without asking, from whatever stands under their names."""
+    """From then on the kubelet starts containers without asking, from any files under their names."""
     steps = Steps(monkeypatch)
     await stop_at_once(tmp_path)
     assert steps.taken == ["strangers' specs are withdrawn", "the plugin servers retire"]
 
 
 async def test_a_spec_that_cannot_be_removed_does_not_keep_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that has become read-only: it is said, and the servers still drain instead of being cut off."""
+    """A disk that has become read-only is reported, and the servers still drain instead of being cut off."""
     steps = Steps(monkeypatch, trouble="cannot remove /var/run/cdi/x.json: Read-only file system")
     await stop_at_once(tmp_path)
     assert steps.taken == ["strangers' specs are withdrawn", "the plugin servers retire"]

@@ -1,4 +1,4 @@
-"""Which plugin servers run while offers change, fit or do not fit, and the agent stops; kubelet is away, so that nothing else happens."""
+"""Plugin servers while offers change, fit or do not fit, and the agent stops. The kubelet is away."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_renamed_resource_is_served_under_its_new_name_only(tmp_path: Pa
 
 
 async def test_a_list_that_no_longer_fits_is_withdrawn_with_a_reason_until_it_fits(tmp_path: Path) -> None:
-    """GPUs that come later can make a list too long: it is said once, and the resource comes back."""
+    """GPUs that come later can make a list too long. This is reported once, and the resource comes back."""
     async with running(tmp_path) as node:
         await node.offer(resource("nvidia.com/gpu"))
         await node.offer(resource("nvidia.com/gpu", ids=1000))
@@ -100,7 +100,7 @@ async def test_a_list_that_no_longer_fits_is_withdrawn_with_a_reason_until_it_fi
 
 
 async def test_a_gate_withholds_one_resource_until_it_opens(tmp_path: Path) -> None:
-    """A daemon or a file that one resource needs is missing: that one waits with the reason, the others are served."""
+    """A daemon or a file that one resource needs is missing: that one waits with the reason, the others are offered."""
     async with running(tmp_path) as node:
         missing = {"nvidia.com/gpu.shared": "the MPS daemon does not answer"}
         node.offering.gates.append(lambda resource: missing.get(resource.name, ""))
@@ -131,7 +131,7 @@ async def test_waiting_for_what_is_on_its_way_is_no_error(tmp_path: Path) -> Non
 
 @pytest.mark.looptime
 async def test_a_wait_that_fails_is_an_error_at_once(tmp_path: Path) -> None:
-    """The daemon was refused: trouble has no patience, and what was said of the wait is not said of it again."""
+    """The daemon was refused. The trouble is reported at once, and the wait is not reported again."""
     async with running(tmp_path, seconds=100) as node:
         reasons: list[str] = [NotYet("the daemon is being started")]
         node.offering.gates.append(lambda _: reasons[0])
@@ -145,7 +145,7 @@ async def test_a_wait_that_fails_is_an_error_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.looptime
 async def test_a_wait_that_does_not_end_is_an_error(tmp_path: Path) -> None:
-    """Said once, however often the steps on the way change; the readiness has shown it all the time."""
+    """It is logged once, however often the steps on the way change. The readiness has shown it all the time."""
     async with running(tmp_path, seconds=100) as node:
         reasons = [NotYet("the daemon is about to be started")]
         node.offering.gates.append(lambda _: reasons[0])
@@ -176,7 +176,7 @@ async def test_a_wait_for_what_is_no_longer_offered_ends_silently(tmp_path: Path
 
 @pytest.mark.parametrize("turns", range(1, 7))
 async def test_two_changes_at_once_end_with_the_later_offer(tmp_path: Path, turns: int) -> None:
-    """A new configuration and a new inventory come from two loops; what the ledger offers at the end is what runs."""
+    """A new configuration and a new inventory come from two loops. What the ledger offers at the end is what runs."""
     async with running(tmp_path) as node:
         await node.offer(resource("nvidia.com/gpu"))
         changing = asyncio.ensure_future(node.offer(resource("nvidia.com/gpu.shared")))
@@ -203,7 +203,7 @@ async def test_nothing_is_started_once_the_agent_stops(tmp_path: Path, turns: in
 
 
 async def test_counts_are_told_for_schedulers_where_several_families_are_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One family alone has its GPUs for itself, and kubelet's pace will do; a resource without an open stream has no count."""
+    """One family alone has its GPUs for itself, and kubelet's pace will do. A resource without an open stream has no count."""
     async with running(tmp_path) as node:
         told = Told([ListedDevice(DeviceId("GPU-1::0", "GPU-1"), healthy=False)], seconds_ago=1)
         monkeypatch.setattr(DevicePlugin, "told", property(lambda self: told if self.resource.name != "example.com/closed" else None))

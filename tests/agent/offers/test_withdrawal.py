@@ -1,4 +1,4 @@
-"""What an agent that is taken away leaves on its Node, and that it says so only when it is so."""
+"""The Node after the agent's removal: the cleanup, and a report of it only when it has happened."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def published(parts: Wired) -> None:
 
 @pytest.fixture
 async def server() -> Any:
-    """With our Node, which carries a label of somebody else."""
+    """With our Node, which carries another client's label."""
     async with ApiServer() as running:
         running.objects.create(
             "nodes",
@@ -68,7 +68,7 @@ async def test_annotations_and_labels_go_with_the_agent(tmp_path: Path, server: 
     assert server.objects.get("nodes", NODE)["metadata"]["labels"] == {"nvidia.com/gpu.present": "true"}
 
 
-async def test_an_api_server_that_is_back_in_time_gets_the_farewell(tmp_path: Path, server: ApiServer) -> None:
+async def test_the_node_is_cleaned_up_when_the_api_server_is_back_in_time(tmp_path: Path, server: ApiServer) -> None:
     """One refused write is no reason to leave the node as it is."""
     async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
         await published(parts)
@@ -78,7 +78,7 @@ async def test_an_api_server_that_is_back_in_time_gets_the_farewell(tmp_path: Pa
     assert on_the_node(server).keys() == {HANDSHAKE}
 
 
-async def test_a_farewell_that_nobody_took_is_not_called_one(tmp_path: Path, server: ApiServer) -> None:
+async def test_a_cleanup_that_failed_is_not_reported_as_done(tmp_path: Path, server: ApiServer) -> None:
     """The API server refuses until the time is over: the journal says what stays and how to take it off."""
     async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
         await published(parts)

@@ -1,4 +1,4 @@
-"""What the agent makes of a kubelet that does not list what it was told; on virtual time."""
+"""The agent's reaction to a kubelet that does not list the ids it received; on virtual time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Compared:
         )
 
     async def allocatable(self, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str]]:
-        """Stands in for kubelet."""
+        """A stand-in for the kubelet."""
         self.calls += 1
         assert offered
         if self.error is not None:
@@ -60,13 +60,13 @@ class Compared:
         return [(entry.event, entry.facts.get("missing")) for entry in self.journal.entries]
 
     def again(self, number: int = 0) -> int:
-        """How often the server was told to register again."""
+        """Return the number of times that the server was asked to register again."""
         return len(self.servers[number].again)
 
 
 @pytest.mark.looptime
 async def test_a_list_that_kubelet_has_is_no_matter() -> None:
-    """Ids of ours that are unhealthy need not be there, and other resources are nobody's business."""
+    """Ids of ours that are unhealthy need not be there, and other resources do not matter."""
     compared = Compared(FakeServer(("a", "b"), unhealthy=("c",)))
     compared.listed["vendor.example/other"] = frozenset({"z"})
     assert await compared.look(3) == [False, False, False]
@@ -154,7 +154,7 @@ async def test_two_that_take_turns_are_one_line() -> None:
 
 @pytest.mark.looptime
 async def test_when_the_rival_has_gone_the_long_pause_is_not_waited_for() -> None:
-    """It took us down by leaving (kubelet §3), and nobody is there to fight with."""
+    """It took us down by leaving (kubelet §3), and there is no rival to fight with."""
     compared = Compared()
     compared.listed = dict(FOREIGN)
     await compared.look(2)
@@ -184,7 +184,7 @@ async def test_each_resource_is_compared_for_itself() -> None:
 
 @pytest.mark.looptime
 async def test_an_error_of_another_kind_stays() -> None:
-    """That all is listed again says nothing about a refused Allocate."""
+    """A complete list is no evidence that a refused Allocate is over."""
     compared = Compared()
     compared.listed = {}
     await compared.look(2)

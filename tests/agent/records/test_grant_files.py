@@ -66,7 +66,7 @@ class Kept:
 
     @property
     def specs(self) -> list[str]:
-        """What the runtime would find."""
+        """Return the specs that the runtime would find."""
         return sorted(path.name for path in self.cdi.glob("*.json"))
 
     async def start(self, pod: Pod, *ids: str) -> None:
@@ -76,7 +76,7 @@ class Kept:
         await self.place.start(ids)
 
     def running(self, pod: Pod) -> None:
-        """kubelet's records name the pod, which runs."""
+        """The kubelet's records name the pod, which runs."""
         holding = Holding(NUMBER, IDS[:1], Owner("main", pod.uid, pod.namespace, pod.name))
         self.place.allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60, initial=True)
 
@@ -88,7 +88,7 @@ def a_running_pod() -> Pod:
 
 
 async def test_a_rebooted_node_has_its_specs_before_anything_is_offered(tmp_path: Path) -> None:
-    """The directory is empty; the records and the pod's annotation say what must be there."""
+    """The directory is empty. The records and the pod's annotation say what must be there."""
     kept, pod = Kept(tmp_path), a_running_pod()
     await kept.keeping.load()
     kept.place.book.replace([pod])
@@ -98,7 +98,7 @@ async def test_a_rebooted_node_has_its_specs_before_anything_is_offered(tmp_path
 
 
 async def test_a_spec_stays_as_long_as_anybody_knows_its_pod(tmp_path: Path) -> None:
-    """volcano-vgpu:D5 gone from the watch is not enough while kubelet's records have the pod, and nobody is gone while there is no list."""
+    """volcano-vgpu:D5 gone from the watch is not enough while the kubelet's records have the pod. Without a list no pod is gone."""
     kept, pod = Kept(tmp_path), a_running_pod()
     kept.place.book.put(pod)
     kept.running(pod)
@@ -115,7 +115,7 @@ async def test_a_spec_stays_as_long_as_anybody_knows_its_pod(tmp_path: Path) -> 
 
 
 async def test_directories_that_nobody_owns_go_and_those_of_live_pods_stay(tmp_path: Path) -> None:
-    """What an agent that was killed, or another plugin, has left behind is swept by the pod's UID in its name."""
+    """Directories left by a killed agent or another plugin are swept by the pod's UID in their names."""
     kept, pod = Kept(tmp_path), a_running_pod()
     for name in ("uid-train_main", "uid-gone_main"):
         await asyncio.to_thread((kept.containers / name).mkdir, parents=True)
@@ -133,7 +133,7 @@ ENDED, NEXT = a_pod("ended", annotations=wants(main=f"{U0} 1000")), a_pod("next"
 
 
 async def one_has_ended(folder: Path) -> Kept:
-    """kubelet has cleaned up after a pod, and the API server has not said so yet: its spec is still there."""
+    """The kubelet has cleaned up after a pod, and the API server has not reported it yet. Its spec is still there."""
     kept = Kept(folder)
     kept.place.book.replace([])
     await kept.start(ENDED, *IDS[:1])
@@ -143,16 +143,16 @@ async def one_has_ended(folder: Path) -> Kept:
 
 
 async def test_the_next_holder_of_the_ids_finds_no_spec_under_their_name(tmp_path: Path) -> None:
-    """Whose PreStartContainer is left out, as right after a restart of kubelet, must not start with what the pod before it had."""
+    """A container without PreStartContainer, as right after a kubelet restart, must not start with the previous pod's spec."""
     kept = await one_has_ended(tmp_path)
     await kept.place.admit(NEXT, "main", IDS[:1])
     await kept.keeping.withdraw_strangers()
     assert await asyncio.to_thread(lambda: kept.specs) == []
-    assert kept.place.carrier.records == ()  # so that nobody's share is read from it either
+    assert kept.place.carrier.records == ()  # so that no share is read from it either
 
 
 async def test_nor_once_kubelets_records_have_named_the_next_holder(tmp_path: Path) -> None:
-    """Before its own start has replaced the spec, a pass over the records has told us its UID."""
+    """Before its own start has replaced the spec, a pass over the records has shown its UID."""
     kept = await one_has_ended(tmp_path)
     await kept.place.admit(NEXT, "main", IDS[:1])
     kept.place.book.put(NEXT)
@@ -174,7 +174,7 @@ async def test_the_spec_of_whoever_has_the_ids_stays(tmp_path: Path) -> None:
 
 
 async def test_ids_that_nobody_holds_leave_their_spec_to_the_collection(tmp_path: Path) -> None:
-    """Nobody can start from it, and its directory may still be mounted."""
+    """No container can start from it, and its directory may still be mounted."""
     kept = await one_has_ended(tmp_path)
     kept.place.ledger.release(kept.place.ledger.grants[0].number)
     await kept.keeping.withdraw_strangers()
@@ -206,7 +206,7 @@ async def test_the_loop_looks_right_after_an_allocate(tmp_path: Path, monkeypatc
 
 
 async def test_nothing_is_restored_for_a_container_that_has_lost_its_ids_meanwhile(tmp_path: Path) -> None:
-    """Writing takes a while, and kubelet admits pods at the same time: a spec that came late would be under somebody else's name."""
+    """Writing takes a while, and kubelet admits pods at the same time: a late spec would be under another pod's name."""
     kept = Kept(tmp_path)
     kept.place.book.replace([])
     await kept.start(ENDED, *IDS[:1])

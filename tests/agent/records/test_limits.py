@@ -1,4 +1,4 @@
-"""Limits that are no longer in force are told once."""
+"""Limits that are no longer in force are reported once."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _cut(*uuids: str) -> Inventory:
 
 
 class Node:
-    """A ledger with what it is told, and the journal."""
+    """A ledger with its inputs, and the journal."""
 
     def __init__(self, inventory: Inventory, state: Path = Path("/nowhere")) -> None:
         self.inventory, self.journal, self.ledger = inventory, Journal(), Ledger()
@@ -47,7 +47,7 @@ class Node:
         self.vanished.look()
 
     def name(self, *holdings: Holding) -> None:
-        """kubelet's records name the holders of MIG-a."""
+        """The kubelet's records name the holders of MIG-a."""
         self.ledger.reconcile(
             KubeletRecords(holdings), lambda holding: Meaning("nvidia", tuple(Share(id_) for id_ in holding.ids)), reservation_seconds=60
         )
@@ -65,7 +65,7 @@ def _held() -> Node:
 
 
 def test_a_pod_on_an_instance_that_is_cut_away_is_named_once() -> None:
-    """nvidia:D9: an event line with pod, container, resource and device; the same state again says nothing."""
+    """nvidia:D9: an event line with pod, container, resource and device. The same state again says nothing."""
     node = _held()
 
     node.change(_cut("MIG-b", "MIG-c"))
@@ -91,7 +91,7 @@ def test_nobody_is_named_while_devices_only_come() -> None:
 
 
 def test_a_lost_gpu_has_not_vanished() -> None:
-    """It keeps its place in the inventory and is told as lost."""
+    """It keeps its place in the inventory and is reported as lost."""
     node = Node(golden_inventory())
     node.ledger.offer([Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0), DeviceId(U1, U1)))])
     node.ledger.reserve("nvidia.com/gpu", (U1,), (Share(U1),))
@@ -112,7 +112,7 @@ def test_a_driver_that_has_not_answered_says_nothing_about_devices() -> None:
 
 
 def test_a_device_that_comes_back_to_its_pod_is_told() -> None:
-    """MIG UUIDs are the same for the same layout: somebody has undone the change."""
+    """MIG UUIDs are the same for the same layout, so the change has been undone."""
     node = _held()
     node.change(_cut("MIG-c"))
 
@@ -135,7 +135,7 @@ def test_a_pod_that_ended_is_forgotten_silently() -> None:
 
 
 async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_path: Path) -> None:
-    """A process of the pod may still hold the GPU: it is named, and not given out whole, as if nobody had restarted the agent."""
+    """A process of the pod may still hold the GPU: it is named, and not given out whole, as without a restart of the agent."""
     before = Node(_cut("MIG-a", "MIG-b"), tmp_path)
     remembering = asyncio.ensure_future(before.vanished.remember())
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -156,7 +156,7 @@ async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_
 
 @pytest.mark.looptime
 async def test_a_holder_that_is_named_later_is_told_then() -> None:
-    """kubelet's records come a second after Allocate; the loop hears of them by itself."""
+    """The kubelet's records come a second after Allocate. The loop reads them by itself."""
     node = Node(_cut("MIG-a"))
     node.ledger.reserve(MIG, ("MIG-a",), (Share("MIG-a"),))
     async with asyncio.TaskGroup() as group:

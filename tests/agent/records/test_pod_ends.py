@@ -1,4 +1,4 @@
-"""Whose grants ended pods leave behind, above all of pods that end before kubelet's records have named them."""
+"""Grants of ended pods, above all of pods that end before the kubelet's records have named them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDED, NEXT = (
 
 
 class Node:
-    """A ledger in which U0 is booked for nobody that is known, and a book in which ENDED has ended."""
+    """A ledger in which U0 is booked for an unknown pod, and a pod cache in which ENDED has ended."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -42,14 +42,14 @@ class Node:
         self.now += 2
 
     def ended(self, records: KubeletRecords) -> bool:
-        """Whether the one grant's pod has ended."""
+        """Tell whether the one grant's pod has ended."""
         (grant,) = self.ledger.grants
         return self.ends.has_ended(grant, records)
 
 
 @pytest.fixture
 def node() -> Node:
-    """A node on which U0 was booked for a pod that ended before anybody knew its name."""
+    """A node on which U0 was booked for a pod that ended before its name was known."""
     node = Node()
     node.booked()
     node.book.end(ENDED)
@@ -57,7 +57,7 @@ def node() -> Node:
 
 
 def checkpoint(*pods: Pod, listed: tuple[Pod, ...] = ()) -> KubeletRecords:
-    """kubelet's records in which the checkpoint has U0 for ``pods``, and pod-resources lists U1 for ``listed``."""
+    """Kubelet records in which the checkpoint has U0 for ``pods``, and pod-resources lists U1 for ``listed``."""
     holdings = tuple(Holding(GPU, (U1,), Owner("main", "", pod.namespace, pod.name)) for pod in listed)
     return KubeletRecords(holdings, entries=tuple(Holding(GPU, (U0,), Owner("main", pod.uid)) for pod in pods))
 
@@ -94,13 +94,13 @@ def test_a_reservation_of_this_moment_is_left_alone(node: Node) -> None:
 
 
 def test_an_imitation_of_a_mirror_pod_keeps_no_gpu(node: Node) -> None:
-    """kubelet admits no pod of the API server's that says it mirrors one, and anybody may make it say so."""
+    """The kubelet admits no such pod of the API server's, and any user may create one."""
     node.book.put(Pod(NEXT.uid, "default", "fake", annotations={MIRROR_POD: "x"}, containers=NEXT.containers))
     assert node.ended(checkpoint(ENDED))
 
 
 def test_each_end_is_new_while_a_grant_has_no_name_and_none_when_all_have() -> None:
-    """Any pod may have been the one; a look follows each end, and the ends before the booking are over."""
+    """Any pod may have been the one. A look follows each end, and the ends before the booking are over."""
     node = Node()
     node.book.end(ENDED)
     assert node.ends.pending() == frozenset()

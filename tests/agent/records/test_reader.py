@@ -1,4 +1,4 @@
-"""kubelet's records at the moment of a start: read after the question, shared by those who asked meanwhile, and never stale.
+"""The kubelet's records at the moment of a start: read after the question, shared by all that asked meanwhile, and never stale.
 
 pod-resources is asked about the pods that the checkpoint names, and about all pods where that does not settle it.
 """
@@ -82,7 +82,7 @@ def write(path: Path, *entries: dict[str, object]) -> Path:
 def make(
     lister: Lister, checkpoint: Path, *, answers: bool = False, names: Mapping[str, tuple[str, str]] | None = None, waiting: bool = False
 ) -> KubeletRecordsReader:
-    """A witness of one resource, who knows these pods by their UIDs; ``waiting``, and that they wait for one id each, in this order."""
+    """Kubelet evidence for one resource that knows these pods by UID. Pods in ``waiting`` wait for one id each, in this order."""
     book = PodCache()
     for uid, (namespace, name) in (names or {}).items():
         book.put(Pod(uid, namespace, name, containers=(PodContainer("main", limits={RESOURCE: 1}),) if waiting else ()))
@@ -110,7 +110,7 @@ async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
 
 
 async def test_a_burst_of_questions_costs_two_readings(tmp_path: Path) -> None:
-    """Whoever asks during a reading gets the next one, which all of them share; nobody gets one that began before he asked."""
+    """A question during a reading gets the next one, which all such questions share, never one that began before."""
     lister = Lister()
     read_records = make(lister, write(tmp_path / "checkpoint"))
     first = asyncio.ensure_future(read_records(RESOURCE, ["a"], whole=True))
@@ -125,7 +125,7 @@ async def test_a_burst_of_questions_costs_two_readings(tmp_path: Path) -> None:
 
 
 async def test_a_reading_that_was_broken_off_counts_for_nobody(tmp_path: Path) -> None:
-    """kubelet hung up while its question was being looked into; the next in line reads for himself."""
+    """The kubelet hung up while its question was being looked into. The next in line reads for itself."""
     lister = Lister()
     read_records = make(lister, write(tmp_path / "checkpoint"))
     lister.let.set()
@@ -143,8 +143,8 @@ async def test_a_reading_that_was_broken_off_counts_for_nobody(tmp_path: Path) -
     assert (await waiting).pod_resources == (lister.holdings[0],)
 
 
-async def test_a_silent_witness_is_named(tmp_path: Path) -> None:
-    """None for the one that says nothing, with its reason; the other one counts."""
+async def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """A record that cannot be read counts as None, and the trouble says why."""
     lister = Lister()
     lister.error = "pod-resources: no answer"
     lister.let.set()
@@ -157,7 +157,7 @@ async def test_a_silent_witness_is_named(tmp_path: Path) -> None:
 
 
 async def test_stored_answers_are_read_where_they_are_needed(tmp_path: Path) -> None:
-    """Those for the ids in question always, everybody's in early binding, which compares what kubelet keeps with what should be."""
+    """Those for the ids in question always, all in early binding, which compares what the kubelet keeps with what should be."""
     lister = Lister()
     lister.let.set()
     answer, others = Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-a"}), Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-c"})
@@ -172,7 +172,7 @@ NAMES = {"uid-p": ("ns", "p"), "uid-q": ("ns", "q")}
 
 
 async def test_only_the_pod_that_the_checkpoint_names_is_asked_about(tmp_path: Path) -> None:
-    """The whole node would be megabytes; what is said then is not taken for the whole."""
+    """The whole node would be megabytes. A part of it is not taken for the whole."""
     lister = Lister()
     lister.holdings = [A, B]
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
@@ -193,7 +193,7 @@ async def test_an_ended_pod_that_the_checkpoint_still_names_is_asked_about_too(t
 
 
 async def test_all_pods_are_told_of_on_request(tmp_path: Path) -> None:
-    """Who looks for pods that have ended must see every one that has not."""
+    """The search for ended pods must see every pod that has not ended."""
     lister = Lister()
     lister.holdings = [A, B]
     lister.let.set()
@@ -225,7 +225,7 @@ async def test_all_pods_are_asked_about_where_one_does_not_settle_it(tmp_path: P
 async def test_the_pod_that_is_expected_is_asked_about_while_the_checkpoint_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kubelet waits for both, so they do not wait for each other; the checkpoint names that pod, so it is asked about once."""
+    """The kubelet waits for both, so they do not wait for each other. The checkpoint names that pod, so it is asked about once."""
     lister = Lister()
     lister.holdings = [A, B]
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
@@ -251,7 +251,7 @@ async def test_what_is_said_of_another_pod_than_the_checkpoint_names_counts_for_
 
 
 async def test_who_had_the_ids_at_the_last_reading_is_expected_before_others(tmp_path: Path) -> None:
-    """In a burst the checkpoint has named later pods already; a container that starts again has been in it for long."""
+    """In a burst the checkpoint has named later pods already. A container that starts again has been in it for long."""
     lister = Lister()
     lister.holdings = [A, B]
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
@@ -274,7 +274,7 @@ async def test_a_pod_that_has_other_ids_is_not_expected(tmp_path: Path) -> None:
 
 
 async def test_a_silent_answer_about_another_pod_than_the_checkpoint_names_is_not_waited_for(tmp_path: Path) -> None:
-    """pod-resources may be silent for seconds; those are for the pod that counts."""
+    """pod-resources may be silent for seconds. Those are for the pod that counts."""
     lister = Lister()
     lister.holdings, lister.silent_about = [A, B], ("ns", "p")
     checkpoint = write(tmp_path / "checkpoint", entry("uid-q", "main", "b"))
@@ -285,7 +285,7 @@ async def test_a_silent_answer_about_another_pod_than_the_checkpoint_names_is_no
 
 
 async def test_an_expected_pod_of_which_nothing_is_said_leaves_the_question_to_list(tmp_path: Path) -> None:
-    """kubelet has no Get, has been asked too often, or is silent: it is not asked, and waited for, a second time before List is."""
+    """The kubelet has no Get, has been asked too often, or is silent: it is not asked, and waited for, a second time before List is."""
     lister = Lister()
     lister.can_get, lister.holdings = False, [A]
     lister.let.set()

@@ -1,4 +1,4 @@
-"""Of which GPU each MIG instance was, over a restart."""
+"""The parent GPU of each MIG instance, remembered over a restart."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b'[{"uuid": 7}]', b"\xff\xfe"])
 async def test_a_damaged_memory_is_none(tmp_path: Path, content: bytes) -> None:
-    """It is a cache; an instance of which nothing is known holds up nothing."""
+    """It is a cache. An instance of which nothing is known holds up nothing."""
     (tmp_path / "slices.json").write_bytes(content)
     assert await SliceMemory(str(tmp_path)).recall() == {}
 

@@ -1,4 +1,4 @@
-"""Who is expected to start: the pod bound first that waits for as many ids, and nobody who has them already; and whether any pod starts."""
+"""The expected pod: the first one bound that waits for as many ids and has none of them; and whether any pod starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None, clock:
 
 
 def expected(pods: StartingPods, count: int = 1, besides: Collection[tuple[str, str]] = ()) -> tuple[str, str] | None:
-    """Who is expected now."""
+    """Return the container that is expected now."""
     with pods.expected(NUMBER, count, besides=besides) as found:
         return found
 
@@ -47,7 +47,7 @@ def test_pods_are_named_as_kubelet_names_them() -> None:
 
 
 def test_the_pod_that_was_bound_first_is_expected() -> None:
-    """kubelet admits pods in about that order."""
+    """The kubelet admits pods in about that order."""
     assert expected(starting(pod("b"), pod("a"))) == ("ns", "b")
 
 
@@ -61,13 +61,13 @@ def test_a_pod_that_does_not_wait_for_as_many_is_not_expected(other: Pod) -> Non
 
 
 def test_a_container_that_is_served_is_not_expected() -> None:
-    """Its status follows seconds later; until then the agent itself knows."""
+    """Its status follows seconds later. Until then the agent itself knows."""
     served = {("uid-a", "main", NUMBER)}
     assert expected(starting(pod("a"), pod("b"), served=served)) == ("ns", "b")
 
 
 def test_a_container_that_has_other_ids_is_not_expected() -> None:
-    """It was admitted before and waits for its image, maybe for long; who comes now is somebody else."""
+    """It was admitted before and waits for its image, maybe for long. The next call is another pod's."""
     assert expected(starting(pod("a"), pod("b")), besides={("uid-a", "main")}) == ("ns", "b")
 
 
@@ -91,19 +91,19 @@ def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
     ids=["pending", "running", "ended", "deleted", "nothing that a pod decides"],
 )
 def test_pods_are_being_started_until_they_run(other: Pod, *, starts: bool) -> None:
-    """Only those that ask for what this agent decides by the pod; all others are none of its business."""
+    """Only those that ask for what this agent decides by the pod. All others are none of its business."""
     assert starting(pod("b", phase="Running"), other).any() is starts
 
 
 def test_a_pod_that_stays_pending_is_being_started_for_so_long_only() -> None:
-    """After that it waits for an image, or is refused; others are not to wait for it."""
+    """After that it waits for an image, or is refused. Others are not to wait for it."""
     times = iter([5.0, 14.0, 16.0])
     pods = starting(pod("a"), clock=lambda: next(times))
     assert [pods.any() for _ in range(3)] == [True, True, False]
 
 
 def test_the_resources_are_the_same_until_others_are_offered() -> None:
-    """Who keeps something for them, as the reader of kubelet's answers does, sees by that when it has to begin anew."""
+    """A reader that keeps something for these resources notices by identity when it has to begin anew."""
     ledger = Ledger()
     pods = StartingPods(PodCache(), ledger, served=set, longest_seconds=10)
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])

@@ -53,7 +53,7 @@ VGPU = "volcano.sh/vgpu-number"
 
 
 class Parts:
-    """A report over real parts that nobody has started: neither a driver nor a kubelet."""
+    """A report over real parts that have not been started: neither a driver nor a kubelet."""
 
     def __init__(self, supervisor: Supervisor, directory: Path, config: str = "") -> None:
         loaded = load_contents(
@@ -163,7 +163,7 @@ async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_pa
     ],
 )
 async def test_why_nothing_is_offered_is_told_apart(tmp_path: Path, config: str, inventory: Inventory, reason: str) -> None:
-    """Whoever switches to another family and forgets to name it has no broken cards to look for."""
+    """A node that switches to another family without naming it has no broken cards to look for."""
     async with asyncio.timeout(10), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
         node = Parts(supervisor, tmp_path, config)
         node.watch.inventory.publish(inventory)
@@ -180,7 +180,7 @@ async def test_a_refused_registration_stays_in_the_verdict(tmp_path: Path) -> No
 
 
 async def test_registered_without_a_stream_is_not_ready(tmp_path: Path) -> None:
-    """Kubelet knows the resource and has no devices for it."""
+    """The kubelet knows the resource and has no devices for it."""
     async with parts(tmp_path) as node:
         (status,) = node.offering.statuses
         status.state = PluginState.REGISTERED
@@ -214,7 +214,7 @@ def a_resource(name: str, family: str, ids: Sequence[DeviceId], **changes: Any) 
 
 
 async def test_a_device_may_have_as_many_holders_as_one_family_allows(tmp_path: Path) -> None:
-    """It serves one family at a time, and ids that are only counted are nobody's places."""
+    """It serves one family at a time, and ids that are only counted are no places."""
     gpu = golden_inventory().gpus[0].uuid
     async with parts(tmp_path) as node:
         node.ledger.offer(
@@ -233,7 +233,7 @@ async def test_a_device_may_have_as_many_holders_as_one_family_allows(tmp_path: 
 
 
 async def test_more_ids_than_can_be_looked_at_are_counted_by_block(tmp_path: Path) -> None:
-    """Thousands of millions of replicas are withheld, and the status of everything else is told all the same."""
+    """Thousands of millions of replicas are withheld, and the status of everything else is reported all the same."""
     first, second = (gpu.uuid for gpu in golden_inventory().gpus)
     blocks = tuple(IdBlock(f"{uuid}::", 2**31 - 1, uuid) for uuid in (first, second))
     async with parts(tmp_path) as node:
@@ -243,7 +243,7 @@ async def test_more_ids_than_can_be_looked_at_are_counted_by_block(tmp_path: Pat
 
 
 async def test_the_use_of_each_gpu_is_collected_with_those_who_wait(tmp_path: Path) -> None:
-    """Every page and metric reads it there; a claim alone is news as well."""
+    """Every page and metric reads it there. A claim alone is news as well."""
     async with parts(tmp_path) as node:
         node.ledger.observe(golden_inventory())
         ids = (DeviceId(U0, U0), DeviceId(U1, U1))
@@ -290,7 +290,7 @@ async def test_families_are_reported_with_what_keeps_them_from_being_offered(tmp
 
 
 async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> None:
-    """And has neither watches nor writers."""
+    """The agent then has neither watches nor writers."""
     async with parts(tmp_path) as node:
         await node.cluster.connect()
         cluster = node.report.status().cluster
@@ -318,7 +318,7 @@ class Source:
 async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_problem(
     tmp_path: Path, asked: str, complained_of: bool
 ) -> None:
-    """In the two usual namespaces a missing role is as it should be; where somebody has asked for the ConfigMap it is a mistake."""
+    """In the two usual namespaces a missing role is as it should be. Where the ConfigMap is configured it is a mistake."""
     settings = Settings(state_directory=str(tmp_path), volcano_vgpu=VolcanoVgpu(config_map_namespace=asked))
     cluster = ClusterSide(settings, Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
     cluster.config_map = ConfigMapWatch(Source(), settings=Cluster(), journal=Journal())
@@ -328,7 +328,7 @@ async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_pr
 
 
 async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
-    """How long a watch fails, and that what an earlier agent had read stands in for the Node."""
+    """The report says how long a watch has failed, and that an earlier agent's memory stands in for the Node."""
     async with parts(tmp_path) as node:
         cluster, journal, settings = node.cluster, Journal(), Cluster()
         cluster.pods = PodWatch(Source(), "node-a", cluster.book, settings=settings, journal=journal)

@@ -77,7 +77,7 @@ def test_more_than_mps_serves_is_refused_at_the_start(tmp_path: Path, count: int
 
 
 def test_a_gpu_in_mig_mode_is_left_out_and_said_to_be() -> None:
-    """aws:W4: upstream offers U1 although nothing would work on it; here the ten of U0 are offered, with a caution about U1."""
+    """aws:W4: upstream offers U1 although nothing would work on it. Here the ten of U0 are offered, with a caution about U1."""
     inventory = _with_u1(mig_enabled=True)
     resource = _offer(_family(), inventory)
     assert {entry.device for entry in resource.ids} == {U0}
@@ -110,7 +110,7 @@ def test_an_unknown_virtual_gpu_is_refused() -> None:
 
 
 def test_unhealthy_virtual_gpus_are_refused() -> None:
-    """aws:D6: upstream never learns of illness; here all ids of the GPU turn unhealthy, and NUMA nodes are told."""
+    """aws:D6: upstream never learns of illness. Here all ids of the GPU turn unhealthy, and NUMA nodes are listed."""
     family, ledger = _booked(golden_inventory(U1=Health(ok=False, reason="XID 79")))
     listed = ledger.listing("k8s.amazonaws.com/vgpu")
     assert [entry.healthy for entry in listed] == [True] * 10 + [False] * 10
@@ -131,7 +131,7 @@ def test_several_virtual_gpus_are_packed_onto_one_gpu() -> None:
 
 
 def test_a_gpu_is_not_shared_with_another_family_at_the_same_time() -> None:
-    """aws:D8: one ledger for the node; while AWS's pods hold a GPU it is not whole, and the other way round."""
+    """aws:D8: one ledger for the node. While AWS's pods hold a GPU it is not whole, and the other way round."""
     inventory = golden_inventory()
     family, ledger = _booked(inventory)
     whole = Resource("nvidia.com/gpu", "nvidia", tuple(dataclasses.replace(entry, id=entry.device) for entry in _firsts(family, inventory)))
@@ -200,7 +200,7 @@ def test_a_daemon_of_ours_is_reached_with_and_without_hostipc() -> None:
 
 
 def test_a_daemon_of_somebody_else_is_mounted_from_the_host() -> None:
-    """An operator's daemon at /tmp/nvidia-mps uses the host's own shared memory; nothing of ours limits, so nothing is booked."""
+    """An operator's daemon at /tmp/nvidia-mps uses the host's own shared memory. Nothing of ours limits, so nothing is booked."""
     assert _edits([f"{U0}-3"], mps="host").mounts == (Mount(PIPE, PIPE), Mount("/dev/shm", "/dev/shm"))
     family = _family(mps="host")
     assert _offer(family, golden_inventory()).sharing is SharingMode.MPS_OF_HOST
@@ -218,7 +218,7 @@ def test_two_shares_are_twice_the_limit_where_limits_are_the_containers() -> Non
 
 
 def test_ids_of_other_plugins_come_to_nothing() -> None:
-    """Kubelet's records under this name could hold anything; what cannot be read is not booked on some GPU."""
+    """The kubelet's records under this name could hold anything. What cannot be read is not booked on some GPU."""
     assert _family().shares("", [U0, f"{U0}::1", f"{U0}-x", "none"], golden_inventory()) == ()
 
 

@@ -16,7 +16,7 @@ def shared_by(replicas: int, *, name: str = GPU_RESOURCE, published: str = "", *
 
 
 def iktos(*entries: tuple[str, str, int], **options: Any) -> NvidiaOptions:
-    """As iktos's ``resourceConfig`` says it: ``("gpu", "sharedgpu", 4)``."""
+    """Return options as iktos's ``resourceConfig`` has them: ``("gpu", "sharedgpu", 4)``."""
     shared = tuple(SharedEntry(f"nvidia.com/{original}", replicas, f"nvidia.com/{new}") for original, new, replicas in entries)
     return NvidiaOptions(shared=shared, separator=IKTOS_SEPARATOR, suffix_always=True, **options)
 
@@ -33,10 +33,10 @@ def only_resource(options: NvidiaOptions, inventory: Inventory) -> Resource:
 
 
 def refused(options: NvidiaOptions, inventory: Inventory) -> tuple[str, ...]:
-    """What is withheld, and why."""
+    """Return the withheld resources with the reasons."""
     return NvidiaFamily(options).shortfall(inventory).refused
 
 
 def cautions(options: NvidiaOptions, inventory: Inventory) -> tuple[str, ...]:
-    """What is odd with the rest."""
+    """Return the cautions about the offered resources."""
     return NvidiaFamily(options).shortfall(inventory).cautions

@@ -1,4 +1,4 @@
-"""Which devices stand behind a resource while some of the node's GPUs do not answer: a lost card must not change what the others are."""
+"""Devices behind a resource while some GPUs do not answer: a lost card must not change what the others are."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def four(*, indices: tuple[int | None, ...]) -> Inventory:
     [(None, 0, 1, 2), (0, None, 1, 2), (0, 1, 2, None), (None, None, 0, 1), (None, 0, None, 1), (None, 1, 2, 3), (None, None, None, None)],
 )
 def test_a_lost_gpu_moves_no_other_from_entry_to_entry(indices: tuple[int | None, ...]) -> None:
-    """nvidia:D15: the driver moves the indices of the cards behind it up; the entries of ``devices`` mean the same cards as before."""
+    """nvidia:D15: the driver moves the indices of the cards behind it up. The entries of ``devices`` mean the same cards as before."""
     assert offered(HALVES, four(indices=indices)) == offered(HALVES, four(indices=(0, 1, 2, 3)))
     assert cautions(HALVES, four(indices=indices)) == ()
 
 
 def test_an_index_means_the_card_that_the_driver_gives_it_to_at_start() -> None:
-    """The first card does not answer when the agent starts, so nobody knows it: the others have their indices."""
+    """The first card does not answer when the agent starts and is unknown. The others have their indices."""
     inventory = four(indices=(0, 1, 2, 3))
     without_first = dataclasses.replace(inventory, gpus=inventory.gpus[1:], failures=("0: GPU is lost",))
     ids = offered(HALVES, without_first)
@@ -53,7 +53,7 @@ def test_an_index_means_the_card_that_the_driver_gives_it_to_at_start() -> None:
 
 
 def test_the_slices_of_a_lost_gpu_do_not_speak_against_those_of_now() -> None:
-    """The other GPU was cut anew meanwhile: ``single`` withholds nothing for the sake of a card that nobody can be given."""
+    """The other GPU was cut anew meanwhile: ``single`` withholds nothing for the sake of a card that cannot be given out."""
     inventory = with_slices(golden_inventory(), U0=golden_slices(letter="d"), U1=LARGE)
     gone, here = inventory.gpus
     ids = offered(SINGLE, dataclasses.replace(inventory, gpus=(lost(gone), here)))
@@ -62,7 +62,7 @@ def test_the_slices_of_a_lost_gpu_do_not_speak_against_those_of_now() -> None:
 
 
 def test_a_lost_gpu_without_slices_does_not_withhold_those_of_others() -> None:
-    """Nor does one whose MIG mode is off beside others whose mode is on."""
+    """Neither does one whose MIG mode is off beside others whose mode is on."""
     inventory = with_slices(golden_inventory(), U0=(), U1=LARGE)
     gone, here = inventory.gpus
     assert offered(SINGLE, dataclasses.replace(inventory, gpus=(lost(gone), here))) == {GPU: [LARGE[0].uuid]}
@@ -77,7 +77,7 @@ def test_while_no_gpu_answers_they_are_judged_as_they_were() -> None:
 
 
 def test_a_name_for_some_devices_is_withheld_by_name_with_the_resource_that_they_are_of() -> None:
-    """Who waits for the new name reads why it is not there."""
+    """Users who wait for the new name read why it is not there."""
     inventory = with_slices(golden_inventory(), U1=LARGE)
     options = dataclasses.replace(SINGLE, shared=(SharedEntry(GPU, 2, "nvidia.com/front", (U1, U0)),))
     assert [problem.partition(":")[0] for problem in refused(options, inventory)] == [GPU, "nvidia.com/front"]

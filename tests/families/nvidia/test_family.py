@@ -23,7 +23,7 @@ MPS_BY_4 = shared_by(4, sharing=SharingMode.MPS)
 
 
 def visible(options: NvidiaOptions, ids: list[str], inventory: Inventory, *, name: str = GPU) -> str:
-    """What the container sees, and that it is told nothing else."""
+    """Return the devices that the container sees, and check that the answer has nothing else."""
     family = NvidiaFamily(options)
     edits = family.edits(resource_of(family, inventory, name), ids, inventory)
     assert set(edits.environment) == {"NVIDIA_VISIBLE_DEVICES"}
@@ -36,7 +36,7 @@ def resource_of(family: NvidiaFamily, inventory: Inventory, name: str = GPU) -> 
     return next(resource for resource in family.resources(inventory) if resource.name == name)
 
 
-# -- what containers are told -----------------------------------------------------------------------------------------------------------
+# -- what containers receive ---------------------------------------------------------------------------------------------------------
 
 
 def test_a1_a2_gpus_in_request_order(inventory: Inventory) -> None:
@@ -57,7 +57,7 @@ def test_a4_a_slice_by_its_uuid() -> None:
 
 
 def test_a5_by_index(inventory: Inventory) -> None:
-    """nvidia:A5: "0" of a GPU, "1:3" of a slice; the order of the request stays."""
+    """nvidia:A5: "0" of a GPU, "1:3" of a slice. The order of the request stays."""
     by_index = ListOptions(id_strategy="index")
     assert visible(NvidiaOptions(lists=by_index), [U0], inventory) == "0"
     assert visible(NvidiaOptions(lists=by_index), [U1, U0], inventory) == "1,0"
@@ -123,7 +123,7 @@ def test_two_whole_gpus_are_no_shared_request(inventory: Inventory) -> None:
 
 
 def test_a_whole_device_is_exclusive_with_all_that_it_has() -> None:
-    """Of a slice that is the slice's own memory; of a vanished one nobody knows how much it was."""
+    """A slice has its own memory. The memory of a slice that is gone is unknown."""
     family = NvidiaFamily(MIXED)
     assert family.shares(GPU, [U0], GPU_1_DIVIDED) == (Share(U0, 40960, 100, exclusive=True),)
     assert family.shares(MIG, [M3], GPU_1_DIVIDED) == (Share(M3, 4864, 100, exclusive=True),)
@@ -136,7 +136,7 @@ def test_a_replica_books_its_place_only(inventory: Inventory) -> None:
 
 
 def test_who_has_a_gpu_whole_has_it_whole_whatever_else_he_holds(inventory: Inventory) -> None:
-    """A resource may offer both kinds; and records of two settings may stand side by side."""
+    """A resource may offer both kinds, and records of two settings may exist side by side."""
     for ids in ([U0, f"{U0}::1"], [f"{U0}::1", U0]):
         assert NvidiaFamily(shared_by(4)).shares(GPU, ids, inventory) == (Share(U0, 40960, 100, exclusive=True),)
 
@@ -152,14 +152,14 @@ def test_who_has_a_gpu_whole_has_it_whole_whatever_else_he_holds(inventory: Inve
 def test_a_replica_by_mps_books_the_limits_that_are_in_force(
     limits_in_containers: bool, ids: list[str], expected: Share, inventory: Inventory
 ) -> None:
-    """nvidia:G11: 10240 MiB and 25 %; two of them are twice as much only where containers get limits of their own."""
+    """nvidia:G11: 10240 MiB and 25 %. Two of them are twice as much only where containers get limits of their own."""
     family = NvidiaFamily(dataclasses.replace(MPS_BY_4, mps=MpsOptions(per_container_limits=limits_in_containers)))
     assert family.shares(GPU, ids, inventory) == (expected,)
 
 
 @pytest.mark.parametrize("id_", [U0, f"{U0}::7", f"{U0}-replica-39"])
 def test_ids_of_earlier_settings_are_read_under_any_name(id_: str, inventory: Inventory) -> None:
-    """Renamed since, counted otherwise, or offered in iktos's words: who holds it keeps its GPU over a restart."""
+    """Renamed since, counted otherwise, or offered in iktos's words: its holder keeps its GPU over a restart."""
     for options in (NvidiaOptions(), shared_by(2, published="nvidia.com/other"), iktos(("gpu", "x", 2)), MPS_BY_4):
         family = NvidiaFamily(options)
         assert family.claims("nvidia.com/of-before")
@@ -205,7 +205,7 @@ def test_whole_gpus_that_belong_together_are_preferred(policy: str) -> None:
 
 
 def test_a_gpu_that_is_lost_keeps_nobody_from_the_others(inventory: Inventory) -> None:
-    """nvidia:D4: nothing is known of its links, and it is not among the available ones; the others are preferred as ever."""
+    """nvidia:D4: nothing is known of its links, and it is not among the available ones. The others are preferred as ever."""
     family, resource = NvidiaFamily(NvidiaOptions()), only_resource(NvidiaOptions(), inventory)
     first, second = inventory.gpus
     lost = dataclasses.replace(inventory, gpus=(first, dataclasses.replace(second, present=False)), links={})

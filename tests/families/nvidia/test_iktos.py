@@ -28,7 +28,7 @@ def replicas_of(*uuids: str, count: int) -> list[str]:
 
 
 def prefer(options: NvidiaOptions, size: int, inventory: Inventory, *, available: list[str] | None = None) -> list[str]:
-    """Which of the available ids suit best; all are available unless said otherwise."""
+    """Return the ids that suit best; all are available by default."""
     family, resource = NvidiaFamily(options), only_resource(options, inventory)
     everything = [entry.id for entry in resource.ids]
     return family.prefer(resource, everything if available is None else available, [], size, inventory)
@@ -58,7 +58,7 @@ def test_a_gibibyte_is_not_1000_mebibytes(inventory: Inventory) -> None:
 
 
 def test_k3_what_is_not_listed_stays_as_it_is(inventory: Inventory) -> None:
-    """iktos:K3 and iktos:D1, mended: upstream offers no device at all; here a resource that nobody names is unchanged."""
+    """iktos:K3 and iktos:D1, mended: upstream offers no device at all. Here a resource that is not named is unchanged."""
     assert offered(iktos(), inventory) == {"nvidia.com/gpu": [U0, U1]}
     slices_only = iktos(("mig-1g.5gb", "slice", 2), mig_strategy="mixed")
     assert offered(slices_only, GPU_1_DIVIDED)["nvidia.com/gpu"] == [U0]
@@ -79,7 +79,7 @@ def test_k5_slices_get_their_new_name() -> None:
 
 
 def test_k6_single_refuses_a_node_with_and_without_mig() -> None:
-    """iktos:K6, mended: no panic; the resource is withheld under its new name, with the reason."""
+    """iktos:K6, mended: no panic. The resource is withheld under its new name, with the reason."""
     options = iktos(("gpu", "x", 2), mig_strategy="single")
     assert offered(options, GPU_1_DIVIDED) == {}
     (problem,) = refused(options, GPU_1_DIVIDED)
@@ -100,7 +100,7 @@ def test_k8_single_without_mig_is_as_none(inventory: Inventory) -> None:
 
 
 def test_k9_without_a_strategy_mig_is_not_looked_at() -> None:
-    """iktos:K9: the replicas of both GPUs, and a word of warning about the one in MIG mode."""
+    """iktos:K9: the replicas of both GPUs, and a warning about the one in MIG mode."""
     options = iktos(("gpu", "x", 2))
     assert offered(options, GPU_1_DIVIDED) == {"nvidia.com/x": replicas_of(U0, U1, count=2)}
     assert len(cautions(options, GPU_1_DIVIDED)) == 1
@@ -121,7 +121,7 @@ def test_a_device_without_memory_has_no_ids(inventory: Inventory) -> None:
 
 
 def test_an_ill_gpu_takes_all_its_replicas(inventory: Inventory) -> None:
-    """iktos:D4: upstream marks a copy that kubelet never hears of; here all four flip in one list, and come back."""
+    """iktos:D4: upstream marks a copy that the kubelet never receives. Here all four flip in one list, and come back."""
     ledger = Ledger()
     ledger.observe(inventory)
     ledger.offer(NvidiaFamily(K1).resources(inventory))
@@ -139,7 +139,7 @@ def test_what_nothing_limits_is_not_booked(inventory: Inventory) -> None:
     assert only_resource(K2, inventory).sharing is SharingMode.TIME_SLICING
 
 
-# -- what containers are told -------------------------------------------------------------------------------------------------------------
+# -- what containers receive -----------------------------------------------------------------------------------------------------------
 
 ASKED = [f"{U1}-replica-0", f"{U0}-replica-2", f"{U0}-replica-1"]
 
@@ -234,7 +234,7 @@ def test_preferred_under_k1(size: int, expected: list[tuple[str, int]], inventor
 
 
 def test_replicas_are_counted_as_numbers(inventory: Inventory) -> None:
-    """iktos:D14: the third replica is 2; by text it would be 10."""
+    """iktos:D14: the third replica is 2. By text it would be 10."""
     options = iktos(("gpu", "x", 12))
     numbers = [id_.rpartition("-")[2] for id_ in prefer(options, 6, inventory)]
     assert numbers == ["0", "1", "2"] * 2
@@ -274,7 +274,7 @@ def test_units_of_memory_that_must_be_in_decide_for_their_gpu(inventory: Invento
 
 
 def test_units_of_memory_of_two_gpus_are_refused(inventory: Inventory) -> None:
-    """iktos:D12: kubelet had no eight on one GPU; the text says what can be asked for."""
+    """iktos:D12: kubelet had no eight on one GPU. The text says what can be asked for."""
     family, resource = NvidiaFamily(K2), only_resource(K2, inventory)
     with pytest.raises(CapacityError, match="81 ids of one device are wanted, no device has more than 40"):
         family.prefer(resource, [entry.id for entry in resource.ids], [], 81, inventory)

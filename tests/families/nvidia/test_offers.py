@@ -1,4 +1,4 @@
-"""What the `nvidia` family offers: golden vectors of nvidia §17.1, MIG strategies, patterns and replicas by device."""
+"""Offers of the `nvidia` family: golden vectors of nvidia §17.1, MIG strategies, patterns and replicas by device."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_g1_whole_gpus_are_offered_by_uuid(inventory: Inventory) -> None:
 
 
 def test_g2_without_a_strategy_a_gpu_in_mig_mode_is_offered_whole() -> None:
-    """nvidia:G2: U0 and U1, as upstream; but the operator is told that work on U1 will not get what it asks for."""
+    """nvidia:G2: U0 and U1, as upstream; but the operator reads that work on U1 will not get what it asks for."""
     assert offered(NvidiaOptions(), GPU_1_DIVIDED) == {GPU: [U0, U1]}
     (caution,) = cautions(NvidiaOptions(), GPU_1_DIVIDED)
     assert caution.startswith(f"GPU 1 ({U1}) is in MIG mode and offered whole, because plugin.migStrategy is none")
 
 
 def test_g3_single_refuses_a_node_with_and_without_mig() -> None:
-    """nvidia:G3: the resource is withheld, with both GPUs and the remedy; the agent itself goes on."""
+    """nvidia:G3: the resource is withheld, with both GPUs and the remedy. The agent itself goes on."""
     assert offered(SINGLE, GPU_1_DIVIDED) == {}
     (problem,) = refused(SINGLE, GPU_1_DIVIDED)
     assert problem == (
@@ -74,7 +74,7 @@ def test_g4_single_offers_slices_under_the_name_of_gpus() -> None:
 
 
 def test_g5_single_refuses_slices_of_two_kinds() -> None:
-    """nvidia:G5: 1g.5gb and 2g.10gb cannot both be ``nvidia.com/gpu``; the text names one of each."""
+    """nvidia:G5: 1g.5gb and 2g.10gb cannot both be ``nvidia.com/gpu``. The text names one of each."""
     larger = dataclasses.replace(golden_slices(count=1, letter="e")[0], index=1, profile="2g.10gb", memory_mib=9856)
     both = with_slices(golden_inventory(), U0=golden_slices(letter="d"), U1=(golden_slices()[0], larger))
     assert offered(SINGLE, both) == {}
@@ -100,7 +100,7 @@ def test_g7_mixed_leaves_out_a_gpu_without_slices() -> None:
 
 
 def _troubled(inventory: Inventory, trouble: str) -> Inventory:
-    """Of GPU 1 there may be slices that cannot be read."""
+    """Return the inventory with this trouble in reading the slices of GPU 1."""
     first, second = inventory.gpus
     return dataclasses.replace(inventory, gpus=(first, dataclasses.replace(second, mig_trouble=trouble)))
 
@@ -109,19 +109,19 @@ UNREAD = _troubled(EMPTY, "not allowed; do this")
 
 
 def test_a_gpu_whose_slices_cannot_be_read_is_not_said_to_have_none() -> None:
-    """nvidia:G7: creating some would not help; the caution has the driver's word and the remedy."""
+    """nvidia:G7: creating some would not help. The caution has the driver's word and the remedy."""
     assert offered(MIXED, UNREAD) == {GPU: [U0]}
     assert cautions(MIXED, UNREAD) == (f"slices of GPU 1 ({U1}) cannot be read, so they are not offered: not allowed; do this",)
 
 
 def test_one_name_for_all_slices_waits_for_those_that_cannot_be_read() -> None:
-    """With `single` nobody knows whether they are alike."""
+    """With `single` it is unknown whether they are alike."""
     assert offered(SINGLE, UNREAD) == {}
     assert refused(SINGLE, UNREAD) == (f"{GPU}: slices of GPU 1 ({U1}) cannot be read, so they are not offered: not allowed; do this",)
 
 
 def test_slices_that_can_be_read_are_offered_beside_those_that_cannot() -> None:
-    """One that answers nothing costs only itself, and is told."""
+    """One that answers nothing costs only itself, and is reported."""
     partly = _troubled(GPU_1_DIVIDED, "Unknown Error")
     assert offered(MIXED, partly) == offered(MIXED, GPU_1_DIVIDED)
     assert cautions(MIXED, partly) == (f"slices of GPU 1 ({U1}) cannot be read, so they are not offered: Unknown Error",)
@@ -170,7 +170,7 @@ def test_profiles_with_a_suffix_have_names_of_their_own(profile: str, name: str)
 
 
 def test_a_compute_instance_that_is_smaller_than_its_gpu_instance_has_a_name() -> None:
-    """nvidia:D8: upstream stops altogether; here it is a resource like any other, beside all that there is."""
+    """nvidia:D8: upstream stops altogether. Here it is a resource like any other, beside all that there is."""
     assert list(offered(MIXED, one_slice("1c.2g.10gb"))) == [GPU, "nvidia.com/mig-1c.2g.10gb"]
 
 
@@ -196,7 +196,7 @@ def test_single_without_mig_is_as_none(inventory: Inventory) -> None:
 
 
 def test_what_single_withholds_is_named_by_what_it_would_be_called() -> None:
-    """The reason stands at the name that users look for."""
+    """The reason is shown at the name that users look for."""
     options = shared_by(2, published=SHARED, mig_strategy="single")
     assert [problem.partition(":")[0] for problem in refused(options, GPU_1_DIVIDED)] == [SHARED]
 
@@ -211,7 +211,7 @@ def test_slices_whose_nodes_nobody_knows_are_withheld() -> None:
 
 
 def test_one_slice_whose_nodes_nobody_knows_keeps_its_place() -> None:
-    """The ledger has it Unhealthy with the reason; the other six are served."""
+    """The ledger has it Unhealthy with the reason. The other six are offered."""
     one = with_slices(golden_inventory(), U1=(dataclasses.replace(golden_slices()[0], trouble="no line"), *golden_slices()[1:]))
     assert offered(MIXED, one) == {GPU: [U0], MIG: list(SLICES)}
 
@@ -220,7 +220,7 @@ def test_one_slice_whose_nodes_nobody_knows_keeps_its_place() -> None:
 
 
 def test_gpus_are_named_by_the_first_pattern_that_matches(inventory: Inventory) -> None:
-    """Upstream reads ``resources`` and drops it; what no pattern matches keeps the usual name."""
+    """Upstream reads ``resources`` and drops it. What no pattern matches keeps the usual name."""
     first, second = inventory.gpus
     two_models = dataclasses.replace(inventory, gpus=(first, dataclasses.replace(second, name="NVIDIA H100 PCIe")))
     patterns = (Pattern("*H100*", "nvidia.com/big"), Pattern("*H100 PCIe", "nvidia.com/late"), Pattern("A100", "nvidia.com/not-anchored"))
@@ -258,7 +258,7 @@ def test_single_allows_kinds_that_patterns_tell_apart() -> None:
 def test_only_the_devices_that_are_meant_are_shared(
     devices: str | int | tuple[str, ...], expected: dict[str, list[str]], inventory: Inventory
 ) -> None:
-    """nvidia:D15: by index, by UUID, the first so many, or all; the others stay whole under the plain name."""
+    """nvidia:D15: by index, by UUID, the first so many, or all. The others stay whole under the plain name."""
     assert offered(entries(SharedEntry(GPU, 2, GPU, devices)), inventory) == expected
 
 
@@ -281,7 +281,7 @@ def test_each_device_may_have_replicas_and_a_name_of_its_own(inventory: Inventor
 
 
 def test_a_device_is_never_offered_twice(inventory: Inventory) -> None:
-    """The later of two entries that mean one GPU is withheld whole, and the first goes on; nothing of the later one is given away whole."""
+    """The later of two entries that mean one GPU is withheld whole, and the first goes on. Nothing of the later one is given away whole."""
     options = entries(SharedEntry(GPU, 2, "nvidia.com/a", ("0",)), SharedEntry(GPU, 4, "nvidia.com/b"))
     assert offered(options, inventory) == {"nvidia.com/a": replicas_of(U0, count=2)}
     assert refused(options, inventory) == (
@@ -290,7 +290,7 @@ def test_a_device_is_never_offered_twice(inventory: Inventory) -> None:
 
 
 def test_two_entries_for_one_gpu_under_one_name_withhold_that_name(inventory: Inventory) -> None:
-    """Which of the two counts is not for us to guess."""
+    """Choosing one of the two counts would be a guess."""
     options = entries(SharedEntry(GPU, 2, GPU, ("0",)), SharedEntry(GPU, 4, GPU, (U0,)))
     assert offered(options, inventory) == {}
     assert len(refused(options, inventory)) == 1
@@ -314,7 +314,7 @@ def test_an_entry_about_what_this_node_does_not_have_says_nothing(inventory: Inv
 
 
 def test_an_entry_that_misses_gpus_by_their_new_name_is_told(inventory: Inventory) -> None:
-    """Patterns come first, so an entry about the usual name shares nothing; on a node without GPUs all is well."""
+    """Patterns come first, so an entry about the usual name shares nothing. On a node without GPUs all is well."""
     renamed = (Pattern("*", "nvidia.com/a100"),)
     options = shared_by(4, gpu_patterns=renamed)
     assert offered(options, inventory) == {"nvidia.com/a100": [U0, U1]}
@@ -336,7 +336,7 @@ def test_more_ids_than_kubelet_takes_are_not_made_one_by_one(inventory: Inventor
 
 
 def test_mps_is_a_way_of_sharing(inventory: Inventory) -> None:
-    """The same ids as by time-slicing; one replica is a whole GPU with a daemon of its own."""
+    """The same ids as by time-slicing. One replica is a whole GPU with a daemon of its own."""
     resource = only_resource(shared_by(4, sharing=SharingMode.MPS), inventory)
     assert [entry.id for entry in resource.ids] == replicas_of(U0, U1, count=4)
     assert resource.sharing is SharingMode.MPS
@@ -345,7 +345,7 @@ def test_mps_is_a_way_of_sharing(inventory: Inventory) -> None:
 
 
 def test_mps_is_not_for_slices() -> None:
-    """The resource is withheld with upstream's words, and GPUs without MIG are served."""
+    """The resource is withheld with upstream's words, and GPUs without MIG are offered."""
     options = shared_by(2, name=MIG, mig_strategy="mixed", sharing=SharingMode.MPS)
     assert offered(options, GPU_1_DIVIDED) == {GPU: [U0]}
     (problem,) = refused(options, GPU_1_DIVIDED)
@@ -370,7 +370,7 @@ def test_a_node_without_gpus_offers_nothing() -> None:
 
 
 def test_under_wsl_there_is_one_id_for_all_gpus(inventory: Inventory) -> None:
-    """nvidia §4: containers get all GPUs or none there; one that is ill is in every container, so the id is ill."""
+    """nvidia §4: containers get all GPUs or none there. One that is ill is in every container, so the id is ill."""
     options = NvidiaOptions(wsl=True, mig_strategy="mixed")
     assert offered(options, inventory) == {GPU: ["all"]}
     assert offered(shared_by(2, wsl=True), inventory) == {GPU: ["all::0", "all::1"]}

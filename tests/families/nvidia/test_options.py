@@ -19,19 +19,19 @@ LISTS = ListOptions(id_strategy="index")
 
 
 def options_of(**sections: object) -> NvidiaOptions:
-    """What settings with these sections come to."""
+    """Return the options that settings with these sections yield."""
     return NvidiaOptions.from_settings(msgspec.structs.replace(Settings(), **sections), lists=LISTS)
 
 
 def test_nothing_set_is_whole_gpus() -> None:
-    """No MIG, no patterns, no sharing; how containers are told is handed in."""
+    """No MIG, no patterns, no sharing. The list strategies are a parameter."""
     assert options_of().shared == ()
     assert options_of().mig_strategy == "none"
     assert options_of().lists is LISTS
 
 
 def test_time_slicing_comes_as_it_is_written() -> None:
-    """nvidia:D15: rename, renameByDefault and devices, entry by entry; a rename beats the default."""
+    """nvidia:D15: rename, renameByDefault and devices, entry by entry. A rename beats the default."""
     resources = (SharedResource(GPU, 4), SharedResource(MIG, 2, rename="nvidia.com/small", devices=("1:0",)))
     options = options_of(sharing=Sharing(TimeSlicing(rename_by_default=True, fail_requests_greater_than_one=True, resources=resources)))
     assert options.shared == (SharedEntry(GPU, 4, "nvidia.com/gpu.shared"), SharedEntry(MIG, 2, "nvidia.com/small", ("1:0",)))
@@ -50,7 +50,7 @@ def test_mps_beats_time_slicing() -> None:
 
 @pytest.mark.parametrize(("unit", "unit_mib"), [("gib", 1024), ("mib1000", 1000)])
 def test_the_words_of_iktos(unit: Literal["gib", "mib1000"], unit_mib: int) -> None:
-    """iktos:D8: names get NVIDIA's domain, -1 counts the memory in the unit that is set; nothing of ``sharing`` counts beside it."""
+    """iktos:D8: names get NVIDIA's domain, -1 counts the memory in the unit that is set. Nothing of ``sharing`` counts beside it."""
     text = "gpu:gpu-mem-gb:-1, mig-1g.5gb:slice:2"
     options = options_of(
         iktos=Iktos(text, unit),
@@ -84,5 +84,5 @@ def test_patterns_come_in_their_order() -> None:
     ],
 )
 def test_a_pattern_matches_all_of_a_name(pattern: str, text: str, matches: bool) -> None:
-    """nvidia §3: anchored at both ends since v0.20; only ``*`` is special."""
+    """nvidia §3: anchored at both ends since v0.20. Only ``*`` is special."""
     assert Pattern(pattern, GPU).matches(text) is matches

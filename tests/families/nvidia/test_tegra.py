@@ -67,7 +67,7 @@ def test_containers_are_told_of_it_as_of_any_gpu(lists: dict[str, Any], variable
 
 
 def test_it_has_no_device_node_of_its_own() -> None:
-    """nvidia §4: no paths; with device specs only the control nodes that are there are named."""
+    """nvidia §4: no paths. With device specs only the control nodes that are there are named."""
     options = NvidiaOptions(lists=ListOptions(pass_device_specs=True, control_nodes=("/dev/nvidiactl",)))
     edits = NvidiaFamily(options).edits(only_resource(options, NODE), ["tegra"], NODE)
     assert [node.container_path for node in edits.device_nodes] == ["/dev/nvidiactl"]
@@ -75,7 +75,7 @@ def test_it_has_no_device_node_of_its_own() -> None:
 
 @pytest.mark.parametrize("policy", ["distributed", "packed"])
 def test_preferred_replicas_are_the_first_that_are_free(policy: str) -> None:
-    """nvidia §6: always distributed; with one GPU each policy comes to that."""
+    """nvidia §6: always distributed. With one GPU each policy comes to that."""
     options = shared_by(4, policy=policy)
     resource = only_resource(options, NODE)
     family = NvidiaFamily(options)
@@ -85,7 +85,7 @@ def test_preferred_replicas_are_the_first_that_are_free(policy: str) -> None:
 
 
 def test_whole_it_is_exclusive_and_shared_it_has_a_place() -> None:
-    """There is no memory to book, so nothing but who holds it."""
+    """There is no memory to book, only the holder."""
     assert NvidiaFamily(NvidiaOptions()).shares(GPU, ["tegra"], NODE) == (Share(INTEGRATED, 0, 100, exclusive=True),)
     assert NvidiaFamily(shared_by(2)).shares(GPU, ["tegra::1"], NODE) == (Share(INTEGRATED),)
 

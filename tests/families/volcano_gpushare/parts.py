@@ -68,7 +68,7 @@ def question_of(
     rooms: tuple[DeviceRoom, ...] | None = None,
     siblings: Mapping[str, tuple[Share, ...]] | None = None,
 ) -> Question:
-    """What `allocation` asks for a container that kubelet has given as many ids as its limit says."""
+    """Return `allocation`'s question about a container that has as many ids as its limit says."""
     resource = offer_of(options, inventory)
     found = pod.container(container)
     ids = tuple(f"id-{number}" for number in range(found.limits.get(resource.name, 0) if found else 0))
@@ -77,7 +77,7 @@ def question_of(
 
 
 def grant_of(*shares: Share, resource: str = MEMORY, number: int = 1, reserved_at: float = 1795200990.25) -> Grant:
-    """What a container got; the time is in Unix seconds."""
+    """Return a container's grant; the time is in Unix seconds."""
     return Grant(number, "volcano-gpushare", resource, ("0-0",), shares, reserved_at=reserved_at)
 
 
@@ -111,6 +111,6 @@ def devices_of(question: Question) -> list[str]:
 
 
 def recalled(text: str) -> tuple[Share, ...] | None:
-    """What a container of 3000 MiB has by its pod's annotation, read after a restart."""
+    """Return the shares of a container of 3000 MiB by its pod's annotation, read after a restart."""
     decision = family_of().recall(question_of(pod_of(3000, annotations={INDEX: text})))
     return decision.shares if decision else None

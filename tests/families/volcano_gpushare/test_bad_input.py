@@ -38,7 +38,7 @@ def test_an_unreadable_limit_is_refused() -> None:
 
 
 def test_a_container_that_the_pod_does_not_have_is_refused() -> None:
-    """kubelet's records and the pod disagree: an error, not an exception of the family's own."""
+    """The kubelet's records and the pod disagree: an error, not an exception of the family's own."""
     with pytest.raises(RequestRefusedError, match="pod default/p has no container other"):
         family_of().decide(question_of(pod_of(3000, annotations=SCHEDULED), "other"))
 
@@ -93,7 +93,7 @@ def test_an_annotation_that_does_not_suffice_for_whole_cards_is_refused(text: st
 @given(text=st.one_of(st.text(max_size=40), st.from_regex(r"[0-9, +-]{0,12}")), strategy=st.sampled_from(["share", "number"]))
 @example(text="0,1", strategy="number")
 def test_no_annotation_raises_anything_but_a_refusal(text: str, strategy: str) -> None:
-    """Whatever stands in gpu-index: cards of this node, or a refusal."""
+    """The result of any gpu-index is cards of this node, or a refusal."""
     options = VolcanoGpushareOptions(strategy=strategy, factor=1024)
     pod = pod_of(1, annotations={INDEX: text}, resource=MEMORY if strategy == "share" else NUMBER)
     question = question_of(pod, options=options)

@@ -62,7 +62,7 @@ def test_the_schedulers_choice_is_followed() -> None:
 
 
 def test_the_container_is_told_card_budget_and_size() -> None:
-    """volcano-gpushare:S3: three variables and nothing else; afterwards the pod is assigned."""
+    """volcano-gpushare:S3: three variables and nothing else. Afterwards the pod is assigned."""
     pod = pod_of(3000, annotations=SCHEDULED)
     assert environment_of(question_of(pod)) == {
         "NVIDIA_VISIBLE_DEVICES": "0",
@@ -88,7 +88,7 @@ def test_a_factor_makes_larger_units() -> None:
 
 
 def test_whole_cards_are_offered_by_uuid() -> None:
-    """volcano-gpushare:S5: two UUIDs with their NUMA nodes; a pod that asks for 2 gets both, exclusively."""
+    """volcano-gpushare:S5: two UUIDs with their NUMA nodes. A pod that asks for 2 gets both, exclusively."""
     resource = offer_of(BY_NUMBER)
     assert resource.name == NUMBER
     assert [(entry.id, entry.device, entry.numa_node) for entry in resource.ids] == [(U0, U0, 0), (U1, U1, 1)]
@@ -130,7 +130,7 @@ def test_both_containers_of_a_pod_are_served_on_one_card() -> None:
 
 
 def test_a_pod_is_assigned_when_its_last_container_is_served() -> None:
-    """volcano-gpushare:D1: nothing is written after the first of two, ``true`` after the second; one without a GPU does not count."""
+    """volcano-gpushare:D1: nothing is written after the first of two, ``true`` after the second. One without a GPU does not count."""
     pod = pod_of(1000, 0, 2000, annotations=SCHEDULED)
     first, last = grant_of(Share(U0, 1000)), grant_of(Share(U0, 2000), number=2)
     assert family_of().desired_pod(pod, {"c0": first}, failed=False) == {}
@@ -169,7 +169,7 @@ def test_cards_of_different_size_are_refused_with_both_remedies() -> None:
 
 
 def test_cards_of_different_size_are_offered_with_the_smallest() -> None:
-    """volcano-gpushare:D4: by setting each card counts as the smallest, also when this agent places; the size told is the card's own."""
+    """volcano-gpushare:D4: by setting each card counts as the smallest, also when this agent places. Its reported size is its own."""
     minimum = VolcanoGpushareOptions(unequal_gpus="minimum")
     unequal = Inventory(1, (NODE_0, dataclasses.replace(NODE_1, memory_mib=15360)))
     resource = offer_of(minimum, unequal)
@@ -200,7 +200,7 @@ def test_numbers_stay_when_a_card_falls_off_the_bus() -> None:
 
 
 def test_a_card_that_never_answered_is_counted_and_not_to_be_used() -> None:
-    """volcano-gpushare:D5: the scheduler counts from 0 without a gap, so a gap in NVML's indices is told as an unhealthy card."""
+    """volcano-gpushare:D5: the scheduler counts from 0 without a gap, so a gap in NVML's indices is reported as an unhealthy card."""
     gap = Inventory(1, (NODE_0, dataclasses.replace(NODE_1, index=2)))
     desired_state = family_of(inventory=gap).desired_node(view_of(inventory=gap))
     assert desired_state.capacity == {NUMBER: "3"}
@@ -214,8 +214,8 @@ def test_only_the_one_annotation_is_written() -> None:
 
 
 @pytest.mark.parametrize("capacity", [{}, {NUMBER: "0"}, {NUMBER: "2"}], ids=["dropped", "zeroed", "right"])
-def test_the_count_of_cards_is_wished_whatever_kubelet_made_of_it(capacity: dict[str, str]) -> None:
-    """volcano-gpushare:D7: the wish does not depend on what stands there, so what is lost is written again."""
+def test_the_count_of_cards_is_desired_whatever_kubelet_made_of_it(capacity: dict[str, str]) -> None:
+    """volcano-gpushare:D7: the desired state does not depend on the current one, so what is lost is written again."""
     node = Node("node-a", capacity=capacity, allocatable=capacity)
     assert family_of().desired_node(view_of(node=node)).capacity == {NUMBER: "2"}
 
@@ -227,7 +227,7 @@ def test_a_list_of_ill_cards_goes_when_none_is_ill() -> None:
 
 
 def test_a_card_that_serves_another_family_is_not_to_be_used() -> None:
-    """volcano-gpushare:D8: whatever keeps a card from being given out is told in the same list."""
+    """volcano-gpushare:D8: any reason to keep a card from being given out is reported in the same list."""
     view = view_of(troubles={U0: "the GPU serves nvidia until its last share is returned"})
     assert family_of().desired_node(view).annotations == {UNHEALTHY: "0"}
 
@@ -265,7 +265,7 @@ def test_a_unit_larger_than_a_card_is_refused() -> None:
 
 
 def test_the_configuration_counts() -> None:
-    """volcano-gpushare:D11: what the file says is what is offered; a word that is no strategy is refused instead of meaning ``number``."""
+    """volcano-gpushare:D11: what the file says is what is offered. A word that is no strategy is refused instead of meaning ``number``."""
     assert _configured("strategy: number") == BY_NUMBER
     assert _configured("gpuMemoryFactor: 10") == VolcanoGpushareOptions(factor=10, lists=BY_INDEX)
     with pytest.raises(ConfigError, match=r'volcanoGpushare.strategy: expected share or number, got "whole"'):

@@ -1,4 +1,4 @@
-"""What the volcano-gpushare family offers of a node's cards and claims of kubelet's records, and which lock it gives back on the Node."""
+"""Offers of a node's cards by volcano-gpushare, its claims on the kubelet's records, and the lock it releases on the Node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vgpu_agent.nodes import Node
 
 
 def test_a_node_without_cards_offers_nothing() -> None:
-    """No GPU, no resource; a count from before is taken back so that the scheduler does not believe in cards."""
+    """No GPU, no resource. A count from before is taken back so that the scheduler does not believe in cards."""
     family = family_of(inventory=Inventory())
     assert family.resources(Inventory()) == ()
     empty = NodeView(Node("node-a", capacity={NUMBER: "2"}), Inventory(), {}, {}, now=0.0)
@@ -50,7 +50,7 @@ def test_the_schedulers_lock_is_given_back_after_an_allocate() -> None:
 
 
 def test_a_gpu_in_mig_mode_is_unhealthy_and_keeps_its_number() -> None:
-    """Nothing can use it as one piece; the cards behind it must not change their numbers for the scheduler."""
+    """Nothing can use it as one piece. The cards behind it must not change their numbers for the scheduler."""
     first, second = golden_inventory().gpus
     family = VolcanoGpushareFamily(VolcanoGpushareOptions(factor=4096))
     inventory = Inventory(version=1, gpus=(dataclasses.replace(first, mig_enabled=True), second))

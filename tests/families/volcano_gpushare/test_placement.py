@@ -1,4 +1,4 @@
-"""Which cards the containers of a whole pod get from the volcano-gpushare family, by which names, and what is written into the pod."""
+"""Cards of a whole pod's containers under volcano-gpushare, their names, and the annotations written into the pod."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_sidecar_and_an_init_container_count_as_kubernetes_counts_them() -> No
 
 
 def test_a_choice_beyond_a_cards_memory_is_refused_by_the_ledger() -> None:
-    """The family follows the annotation, whoever wrote it; the book does not give more than there is."""
+    """The family follows the annotation, whatever wrote it. The ledger does not give more than there is."""
     resource = offer_of()
     ledger = ledger_of(resource)
     ledger.decide(MEMORY, ["1-0"], [Share(U0, 23000)], Owner("c", "uid-0"))
@@ -68,14 +68,14 @@ def test_a_choice_beyond_a_cards_memory_is_refused_by_the_ledger() -> None:
 
 
 def test_whole_cards_of_several_containers_do_not_overlap() -> None:
-    """Of three cards in the annotation the first container has its two, the second the third."""
+    """The first container has two of the annotation's three cards, the second the third."""
     pod = pod_of(2, 1, annotations={INDEX: "2,0,1"}, resource=NUMBER)
     shares = [devices_of(question_of(pod, name, options=BY_NUMBER, inventory=THREE)) for name in ("c0", "c1")]
     assert shares == [[U2, U0], [U1]]
 
 
 def test_whole_cards_are_placed_by_the_agent_on_idle_ones() -> None:
-    """Containers of a pod without annotation get different cards, and the pod is told once all are known."""
+    """Containers of a pod without annotation get different cards, and the pod is annotated once all are known."""
     ledger = ledger_of(offer_of(BY_NUMBER, THREE), THREE)
     ledger.decide(NUMBER, [U2], [Share(U0, 24576, 100, exclusive=True)], Owner("c", "uid-0"))
     pod = pod_of(1, 1, resource=NUMBER)
@@ -92,7 +92,7 @@ def test_whole_cards_are_placed_by_the_agent_on_idle_ones() -> None:
 
 
 def test_too_few_idle_cards_are_refused_with_the_reason() -> None:
-    """A pod that wants more whole cards than are idle is told what keeps each of them."""
+    """A pod that wants more whole cards than are idle reads what keeps each of them."""
     ledger = ledger_of(offer_of(BY_NUMBER))
     ledger.decide(NUMBER, [U1], [Share(U0, 24576, 100, exclusive=True)], Owner("c", "uid-0"))
     question = question_of(pod_of(2, resource=NUMBER), options=BY_NUMBER, rooms=ledger.rooms(NUMBER))
@@ -107,13 +107,13 @@ def test_what_stands_in_the_pod_is_not_written_again() -> None:
 
 
 def test_a_running_container_is_recalled_from_its_pod() -> None:
-    """After a restart the annotation says what a container has; without one nobody can say."""
+    """After a restart the annotation says what a container has. Without one this is unknown."""
     assert recalled("1") == (Share(U1, 3000),)
     assert family_of().recall(question_of(pod_of(3000))) is None
 
 
 def test_a_card_is_told_by_cdi_name_where_asked_for() -> None:
-    """The specs of this node name cards by UUID, whatever the variable would show; what the card is shared as is told as ever."""
+    """The specs of this node name cards by UUID, whatever the variable would show. The way of sharing is passed as ever."""
     settings = load_contents(Sources({}, {}, "config.yaml"), Contents(b"version: v1\n")).settings
     options = VolcanoGpushareOptions.from_settings(settings, lists=ListOptions(strategies=("cdi-cri",)))
     of = family_of(options)

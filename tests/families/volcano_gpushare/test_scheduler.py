@@ -37,7 +37,7 @@ class _NodeOfOurs:
 
     @property
     def published(self) -> dict[str, Any]:
-        """The Node after kubelet has counted our ids and our wishes have been written."""
+        """The Node after the kubelet has counted our ids and our desired state has been written."""
         rooms = {self.resource.name: self.ledger.rooms(self.resource.name)}
         desired_state = self.family.desired_node(NodeView(Node("node-a"), self.inventory, rooms, {}, now=0.0))
         capacity = {self.resource.name: str(len(self.resource.ids)), **desired_state.capacity}
@@ -56,7 +56,7 @@ class _NodeOfOurs:
         return {"metadata": {"name": "p", "namespace": "default", "uid": "uid-1"}, "spec": {"containers": containers}, "status": {}}
 
     def decided(self, limits: tuple[int, ...], annotations: dict[str, str]) -> dict[str, tuple[Share, ...]]:
-        """What each container gets, one after the other."""
+        """Return the shares of each container, one after the other."""
         shares: dict[str, tuple[Share, ...]] = {}
         pod = self.seen(limits, annotations)
         rooms = self.ledger.rooms(self.resource.name)
@@ -87,7 +87,7 @@ def test_what_the_scheduler_writes_is_what_containers_get(strategy: Strategy, li
 
 @pytest.mark.parametrize("strategy", ["share", "number"])
 def test_the_scheduler_sees_a_fresh_node_in_either_strategy(strategy: Strategy) -> None:
-    """volcano-gpushare:S1, volcano-gpushare:D3: both counts stand in the capacity: two cards, of 24576 MiB where that counts."""
+    """volcano-gpushare:S1, volcano-gpushare:D3: both counts are in the capacity: two cards, of 24576 MiB where that counts."""
     book = _NodeOfOurs(strategy, TWO).scheduler()
     assert list(book.holders) == [0, 1]
     assert book.card_memory == (24576 if strategy == "share" else 0)

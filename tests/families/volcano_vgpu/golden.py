@@ -66,7 +66,7 @@ def question(
     inventory: Inventory = INVENTORY,
     of: VolcanoVgpuFamily | None = None,
 ) -> Question:
-    """What shall ``container`` get, which holds ``ids`` ids of the count resource?"""
+    """Return the question about ``container``, which holds ``ids`` ids of the count resource."""
     resource = next(entry for entry in (of or family()).resources(inventory) if entry.name == NUMBER)
     return Question(resource, about, container, tuple(f"{U0}-{number}" for number in range(ids)), NODE, inventory, rooms)
 

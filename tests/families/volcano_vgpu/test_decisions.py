@@ -1,4 +1,4 @@
-"""What a container gets when a scheduler has decided (volcano-vgpu §3, §8, §9)."""
+"""A container's share when a scheduler has decided (volcano-vgpu §3, §8, §9)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_g8_segments_belong_to_the_containers_that_ask() -> None:
 
 
 def test_what_is_decided_stays_so_after_the_first_container_is_served() -> None:
-    """``vgpu-ids-new`` is the permanent record; what is left to allocate may be empty, as for a container that crashed."""
+    """``vgpu-ids-new`` is the permanent record. What is left to allocate may be empty, as for a container that crashed."""
     containers = (main("a", number=1, memory=3000), main("b", number=1, memory=4000, cores=30))
     about = pod(*containers, annotations=decided(TWO_SEGMENTS, devices_to_allocate=";", bind_phase="success"))
     assert _shares(about, "a") == (Share(U1, 3000, 0),)
@@ -64,7 +64,7 @@ def test_what_is_decided_stays_so_after_the_first_container_is_served() -> None:
 
 
 def test_a_container_that_asks_for_memory_only_has_a_segment() -> None:
-    """The scheduler counts it (volcano-vgpu §8), though kubelet never asks for it; the one after it must not get its share."""
+    """The scheduler counts it (volcano-vgpu §8), though kubelet never asks for it. The one after it must not get its share."""
     containers = (main("odd", memory=3000), main("main", number=1, memory=4000, cores=30))
     assert _shares(pod(*containers, annotations=decided(TWO_SEGMENTS))) == (Share(U1, 4000, 30),)
 
@@ -77,7 +77,7 @@ def test_memory_is_counted_in_units() -> None:
 
 @pytest.mark.parametrize("units", [12288, 12287])
 def test_a_percentage_is_one_of_the_cards_memory(units: int) -> None:
-    """Half of 24576 MiB; a scheduler may round down."""
+    """Half of 24576 MiB. A scheduler may round down."""
     about = pod(main(number=1, percentage=50), annotations=decided(f"{U1},NVIDIA,{units},0:"))
     assert _shares(about) == (Share(U1, units, 0),)
 
@@ -113,7 +113,7 @@ def test_what_nobody_wrote_down_is_not_recalled() -> None:
     ],
 )
 def test_a_decision_that_cannot_be_is_refused(ids_new: str, told: str) -> None:
-    """Each names pod, key, value and what to do; nobody gets more than he asked for, and no annotation stops the agent."""
+    """Each names pod, key, value and what to do. No container gets more than it asked for, and no annotation stops the agent."""
     text = _refusal(pod(ONE, annotations=decided(ids_new)))
     assert text.startswith("pod team/p1: annotation volcano.sh/vgpu-ids-new=")
     assert told in text
@@ -129,20 +129,20 @@ def test_two_cards_are_two_cards() -> None:
 
 @pytest.mark.parametrize("node", ["node-b", ""])
 def test_a_decision_for_another_node_is_refused(node: str) -> None:
-    """A gang that was given up leaves such annotations behind (volcano-vgpu §3.4), and anybody may forge them."""
+    """A gang that was given up leaves such annotations behind (volcano-vgpu §3.4), and any user may forge them."""
     text = _refusal(pod(ONE, annotations=decided(G3, vgpu_node=node)))
     assert f"annotation volcano.sh/vgpu-node='{node}': the GPUs were decided for another node than node-a" in text
 
 
 def test_a_decision_for_no_node_names_the_annotation_that_is_there() -> None:
-    """Somebody has copied one key into a template; to be told of another one that is not there would not help."""
+    """A key was copied into a template. A complaint about another missing key would not help."""
     text = _refusal(pod(ONE, annotations={"volcano.sh/vgpu-ids-new": G3}))
     assert f"annotation volcano.sh/vgpu-ids-new='{G3}': no volcano.sh/vgpu-node beside it says for which node" in text
     assert text.endswith("without this annotation in its template")
 
 
 def test_a_decision_that_contradicts_itself_is_refused() -> None:
-    """A scheduler writes both keys at once; when they differ somebody else has written one of them."""
+    """A scheduler writes both keys at once. When they differ, another client has written one of them."""
     text = _refusal(pod(ONE, annotations=decided(G3, devices_to_allocate=f"{U0},NVIDIA,3000,50:")))
     assert text.startswith(f"pod team/p1: annotation volcano.sh/devices-to-allocate='{U0},NVIDIA,3000,50:'")
 
@@ -160,7 +160,7 @@ def test_a_hidden_gpu_is_not_given_out() -> None:
 
 
 def test_a_container_that_the_pod_does_not_have_is_refused() -> None:
-    """Kubelet's records and the pod's specification must speak of one pod."""
+    """The kubelet's records and the pod's specification must speak of one pod."""
     assert "has no container of that name" in _refusal(pod(ONE, annotations=decided(G3)), "ghost")
 
 
@@ -233,12 +233,12 @@ def test_an_init_container_with_more_gpus_than_the_pod_is_refused() -> None:
 
 
 def test_a_forged_decision_does_not_reach_an_init_container_either() -> None:
-    """What is decided for the others must make sense before it is lent."""
+    """The decision for the other containers must make sense before an init container uses it."""
     assert "would mean no limit" in _refusal(_with_init(f"{U1},NVIDIA,-5,0:", ONE, number=1, memory=1000), "init")
 
 
 def test_a_sidecar_keeps_its_gpu_beside_the_others_so_it_is_placed() -> None:
-    """The scheduler does not see it; the agent places it as this node has room, and the main container keeps its segment."""
+    """The scheduler does not see it. The agent places it as this node has room, and the main container keeps its segment."""
     about = pod(main("proxy", ContainerKind.SIDECAR, number=1, memory=1000), ONE, annotations=decided(G3))
     assert family().decide(question(about, "proxy")) == Decision((Share(U0, 1000, 0),), "the agent, binpack")
     assert _shares(about) == (Share(U1, 3000, 50),)
@@ -262,7 +262,7 @@ SEGMENT = st.builds(
 def test_no_annotation_gives_more_than_asked_or_stops_the_agent(
     ids_new: str, pending: str, limits: dict[str, int], kind: ContainerKind, ids: int
 ) -> None:
-    """Whatever stands in the pod: a decision within its limits and the GPUs' memory, or one of two errors."""
+    """The result for any pod is a decision within its limits and the GPUs' memory, or one of two errors."""
     about = pod(PodContainer("main", kind, limits), ONE, annotations=decided(ids_new, devices_to_allocate=pending))
     family().recall(question(about, ids=ids))
     try:

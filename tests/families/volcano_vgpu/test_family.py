@@ -1,4 +1,4 @@
-"""What puts a decision in force: the family with its isolation backend and the ledger (volcano-vgpu §4.1, §9)."""
+"""A decision put in force: the family with its isolation backend and the ledger (volcano-vgpu §4.1, §9)."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_the_runtime_is_asked_for_can_be_switched_off() -> None:
 
 
 def test_device_nodes_and_indices_where_asked_for() -> None:
-    """As in NVIDIA's plugin: control nodes first, paths below the driver root, NVML's index instead of the UUID."""
+    """NVIDIA's plugin does the same: control nodes first, paths below the driver root, NVML's index instead of the UUID."""
     lists = ListOptions(pass_device_specs=True, device_root="/run/driver", control_nodes=("/dev/nvidiactl",), id_strategy="index")
     of = family(lists=lists)
     edits = of.provision(question(ONE), (Share(U1, 3000, 50), Share(U0, 3000, 50))).edits
@@ -155,14 +155,14 @@ def test_cards_are_told_by_mounts_where_asked_for() -> None:
 
 
 def test_a_card_that_is_gone_starts_nobody() -> None:
-    """A container without one of its GPUs would run with the wrong limits; the refusal names the card, and kubelet asks again."""
+    """A container without one of its GPUs would run with the wrong limits. The refusal names the card, and kubelet asks again."""
     without = Inventory(2, INVENTORY.gpus[:1])
     with pytest.raises(UnhealthyDeviceError, match=f"GPU {U1} was decided for the container and is gone"):
         family().provision(question(ONE, inventory=without), (Share(U1, 3000, 50),))
 
 
 def test_the_ledger_refuses_what_a_scheduler_gave_twice() -> None:
-    """``volcano-vgpu:D17``: a scheduler that has forgotten a pod places another on its memory; the second one is refused, not both."""
+    """``volcano-vgpu:D17``: a scheduler that has forgotten a pod places another on its memory. The second one is refused, not both."""
     of, ledger = family(), Ledger()
     ledger.observe(INVENTORY)
     ledger.offer(of.resources(INVENTORY))
@@ -174,7 +174,7 @@ def test_the_ledger_refuses_what_a_scheduler_gave_twice() -> None:
 
 
 def test_what_the_agent_places_the_ledger_takes() -> None:
-    """The rooms that placement sees are those that the ledger books in, with scaling; the node fills up to the last MiB and no further."""
+    """The rooms that placement sees are those that the ledger books in, with scaling. The node fills up to the last MiB and no further."""
     of, ledger = family(memory_scaling=1.5, factor=2, policy="spread"), Ledger()
     ledger.observe(INVENTORY)
     ledger.offer(of.resources(INVENTORY))

@@ -1,4 +1,4 @@
-"""What stands on the Node for Volcano's schedulers (volcano-vgpu §2)."""
+"""The Node's desired state for Volcano's schedulers (volcano-vgpu §2)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_g1_the_register_annotation() -> None:
 
 
 def test_g13_six_fields_an_entry() -> None:
-    """``volcano-vgpu:G13``: schedulers of every version read it: five fields would be too few for some, and nobody needs a seventh."""
+    """``volcano-vgpu:G13``: schedulers of every version read it: five fields would be too few for some, and a seventh is not needed."""
     text = _desired_state().annotations[REGISTER]
     assert text is not None
     assert [piece.count(",") for piece in text.rstrip(":").split(":")] == [5, 5]
@@ -66,7 +66,7 @@ def test_the_order_is_that_of_the_minor_numbers() -> None:
 
 @pytest.mark.parametrize("trouble", ["XID 79", "the GPU serves nvidia until its last share is returned", "cordoned: maintenance"])
 def test_a_card_that_cannot_be_had_is_announced_as_full(trouble: str) -> None:
-    """``volcano-vgpu:D6``, ``volcano-vgpu:G13``: count 0 keeps pods off where health alone is ignored; the card keeps its index."""
+    """``volcano-vgpu:D6``, ``volcano-vgpu:G13``: count 0 keeps pods off where health alone is ignored. The card keeps its index."""
     rooms = (dataclasses.replace(ROOMS[0], trouble=trouble), ROOMS[1])
     text = _desired_state(rooms=rooms).annotations[REGISTER]
     assert text == G1.replace(f"{U0},10,24576,NVIDIA-NVIDIA A10,true", f"{U0},0,24576,NVIDIA-NVIDIA A10,false")
@@ -94,7 +94,7 @@ def test_hidden_cards_are_not_announced() -> None:
 
 
 def test_a_node_without_cards_is_announced_as_none() -> None:
-    """Before the driver has answered, though, what stood there stays."""
+    """Before the driver has answered, though, the earlier content stays."""
     assert _desired_state(inventory=Inventory(version=1)) == DesiredNode(annotations={REGISTER: None})
     assert _desired_state(inventory=Inventory()) == DesiredNode()
 
@@ -128,7 +128,7 @@ def test_the_first_word_is_said_unasked() -> None:
 @given(standing=st.text(max_size=80))
 @pytest.mark.parametrize("standing_for_sure", ["Reported 2026-11-20 18:00:00.123456789 +0000 UTC m=+30.1", "", "x" * 100_000])
 def test_what_asks_for_nothing_gets_no_answer(standing: str, standing_for_sure: str) -> None:
-    """So nothing is written as long as nobody asks, whatever the text is."""
+    """Nothing is written as long as no scheduler asks, whatever the text is."""
     for text in (standing, standing_for_sure):
         asks = re.search("Requesting|Deleted", text) is not None
         assert (HANDSHAKE in _desired_state({HANDSHAKE: text}).annotations) is asks
@@ -158,7 +158,7 @@ def test_without_a_lock_nothing_is_taken_away() -> None:
 
 @given(text=st.text(max_size=60))
 def test_any_lock_is_read_without_an_exception(text: str) -> None:
-    """Whatever stands there: it goes or it stays."""
+    """The result for any text is that the lock goes or stays."""
     assert _desired_state({LOCK: text}, allocated_at=NOW).annotations.get(LOCK) is None
 
 

@@ -1,4 +1,4 @@
-"""What the node offers to kubelet (volcano-vgpu §1)."""
+"""The node's offer to the kubelet (volcano-vgpu §1)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_percentage_is_a_fourth_resource_where_it_is_asked_for() -> None:
 
 
 def test_no_id_is_offered_twice() -> None:
-    """Kubelet mixes the health of equal ids up; the ledger refuses them."""
+    """The kubelet mixes the health of equal ids up. The ledger refuses them."""
     offered = family(offer_percentage=True, split=100, cores_scaling=12.0).resources(INVENTORY)
     ledger = Ledger()
     ledger.offer(offered)
@@ -86,7 +86,7 @@ def test_no_id_is_offered_twice() -> None:
 
 
 def test_hidden_cards_and_cards_in_mig_mode_are_not_offered() -> None:
-    """``filterdevices`` by UUID or index; a GPU that is cut into instances runs nothing as a whole."""
+    """``filterdevices`` by UUID or index. A GPU that is cut into instances runs nothing as a whole."""
     assert {entry.device for entry in _offered(hidden_uuids=frozenset({U0}))[NUMBER].ids} == {U1}
     assert {entry.device for entry in _offered(hidden_indices=frozenset({1}))[NUMBER].ids} == {U0}
     split = Inventory(1, (INVENTORY.gpus[0], dataclasses.replace(INVENTORY.gpus[1], mig_enabled=True)))
@@ -94,7 +94,7 @@ def test_hidden_cards_and_cards_in_mig_mode_are_not_offered() -> None:
 
 
 def test_a_card_stays_hidden_when_one_before_it_is_lost() -> None:
-    """NVML moves the indices up; it is still the same card that somebody wanted left alone."""
+    """NVML moves the indices up. It is still the same card that was to be left alone."""
     first, second = INVENTORY.gpus
     lost = Inventory(1, (dataclasses.replace(first, present=False), dataclasses.replace(second, index=0)))
     assert {entry.device for entry in _offered(lost, hidden_indices=frozenset({1}))[NUMBER].ids} == {U0}
@@ -111,7 +111,7 @@ def test_a_node_without_cards_offers_nothing() -> None:
     [(2, 24576, 1), (1, 53000, 1), (1, 81920, 2), (2, 32768, 2), (8, 81920, 16), (8, 144384, 32), (16, 196608, 64)],
 )
 def test_the_unit_grows_until_the_list_fits(count: int, memory_mib: int, factor: int) -> None:
-    """``volcano-vgpu:D9``: 8 × 80 GB work out of the box; the unit is the smallest power of two that fits, as kubelet measures it."""
+    """``volcano-vgpu:D9``: 8 × 80 GB work out of the box. The unit is the smallest power of two that fits, as kubelet measures it."""
     inventory = _node(count, memory_mib)
     memory = _offered(inventory, factor=0)[MEMORY]
     assert len(memory.ids) == count * (memory_mib // factor)
@@ -165,7 +165,7 @@ def test_whatever_the_node_the_chosen_unit_fits(count: int, memory_mib: int, bud
 
 
 def test_more_gpus_than_there_are_is_refused_at_once() -> None:
-    """Each must be another card, so it could never be had; other resources are nobody's wish for cards."""
+    """Each must be another card, so it could never be had. Other resources are no request for cards."""
     of, offered = family(), _offered()
     with pytest.raises(RequestRefusedError, match="3 are asked for, and each must be another GPU; this node shares 2; ask for at most 2"):
         of.check(offered[NUMBER], [f"{U0}-{number}" for number in range(3)])
@@ -174,7 +174,7 @@ def test_more_gpus_than_there_are_is_refused_at_once() -> None:
 
 
 def test_records_of_todays_and_of_default_names_are_ours() -> None:
-    """Kubelet's checkpoint may be from before the names were changed."""
+    """The kubelet's checkpoint may be from before the names were changed."""
     of = family(names=Names(number="volcano.sh/gpu-share"))
     assert [of.claims(name) for name in ("volcano.sh/gpu-share", NUMBER, MEMORY, PERCENTAGE)] == [True] * 4
     assert not of.claims("volcano.sh/gpu-memory")

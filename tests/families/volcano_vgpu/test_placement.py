@@ -1,4 +1,4 @@
-"""Where the agent places a container that no GPU scheduler has placed: under the plain kube-scheduler (volcano-vgpu §8)."""
+"""Placement by the agent of a container without a GPU scheduler: under the plain kube-scheduler (volcano-vgpu §8)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _placed(
 
 
 def test_binpack_and_spread() -> None:
-    """The GPU that has less left, or the one that nobody uses; the decision says who made it."""
+    """The GPU that has less left, or the unused one. The decision names its maker."""
     ask = main(number=1, memory=3000, cores=20)
     about = question(pod(ask), rooms=HALF_FULL)
     assert family(policy="binpack").decide(about) == Decision((Share(U0, 3000, 20),), "the agent, binpack")
@@ -46,7 +46,7 @@ def test_binpack_and_spread() -> None:
     ],
 )
 def test_amounts(ask: PodContainer, share: Share) -> None:
-    """A whole GPU when nothing is said; a percentage wins over a number of units."""
+    """A whole GPU by default. A percentage wins over a number of units."""
     assert _placed(ask) == (share,)
 
 
@@ -68,7 +68,7 @@ def test_two_are_two_cards_in_order_of_preference() -> None:
 
 
 def test_all_compute_needs_a_card_of_its_own() -> None:
-    """A GPU that somebody shares is passed over."""
+    """A GPU with holders is passed over."""
     assert _placed(main(number=1, memory=3000, cores=100), rooms=HALF_FULL) == (Share(U1, 3000, 100),)
 
 
@@ -88,7 +88,7 @@ def test_what_the_pod_wants_is_heeded(annotations: dict[str, str], device: str) 
 
 
 def test_a_type_that_the_node_does_not_have() -> None:
-    """The text names the GPUs' type and the pod's wish."""
+    """The text names the GPUs' type and the pod's request."""
     with pytest.raises(CapacityError, match=f"{U0}, {U1}: its type NVIDIA-NVIDIA A10 is none of 'H100'"):
         _placed(main(number=1, memory=3000), annotations={"nvidia.com/use-gputype": "H100"})
 
@@ -117,7 +117,7 @@ def test_an_ill_card_is_passed_over() -> None:
 
 
 def test_hidden_and_mig_cards_are_never_placed_on() -> None:
-    """What is not offered is not given, even if the ledger knew it."""
+    """A card that is not offered is not given, even if the ledger knows it."""
     assert _placed(main(number=1), hidden_indices=frozenset({0})) == (Share(U1, 24576, 0),)
     split = Inventory(1, (dataclasses.replace(INVENTORY.gpus[0], mig_enabled=True), INVENTORY.gpus[1]))
     assert family().decide(question(pod(main(number=1)), inventory=split)).shares == (Share(U1, 24576, 0),)
@@ -130,7 +130,7 @@ def test_an_init_container_of_an_undecided_pod_is_placed_as_any_other() -> None:
 
 
 def test_the_second_container_of_a_pod_that_the_agent_placed() -> None:
-    """What the agent wrote for the first one has an empty segment for the second, which is the agent's again."""
+    """The agent's text for the first container has an empty segment for the second, which the agent places too."""
     mains = (main("a", number=1, memory=3000), main(number=1, memory=2000))
     about = pod(*mains, annotations=decided(f"{U1},NVIDIA,3000,0:;"))
     assert family().decide(question(about)) == Decision((Share(U0, 2000, 0),), "the agent, binpack")

@@ -1,4 +1,4 @@
-"""The text of who gets which GPUs (volcano-vgpu §3.2)."""
+"""The annotation text that lists the GPUs of each container (volcano-vgpu §3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The annotations of a pod once its containers are served (volcano-vgpu §3.3)."""
+"""The annotations of a pod once its containers are allocated (volcano-vgpu §3.3)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _written(about: Pod, desired_state: Mapping[str, str | None]) -> Pod:
 
 
 def test_g5_a_served_pod() -> None:
-    """``volcano-vgpu:G5``: nothing left to allocate, success, and a time that never comes; the rest is unchanged, and then all is quiet."""
+    """``volcano-vgpu:G5``: nothing left to allocate, success, and a time that never comes. The rest is unchanged, and then all is quiet."""
     desired_state = _desired_state(ONE, grants(main=SHARE))
     assert desired_state == {TO_ALLOCATE: "", PHASE: "success", TIME: NEVER}
     assert _desired_state(_written(ONE, desired_state), grants(main=SHARE)) == {}
@@ -68,13 +68,13 @@ def test_an_init_container_serves_nobody_else() -> None:
 
 
 def test_a_container_that_kubelet_never_asks_for_holds_nothing_up() -> None:
-    """One with memory and no number has a segment, and no Allocate ever comes for it; the pod must still end as served."""
+    """One with memory and no number has a segment, and no Allocate ever comes for it. The pod must still end as served."""
     about = pod(main("odd", memory=3000), main("b", number=1, memory=4000, cores=30), annotations=decided(f"{A};{B}"))
     assert _desired_state(about, grants(b=SHARE)) == {TO_ALLOCATE: ";", PHASE: "success", TIME: NEVER}
 
 
 def test_a_pod_that_never_starts_has_failed() -> None:
-    """What is left to allocate stays as it was (volcano-vgpu §3.3)."""
+    """The list of shares still to allocate stays as it was (volcano-vgpu §3.3)."""
     desired_state = _desired_state(TWO, grants(a=SHARE), failed=True)
     assert desired_state == {PHASE: "failed", TIME: NEVER}
     assert _desired_state(_written(TWO, desired_state), grants(a=SHARE), failed=True) == {}
@@ -88,7 +88,7 @@ def test_other_families_and_resources_are_not_looked_at() -> None:
 
 
 def test_a_pod_that_the_agent_placed_is_written_down_for_schedulers() -> None:
-    """So that Volcano counts its GPUs as taken; the agent reads it back as it would a scheduler's word."""
+    """Volcano then counts its GPUs as taken. The agent reads it back like a scheduler's decision."""
     about = pod(main(number=1, memory=3000, cores=50))
     desired_state = _desired_state(about, grants(main=SHARE))
     assert desired_state == {ON: NODE, IDS: G3, PHASE: "success", TIME: NEVER}
@@ -118,7 +118,7 @@ def test_memory_is_written_in_units() -> None:
 
 @pytest.mark.parametrize("text", ["", ";;;;", "junk", "\x00", "x" * 100_000])
 def test_a_text_of_another_shape_is_replaced_at_the_end(text: str) -> None:
-    """As long as somebody waits it is not touched; when all are served, nothing is left to allocate."""
+    """The text is not touched while a container waits. When all have started, nothing is left to allocate."""
     odd = dataclasses.replace(TWO, annotations=decided(f"{A};{B}", devices_to_allocate=text))
     assert _desired_state(odd, grants(a=SHARE)) == {}
     assert _desired_state(odd, grants(a=SHARE, b=SHARE))[TO_ALLOCATE] == ";"
@@ -131,8 +131,8 @@ def test_a_text_of_another_shape_is_replaced_at_the_end(text: str) -> None:
     served=st.lists(st.sampled_from(["a", "b", "side", "ghost"]), unique=True),
     failed=st.booleans(),
 )
-def test_what_is_wished_is_stable_once_it_stands(annotations: dict[str, str], served: list[str], *, failed: bool) -> None:
-    """Whatever stands on the pod: after one write there is nothing more to write, and nothing raises."""
+def test_the_desired_state_is_stable_once_it_is_written(annotations: dict[str, str], served: list[str], *, failed: bool) -> None:
+    """For any annotations there is nothing more to write after one write, and nothing raises."""
     about = dataclasses.replace(TWO, annotations=annotations)
     held = grants(**dict.fromkeys(served, SHARE))
     assert _desired_state(_written(about, _desired_state(about, held, failed=failed)), held, failed=failed) == {}

@@ -46,13 +46,13 @@ class View:
     found: Mapping[str, str]
 
     def gpus(self, uuids: Sequence[str]) -> tuple[str, ...]:
-        """The GPUs that it was told of; ``uuids`` are those of the node in the order of their numbers."""
+        """The GPUs that it received; ``uuids`` are those of the node in the order of their numbers."""
         told = [text for text in self.found.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if text]
         return tuple(uuids[int(text)] if text.isdecimal() and int(text) < len(uuids) else text for text in told)
 
     @property
     def memory_mib(self) -> int:
-        """The memory that it was told it may use; 0 where its family tells of none."""
+        """The memory that it may use; 0 where its family states none."""
         if self.job.family == VGPU_FAMILY:
             return int(self.found.get("CUDA_DEVICE_MEMORY_LIMIT_0", "0m").removesuffix("m"))
         return int(self.found.get("VOLCANO_GPU_ALLOCATED", "0"))
@@ -65,7 +65,7 @@ class Report:
     Attributes:
         wrong: containers with another share than their ids or annotations say, as sentences.
         two_families: moments at which containers of two families had one GPU.
-        over_memory: moments at which containers were told of more memory of a GPU than it has.
+        over_memory: moments at which containers had more memory of a GPU than it has.
         failed: cause → pods that kubelet refused for good.
         idle: pod → seconds that a GPU which could serve it had been idle while it waited, where that is too long.
         handovers: seconds from the end of a GPU's last container to healthy ids of another family at kubelet.

@@ -1,9 +1,9 @@
-"""A real Kubernetes cluster on this machine, for tests and for people who want to play: etcd, control plane, kubelets, containerd, runc.
+"""A real Kubernetes cluster on this machine, for tests and for experiments: etcd, control plane, kubelets, containerd, runc.
 
 Why: what a kubelet really does with a device plugin can only be shown by a kubelet. Everything of a rig lives in namespaces of its own,
 so a rig needs no free ports, several run side by side, and killing one process removes it.
 
-Who calls it: the fixtures of tests/real_node/conftest.py, and `scripts/cluster` (tests/real_node/rig/__main__.py).
+Called by: the fixtures of tests/real_node/conftest.py, and `scripts/cluster` (tests/real_node/rig/__main__.py).
 
 How the parts meet, from the outside in:
 

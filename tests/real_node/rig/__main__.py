@@ -1,6 +1,6 @@
 """The command line of the rig, for people: `scripts/cluster` runs this module in the project's virtual environment.
 
-A cluster brought up here belongs to nobody, so it stays until `down`; those of tests end with their tests.
+A cluster brought up here has no owner, so it stays until `down`. Those of tests end with their tests.
 """
 
 from __future__ import annotations

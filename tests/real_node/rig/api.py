@@ -80,7 +80,7 @@ class Api:
         return self._json("GET", path)
 
     def find(self, path: str) -> Json | None:
-        """Like `get`, but None for an object that does not exist."""
+        """Return what `get` does, but None for an object that does not exist."""
         try:
             return self.get(path)
         except ApiError as err:
@@ -102,7 +102,7 @@ class Api:
         """The names of objects behind a path of a collection as they come to match its selectors, those that do already first.
 
         The API server sends their metadata only, and nothing is asked for again and again. The iteration ends when the API server ends the
-        watch after ``timeout_seconds``; whoever has seen enough leaves the context.
+        watch after ``timeout_seconds``; leave the context to stop earlier.
         """
         accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
         connection = _Connection(self._context, self._network_namespace, timeout_seconds=timeout_seconds + _TIMEOUT_SECONDS)

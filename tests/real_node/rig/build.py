@@ -100,7 +100,7 @@ def ensure(build: GoBuild, say: Callable[[str], None]) -> Path:
 
     Raises:
         RequirementError: nothing is cached and there is no Go.
-        RigError: the build fails; the message ends with what Go said.
+        RigError: the build fails; the message ends with Go's output.
     """
     go = shutil.which("go")
     if go is None:

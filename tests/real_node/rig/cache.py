@@ -42,7 +42,7 @@ def find(pattern: str) -> Path | None:
 def get(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of entry ``name``, which ``make`` fills when it is not there yet.
 
-    Whoever comes second waits for the first. The folder gets its name only when it is complete, so a killed maker leaves nothing that
+    A second caller waits for the first. The folder gets its name only when it is complete, so a killed maker leaves nothing that
     could be mistaken for an entry. Whatever ``make`` raises goes through.
     """
     entry = root() / name

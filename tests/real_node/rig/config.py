@@ -72,7 +72,7 @@ def scheduler(plan: Plan, layout: Layout) -> list[str]:
 
 
 def kubelet(plan: Plan, node: NodeLayout) -> list[str]:
-    """With its configuration in a file; --root-dir stays at its default, as it is for whoever follows a node's documentation."""
+    """With its configuration in a file; --root-dir stays at its default, as a node's documentation has it."""
     return [
         *_part(plan, "kubelet"),
         *("--config", str(node.etc / "kubelet.json"), "--kubeconfig", str(node.rig.kubeconfig(node.name))),

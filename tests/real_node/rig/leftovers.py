@@ -20,7 +20,7 @@ from tests.real_node.rig.processes import everyone, namespace
 from tests.real_node.rig.record import KeeperRecord
 
 _BIRTH_SECONDS = 30.0
-"""A folder may be this old before its keeper has written its record; a younger one belongs to somebody who is just starting."""
+"""A folder may be this old before its keeper has written its record. A younger one belongs to a rig that is just starting."""
 _PATIENCE_SECONDS = 10.0
 
 
@@ -33,7 +33,7 @@ def rigs() -> list[Layout]:
     for name in sorted(found):
         try:
             layouts.append(Layout(name.removeprefix(PREFIX)))
-        except RigError:  # somebody else's folder that begins like ours
+        except RigError:  # a foreign folder that begins like ours
             continue
     return layouts
 

@@ -51,7 +51,7 @@ class Rig:
     """One Kubernetes cluster of one or two nodes. ``with Rig() as rig:`` starts it and leaves nothing behind."""
 
     def __init__(self, name: str | None = None, options: Options | None = None, *, say: Callable[[str], None] = lambda _: None) -> None:
-        """``name`` becomes part of every path and cgroup; without one, the rig gets a name nobody has. ``say`` hears of slow steps."""
+        """``name`` becomes part of every path and cgroup; without one, the rig gets an unused name. ``say`` receives slow steps."""
         self.layout = Layout.fresh() if name is None else Layout(name)
         self._wanted = options
         self._say = say
@@ -79,7 +79,7 @@ class Rig:
     def start(self, *, owned: bool = True) -> None:
         """Start the rig and wait until its nodes take pods; ``start_seconds`` then says how long that took, builds not counted.
 
-        An ``owned`` rig ends with this process, however that ends; another runs until someone calls `stop`.
+        An ``owned`` rig ends with this process, however that ends. Others run until `stop` is called.
 
         Raises:
             RequirementError: this machine cannot hold a rig.
@@ -115,7 +115,7 @@ class Rig:
                 stdin=lifeline_read if owned else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C or a kill of the test run's process group must not hit the one who cleans up
+                start_new_session=True,  # a Ctrl-C or a kill of the test run's process group must not hit the process that cleans up
             )
         os.close(lifeline_read)
 

@@ -1,6 +1,6 @@
 """Sockets in a rig's network namespace, for an ordinary process on the host.
 
-A socket belongs for life to the namespace in which it was made, whoever uses it later. So only its making has to happen inside: a thread
+A socket belongs for life to the namespace in which it was made, whatever uses it later. So only its making has to happen inside: a thread
 that joins the namespace, connects, and ends. The calling thread never leaves the host's namespace.
 
 Called by api.py, and by tests through `Rig.connect`. System call: setns(2).
@@ -21,7 +21,7 @@ def connect(namespace: str, address: tuple[str, int], *, timeout_seconds: float)
     """A TCP connection made inside the network namespace that the file ``namespace`` stands for.
 
     Raises:
-        OSError: the namespace is gone, or nobody listens at ``address``.
+        OSError: the namespace is gone, or ``address`` has no listener.
     """
 
     def inside() -> socket.socket:

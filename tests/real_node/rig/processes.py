@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process, told from a later one with the same pid by ``started``, in clock ticks since boot."""
+    """One process, distinguished from a later one with the same pid by ``started``, in clock ticks since boot."""
 
     pid: int
     started: int

@@ -91,7 +91,7 @@ class Supervisor:
                     say(f"{name} ended with {process.returncode}")
 
     def check(self) -> None:
-        """Raises: RigError when a component has ended, which nobody can have ordered yet."""
+        """Raises: RigError when a component has ended, which cannot have been ordered yet."""
         self.reap()
         for name, code in self._ended.items():
             raise RigError(f"{name} ended with {code} during the start; see its log")
@@ -109,7 +109,7 @@ class Supervisor:
             selector.register(wake_read, selectors.EVENT_READ)
             selector.register(listener, selectors.EVENT_READ)
             while True:
-                self.reap()  # at first: whoever died before the wake-up was in place
+                self.reap()  # at first: components that died before the wake-up was in place
                 if self._ended and starting():
                     self.check()
                 for key, _ in selector.select():

@@ -45,7 +45,7 @@ class Caller:
 
 @pytest.fixture
 async def api() -> AsyncIterator[Caller]:
-    """A running server and somebody who calls it."""
+    """A running server and its client."""
     async with ApiServer() as server, aiohttp.ClientSession() as session:
         yield Caller(server, session)
 
@@ -55,7 +55,7 @@ def _pod(name: str, node: str = "", **annotations: str) -> dict[str, Any]:
 
 
 async def test_a_created_pod_is_there_with_uid_version_and_phase(api: Caller) -> None:
-    """What the API server fills in is filled in."""
+    """The stand-in fills in what the API server fills in."""
     assert (await api.ask("POST", _PODS, _pod("train")))[0] == 201
     _, pod = await api.ask("GET", f"{_PODS}/train")
     assert pod["metadata"]["namespace"] == "default"
@@ -100,7 +100,7 @@ async def test_a_merge_patch_removes_what_is_null_and_makes_no_version_of_nothin
 async def test_a_patch_whose_precondition_does_not_hold_is_refused(
     api: Caller, precondition: dict[str, str], code: int, reason: str
 ) -> None:
-    """As a kube-apiserver 1.36 refuses it: another version is a conflict, another UID a field that cannot change."""
+    """A kube-apiserver 1.36 does so: another version is a conflict, another UID a field that cannot change."""
     before = api.server.objects.create("pods", _pod("train"))
     status, answer = await api.patch(f"{_PODS}/train", {"metadata": {**precondition, "annotations": {"a": "1"}}})
     assert (status, answer["reason"]) == (code, reason)
@@ -135,7 +135,7 @@ async def test_a_pod_spec_does_not_change(api: Caller) -> None:
 
 
 async def test_a_json_patch_is_refused(api: Caller) -> None:
-    """What we never send must not work by accident."""
+    """A request that we never send must not work by accident."""
     api.server.objects.create("pods", _pod("train"))
     status, _ = await api.ask("PATCH", f"{_PODS}/train", {}, headers={"Content-Type": "application/json-patch+json"})
     assert status == 415
@@ -169,7 +169,7 @@ async def test_a_watch_shows_changes_of_its_own_pods_only_and_in_order(api: Call
 
 
 async def test_a_watch_of_a_version_that_was_compacted_is_told_410(api: Caller) -> None:
-    """As an ERROR event, which is how the real one says it."""
+    """The real server reports it as an ERROR event too."""
     version = str(api.server.objects.version)
     api.server.objects.create("pods", _pod("train"))
     api.server.objects.compact()
@@ -188,7 +188,7 @@ async def test_a_quiet_watch_gets_bookmarks() -> None:
 
 
 async def test_a_bound_pod_is_deleted_in_two_steps(api: Caller) -> None:
-    """First it gets a deletion time, then kubelet removes it; an unbound one is gone at once."""
+    """First it gets a deletion time, then kubelet removes it. An unbound one is gone at once."""
     api.server.objects.create("pods", _pod("bound", "n1"))
     api.server.objects.create("pods", _pod("pending"))
     _, dying = await api.ask("DELETE", f"{_PODS}/bound")
@@ -255,7 +255,7 @@ async def test_an_outage_resets_and_refuses_and_ends_on_the_same_port(api: Calle
 
 
 async def test_a_fault_hits_what_it_was_meant_for_and_as_often(api: Caller) -> None:
-    """One list is spared, one fails, the next works again; other verbs never notice."""
+    """One list is spared, one fails, the next works again. Other verbs never notice."""
     api.server.faults = [Fault(FaultKind.STATUS, verb="list", resource="pods", code=429, times=1, skip=1, retry_after_seconds=7)]
     answers = [(await api.ask("GET", path))[0] for path in (_PODS, "/api/v1/nodes", _PODS, _PODS)]
     assert answers == [200, 200, 429, 200]
@@ -292,7 +292,7 @@ async def test_a_kubeconfig_names_server_and_token(api: Caller, tmp_path: Path) 
 
 
 def test_the_history_is_bounded() -> None:
-    """Whoever is too far behind is told to list anew; whoever is not gets every change."""
+    """A watch that is too far behind has to list anew. Others get every change."""
     store = ObjectStore(history=10)
     for number in range(100):
         store.create("pods", _pod(f"p{number}"))

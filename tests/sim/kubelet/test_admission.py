@@ -1,4 +1,7 @@
-"""When the kubelet stand-in writes its checkpoint: as the real one (pkg/kubelet/cm/devicemanager, `allocateContainerResources`)."""
+"""Times at which the kubelet stand-in writes its checkpoint: those of the real one.
+
+See pkg/kubelet/cm/devicemanager, `allocateContainerResources`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def _kubelet(tmp_path: Path, *, refuses: bool = False) -> tuple[SimulatedKubelet
 
 
 async def test_the_checkpoint_is_written_once_for_all_resources_of_a_container(tmp_path: Path) -> None:
-    """While the second plugin is asked, it does not know yet what the first has answered; the next container finds both."""
+    """While the second plugin is asked, it does not know yet what the first has answered. The next container finds both."""
     kubelet, plugins, checkpoint = await asyncio.to_thread(_kubelet, tmp_path)
     await kubelet.admit("p", [Container("one", {"r/a": 1, "r/b": 1}), Container("two", {"r/a": 1, "r/b": 1})])
     assert [plugin.entries_before for plugin in plugins] == [[0, 2], [0, 2]]
@@ -61,7 +64,7 @@ async def test_the_checkpoint_is_written_once_for_all_resources_of_a_container(t
 
 
 async def test_a_container_that_gets_not_all_is_not_written_down(tmp_path: Path) -> None:
-    """What it got before is only in memory, until the next clean-up."""
+    """Its earlier resources are only in memory, until the next clean-up."""
     kubelet, _, checkpoint = await asyncio.to_thread(_kubelet, tmp_path, refuses=True)
     with pytest.raises(AdmissionError):
         await kubelet.admit("p", [Container("one", {"r/a": 1, "r/b": 1})])

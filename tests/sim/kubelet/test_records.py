@@ -1,4 +1,4 @@
-"""What the kubelet stand-in keeps, and how it comes to its file."""
+"""The records of the kubelet stand-in, and the way into its file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vgpu_agent.sim.kubelet.records import CHECKPOINT, Records, ResourceDevices
 
 
 def test_writers_of_the_checkpoint_do_not_meet(tmp_path: Path) -> None:
-    """Three plugins' lists come in one moment; a file that is renamed under its writer would end that plugin's stream."""
+    """Three plugins' lists come in one moment. A file that is renamed under its writer would end that plugin's stream."""
     records = Records(tmp_path)
     records.devices = {f"example.com/r{number}": ResourceDevices(dict.fromkeys(map(str, range(2000)))) for number in range(3)}
     with concurrent.futures.ThreadPoolExecutor(8) as workers:

@@ -62,12 +62,12 @@ def test_g3_the_six_annotations() -> None:
     ],
 )
 def test_pod_devices_strings(limits: list[Mapping[str, str]], expected: str | None) -> None:
-    """volcano-vgpu:G6, volcano-vgpu:G7 and volcano-vgpu:G8: one segment per asking container, the whole card where nothing else is said."""
+    """volcano-vgpu:G6, volcano-vgpu:G7 and volcano-vgpu:G8: one segment per asking container, the whole card by default."""
     assert devices(ledger_of(), *limits) == expected
 
 
 def test_a_pod_that_does_not_fit_leaves_the_ledger_as_it_was() -> None:
-    """What its first container took is free again."""
+    """The memory that its first container took is free again."""
     ledger = ledger_of()
     assert devices(ledger, asking(1, 20000), asking(2, 5000)) is None
     assert devices(ledger, asking(2, 24576)) == "U1,NVIDIA,24576,0:U0,NVIDIA,24576,0:"
@@ -127,7 +127,7 @@ def test_ended_pods_hold_nothing_and_deleted_ones_still_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "expected"),
+    ("requests", "expected"),
     [
         ({"nvidia.com__use_gputype": "a100,A10"}, "U1"),
         ({"nvidia.com__use_gputype": "V100"}, None),
@@ -141,7 +141,7 @@ def test_ended_pods_hold_nothing_and_deleted_ones_still_do() -> None:
         ({"volcano.sh__vgpu_mode": "mig"}, None),
     ],
 )
-def test_wishes_for_types_and_uuids(requests: Mapping[str, str], expected: str | None) -> None:
+def test_requests_for_types_and_uuids(requests: Mapping[str, str], expected: str | None) -> None:
     """Types match as substrings and a wanted one silences the unwanted; of UUIDs the denied win."""
     assert devices(ledger_of(), asking(1, 10), **requests) == (expected and f"{expected},NVIDIA,10,0:")
 

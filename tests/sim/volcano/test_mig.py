@@ -30,7 +30,7 @@ def ledger_of(*pods: Object, config: str = DEVICE_CONFIG) -> VgpuLedger:
 
 
 def place(ledger: VgpuLedger, memory: int, number: int = 1) -> str:
-    """Where a new pod goes, with U0 and U1 for the long names; empty when it does not fit."""
+    """Return the cards of a new pod, with U0 and U1 for the long names; empty when it does not fit."""
     placed = ledger.place(pod("p", asking(number, memory)), 0)
     return placed.annotations["volcano.sh/vgpu-ids-new"].replace(U0, "U0").replace(U1, "U1") if placed else ""
 
@@ -65,7 +65,7 @@ def test_pods_of_one_round_get_the_same_instance() -> None:
 
 
 def test_a_number_of_two_is_one_instance_of_each_card() -> None:
-    """And a third has no card."""
+    """A third instance has no card."""
     assert place(ledger_of(), 8000, 2) == "U1[group2-0],NVIDIA,8000,0:U0[group2-0],NVIDIA,8000,0:"
     assert place(ledger_of(), 8000, 3) == ""
 

@@ -53,11 +53,11 @@ class Cluster:
         return [each and each.replace(U0, "U0").replace(U1, "U1") for each in found]
 
     def nodes_of(self, *names: str) -> list[str | None]:
-        """Where the pods are bound."""
+        """Return the nodes to which the pods are bound."""
         return [self.pod(name)["spec"].get("nodeName") for name in names]
 
     def why(self, name: str) -> str | None:
-        """What the pod's status says about its scheduling."""
+        """Return the message about scheduling in the pod's status."""
         conditions = self.pod(name)["status"].get("conditions", [])
         return next((condition.get("message") for condition in conditions if condition["type"] == "PodScheduled"), None)
 
@@ -90,7 +90,7 @@ def _writes(cluster: Cluster) -> list[str]:
 
 
 async def test_g3_annotations_come_with_the_binding(cluster: Cluster) -> None:
-    """volcano-vgpu:G3: one write, the Binding, carries the six annotations beside the pod's own; nobody sees the one without the other."""
+    """volcano-vgpu:G3: one write, the Binding, carries the six annotations beside the pod's own. None is seen without the other."""
     cluster.start()
     cluster.add(pod("p", asking(1, 3000, 50), annotations={"mine": "stays"}))
     await cluster.bound("p")
@@ -112,7 +112,7 @@ async def test_g3_annotations_come_with_the_binding(cluster: Cluster) -> None:
 
 
 async def test_the_old_way_writes_the_annotations_before_it_binds(cluster: Cluster) -> None:
-    """Up to 1.15 the live pod is patched, then bound without annotations; the node answers a ping in time."""
+    """Up to 1.15 the live pod is patched, then bound without annotations. The node answers a ping in time."""
     cluster.server.objects.patch("nodes", "node-a", {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "Reported now"}}})
     cluster.start(old=True)
     cluster.add(pod("p", asking(1, 3000, 50)))
@@ -208,7 +208,7 @@ def _gang(count: int, *, needed: int, memory: int) -> Sequence[Object]:
 
 
 async def test_a_gang_is_placed_as_a_whole_or_not_at_all(cluster: Cluster) -> None:
-    """Three of four would fit: nobody is bound and nothing is written to them but why; with room for all, all are."""
+    """Three of four would fit: none is bound and nothing is written to them but why. With room for all, all are."""
     cluster.start()
     cluster.add(pod("holder", asking(1, 20000)))
     await cluster.bound("holder")
@@ -231,7 +231,7 @@ async def test_a_gang_may_be_larger_than_it_must(cluster: Cluster) -> None:
 
 
 async def test_the_node_lock_admits_one_pod_at_a_time(cluster: Cluster) -> None:
-    """The lock is taken before the bind; the next pod waits until the plugin has removed it, or for 5 minutes."""
+    """The lock is taken before the bind. The next pod waits until the plugin has removed it, or for 5 minutes."""
 
     def lock() -> str | None:
         found: str | None = cluster.server.objects.get("nodes", "node-a")["metadata"]["annotations"].get(LOCK)
@@ -251,7 +251,7 @@ async def test_the_node_lock_admits_one_pod_at_a_time(cluster: Cluster) -> None:
 
 
 async def test_s2_gpushare(cluster: Cluster) -> None:
-    """volcano-gpushare:S2: index and time come with the Binding; a pod too large waits."""
+    """volcano-gpushare:S2: index and time come with the Binding. A pod too large waits."""
     cluster.server.objects.delete("nodes", "node-a")
     cluster.server.objects.create("nodes", gpushare_node())
     cluster.start(gpushare="share", node_lock=True)
@@ -266,7 +266,7 @@ async def test_s2_gpushare(cluster: Cluster) -> None:
 
 
 async def test_a_scheduler_that_starts_anew_knows_what_was_given(cluster: Cluster) -> None:
-    """All it knows stands in the API."""
+    """All it knows is in the API."""
     cluster.start(policy="binpack")
     cluster.add(pod("one", asking(1, 20000)))
     await cluster.bound("one")
@@ -279,7 +279,7 @@ async def test_a_scheduler_that_starts_anew_knows_what_was_given(cluster: Cluste
 
 @pytest.mark.parametrize("kind", [FaultKind.LOST_ANSWER, FaultKind.RESET, FaultKind.HTML, FaultKind.TRUNCATED])
 async def test_a_binding_without_an_answer_is_looked_at_again(cluster: Cluster, kind: FaultKind) -> None:
-    """Whether it was done is read from a new list, so no card is given twice and no pod is forgotten."""
+    """The outcome is read from a new list, so no card is given twice and no pod is forgotten."""
     cluster.server.faults.append(Fault(kind, resource="pods/binding", times=2))
     cluster.start(policy="binpack")
     cluster.add(*(pod(name, asking(1, 12288)) for name in ("a", "b", "c", "d")))
@@ -289,7 +289,7 @@ async def test_a_binding_without_an_answer_is_looked_at_again(cluster: Cluster, 
 
 @pytest.mark.parametrize("kind", [FaultKind.CLOSE, FaultKind.ERROR_EVENT, FaultKind.TRUNCATED, FaultKind.RESET, FaultKind.STATUS])
 async def test_a_broken_watch_is_begun_anew(cluster: Cluster, kind: FaultKind) -> None:
-    """Whatever ends a watch, the scheduler goes on."""
+    """The scheduler goes on after any end of a watch."""
     cluster.server.faults.append(Fault(kind, verb="watch", times=3))
     cluster.start()
     await cluster.until(lambda: True)
@@ -298,7 +298,7 @@ async def test_a_broken_watch_is_begun_anew(cluster: Cluster, kind: FaultKind) -
 
 
 async def test_a_refused_binding_does_not_hold_up_the_others(cluster: Cluster) -> None:
-    """What the server refuses for its content is skipped and tried again in the next round."""
+    """A binding that the server refuses for its content is tried again in the next round."""
     cluster.server.faults.append(Fault(FaultKind.STATUS, resource="pods/binding", name="a", code=409, reason="Conflict", times=2))
     cluster.start()
     cluster.add(pod("a", asking(1, 1)), pod("b", asking(1, 1)))
@@ -307,7 +307,7 @@ async def test_a_refused_binding_does_not_hold_up_the_others(cluster: Cluster) -
 
 
 async def test_an_outage_is_waited_for(cluster: Cluster) -> None:
-    """While the API server is away nothing is lost; afterwards it goes on."""
+    """While the API server is away nothing is lost. Afterwards it goes on."""
     cluster.start()
     await cluster.server.down()
     cluster.add(pod("p", asking(1, 1)))

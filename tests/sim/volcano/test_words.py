@@ -35,7 +35,7 @@ def test_handshake(value: str | None, expected: tuple[bool, str | None]) -> None
 
 @given(st.text(alphabet=st.sampled_from("GPU-0123456789abeE,:;_. []truefalshmig\x00é")))
 def test_junk_is_read_without_a_word(text: str) -> None:
-    """What others wrote into annotations never ends a round; it means nothing, or numbers."""
+    """Other clients' text in annotations never ends a round. It means nothing, or numbers."""
     registration = words.parse_registration(text)
     cards = registration.cards if registration else ()
     assert all(isinstance(number, int) for card in cards for number in (card.index, card.seats, card.memory))
@@ -47,7 +47,7 @@ def test_junk_is_read_without_a_word(text: str) -> None:
 
 
 def test_lock_stamps() -> None:
-    """volcano-vgpu §2.4: RFC 3339 in whole seconds; what cannot be read has no age."""
+    """volcano-vgpu §2.4: RFC 3339 in whole seconds. What cannot be read has no age."""
     assert words.lock_stamp(NOW) == "2026-11-20T18:51:32Z"
     assert words.lock_age("2026-11-20T18:51:02Z", NOW) == 30
     assert words.lock_age("2026-11-20T19:51:02+01:00", NOW) == 30
@@ -93,14 +93,14 @@ def test_s2_gpushare_annotations() -> None:
 
 
 def test_s7_gpushare_places_whole_pods_on_one_card() -> None:
-    """volcano-gpushare:S7 and volcano-gpushare §8: 3000, 20000, 3000 MiB go to cards 0, 0, 1; two containers of a pod count together."""
+    """volcano-gpushare:S7 and volcano-gpushare §8: 3000, 20000, 3000 MiB go to cards 0, 0, 1. Two containers of a pod count together."""
     ledger = _ledger("share")
     placed = [ledger.place(pod(str(number), *_memory(*amounts)), NOW) for number, amounts in enumerate([(3000,), (10000, 10000), (3000,)])]
     assert [each and each.annotations["volcano.sh/gpu-index"] for each in placed] == ["0", "0", "1"]
 
 
 def test_s6_gpushare_leaves_out_unhealthy_cards() -> None:
-    """volcano-gpushare:S6: a card named in the annotation takes no pods; what is no number there is passed over."""
+    """volcano-gpushare:S6: a card named in the annotation takes no pods. What is no number there is passed over."""
     sick = gpushare_node(annotations={"volcano.sh/gpu-unhealthy-ids": "x,0"})
     ledger = GpushareLedger.of(sick, [], strategy="share")
     assert ledger is not None
@@ -108,7 +108,7 @@ def test_s6_gpushare_leaves_out_unhealthy_cards() -> None:
 
 
 def test_s5_gpushare_number_gives_idle_cards() -> None:
-    """volcano-gpushare:S5: k cards on which nobody is, or none."""
+    """volcano-gpushare:S5: k cards without any pod, or none."""
     ledger = _ledger("number", memory="0")
     assert ledger.place(pod("three", {"volcano.sh/gpu-number": "3"}), NOW) is None
     placed = ledger.place(pod("two", {"volcano.sh/gpu-number": "2"}), NOW)

@@ -56,11 +56,11 @@ _FAMILY_OF = {RESOURCES[family]: family for family in (NVIDIA, AWS)}
 
 @dataclasses.dataclass
 class MixedWorld(World):
-    """What an agent finds on the node of a mixed day.
+    """The environment of the agent on the node of a mixed day.
 
     Attributes:
         node: the Node object.
-        waits: is told of each list that reaches kubelet.
+        waits: receives each list that reaches the kubelet.
     """
 
     node: NodeStatus = dataclasses.field(default_factory=NodeStatus)
@@ -220,11 +220,11 @@ class MixedAgent:
         self._world.story.tell("registered")
 
     def left_over(self) -> list[str]:
-        """Broken invariants, and grants of nobody."""
+        """Broken invariants, and grants without an owner."""
         return [*self.ledger.audit(), *(f"grant {grant} is left over" for grant in self.ledger.grants)]
 
     async def _follow_pods(self) -> None:
-        """As `vgpu_agent.agent.composition` does."""
+        """Follow the pods as `vgpu_agent.agent.composition` does."""
         while True:
             pods, ledger, refusals = self._book.revision.version, self.ledger.revision.version, self._refusals.revision.version
             self.ledger.end_turns()

@@ -25,7 +25,7 @@ A GPU has `plan.REPLICAS` shares of a family. They drain, and so do those of at 
 """
 
 ENDS_BEFORE_A_FAMILY = 300
-"""Holders of other families that may end on the node while a family waits with nobody of it placed.
+"""Holders of other families that may end on the node while a family waits without a placed pod.
 
 The most in twenty days was 221. No agent sees pods that no scheduler has placed, and a GPU on which short pods follow each other is never
 returned. The value to reach is 120: the ten shares of each of the four GPUs, thrice.
@@ -35,7 +35,7 @@ FAILED_OF_A_THOUSAND = 3.0
 """Pods that fail because families race for a GPU, on a node on which nothing fails.
 
 Measured on 60 days: 22 of 24,076, which is 0.9 of a thousand, and 2.5 in the worst ten days. 21 of them were bound in the same instant as
-pods of another family whose ids name GPUs, when a GPU that nobody had wanted in its round, or that was new, was offered to all. The other
+pods of another family whose ids name GPUs, when a GPU that none had wanted in its round, or that was new, was offered to all. The other
 one went by what kubelet wrote while ids were withdrawn. It was 11 of a thousand before families had turns of their own.
 """
 

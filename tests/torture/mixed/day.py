@@ -38,7 +38,7 @@ _LONGEST_DAY_SECONDS = 400_000.0
 
 @dataclasses.dataclass
 class Outcome:
-    """What a day came to: its figures, and what was not right."""
+    """Results of a day: its figures, and what was wrong."""
 
     seed: int
     figures: Figures
@@ -189,7 +189,7 @@ class _Day:
         loop.call_later(self._rng.random() * self._rng.choice((1.0, 30.0)), self._world.api.remove, pod)
 
     def _gpus_of(self, pod: LivePod) -> frozenset[str]:
-        """The GPUs of which the pod has a share, by kubelet's records and by what its containers were told."""
+        """The GPUs of which the pod has a share, by the kubelet's records and by its containers' answers."""
         ids = (id_ for entry in self._world.kubelet.devices.entries.get(pod.uid, ()) for id_ in entry.ids)
         by_ids = gpus_behind(ids) if family_of(pod.plan) in BY_IDS else frozenset()
         return by_ids | self._judge.gpus_of(pod.uid)
@@ -266,7 +266,7 @@ _CAUSES = {
 
 
 def cause_of(story: Story, pod: LivePod) -> str:
-    """Why kubelet refused the pod for good, in a few words."""
+    """Return why the kubelet refused the pod for good, in a few words."""
     text = story.last_fact("not admitted", pod.uid)
     return next((cause for part, cause in _CAUSES.items() if part in text), text)
 

@@ -1,6 +1,6 @@
-"""Right, fair and prompt? Looks at each container of a mixed day, and at who waits while which GPU is idle.
+"""Right, fair and prompt? Looks at each container of a mixed day, and at pods that wait while a GPU is idle.
 
-By what containers are told, what kubelet's records say and what schedulers wrote; nothing is asked of the agent. `MixedJudge` is asked by
+By containers' answers, what the kubelet's records say and what schedulers wrote; nothing is asked of the agent. `MixedJudge` is asked by
 `kubelet_model` at each start, `Waits` by `day` every second and at each pod's end.
 """
 
@@ -62,7 +62,7 @@ class MixedJudge:
 
 @dataclasses.dataclass
 class Figures:
-    """What mixed days came to.
+    """Figures of mixed days.
 
     Attributes:
         pods: how many came.
@@ -71,7 +71,7 @@ class Figures:
         idle: pod → longest seconds that a GPU which could serve it had been idle while it waited, where that is too long.
         refused_although_free: pod → seconds that its start was refused although no other family held its GPU, where that is too long.
         ends_before_bound: for each bound pod that was refused, the holders of other families that ended on its GPU meanwhile.
-        ends_before_family: family → the most holders of other families that ended while it waited with nobody placed.
+        ends_before_family: family → the most holders of other families that ended while it waited without a placed pod.
         waited_seconds: family → the longest time from a pod's creation to its start.
         handovers: seconds from the end of a GPU's last holder to healthy ids of another family at kubelet.
         lists: resource → ListAndWatch messages.
@@ -179,7 +179,7 @@ class Seen:
     """The node at one moment.
 
     Attributes:
-        holders: GPU → family → whether anybody of it has a share, by kubelet's records and by what runs.
+        holders: GPU → family → whether any pod of it has a share, by kubelet's records and by what runs.
         claimed: GPUs that Volcano's scheduler has named for bound pods that have not ended.
         pending: family → created_at of the pods that no scheduler has placed, the oldest first.
         refused: bound pods whose start is refused.
@@ -194,9 +194,9 @@ class Seen:
 
 
 class Waits:
-    """Who waits for what.
+    """Pods that wait, and the GPUs for which they wait.
 
-    State: since when each GPU is idle, and what ended while somebody waited.
+    State: since when each GPU is idle, and what ended while a pod waited.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class Waits:
         self._ends_of_family: collections.Counter[str] = collections.Counter()
         self._refused: dict[str, LivePod] = {}
         self._pending: Mapping[str, Sequence[tuple[str, float]]] = {}
-        self._released: dict[str, tuple[float, str]] = {}  # GPU → since when nobody has it, and who had it last
+        self._released: dict[str, tuple[float, str]] = {}  # GPU → since when it is free, and the family that had it last
 
     def look(self, seen: Seen, now: float) -> None:
         """Take note of the node at this moment."""
@@ -276,12 +276,12 @@ class Waits:
             self.figures.ends_before_bound.append(self._ends_of_bound.pop(pod.uid))
 
     def listed(self, resource: str, family: str, gpus: frozenset[str], now: float) -> None:
-        """Kubelet has a new list of a resource whose ids name GPUs, in which those of ``gpus`` are healthy."""
+        """The kubelet has a new list of a resource whose ids name GPUs, in which those of ``gpus`` are healthy."""
         self.figures.lists[resource] += 1
         self.reached(family, gpus, now)
 
     def reached(self, family: str, gpus: frozenset[str], now: float) -> None:
-        """Kubelet may give ``gpus`` to pods of the family."""
+        """The kubelet may give ``gpus`` to pods of the family."""
         for uuid in [uuid for uuid, (_, last) in self._released.items() if uuid in gpus and last != family]:
             self.figures.handovers.append(now - self._released.pop(uuid)[0])
 

@@ -1,4 +1,4 @@
-"""The schedulers of a mixed day, as far as the node knows them: what its status shows is all that they go by.
+"""The schedulers of a mixed day, as far as the node knows them: they use nothing but its status.
 
 Volcano's keeps a ledger of its own (`tests.torture.scheduler_model`) and reads the register annotation; the default scheduler counts. Both
 see the Node as the API server has it: kubelet writes the allocatable numbers every ten seconds only. Used by `day`.
@@ -28,7 +28,7 @@ class NodeStatus:
     State: what was written last; it outlives agent and kubelet.
 
     Attributes:
-        capacity: resource → ids that kubelet was told of.
+        capacity: resource → ids that the kubelet has received.
         allocatable: resource → those of them that are healthy.
         register: Volcano's register annotation.
         revision: moves on when kubelet or the agent has written capacity or allocatable.
@@ -54,7 +54,7 @@ class NodeStatus:
             self.revision.advance()
 
     async def kubelet_writes(self, world: World) -> None:
-        """Kubelet's part: how many ids of each resource are healthy, every ten seconds, until cancelled."""
+        """The kubelet's part: how many ids of each resource are healthy, every ten seconds, until cancelled."""
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             if world.kubelet.up and not world.api.away:
@@ -77,7 +77,7 @@ class Schedulers:
         self._asked: collections.Counter[str] = collections.Counter()
 
     def place(self, uid: str, plan: PlannedPod, *, now: float) -> Placement | None:
-        """What the pod's scheduler writes when it binds the pod; None when it does not fit by what that scheduler sees."""
+        """Return what the pod's scheduler writes when it binds the pod; None when it does not fit by that scheduler's view."""
         allocatable = self._node.allocatable
         if any(self._asked[resource] + number > allocatable.get(resource, 0) for resource, number in plan.needs.items()):
             return None

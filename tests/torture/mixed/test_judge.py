@@ -61,7 +61,7 @@ def test_two_families_on_a_gpu_are_found() -> None:
 
 
 def test_a_pod_that_waits_beside_an_idle_gpu_is_noted_after_five_seconds() -> None:
-    """A GPU that somebody holds, or that a scheduler has named for a pod that has not started, is not idle."""
+    """A GPU with a holder, or named by a scheduler for a pod that has not started, is not idle."""
     waits = Waits()
     busy = {card.uuid: frozenset({AWS}) for card in CARDS}
     free = busy | {_U1: frozenset[str]()}
@@ -77,7 +77,7 @@ def test_a_pod_that_waits_beside_an_idle_gpu_is_noted_after_five_seconds() -> No
 
 
 def test_a_wait_is_counted_in_ends_of_other_families_on_the_gpu_that_was_named() -> None:
-    """Ends of one's own family and on other GPUs do not count: nobody can help those."""
+    """Ends of one's own family and on other GPUs do not count: they cannot be helped."""
     waits, waiting = Waits(), _pod(VOLCANO, "v", _U1)
     waits.look(Seen({_U1: frozenset({NVIDIA})}, frozenset({_U1}), {}, (waiting,), True), 0.0)
     for number in range(bounds.ENDS_BEFORE_A_BOUND_POD + 1):

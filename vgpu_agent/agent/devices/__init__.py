@@ -1,1 +1,1 @@
-"""Controllers of what containers are given devices by: CDI specs, MPS daemons, MIG instances."""
+"""The controllers of CDI specs, MPS daemons and MIG instances, by which containers get devices."""

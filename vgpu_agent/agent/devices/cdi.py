@@ -1,4 +1,4 @@
-"""CDI names of this node's devices: who keeps their specs, and what must wait until a runtime can resolve them.
+"""The CDI names of this node's devices: the source of their specs, and what must wait until a runtime can resolve them.
 
 A container whose device name no spec has does not start. So a resource is not offered before there are names for it, and a device that has
 none yet (it was cut a moment ago) is not given out. IMEX channels are here as well, because they are looked for below the same roots and a
@@ -57,11 +57,11 @@ _NO_NAME_OF_INTEGRATED = (
 
 
 class CdiFound(NamedTuple):
-    """What containers of this node can be told of besides their devices.
+    """The things besides devices that containers of this node can get.
 
     Attributes:
         channels: IMEX channels.
-        modes: of `config.types.DEVICE_MODES`, those that are wanted and have a spec.
+        modes: of `config.types.DEVICE_MODES`, those that are enabled and have a spec.
     """
 
     channels: Channels = Channels()
@@ -72,7 +72,7 @@ NO_CDI = CdiFound()
 
 
 class CdiSide:
-    """Keeps specs, names and offers together.
+    """The controller that keeps specs, names and offers together.
 
     State: what was found at the last look, the last inventory, and which devices have no name and are kept back for it.
     """
@@ -85,7 +85,7 @@ class CdiSide:
         Args:
             settings: those of the start; `look` gets those in force.
             ledger: keeps devices back.
-            journal: told of specs and of what is missing.
+            journal: records specs and what is missing.
             supervisor: runs the loop.
             is_late: whether grants are bound late.
         """
@@ -113,7 +113,7 @@ class CdiSide:
         self._inventory: Inventory | None = None
         self._nameless: dict[str, str] = {}  # devices that have no name, and why
         self._kept_back: dict[str, str] = {}
-        self._wrong_names: frozenset[str] = frozenset()  # that are not there, or stand for another device by now
+        self._wrong_names: frozenset[str] = frozenset()  # that are missing, or stand for another device by now
         self._followed = 0  # version of the names that the offers are in line with
 
     # -- what is there ----------------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class CdiSide:
         return CdiFound(channels, tuple(mode for mode in self._modes() if self._source.knows(mode)))
 
     def observe(self, inventory: Inventory) -> None:
-        """Other devices, perhaps: those without a name are given to nobody from now on, until they have one."""
+        """Take note of possibly changed devices: those without a name are not given out until they have one."""
         self._inventory = inventory
         self._want()
         self._keep_back()
@@ -156,12 +156,12 @@ class CdiSide:
         self._followed = self._source.revision.version  # what is built from now on knows of all until here
 
     async def watch(self, inventory: Latest[Inventory]) -> None:
-        """For ever: see each inventory at once; whoever offers it may be busy with the one before for seconds."""
+        """Observe each inventory at once, until cancelled: the offering may be busy with the one before for seconds."""
         async for newest in inventory.changes():
             self.observe(newest)
 
     async def follow(self, changed: Callable[[], Awaitable[None]]) -> None:
-        """For ever: let ``changed`` bring the offers in line with the names."""
+        """Call ``changed`` to bring the offers in line with the names, until cancelled."""
         while True:
             await self._source.revision.newer_than(self._followed)
             version = self._source.revision.version
@@ -170,7 +170,7 @@ class CdiSide:
             self._followed = version
 
     def why_withheld(self, resource: Resource) -> str:
-        """Why ``resource`` must not be offered now, for `Offering.gates`, a `NotYet` while specs are made; empty when it may."""
+        """Explain why ``resource`` must not be offered now, for `Offering.gates`; empty when it may. A `NotYet` while specs are made."""
         if self._channels.trouble and self._settings.plugin.imex_required:
             return f"{self._channels.trouble}, or set plugin.imexRequired: false"
         return self._why_unnamed(resource) if self._is_told_by_names(resource) else ""
@@ -193,10 +193,10 @@ class CdiSide:
         return ""
 
     async def inline(self, names: Sequence[str]) -> Inlined:
-        """What stands behind CDI names; waits a moment for a spec that is being made, because a slice was cut for this very container.
+        """Return the edits behind CDI names; wait a moment for a spec that is being made because a slice was cut for this container.
 
         Raises:
-            CarrierError: nothing does now.
+            CarrierError: the names do not resolve now.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.binding.pod_wait_seconds):
@@ -211,14 +211,14 @@ class CdiSide:
         return not self._wrong_names.intersection(names) and self._source.names.issuperset(names)
 
     def status(self) -> CdiStatus:
-        """For ``/debug/config``."""
+        """Return the status for ``/debug/config``."""
         strategies = self._settings.plugin.device_list_strategy
         if not self._needed():
             return CdiStatus(strategies=strategies)
         return CdiStatus(self._settings.cdi.source, strategies, self._source.statuses, self._source.names)
 
     async def withdraw(self) -> None:
-        """Remove our specs, where the agent leaves the node for good (cluster.withdrawAtStop); those that somebody else keeps stay."""
+        """Remove our specs, where the agent leaves the node for good (cluster.withdrawAtStop); those that other software keeps stay."""
         if self._settings.cluster.withdraw_at_stop and isinstance(self._source, GeneratedSpecs):
             await self._supervisor.stop(_TASK)
             try:
@@ -246,7 +246,7 @@ class CdiSide:
         return tuple(mode for mode in DEVICE_MODES if mode in wanted)
 
     def _want(self) -> None:
-        """Say what is to be made, once it is known and needed."""
+        """Request the specs to be made, once they are known and needed."""
         if not self._needed() or self._roots is None or self._inventory is None or not _namable(self._inventory):
             return
         if isinstance(self._source, GeneratedSpecs):
@@ -300,7 +300,7 @@ class CdiSide:
 
     @property
     def _by_index(self) -> bool:
-        """Whether CDI names are made of indices; the toolkit's never are, because nobody tells when it has counted anew."""
+        """Tell whether CDI names are made of indices. The toolkit's never are, because it does not report a new numbering."""
         return self._settings.plugin.device_id_strategy == "index" and isinstance(self._source, GeneratedSpecs)
 
     def _opened(self) -> dict[str, list[str]]:
@@ -313,7 +313,7 @@ class CdiSide:
         }
 
     def _described(self) -> dict[str, Place] | None:
-        """Which devices the names of the spec stand for; None where a name can stand for one device only."""
+        """Return the device of each name in the spec; None where a name can stand for one device only."""
         if not self._by_index or not isinstance(self._source, GeneratedSpecs):
             return None
         made = self._source.described
@@ -321,11 +321,11 @@ class CdiSide:
 
 
 def _namable(inventory: Inventory) -> bool:
-    """Whether there is something that a CDI name could stand for."""
+    """Tell whether a device exists that a CDI name could stand for."""
     return any(not gpu.integrated for gpu in inventory.gpus)
 
 
 def _tool(settings: Settings) -> str:
-    """Where nvidia-ctk is for the agent: at its own path, or at that path in the node's tree; looks at the file system."""
+    """Return the agent's path of nvidia-ctk: its own path, or that path in the node's tree; looks at the file system."""
     own, nodes = settings.cdi.nvidia_ctk, settings.cdi.container_driver_root.rstrip("/") + settings.cdi.nvidia_ctk
     return nodes if not os.path.exists(own) and os.path.exists(nodes) else own

@@ -1,8 +1,9 @@
-"""GPUs divided one after the other: what is looked at before, the host tool, and what the driver must show afterwards.
+"""Divide GPUs one after the other: the checks before, the host tool, and what the driver must show afterwards.
 
-The loop behind `allocation.surroundings.Divider`. `composition` starts it; it owns the changes, so that a call of kubelet's that ends early
-ends none of them. The ledger has let nobody have any part of the GPU by then. Here is what the ledger cannot know: whether somebody besides
-our containers works on the GPU, whether the tool numbers the GPUs as the driver does, and whether the GPU was divided as it was asked.
+The loop behind `allocation.dependencies.Divider`. `composition` starts it. It owns the changes, so that a call of the kubelet's that ends
+early ends none of them. By then the ledger has kept the whole GPU free. This module checks what the ledger cannot know: whether other
+processes than our containers work on the GPU, whether the tool numbers the GPUs as the driver does, and whether the GPU was divided as
+requested.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _OWN_ERROR = "an error of the agent's own, which its log has"
 
 
 class MigSide:
-    """Divides GPUs.
+    """The divider of GPUs.
 
     State: the changes that wait for their turn, and which GPU's last change failed when. A change that was cut short by the end of the
-    agent is forgotten: the next container that needs it finds the GPU as it was left.
+    agent is forgotten: the next container that needs it finds the GPU in that state.
     """
 
     def __init__(self, parted: MigParted, watch: GpuSource, settings: VolcanoVgpu, *, call_timeout_seconds: float) -> None:
@@ -58,18 +59,18 @@ class MigSide:
 
     @classmethod
     def from_settings(cls, settings: Settings, watch: GpuSource) -> MigSide:
-        """The side that the configuration asks for."""
+        """Return the divider that the configuration asks for."""
         vgpu = settings.volcano_vgpu
         directory = Path(settings.state_directory) / "mig"
         parted = MigParted(vgpu.mig_parted, directory, timeout_seconds=vgpu.mig_parted_timeout_seconds)
         return cls(parted, watch, vgpu, call_timeout_seconds=settings.gpu.call_timeout_seconds)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
-        """See `allocation.surroundings.Divider`."""
+        """See `allocation.dependencies.Divider`."""
         self._waiting.put_nowait((layout, done))
 
     async def run(self) -> None:
-        """Do what is asked, for ever; a loop for the supervisor, which may start it again."""
+        """Make the requested changes until cancelled; a loop for the supervisor, which may start it again."""
         while True:
             layout, done = await self._waiting.get()
             reason = _OWN_ERROR
@@ -79,7 +80,7 @@ class MigSide:
                 done(reason)
 
     async def _outcome(self, layout: MigLayout) -> str:
-        """Why the GPU is not divided so; empty when it is."""
+        """Divide the GPU; return why that failed, empty when it is divided so."""
         failed_at, before = self._failed.get(layout, (0.0, ""))
         left = failed_at + self._settings.mig_retry_seconds - time.monotonic()
         if before and left > 0:
@@ -97,10 +98,10 @@ class MigSide:
         return ""
 
     async def _idle(self, layout: MigLayout) -> Gpu:
-        """The GPU as the driver shows it now.
+        """Return the GPU as the driver shows it now.
 
         Raises:
-            _NotNowError: it does not answer or hides its instances, or somebody works on it.
+            _NotNowError: it does not answer or hides its instances, or a process works on it.
         """
         await self._look()
         gpu = self._watch.inventory.value.gpu(layout.gpu)
@@ -157,7 +158,7 @@ class MigSide:
         try:
             async with asyncio.timeout(2 * self._call_timeout_seconds):
                 while True:
-                    # Not compared with the time of asking: somebody may set the wall clock back between the two.
+                    # Not compared with the time of asking: the wall clock may be set back between the two.
                     if self._watch.read_at != read_at and self._watch.measured_at != measured_at:
                         return
                     await asyncio.sleep(_PAUSE_SECONDS)

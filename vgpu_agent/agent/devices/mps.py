@@ -1,7 +1,7 @@
-"""The MPS control daemons of what this node offers: which there should be, and whether their resources may be served yet.
+"""The MPS control daemons for what this node offers: which are desired, and whether their resources may be offered yet.
 
-What is offered and held stands in the ledger, how a daemon is brought about is `vgpu_agent.mps`'s; here the two meet. Built by
-`composition`; a gate of `offering` asks before each resource is served, `report` for the daemons.
+The ledger has the offers and holders, and `vgpu_agent.mps` runs the daemons. This module connects the two. Built by `composition`. A gate
+of `Offering` asks before each resource is offered, `report` for the daemons.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MpsSide:
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:
-        """One for each daemon, by resource."""
+        """Return one status for each daemon, by resource."""
         return self._supervision.statuses
 
     def apply(self, settings: Settings) -> None:
@@ -87,7 +87,7 @@ class MpsSide:
             self._refresh()
 
     def start(self) -> None:
-        """Begin, once the ledger knows who holds what: a daemon with other limits is replaced when nobody does."""
+        """Begin, once the ledger knows all holders: a daemon with other limits is replaced when its GPUs have none."""
         self._started = True
         self._refresh()
         self._supervisor.start("mps", self._follow)
@@ -95,7 +95,7 @@ class MpsSide:
         self._supervisor.start("mps of the host", self._watch_host)
 
     async def stop(self, seconds: float) -> None:
-        """End the daemons that nobody needs, within so many seconds; the others go on without us."""
+        """End the daemons without clients, within so many seconds; the others go on without us."""
         self._started = False
         await self._supervisor.stop("mps")
         await self._supervisor.stop("mps offering")
@@ -107,7 +107,7 @@ class MpsSide:
             _logger.warning("mps.stop_incomplete", after_seconds=seconds)
 
     def _refresh(self) -> None:
-        """Have the daemons that the offers of this moment call for, and lend their GPUs to whoever else holds them."""
+        """Run the daemons that the present offers need, and release their GPUs that other resources use."""
         resources = list(self._shared())
         if resources or self._supervision.statuses:
             self._supervision.want(
@@ -124,7 +124,7 @@ class MpsSide:
             await self._offering.sync()
 
     async def _watch_host(self) -> None:
-        """Look every few seconds, while something is shared through it, whether the daemon is there that somebody else runs."""
+        """Check every few seconds, while a resource is shared through it, whether the host's daemon runs."""
         found: set[str] = set()
         while True:
             version = self._ledger.revision.version
@@ -146,7 +146,7 @@ class MpsSide:
         return self._unfit(resource) or self._supervision.why_not(self._plan(resource))
 
     def _unfit(self, resource: Resource) -> str:
-        """Why there can be no daemon for it, whatever becomes of the others."""
+        """Explain why no daemon can run for the resource, regardless of the other resources."""
         if not self._of_others.root:
             return "mps.root is empty, so there is no place for an MPS control daemon; set it, or share by time-slicing"
         if self._exposed:
@@ -178,7 +178,7 @@ class MpsSide:
         return tuple(dict.fromkeys(grant.owner.pod_name if grant.owner else "a pod that starts" for grant in grants))
 
     def _lent(self, resource: Resource) -> frozenset[str]:
-        """Its GPUs of which somebody has a part on other terms: through another resource, or under earlier settings."""
+        """Return its GPUs in use on other terms: through another resource, or under earlier settings."""
         ids, inventory = {entry.id for entry in resource.ids}, self._inventory()
         strangers = (grant for grant in self._ledger.grants if grant.resource != resource.name or not ids.issuperset(grant.ids))
         held = {found[0].uuid for grant in strangers for share in grant.shares if (found := inventory.device(share.device))}
@@ -193,7 +193,7 @@ def _without_host(reason: str) -> str:
 
 
 def _share_nothing(root: str, *, size_mib: int, proc_root: str) -> None:
-    """Simulated GPUs run no CUDA program that would need the shared memory, and nobody has to be root to try everything else."""
+    """Do nothing: simulated GPUs run no CUDA program that needs the shared memory, and this way a test needs no root."""
 
     def leave(target: str, options: str) -> None:
         _logger.info("mps.shared_memory_left_out", target=target, options=options, reason="the GPUs are simulated")

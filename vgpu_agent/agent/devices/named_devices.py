@@ -1,8 +1,8 @@
-"""What of an inventory a CDI spec of its devices depends on, and whether a name in it still stands for the device that it is read as.
+"""The facts of an inventory that a CDI spec depends on, and whether a name in it still stands for the device that it is read as.
 
-A UUID is one device for ever, but the device nodes beside it in a spec open another one once the driver was loaded anew without a card that
-it had before, and has counted anew. An index is another device as soon as a GPU was unplugged or cut anew. A container with such a name
-would get what it was not given, so `cdi` holds each device against the spec that there is now.
+A UUID is one device for ever. But the device nodes beside it in a spec open another device once the driver was reloaded without a card
+that it had before, and has numbered the cards anew. An index is another device as soon as a GPU was unplugged or divided anew. A container
+with such a name would get a device that was not granted, so `cdi` compares each device with the present spec.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GPU_NODE = re.compile(r"/dev/nvidia\d+")
 
 
 class Place(NamedTuple):
-    """Where a device is found.
+    """The place of a device: its index and its device nodes.
 
     Attributes:
         position: its index, ``0`` of a GPU, ``1:3`` of a slice.
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A GPU as far as a spec goes; of each slice UUID, index and capability nodes. Health and use are nothing to a spec."""
+    """A GPU as far as a spec goes; of each slice UUID, index and capability nodes. Health and use do not matter to a spec."""
 
     uuid: str
     number: int
@@ -67,9 +67,9 @@ def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
 
 
 def opens_another(paths: Iterable[str], place: Place) -> bool:
-    """Whether these device nodes, of a spec and as a container has them, open another GPU than the one at ``place``.
+    """Tell whether these device nodes, of a spec and as a container has them, open another GPU than the one at ``place``.
 
-    Nobody can tell where the spec names no node of a GPU, or the driver none of this one.
+    Unknown, and so False, where the spec names no node of a GPU, or the driver none of this one.
     """
     opened = {path for path in paths if _GPU_NODE.fullmatch(path)}
     own = {node for node in place.nodes if _GPU_NODE.fullmatch(node)}

@@ -46,7 +46,7 @@ _CONFIG_MAPS = {DEVICE_CONFIG: "volcano-vgpu-device-config", NODE_CONFIG: "volca
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What was found on the node and in the cluster.
+    """The findings on the node and in the cluster.
 
     Attributes:
         nodes: NVIDIA's control device nodes.
@@ -54,10 +54,10 @@ class Found:
         late: grants of families whose pods decide are bound late.
         device_configs: texts of Volcano's ConfigMap, see `volcano_files.told`.
         node_configs: the same of the mounted node configuration.
-        node_trouble: why that is there and cannot be read; empty otherwise.
+        node_trouble: why that exists and cannot be read; empty otherwise.
         library_path: the installed libvgpu.so; empty when there is none.
         library_locks: whether that library makes a lock file, see `isolation.hami_core.uses_lock`.
-        given: dotted paths that somebody set by a flag or a variable, which beat the ConfigMap.
+        given: dotted paths that were set by a flag or a variable, which beat the ConfigMap.
         divides: the program that divides GPUs is there.
     """
 
@@ -75,7 +75,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Built:
-    """The families, what is wrong with the files they were built from, and what the volcano-vgpu settings came to.
+    """The families, the faults of the files they were built from, and the resulting volcano-vgpu settings.
 
     Attributes:
         in_force: attribute of the volcano-vgpu settings → its value.
@@ -157,7 +157,7 @@ def build(settings: Settings, found: Found) -> Built:
 
 
 def list_options(settings: Settings, found: Found) -> ListOptions:
-    """How containers of every family are told of their devices."""
+    """Return how containers of every family get their devices."""
     plugin = settings.plugin
     return ListOptions(
         strategies=plugin.device_list_strategy,
@@ -176,7 +176,7 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
 
 
 def _of_pods(settings: Settings, found: Found) -> ListOptions:
-    """The same for families whose pods decide: bound late, they get by a spec of their own what CDI names stand for (`cdi.inline`)."""
+    """Return the same for families whose pods decide: bound late, a grant's own spec has what CDI names stand for (`cdi.inline`)."""
     lists = list_options(settings, found)
     return dataclasses.replace(lists, strategies=("cdi-cri",)) if settings.cdi.inline and found.late else lists
 

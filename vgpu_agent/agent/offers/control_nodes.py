@@ -6,7 +6,7 @@ alone, and leaves out what it does not find there (nvidia §7). Without `_NEEDED
 instead.
 
 The runtime on the node follows links. So a path counts only where the device node itself lies, and only if its number is one of NVIDIA's.
-Nothing is opened: a FIFO cannot hold anybody up. Called by `build`.
+Nothing is opened: a FIFO cannot block the agent. Called by `build`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NVIDIA_MAJOR = 195  # of nvidiactl and nvidia-modeset; the kernel gives nvidia-
 
 
 class ControlNodes(NamedTuple):
-    """What was found.
+    """The control device nodes found on the node.
 
     Attributes:
         paths: those of `CONTROL_NODES` that the node has.
@@ -73,7 +73,7 @@ def find_control_nodes(settings: Settings) -> ControlNodes:
 
 
 def _fault(path: str, majors: frozenset[int]) -> str:
-    """Why what lies there is no device node of NVIDIA's; empty when it is."""
+    """Explain why the file at ``path`` is no device node of NVIDIA's; empty when it is one."""
     try:
         status = os.lstat(path)
     except OSError as err:

@@ -1,4 +1,4 @@
-"""Which families are in force, how their grants are bound, and why some of them may not be offered now.
+"""The families in force, how their grants are bound, and why some of them may not be offered now.
 
 One place for everything that can change it while the agent runs: a reloaded configuration, a ConfigMap, the Node, a delivered library, GPUs
 that come and go. Called by `composition`, by `reload` and by the loops that watch those.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class FamiliesInForce:
-    """Brings allocator and offering in line with settings and surroundings; one change at a time.
+    """The families in force; brings allocator and offering in line with settings and node, one change at a time.
 
     Attributes:
         in_force: the settings of volcano-vgpu after everything was laid over them, for ``/debug/config``.
@@ -60,7 +60,7 @@ class FamiliesInForce:
     ) -> None:
         self._settings = settings
         self._origins = origins
-        self._budget_bytes = settings.kubelet.message_budget_bytes  # of the start, also at a reload: it is the one that `offering` goes by
+        self._budget_bytes = settings.kubelet.message_budget_bytes  # of the start, also at a reload: it is the one that `Offering` uses
         self._allocator = allocator
         self._offering = offering
         self._cluster = cluster
@@ -98,7 +98,7 @@ class FamiliesInForce:
             self._offer()
 
     async def again(self) -> None:
-        """The same settings, other surroundings: the Node, the ConfigMap or the library may have changed."""
+        """Rebuild with the same settings: the Node, the ConfigMap or the library may have changed."""
         async with self._changing:
             # Not `apply`: a list that GPUs of later have made too long is withheld by itself, and stops no other family.
             built, missing = await self._build(self._settings)
@@ -113,7 +113,7 @@ class FamiliesInForce:
                 await changed()
 
     def refresh(self) -> None:
-        """The same families, other GPUs; what is wrong with an offer is said in the readiness."""
+        """Offer other GPUs through the same families; the readiness shows what is wrong with an offer."""
         self._offer()
 
     async def _build(self, settings: Settings) -> tuple[Built, str]:
@@ -140,7 +140,7 @@ class FamiliesInForce:
         self.problems = built.problems
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
-            self._allocator.revision.advance()  # on the Node stands more than the ledger knows
+            self._allocator.revision.advance()  # the Node shows more than the ledger knows
         self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
         hami = self._hami
         self._nodes = built.nodes
@@ -246,7 +246,7 @@ class FamiliesInForce:
 
     @property
     def _hami(self) -> bool:
-        """True where shares are limited by the library."""
+        """Tell whether HAMi-core limits the shares."""
         return self.in_force.get("isolation") == "hami-core" and self.in_force.get("operating_mode") != MIG
 
     @property
@@ -264,7 +264,7 @@ class FamiliesInForce:
 
 
 def _why_unfit(family: PodFamily, inventory: Inventory) -> list[str]:
-    """Why the family, which shares memory, cannot serve any of these GPUs; empty when it can."""
+    """Explain why the family, which shares memory, cannot serve any of these GPUs; empty when it can."""
     if not any(gpu.integrated for gpu in inventory.gpus):
         return []
     why = (

@@ -1,9 +1,9 @@
-"""Whether a pod of this node can hold so many ids that its status becomes too large to be written.
+"""Pods that can hold so many ids that their status becomes too large to be written.
 
 From 1.36 on the kubelet writes each device id that a container holds into the pod's status (feature ResourceHealthStatus, on by default),
 and etcd takes requests of 1.5 MiB. With memory counted in small units that is soon reached, under any device plugin: such a pod runs and
 never shows Ready, and one that may not start cannot even be deleted, because the kubelet cannot write that it has ended. Seen on a
-kubelet 1.36.3: 22,000 ids of 53 bytes are written, 23,028 are not. Called by `families`, which has it said before it happens.
+kubelet 1.36.3: 22,000 ids of 53 bytes are written, 23,028 are not. Called by `families`, which warns beforehand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SINCE = (1, 36)
 _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})")
-# What of etcd's 1.5 MiB is left to ids by the rest of a pod, and what each takes besides itself: lengths, tags and the word "Healthy".
+# The part of etcd's 1.5 MiB that the rest of a pod leaves to ids, and what each takes besides itself: lengths, tags and the word "Healthy".
 _ROOM_BYTES = 1_400_000
 _BESIDES_BYTES = 13
 

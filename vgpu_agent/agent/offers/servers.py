@@ -1,4 +1,4 @@
-"""Which plugin servers run: one for each resource that the ledger offers, started and stopped as resources come and go.
+"""The plugin servers: one for each resource that the ledger offers, started and stopped as resources come and go.
 
 Called by `composition` at start, on every new inventory and at the end; by `reload` after a change of settings. A resource whose list would
 not fit into kubelet's message is withheld with a reason instead of being registered and dropped again and again (kubelet §10).
@@ -78,13 +78,13 @@ class Offering:
         self.lists = Revision()  # moves on with each list that kubelet is sent, and each stream that ends
         self.withheld: dict[str, str] = {}
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
-        self.gates: list[Callable[[Resource], str]] = []  # each says why a resource must not be served now, or ""; `sync` asks again
+        self.gates: list[Callable[[Resource], str]] = []  # each returns why a resource must not be served now, or ""; `sync` asks again
         self._refused: dict[str, str] = {}
         self.cautions: dict[str, str] = {}  # what is odd about resources that are served all the same
 
     @property
     def statuses(self) -> tuple[PluginStatus, ...]:
-        """One status for each plugin server, by resource."""
+        """Return one status for each plugin server, by resource."""
         return tuple(self._plugins[name].status for name in sorted(self._plugins))
 
     @property
@@ -102,12 +102,12 @@ class Offering:
 
     @property
     def registered_once(self) -> bool:
-        """Whether every plugin server, of which there is at least one, has registered."""
+        """Tell whether every plugin server has registered, and there is at least one."""
         return bool(self._plugins) and all(plugin.status.registrations for plugin in self._plugins.values())
 
     @property
     def plugins(self) -> tuple[DevicePlugin, ...]:
-        """The plugin servers themselves, whose lists `listed` compares."""
+        """The plugin servers, whose lists `advertised` compares."""
         return tuple(self._plugins.values())
 
     async def sync(self) -> None:
@@ -117,7 +117,7 @@ class Offering:
                 await self._sync()
 
     def withhold(self, resource: str, reason: str, *, not_yet: bool = False) -> None:
-        """Say, once and in the readiness, why ``resource`` is not served, until a `sync` finds that it can be.
+        """Log once, and show in the readiness, why ``resource`` is not offered, until a `sync` finds that it can be.
 
         Args:
             resource: its name.
@@ -133,7 +133,7 @@ class Offering:
             self._journal.record("plugin.withheld", level="info" if not_yet else "error", resource=resource, reason=reason)
 
     def _complain(self, resource: str) -> None:
-        """What was on its way has not come."""
+        """Log that a resource is still withheld although what it waits for should have come."""
         reason = f"{self.withheld[resource]}, for {self._patience_seconds:g} s by now"
         self._journal.record("plugin.withheld", level="error", resource=resource, reason=reason)
 
@@ -142,7 +142,7 @@ class Offering:
             timer.cancel()
 
     def caution(self, resource: str, text: str) -> None:
-        """Say, once and among the cautions, what is odd about a resource that is served all the same; with an empty text nothing is."""
+        """Log once, and show among the cautions, what is odd about a resource that is offered all the same; an empty text clears it."""
         if not text:
             self.cautions.pop(resource, None)
         elif self.cautions.get(resource) != text:
@@ -212,7 +212,7 @@ class Offering:
 
 
 def _options(resource: Resource) -> tuple[bool, bool]:
-    """What kubelet is told once, when the resource is registered."""
+    """Return the options that the kubelet receives once, when the resource is registered."""
     return resource.pre_start_required, resource.prefers
 
 

@@ -1,12 +1,12 @@
-"""Whether kubelet lists what it was told: the only way to notice that another plugin has taken a resource away from us.
+"""Check that the kubelet lists what it received: the only way to notice that another plugin has taken a resource from us.
 
-kubelet keeps one list for each resource name, the last that arrived, and when any plugin's stream of that name ends it takes down whichever
-plugin is registered (kubelet §3). So a second plugin that comes and goes leaves us with an open stream, no error, and an
-allocatable of 0. Called by `verification` in each pass; it asks pod-resources what can be allocated and compares.
+The kubelet keeps one list for each resource name: the last that arrived. When any plugin's stream of that name ends, it removes
+whichever plugin is registered (kubelet §3). So a second plugin that comes and goes leaves us with an open stream, no error, and an
+allocatable of 0. Called by `verification` in each pass, which asks pod-resources what can be allocated.
 
-Nothing is done at the first look, because a list may be on its way. A second look that finds the same lets the plugin server register
-again: after pauses that double while it does not help, and with the longest pause at once while another plugin is there, because two that
-take the resource from each other again and again are worse for pods than one that stands back.
+Nothing is done at the first difference, because a list may be on its way. If the second look finds the same, the plugin server registers
+again. The pauses between such registrations double while they do not help. While another plugin is there the longest pause applies at
+once: for pods, two plugins that keep taking the resource from each other are worse than one that backs off.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# A list that was sent more recently may still be on its way into kubelet's book.
+# A list that was sent more recently may still be on its way into the kubelet's records.
 _SETTLING_SECONDS = 3.0
 _SHORTEST_PAUSE_SECONDS = 2.0
 _NOT_LISTED = "kubelet does not list our ids: another plugin registered this resource, or its own connection was lost"
 
 
 class Server(Protocol):
-    """What is compared; `kubelet.server.DevicePlugin` is it."""
+    """The plugin server that is compared; `kubelet.server.DevicePlugin` implements it."""
 
     status: PluginStatus
 
     @property
     def told(self) -> Told | None:
-        """What kubelet was last told over a stream that is still open."""
+        """The list last sent to the kubelet over a stream that is still open."""
 
     def register_again(self, reason: str) -> None:
         """End the current registration and make a new one."""
@@ -53,7 +53,7 @@ class Server(Protocol):
 
 @dataclasses.dataclass
 class _Course:
-    """How one resource has fared; times are the loop's, in seconds.
+    """The history of one resource; times are the loop's, in seconds.
 
     Attributes:
         doubted: the look before this one found a difference.
@@ -69,9 +69,9 @@ class _Course:
 
 
 class ListedIds:
-    """Compares kubelet's list with ours, and acts on a difference.
+    """The comparison of the kubelet's list with ours; acts on a difference.
 
-    State: the course of each resource, and whether this kubelet tells what it lists at all. A restart of the agent begins with new
+    State: the course of each resource, and whether this kubelet reports its list at all. A restart of the agent begins with new
     registrations, so nothing is lost with it.
     """
 
@@ -90,7 +90,7 @@ class ListedIds:
         self._kubelet = kubelet
         self._journal = journal
         self._courses: dict[str, _Course] = {}
-        self._silent_kubelet: int | None = None  # which kubelet, by restarts seen, does not tell
+        self._silent_kubelet: int | None = None  # which kubelet, by restarts seen, does not report it
 
     async def compare(self) -> bool:
         """Compare once, with at most one call to pod-resources; whether a second look should follow soon."""
@@ -104,7 +104,7 @@ class ListedIds:
             self._silent_kubelet = self._kubelet.restarts_seen
             _logger.debug("kubelet.allocatable_unsupported", reason=str(err))
             return False
-        except KubeletError as err:  # `records` has its own trouble with the same socket, and says so
+        except KubeletError as err:  # `records` has its own trouble with the same socket, and reports it
             _logger.debug("kubelet.allocatable_unknown", reason=str(err))
             return False
         names = {server.status.resource for server in servers}
@@ -113,7 +113,7 @@ class ListedIds:
         return True in [self._look(server, listed.get(server.status.resource, frozenset())) for server in servers]
 
     def _look(self, server: Server, listed: frozenset[str] | SeenNumbers) -> bool:
-        """Whether to look again soon."""
+        """Compare the kubelet's list with the one sent; tell whether to look again soon."""
         status, told = server.status, server.told
         course = self._courses.setdefault(status.resource, _Course(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds)))
         if told is None or told.seconds_ago < _SETTLING_SECONDS:
@@ -171,6 +171,6 @@ class ListedIds:
 
 
 def _show(status: PluginStatus, before: str) -> None:
-    """Make the complaint the last error; ``before`` was the complaint so far, and goes, while an error of another kind stays."""
+    """Make the complaint the last error; ``before``, the complaint so far, is removed, while an error of another kind stays."""
     if status.complaint != before and (status.complaint or status.last_error == before):
         status.last_error = status.complaint

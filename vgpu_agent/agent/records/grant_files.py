@@ -23,7 +23,7 @@ _SETTLING_SECONDS = 1.0
 
 
 class GrantKeeping:
-    """Compares what lies on the disk with the ledger and the pods."""
+    """The comparison of the files on the disk with the ledger and the pods."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class GrantKeeping:
         Args:
             directory: the files.
             allocator: knows what should be there.
-            ledger: knows who still holds ids.
+            ledger: knows the holders of ids.
             book: knows which pods there are.
             directories: where each container has a directory of its own, or had one from an earlier agent.
             pause_seconds: the longest pause between two looks.
@@ -68,7 +68,7 @@ class GrantKeeping:
         await self._directory.restore(self._allocator.deliveries(), self._allocator.is_current)
 
     async def withdraw_strangers(self) -> None:
-        """Remove specs under a name that kubelet has given to somebody else by now.
+        """Remove specs under a name that the kubelet has given to another container by now.
 
         The next holder's PreStartContainer would replace such a spec, but that call is not certain: kubelet leaves it out before we have
         registered again after its restart, and after the last registration of an orderly stop.
@@ -78,7 +78,7 @@ class GrantKeeping:
                 await self._directory.withdraw(record)
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Look for ever: soon after a change of the pods, and regularly."""
+        """Look until cancelled: soon after a change of the pods, and regularly."""
         while True:
             beat()
             await self._refresh()
@@ -87,7 +87,7 @@ class GrantKeeping:
             await self._watch_for_strangers(self._pause_seconds, beat)
 
     async def _watch_for_strangers(self, seconds: float, beat: Callable[[], None]) -> None:
-        """Look after each Allocate whether its name stands for something already; return when the pods have changed, or after a while."""
+        """Check after each Allocate whether its name has a spec already; return when the pods have changed, or after a while."""
         loop = asyncio.get_running_loop()
         until, pods = loop.time() + seconds, self._book.revision.version
         while (left := until - loop.time()) > 0 and self._book.revision.version == pods:
@@ -98,7 +98,7 @@ class GrantKeeping:
         await asyncio.sleep(min(_SETTLING_SECONDS, self._pause_seconds))
 
     async def collect(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Remove the files of pods that are gone; without a complete picture of the pods nobody is gone."""
+        """Remove the files of pods that are gone; without a complete picture of the pods, none counts as gone."""
         if not self._book.synced.is_set():
             return
         await self._directory.collect(self._still_wanted, beat)

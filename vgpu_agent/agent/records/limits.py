@@ -1,4 +1,4 @@
-"""Tells of containers whose limits are no longer those that were configured, from what the usage loop reads.
+"""Report containers whose limits are no longer those that were configured, from what the usage loop reads.
 
 A container's region is writable for it, so a hostile one can raise its own limit. `hami-core` cannot prevent that; it can be seen, and the
 journal names the pod once.
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class LimitsWatch:
-    """Compares what regions say with what their grants were given.
+    """The comparison of the limits in regions with those of their grants.
 
-    State: which grants were told of, by number. Each is told once for as long as it lives: a container that changes its region every second
-    must not fill the journal. A restart tells again.
+    State: the numbers of the grants that were reported. Each is reported once for as long as it lives: a container that changes its region
+    every second must not fill the journal. A restart reports again.
     """
 
     def __init__(self, usage: Latest[tuple[ContainerUsage, ...]], status: Callable[[], AgentStatus], journal: Journal) -> None:
@@ -32,7 +32,7 @@ class LimitsWatch:
         self._told: set[int] = set()
 
     async def run(self) -> None:
-        """Look after each change of what regions say, until cancelled; a loop for the supervisor."""
+        """Compare after each change of the regions, until cancelled; a loop for the supervisor."""
         async for _ in self._usage.changes():
             self.look()
 

@@ -1,10 +1,10 @@
-"""Says which pods run on a device that the node no longer has, e.g. because somebody cut its GPU into other MIG instances.
+"""Report pods that run on a device that the node no longer has, e.g. because its GPU was divided into other MIG instances.
 
-Nothing can be taken from such a pod, and nothing is: its work fails or ends by itself, and kubelet keeps its ids until then. But the
-operator who changed the geometry should read whom it hit. A loop of `composition`; the number of such grants is a metric of its own.
+Nothing is taken from such a pod: its work fails or ends by itself, and the kubelet keeps its ids until then. But the operator who changed
+the geometry should see the affected pods. A loop of `composition`; the number of such grants is a metric of its own.
 
-As long as the pod is there, its GPU is not given out on other terms. That is the ledger's rule; what it needs to know after a restart to
-follow it is written down from here.
+As long as the pod exists, its GPU is not given out on other terms. That is the ledger's rule. This module writes down what the ledger needs
+for that after a restart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
 
-_GATHERING_SECONDS = 0.1  # a start of a container books several times, and nobody waits for what is told here
+_GATHERING_SECONDS = 0.1  # a start of a container books several times, and nothing waits for these reports
 
 
 class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
@@ -36,10 +36,10 @@ class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class SliceMemory:
-    """The file in ``directory`` that says of which GPU each MIG instance was.
+    """The file in ``directory`` with the GPU of each MIG instance.
 
-    The kubelet's records name an instance by its UUID only, and somebody may cut its GPU anew while a pod holds it. Where the file is lost,
-    an instance that is gone holds up nothing.
+    The kubelet's records name an instance by its UUID only, and its GPU may be divided anew while a pod holds it. If the file is lost, an
+    instance that is gone blocks nothing.
     """
 
     def __init__(self, directory: str) -> None:
@@ -68,9 +68,9 @@ class SliceMemory:
 
 
 class VanishedDevices:
-    """Watches the ledger for grants whose device is gone.
+    """The watch for grants whose device is gone.
 
-    State: what was told, so that each pod is named once for each device; after a restart it is told again.
+    State: what was reported, so that each pod is named once for each device; after a restart it is reported again.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, *, inventory: Callable[[], Inventory], journal: Journal) -> None:
@@ -81,25 +81,25 @@ class VanishedDevices:
         self._told: dict[tuple[int, str], str] = {}  # (number of the grant, device) → pod
 
     async def recall(self) -> None:
-        """Tell the ledger what MIG instances there were before the agent started; before anything is offered."""
+        """Give the ledger the MIG instances from before the agent's start; call this before anything is offered."""
         self._ledger.slices.update(await self._memory.recall())
 
     async def run(self) -> None:
-        """Look at every change of devices or grants, for ever; a loop for the supervisor."""
+        """Look at every change of devices or grants, until cancelled; a loop for the supervisor."""
         async for _ in self._ledger.revision.changes(coalesce_seconds=_GATHERING_SECONDS):
             self.look()
 
     async def remember(self) -> None:
-        """Write down what MIG instances there are, for ever; a loop of its own, because a disk may hang."""
+        """Write down the MIG instances until cancelled; a loop of its own, because a disk may hang."""
         async for _ in self._ledger.revision.changes(coalesce_seconds=_GATHERING_SECONDS):
             await self._memory.keep(self._ledger.slices)
 
     def look(self) -> None:
-        """Tell what is new: a pod that lost its device, or a device that came back to its pod."""
+        """Report what is new: a pod that lost its device, or a device that came back to its pod."""
         live = {grant.number: grant for grant in self._ledger.grants}
         vanished = dict(self._vanished(live.values()))
         for (number, device), grant in vanished.items():
-            if (number, device) not in self._told and grant.owner is not None:  # who holds it is known a second later at the latest
+            if (number, device) not in self._told and grant.owner is not None:  # the holder is known a second later at the latest
                 self._told[number, device] = grant.owner.pod_name
                 known = self._ledger.slices.get(device)
                 self._journal.record(
@@ -121,7 +121,7 @@ class VanishedDevices:
 
     def _vanished(self, grants: Iterable[Grant]) -> Iterator[tuple[tuple[int, str], Grant]]:
         inventory = self._inventory()
-        if not inventory.gpus:  # the driver has not answered yet, which says nothing about any device
+        if not inventory.gpus:  # the driver has not answered yet, so nothing is known about any device
             return
         present = inventory.devices
         for grant in grants:

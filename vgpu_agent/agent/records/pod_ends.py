@@ -1,4 +1,4 @@
-"""Pods that have ended by the API server's word while the ledger still has something for them.
+"""Pods that have ended according to the API server while the ledger still has something for them.
 
 `verification` asks when to look at kubelet's records for them, and, with the records at hand, which grants were theirs.
 """
@@ -22,7 +22,7 @@ _LISTED_SECONDS = 1.0
 
 
 class PodEnds:
-    """Joins the ends of pods with the grants.
+    """The ends of pods, joined with the grants.
 
     State: how many pods had ended when every grant was last known by its pod. After a restart all grants come from kubelet's records,
     with their pods.
@@ -34,7 +34,7 @@ class PodEnds:
         self._ends_known = 0
 
     def pending(self) -> frozenset[str]:
-        """One text for each end that the ledger does not show yet; a new end always makes a new text.
+        """Return one text for each end that the ledger does not show yet; a new end always makes a new text.
 
         That is the UID of an ended pod with grants. While there are grants whose pod is not known, it may be any pod's end.
         """
@@ -47,10 +47,11 @@ class PodEnds:
         return frozenset(found)
 
     def has_ended(self, grant: Grant, records: KubeletRecords) -> bool:
-        """Whether the API server says that the pod of ``grant`` has ended, of which ``records`` do not show that it is alive.
+        """Tell whether, by the API server, the pod of ``grant`` has ended; ``records`` do not show it alive.
 
-        A pod may end before kubelet's records have named it. Its grant is known by what is left: nobody has the ids, and every pod that has
-        asked for such ids and has not ended has others. A pod on its way to kubelet has none yet, and a plain init container's are hidden.
+        A pod may end before the kubelet's records have named it. Its grant is found by exclusion: the ids have no holder, and every pod
+        that asked for such ids and has not ended has others. A pod on its way to the kubelet has none yet, and a plain init container's
+        are hidden.
         """
         if grant.owner is not None:
             return bool(grant.owner.pod_uid) and self._book.has_ended(grant.owner.pod_uid)
@@ -68,12 +69,12 @@ class PodEnds:
         return not any(_asks(pod, grant.resource) and (pod.namespace, pod.name) not in listed for pod in self._book.pods)
 
     def _is_unnamed(self, grant: Grant) -> bool:
-        """Whether ids that name their device are booked, and nobody has said for whom."""
+        """Tell whether ids that name their device are booked for a pod that is not known yet."""
         if grant.owner is not None or grant.decided_for is not None:
             return False
         return any(offer.name == grant.resource and offer.decided_by is Decider.IDS for offer in self._ledger.resources)
 
 
 def _asks(pod: Pod, resource: str) -> bool:
-    """Whether kubelet may be admitting the pod for ``resource``."""
+    """Tell whether the kubelet may be admitting the pod for ``resource``."""
     return not pod.ended and not pod.mirror and any(container.limits.get(resource) for container in pod.containers)

@@ -1,10 +1,10 @@
-"""What kubelet's records say at this moment, for `allocation`: the checkpoint and pod-resources, side by side and unweighed.
+"""Read the kubelet's records for `allocation`: the checkpoint and pod-resources, side by side and unweighed.
 
-Asked before every start of a container whose pod decides what it gets. The checkpoint says which pods to ask pod-resources about, which
-for one pod is quick and for the whole node is not (4 MB where memory is counted in ids). Both take some milliseconds, so the pod that is
-probably meant is asked about while the checkpoint is being read; the answer counts if the checkpoint then names that pod and no other. The
-whole node is asked about where one pod does not do: kubelet is too old for it or has been asked too often, nobody knows the pod yet, or
-what it holds is not these ids. Starts come in bursts, so everybody who asks while a reading is under way shares the next one.
+Called before every start of a container whose pod decides what it gets. The checkpoint says which pods to query at pod-resources. A query
+for one pod is quick; one for the whole node is not (4 MB where memory is counted in ids). Both sources take some milliseconds, so the
+probable pod is queried while the checkpoint is being read. The answer counts if the checkpoint then names that pod and no other. The whole
+node is queried where one pod is not enough: the kubelet is too old for it or was asked too often, the pod is not known yet, or what it
+holds is not these ids. Starts come in bursts, so all callers that ask while a reading is under way share the next one.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Read = TypeVar("Read")
 
 
 class SharedReading(Generic[Read]):
-    """Reads with ``read`` for all who ask at the same time: each gets a reading that began after its question.
+    """The readings by ``read``, shared by all callers at the same time: each gets a reading that began after its call.
 
-    State: the last complete reading and its number, for those who asked before it began. One that was broken off counts for nobody.
+    State: the last complete reading and its number, for callers that asked before it began. One that was broken off does not count.
     """
 
     def __init__(self, read: Callable[[], Awaitable[Read]]) -> None:
@@ -48,11 +48,11 @@ class SharedReading(Generic[Read]):
 
     @property
     def last(self) -> Read | None:
-        """What was read last, however long ago; None before the first time."""
+        """The last reading, however old; None before the first one."""
         return self._last[1] if self._last else None
 
     async def __call__(self) -> Read:
-        """What was read after this call began.
+        """Return a reading that began after this call.
 
         Raises:
             Exception: whatever ``read`` raises.
@@ -95,7 +95,7 @@ class _Checkpoint:
         return self.holders[resource]
 
     def answer(self, entry: CheckpointEntry) -> Edits:
-        """What our Allocate once answered for ``entry``, which is one of these.
+        """Return the answer that our Allocate gave for ``entry``, which is one of these.
 
         Raises:
             CheckpointError: that cannot be understood.
@@ -107,14 +107,14 @@ class _Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Listed:
-    """What pod-resources said; None when it was silent."""
+    """The answer of pod-resources; None when there was none."""
 
     holdings: tuple[Holding, ...] | None
     trouble: str = ""
 
 
 class KubeletRecordsReader:
-    """Reads both records; see `allocation.surroundings.RecordsReader`."""
+    """The reader of both records; see `allocation.dependencies.RecordsReader`."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class KubeletRecordsReader:
         Args:
             pod_resources: the client of kubelet's socket.
             checkpoint: the path of kubelet's file.
-            with_answers: whether everybody's stored answers are needed (early binding), not only those for the ids in question.
-            pods: knows their names, who is likely to start, and which resources are of interest; the ids of others are not read at all.
+            with_answers: whether all stored answers are needed (early binding), not only those for the ids in question.
+            pods: knows their names, the likely next start, and the resources of interest; the ids of others are not read at all.
         """
         self._pod_resources = pod_resources
         self._path = checkpoint
@@ -140,12 +140,12 @@ class KubeletRecordsReader:
         self._both = SharedReading(self._read_both)
 
     async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
-        """What they say, read after this call began.
+        """Return the records, read after this call began.
 
         Args:
             resource: the resource that the ids are of.
-            ids: whose holder is asked for.
-            whole: whether pod-resources has to tell of every pod.
+            ids: the ids whose holder is asked for.
+            whole: whether pod-resources has to report every pod.
         """
         wanted = frozenset(ids)
         if not whole and (kubelet_evidence := await self._of_holders(resource, wanted)):
@@ -154,14 +154,14 @@ class KubeletRecordsReader:
         return self._evidence(checkpoint, listed, checkpoint.about(resource, wanted), whole=True)
 
     async def _of_holders(self, resource: str, ids: frozenset[str]) -> KubeletEvidence | None:
-        """With pod-resources about those pods only that have ``ids`` by the checkpoint; None where that does not settle it."""
+        """Return the records, with pod-resources only for pods that have ``ids`` by the checkpoint; None where that is not enough."""
         checkpoint, about, names, asked = await self._checkpoint_and_expected(resource, ids)
         known = [name for name in names if name is not None]
         if not known or len(known) < len(names):
             return None
         listed = asked.result() if asked else await self._get(known)
         if listed is None:
-            return None  # List will do, or say what is wrong
+            return None  # List will do, or report what is wrong
         live = {(held.owner.namespace, held.owner.pod) for held in listed if _concerns(held, resource, ids)}
         return self._evidence(checkpoint, _Listed(listed), about, whole=False) if len(live) == 1 else None
 
@@ -183,12 +183,12 @@ class KubeletRecordsReader:
                 about = checkpoint.about(resource, ids)
                 names = {self._pods.name(entry.pod_uid) for entry in about}
                 if asked is not None and names != {expected}:
-                    asked.cancel()  # what it says would not count, and it may be silent for seconds
+                    asked.cancel()  # its answer would not count, and it may take seconds
                     asked = None
         return checkpoint, about, names, asked
 
     def _before(self, resource: str, ids: frozenset[str]) -> tuple[tuple[str, str] | None, frozenset[tuple[str, str]]]:
-        """By the last reading, however old: the pod that had ``ids``, and UID and container of all that had any of the resource.
+        """Return, by the last reading, the pod that had ``ids``, and UID and container of all that had any of the resource.
 
         In a burst the one that had them is the one that starts, and one that had others is not.
         """
@@ -199,7 +199,7 @@ class KubeletRecordsReader:
         return had, frozenset([(entry.pod_uid, entry.container_name) for holders in last.of(resource).values() for entry in holders])
 
     async def _get(self, pods: Collection[tuple[str, str]]) -> tuple[Holding, ...] | None:
-        """What pod-resources says of ``pods``; None when it says nothing of single ones."""
+        """Return pod-resources' records of ``pods``; None when it cannot answer for single pods."""
         try:
             return await self._pod_resources.get(pods, self._pods.resources.__contains__)
         except KubeletError:

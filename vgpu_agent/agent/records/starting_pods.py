@@ -1,8 +1,8 @@
-"""The pods that kubelet is starting: what they are called, which one a start is probably about, and whether there are any.
+"""The pods that the kubelet is starting: their names, the probable pod of a start, and whether there are any.
 
-`reader` asks for names. Reading kubelet's checkpoint takes as long as asking pod-resources about one pod, so both begin at the same time,
-and for that somebody must say which pod before the checkpoint does. What is expected here decides nothing: what pod-resources says of a pod
-counts only if the checkpoint, read in the same question, names that very pod.
+`reader` asks for names. Reading the kubelet's checkpoint takes as long as asking pod-resources about one pod, so both begin at the same
+time, and the pod must be known before the checkpoint names it. The expectation decides nothing: pod-resources' answer about a pod counts
+only if the checkpoint, read in the same question, names that very pod.
 
 `cluster`'s writer of annotations waits while pods are being started.
 """
@@ -26,10 +26,10 @@ _PENDING = "Pending"  # a pod's phase until its first container runs
 
 
 class StartingPods:
-    """Looks into the book of pods.
+    """The view of the pod cache on pods that are starting.
 
-    State: which containers' starts are being asked about now, so that those who ask at the same time expect different ones; since when pods
-    have been seen pending.
+    State: the containers that callers expect now, so that simultaneous callers expect different ones; since when pods have been seen
+    pending.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StartingPods:
         return self._resources
 
     def any(self) -> bool:
-        """Whether kubelet is starting pods that ask for one of `resources`; those that take too long do not count."""
+        """Tell whether the kubelet is starting pods that ask for one of `resources`. Those that take too long do not count."""
         wanted, now = self.resources, self._clock()
         pending = [
             pod.kubelet_uid
@@ -86,10 +86,10 @@ class StartingPods:
 
     @contextlib.contextmanager
     def expected(self, resource: str, count: int, *, besides: Container[tuple[str, str]] = frozenset()) -> Iterator[tuple[str, str] | None]:
-        """(namespace, name) of the pod to which a start with ``count`` ids probably belongs; None when none suits.
+        """Yield (namespace, name) of the pod to which a start with ``count`` ids probably belongs; None when none suits.
 
         It is the one bound first of those that wait for as many, since kubelet admits pods in about that order. Until the ``with`` is left,
-        that container is expected by nobody else.
+        no other caller expects that container.
 
         Args:
             resource: of which the ids are.

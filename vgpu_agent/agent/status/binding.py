@@ -1,6 +1,6 @@
-"""How the families are doing, for `report`: which are offered, how their grants are bound, and whose start is refused.
+"""The state of the families, for `report`: which are offered, how their grants are bound, and which starts are refused.
 
-A room of its own because allocation, offering and settings each know a part of it.
+A module of its own because allocation, offering and settings each know a part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BindingReport:
-    """Reads the parts; keeps nothing."""
+    """The reader of all parts for the report; keeps nothing."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""How the agent gets along with the API server, for `report`: connection, watches, writers, and what was remembered.
+"""The state of the connection to the API server, for `report`: watches, writers, and what was remembered.
 
-`web` may not look into `cluster`, so its counts are put into plain words here. No secret gets in: of the credentials only where they are
-from.
+`web` may not look into `cluster`, so its counts are put into plain words here. No secret gets in: only the source of
+the credentials is shown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ClusterReport:
-    """Reads the parts; keeps nothing."""
+    """The reader of all parts for the report; keeps nothing."""
 
     def __init__(self, cluster: ClusterSide) -> None:
         self._cluster = cluster

@@ -40,7 +40,7 @@ _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
 
 
 class Report:
-    """Collects the status of all parts; the `Source` of `web`."""
+    """The collected status of all parts; the `Source` of `web`."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Report:
         )
 
     def _booked(self) -> LedgerStatus:
-        """What changes with the ledger only; a node can offer tens of thousands of ids, too many to count for every request."""
+        """Return the part that changes with the ledger only: tens of thousands of ids are too many to count for every request."""
         ledger = self._ledger
         if self._offered_at != ledger.revision.version:
             self._offered_at = ledger.revision.version
@@ -187,7 +187,7 @@ class Report:
 
 
 def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
-    """How many holders each device may have. It serves one family at a time, so the family that allows most of them counts."""
+    """Return how many holders each device may have. It serves one family at a time, so the family that allows most of them counts."""
     by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for resource in resources:
         if resource.decided_by is Decider.IDS and isinstance(resource.ids, NumberedIds):

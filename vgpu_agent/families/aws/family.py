@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 FAMILY = "aws"
 RESOURCE = "k8s.amazonaws.com/vgpu"
-# Where MPS has its pipes unless it is told otherwise, and where pods written for AWS's plugin mount them from (aws §II.3).
+# MPS's default place for its pipes, and the place from which pods written for AWS's plugin mount them (aws §II.3).
 PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - a path that others have chosen
 
 _ID = re.compile(r"(GPU-[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12})-(0|[1-9][0-9]{0,5})")
@@ -49,14 +49,14 @@ _ID = re.compile(r"(GPU-[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12})-(0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AwsOptions:
-    """How this node offers its GPUs.
+    """The settings by which this node offers its GPUs.
 
     Attributes:
         resource: the name.
         vgpus: how many containers share a GPU.
         mps: a key of `_JOINING`.
-        lists: how containers are told of their devices.
-        paths: where containers meet a daemon of ours; its pipe lies in `PIPE_DIRECTORY`, for old clients' sake.
+        lists: how containers get their devices.
+        paths: where containers meet a daemon of ours; its pipe is in `PIPE_DIRECTORY`, for old clients.
     """
 
     resource: str = RESOURCE
@@ -107,12 +107,12 @@ class AwsFamily:
         return Shortfall(cautions=tuple(f"{name}: {reason}" for reason in reasons))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Nothing is nonsense in AWS's terms; unknown and unhealthy ids are the ledger's business."""
+        """Accept everything: all requests make sense in AWS's terms, and the ledger checks unknown and unhealthy ids."""
         del resource, ids
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
         """A place on each GPU; with a daemon of ours also its part of memory and compute, which is in force."""
-        del resource  # the ids say it all
+        del resource  # the ids are enough
         counts = collections.Counter(_devices(ids))
         if self._options.mps != "supervised":
             return tuple(Share(uuid) for uuid in counts)
@@ -127,7 +127,7 @@ class AwsFamily:
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """All on one GPU, the fullest that has room (aws D7) among those of the lowest rank; where none has, on as few as may be."""
+        """Choose ids of one GPU, the fullest with room (aws D7) among those of the lowest rank; if none has room, of as few as possible."""
         rank = {entry.id: place for place, entry in enumerate(resource.ids)}
         device_of = {entry.id: entry.device for entry in resource.ids}
         usable = sorted((id_ for id_ in available if id_ in rank), key=rank.__getitem__)
@@ -139,14 +139,14 @@ class AwsFamily:
             return choose(PACKED, request)
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """What names the GPUs to the container, each once, and what makes it a client of MPS."""
+        """Return the edits that name the GPUs to the container, each once, and make it a client of MPS."""
         behind = _devices(ids)
         devices = [device for uuid in dict.fromkeys(behind) if (device := visible_device(uuid, inventory))]
         edits = edits_of(devices, self._options.lists, number=answer_number(resource.name, ids))
         return edits.joined(_JOINING[self._options.mps](resource, behind, inventory, self._options.paths))
 
     def _unfit(self, gpu: Gpu) -> str:
-        """Why a GPU cannot be offered; empty when it can."""
+        """Explain why a GPU cannot be offered; empty when it can."""
         if gpu.integrated:
             return f"GPU {gpu.index} ({gpu.uuid}) is part of the processor and has no UUID to name it by; offer it by families.nvidia"
         if gpu.mig_enabled:  # aws W4: upstream offers it, and the container finds nothing that works
@@ -181,13 +181,13 @@ def _devices(ids: Iterable[str]) -> list[str]:
 
 
 def _join_nobody(resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions) -> Edits:
-    """As upstream: the pod sees to MPS itself."""
+    """Add nothing, like upstream: the pod sets up MPS itself."""
     del resource, devices, inventory, paths
     return Edits()
 
 
 def _join_host(resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions) -> Edits:
-    """A daemon of somebody else on the host: its pipe, and the host's shared memory, so that the pod needs neither mount nor hostIPC."""
+    """Join the host's own daemon: its pipe and the host's shared memory, so that the pod needs neither mount nor hostIPC."""
     del resource, devices, inventory, paths
     mounts = (Mount(PIPE_DIRECTORY, PIPE_DIRECTORY), Mount(SHARED_MEMORY, SHARED_MEMORY))
     return Edits(environment={PIPE_VARIABLE: PIPE_DIRECTORY}, mounts=mounts)

@@ -1,8 +1,8 @@
-"""Which devices stand behind which of NVIDIA's resource names, before anything is shared: the MIG strategies and the patterns.
+"""The devices behind each of NVIDIA's resource names, before sharing: the MIG strategies and the patterns.
 
-Names and the table of what is valid are those of nvidia §3 and G1 to G7, with its defects mended: what cannot be offered under one
-name keeps no other from being offered, and a slice whose compute instance is smaller than its GPU instance has a name like any other
-(nvidia D8). Called by `offers`.
+Names and the table of what is valid are those of nvidia §3 and G1 to G7, without its defects. What cannot be offered under one name does
+not stop the other names. A slice whose compute instance is smaller than its GPU instance has a name like any other (nvidia D8). Called by
+`offers`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Device:
 
     @property
     def id(self) -> str:
-        """What its id begins with."""
+        """The beginning of its ids."""
         return EVERY_GPU if self.every else self.uuid
 
     @property
@@ -48,23 +48,23 @@ class Device:
 
     @property
     def memory_mib(self) -> int:
-        """Its own memory: of a slice not that of its GPU (iktos D7)."""
+        """Its own memory; for a slice that of the slice, not of its GPU (iktos D7)."""
         return self.instance.memory_mib if self.instance else self.gpu.memory_mib
 
     @property
     def kind(self) -> tuple[str, int]:
-        """What makes two slices alike; all whole GPUs are."""
+        """The kind that makes two slices alike; all whole GPUs are alike."""
         return (self.instance.profile, self.instance.memory_mib) if self.instance else ("", 0)
 
     @property
     def shown(self) -> str:
-        """For an operator."""
+        """The device as text for an operator."""
         return f"MIG device {self.index} ({self.uuid})" if self.instance else f"GPU {self.index} ({self.uuid})"
 
 
 @dataclasses.dataclass(slots=True)
 class Named:
-    """The devices of each resource, in node order; why a name has none, one sentence; and what is odd, a sentence each."""
+    """The devices of each resource, in node order; the reason why a name has none, one sentence; and oddities, a sentence each."""
 
     devices: dict[str, list[Device]] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -73,11 +73,11 @@ class Named:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigStrategy:
-    """How GPUs in MIG mode are offered.
+    """The way in which GPUs in MIG mode are offered.
 
     Attributes:
         slices: by their slices, instead of whole.
-        slice_name: what slices are called that no pattern names; ``{}`` stands for the profile.
+        slice_name: the name of slices that no pattern names; ``{}`` stands for the profile.
         alike: all devices under one name must be of one kind, and no GPU in MIG mode may be without slices.
     """
 
@@ -98,7 +98,7 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
     strategy = MIG_STRATEGIES[options.mig_strategy]
     named = Named()
     if options.wsl:
-        # They are not told apart there, so all are as well as the worst of them.
+        # They are not distinguished there, so all are as healthy as the worst of them.
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
         return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
     for number, known in inventory.numbered.items():
@@ -155,7 +155,7 @@ def _first_match(patterns: Iterable[Pattern], text: str) -> str:
 
 
 def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str:
-    """Why nothing can be offered under the name; empty when it can."""
+    """Explain why nothing can be offered under the name; empty when it can."""
     if _NAME.fullmatch(name.removeprefix(DOMAIN)) is None:
         return f"no resource can have this name, which {devices[0].shown} would get; name it by a pattern in resources.mig"
     if all(device.instance and device.instance.trouble for device in devices):
@@ -165,7 +165,7 @@ def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str
 
 
 def _unlike(devices: Sequence[Device]) -> str:
-    """Why these cannot stand under one name; empty when they can. A lost GPU, which nobody is given, is not measured by the others."""
+    """Explain why these cannot share one name; empty when they can. A lost GPU, which is never granted, is not compared."""
     devices = [device for device in devices if device.gpu.present] or devices
     first: dict[tuple[str, int], Device] = {}
     for device in devices:

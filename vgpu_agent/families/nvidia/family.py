@@ -51,9 +51,9 @@ class NvidiaFamily:
         self._last: tuple[Inventory, Offers] | None = None
 
     def claims(self, resource: str) -> bool:
-        """Every name in NVIDIA's domain: one that is not offered today may have been before a rename or a change of MIG.
+        """Claim every name in NVIDIA's domain: one that is not offered today may have been before a rename or a change of MIG.
 
-        Whose ids those are is for `shares` to say: another plugin may offer something in the same domain.
+        `shares` decides on the ids: another plugin may offer something in the same domain.
         """
         return resource.startswith(DOMAIN)
 
@@ -62,7 +62,7 @@ class NvidiaFamily:
         return self._offers(inventory).resources
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """What cannot be offered as it is configured, or as the node's MIG slices are."""
+        """Return what cannot be offered as it is configured, or as the node's MIG slices are."""
         return self._offers(inventory).shortfall
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ class NvidiaFamily:
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """By the policy that fits the resource (see `_policy`), among the GPUs of the lowest ranks.
+        """Choose by the policy that fits the resource (see `_policy`), among the GPUs of the lowest ranks.
 
         A policy for replicas that the operator has set counts before the ranks.
         """
@@ -122,7 +122,7 @@ class NvidiaFamily:
         return choose(policy, IdRequest(usable, required, size, device_of, totals, inventory.links, ranks))
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """What names the devices to the container, by the list strategies; by MPS also what makes it a client of its daemon."""
+        """Return the edits that name the devices, by the list strategies; by MPS also those for a client of its daemon."""
         found = [device for uuid in devices_behind(ids) if (device := _EVERY.get(uuid) or visible_device(uuid, inventory))]
         if self._options.iktos:  # which sorts them (iktos §I.5)
             found.sort(key=_place if self._options.lists.id_strategy == "index" else _uuid)
@@ -137,7 +137,7 @@ class NvidiaFamily:
         return self._last[1]
 
     def _policy(self, resource: Resource) -> str:
-        """Units of memory on one device; whole GPUs that belong together (nvidia §6.1), whatever is set; replicas as is set."""
+        """Return the policy: units of memory on one device, well-connected whole GPUs (nvidia §6.1), replicas as configured."""
         if resource.name in self._options.automatic:
             return ONE_GPU
         if resource.holders_per_device == 1 and not any(_is_slice(entry.device) for entry in resource.ids):
@@ -173,7 +173,7 @@ def _is_slice(uuid: str) -> bool:
 
 
 def _memory_mib(uuid: str, inventory: Inventory) -> int:
-    """Of a GPU or slice; 0 when the driver does not show it any more."""
+    """Return the memory of a GPU or slice; 0 when the driver does not show it any more."""
     found = inventory.device(uuid)
     if found is None:
         return 0

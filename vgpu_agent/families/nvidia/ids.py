@@ -2,8 +2,8 @@
 
 Three forms are read, whichever is offered today, so that running containers keep their devices over a change of settings:
 ``<uuid>`` a whole device, ``<uuid>::<n>`` a replica as NVIDIA's plugin counts them (nvidia §4), ``<uuid>-replica-<n>`` one as
-iktos's fork does (iktos §I.3). Under WSL one id stands for all GPUs, which containers cannot be
-given one by one there (nvidia A26); the GPU of a Tegra processor has a word for a UUID. Used by `family` and `offers`.
+iktos's fork does (iktos §I.3). Under WSL one id stands for all GPUs, because containers cannot get single ones there (nvidia A26). The GPU
+of a Tegra processor has a fixed word as its UUID. Used by `family` and `offers`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ID = re.compile(rf"((?:GPU|MIG)-{_UUID}|MIG-GPU-{_UUID}/[0-9]{{1,4}}/[0-9]{{1,4
 
 
 class ReadId(NamedTuple):
-    """What an id says.
+    """The parts of an id.
 
     Attributes:
         device: UUID of the GPU or MIG instance, or `EVERY_GPU`.
@@ -39,13 +39,13 @@ class ReadId(NamedTuple):
 
 
 def read(id_: str) -> ReadId | None:
-    """What the id says; None when it is not of this family."""
+    """Parse the id; None when it is not of this family."""
     found = _ID.fullmatch(id_)
     return ReadId(found[1], int(found[2]) if found[2] else None) if found else None
 
 
 def devices_behind(ids: Iterable[str]) -> dict[str, bool]:
-    """UUID → whether one of the ids stands for the whole device; in the order of the ids, each once (nvidia A3); others are left out."""
+    """Map each UUID to whether one of its ids is the whole device; in the order of the ids (nvidia A3), without unknown ids."""
     devices: dict[str, bool] = {}
     for id_ in ids:
         if (known := read(id_)) is not None:
@@ -59,5 +59,5 @@ def one_by_one(ids: Sequence[str]) -> list[str]:
 
 
 def has_replicas(ids: Iterable[str]) -> bool:
-    """Whether a replica is among the ids."""
+    """Tell whether a replica is among the ids."""
     return any(known is not None and known.replica is not None for known in map(read, ids))

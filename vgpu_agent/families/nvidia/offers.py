@@ -1,8 +1,8 @@
-"""What a node with these GPUs offers under NVIDIA's names: each resource with its ids, and what could not be offered and why.
+"""The offers of a node with these GPUs under NVIDIA's names: the resources with their ids, and what is withheld and why.
 
 From the devices of each name (`devices`) and the entries about sharing to `Resource`s: whole devices, replicas of all of them or of
-some, each device in one resource only, so that it is never twice on the ledger (nvidia G1–G16, D15; iktos K1–K9). What is wrong with one
-resource withholds that one. Called by `family`; pure.
+some, each device in one resource only, so that it is never twice in the ledger (nvidia G1–G16, D15; iktos K1–K9). A fault in one resource
+withholds only that one. Called by `family`; pure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_IDS = 200_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offers:
-    """What is offered, and what is not."""
+    """The offered resources, and those that are not offered."""
 
     resources: tuple[Resource, ...]
     shortfall: Shortfall
@@ -53,7 +53,7 @@ class _Part:
 
 
 def offers(options: NvidiaOptions, inventory: Inventory) -> Offers:
-    """What this node offers; deterministic, and never an error."""
+    """Return what this node offers; deterministic, and never an error."""
     plan = _Plan(options, named_devices(inventory, options))
     for entry in options.shared:
         plan.share(entry)
@@ -73,7 +73,7 @@ class _Plan:
         self._taken: dict[str, str] = {}  # UUID → the resource that has it
 
     def share(self, entry: SharedEntry) -> None:
-        """Offer the devices that the entry means as it says."""
+        """Offer the devices of the entry with its replicas."""
         name = entry.published
         if reason := self._named.refused.get(entry.name):
             if entry.devices == ALL:
@@ -193,7 +193,7 @@ def _ids(parts: Sequence[_Part], options: NvidiaOptions) -> Sequence[DeviceId]:
 
 
 def _why_not(resource: Resource, members: Sequence[_Part], inventory: Inventory) -> str:
-    """Why a resource cannot be served as it would be offered; empty when it can."""
+    """Explain why a resource cannot be offered as planned; empty when it can."""
     if resource.sharing is not SharingMode.MPS:
         return ""
     if whole := [part.device for part in members if not part.shared]:

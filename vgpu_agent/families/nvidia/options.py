@@ -1,7 +1,7 @@
-"""How this node offers its GPUs in NVIDIA's words, and in those of iktos's fork: the settings, as the `nvidia` family reads them.
+"""The settings of the `nvidia` family, in NVIDIA's words and in those of iktos's fork.
 
-NVIDIA's sharing strategies and iktos's ``resourceConfig`` come to one list of entries here, so that nobody behind this file asks which of
-them an operator has used. Sources: nvidia §2 and §3, iktos §I.2.
+NVIDIA's sharing strategies and iktos's ``resourceConfig`` become one list of entries here, so that no other module depends on which of them
+an operator has used. Sources: nvidia §2 and §3, iktos §I.2.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ AUTOMATIC = -1  # as many replicas as the device has units of memory
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pattern:
-    """Devices by the name of their GPU or MIG profile: ``*`` stands for any text, and all of the name must match (nvidia §3)."""
+    """A pattern for names of GPUs or MIG profiles: ``*`` stands for any text, and all of the name must match (nvidia §3)."""
 
     pattern: str
     name: str
 
     def matches(self, text: str) -> bool:
-        """Whether ``text`` is such a name."""
+        """Tell whether ``text`` is such a name."""
         return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), text) is not None
 
 
@@ -58,7 +58,7 @@ class SharedEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NvidiaOptions:
-    """How this node offers its GPUs.
+    """The settings by which this node offers its GPUs.
 
     Attributes:
         mig_strategy: a name in `devices.MIG_STRATEGIES`.
@@ -68,12 +68,12 @@ class NvidiaOptions:
         shared: what is offered several times; the first entry that names a device has it.
         separator: between a device's UUID and the number of a replica, of `ids`.
         suffix_always: also the only replica of a device has a number.
-        fail_requests_greater_than_one: a container may take one replica only; more would not mean more of the GPU.
+        fail_requests_greater_than_one: a container may take one replica only, since more replicas are not more of the GPU.
         policy: ``distributed`` or ``packed``.
         policy_is_set: the operator has chosen it, so that it counts before what other families on the node need.
         unit_mib: memory that an automatic replica stands for.
         wsl: the node is a Windows subsystem, whose containers get all GPUs or none.
-        lists: how containers are told of their devices.
+        lists: how containers get their devices.
         mps: where containers meet their MPS daemon.
     """
 
@@ -94,17 +94,17 @@ class NvidiaOptions:
 
     @property
     def iktos(self) -> bool:
-        """Whether replicas are counted and spread as iktos's fork does."""
+        """Tell whether replicas are counted and spread as iktos's fork does."""
         return self.separator == IKTOS_SEPARATOR
 
     @property
     def automatic(self) -> frozenset[str]:
-        """Resources whose ids are units of memory."""
+        """Return the resources whose ids are units of memory."""
         return frozenset(entry.published for entry in self.shared if entry.replicas == AUTOMATIC)
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions, wsl: bool = False) -> NvidiaOptions:
-        """The options that the configuration asks for; where several say how GPUs are shared: iktos's words, then MPS (nvidia G12)."""
+        """Return the configured options; if several define the sharing, iktos's words win, then MPS (nvidia G12)."""
         plugin, sharing = settings.plugin, settings.sharing
         mps = bool(sharing.mps.resources)
         block = sharing.mps if mps else sharing.time_slicing

@@ -1,10 +1,10 @@
 """The `volcano-gpushare` family: ``volcano.sh/gpu-memory`` or ``volcano.sh/gpu-number``, as Volcano's own device plugin offers them.
 
-Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a container is told its card
-and its budget, and nothing holds it to them. The ids are only counted; which card a pod gets stands in its annotation
-``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that no GPU scheduler has placed.
+Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a container gets its card and its budget, and
+nothing enforces them. The ids are only counted. The pod's card is in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by
+this agent for pods that no GPU scheduler has placed.
 
-The numbers of cards are what NVML counted when all of them answered. A card that is lost keeps its number as long as this agent runs, so
+The numbers of cards are those of NVML when all of them answered. A card that is lost keeps its number as long as this agent runs, so
 neither ids nor annotations of running pods move under them; after a restart of the agent NVML's numbers of that moment count, for the
 scheduler as well. What a running container holds is in the ledger by UUID and does not move at all.
 """
@@ -57,13 +57,13 @@ BY_INDEX = ListOptions(id_strategy="index")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VolcanoGpushareOptions:
-    """How this node offers its GPUs.
+    """The settings by which this node offers its GPUs.
 
     Attributes:
         strategy: `SHARE` offers memory, `NUMBER` whole cards.
         factor: MiB in one id; 0 for the smallest power of two whose list fits into a message.
         unequal_gpus: ``refuse`` or ``minimum``: what to do with cards of different size, which the scheduler takes for equal.
-        lists: how the container is told its card; by index, as the replaced plugin does, unless the operator wants UUIDs.
+        lists: how the container gets its card; by index, as the replaced plugin does, unless the operator wants UUIDs.
         message_budget_bytes: largest device list that is sent to kubelet.
     """
 
@@ -75,7 +75,7 @@ class VolcanoGpushareOptions:
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
-        """The options that the configuration asks for; of ``lists`` only how a card is named, for there is nothing else to be told of."""
+        """Return the configured options; of ``lists`` only how a card is named, for containers get nothing else."""
         gpushare = settings.volcano_gpushare
         return cls(
             strategy=gpushare.strategy,
@@ -113,7 +113,7 @@ class VolcanoGpushareFamily:
         return resource in (MEMORY_RESOURCE, NUMBER_RESOURCE)
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """One resource: ``<number>-<j>`` for each unit of each card's memory, or each card's UUID (volcano-gpushare S1, S4, S5).
+        """Return one resource: ``<number>-<j>`` for each unit of a card's memory, or the cards' UUIDs (volcano-gpushare S1, S4, S5).
 
         Raises:
             ConfigError: the cards differ in size, or the list of ids would not fit into a message of kubelet, or a unit into a card.
@@ -129,11 +129,11 @@ class VolcanoGpushareFamily:
         factor = self._factor(inventory)
         ids = _memory_ids(numbered, factor)
         self._refuse_unfitting(numbered, ids, factor)
-        # Memory is the limit: nobody asks for less than one unit, so there are never more holders than units.
+        # Memory is the limit: no container asks for less than one unit, so there are never more holders than units.
         return (self._resource(ids, holders_per_device=ids.blocks[0].count, unit="volcanoGpushare.gpuMemoryFactor"),)
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """None: all that can be offered is."""
+        """Return nothing: all that can be offered is offered."""
         del inventory
         return ()
 
@@ -143,7 +143,7 @@ class VolcanoGpushareFamily:
     # -- what a container gets --------------------------------------------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
-        """The cards that ``volcano.sh/gpu-index`` names, or without it the first that have room for the whole pod.
+        """Choose the cards that ``volcano.sh/gpu-index`` names, or without it the first that have room for the whole pod.
 
         Raises:
             RequestRefusedError: limits or annotation cannot be followed.
@@ -176,7 +176,7 @@ class VolcanoGpushareFamily:
         return named
 
     def recall(self, question: Question) -> Decision | None:
-        """What the annotation says; a pod without one was placed by this agent, and has not been told yet."""
+        """Return the annotation's decision. A pod without the annotation was placed by this agent, and was not patched yet."""
         text = question.pod.annotations.get(GPU_INDEX)
         if text is None:
             return None
@@ -187,7 +187,7 @@ class VolcanoGpushareFamily:
             return None
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Three variables and nothing else (volcano-gpushare S3, S4, S5), where the card is told by its variable.
+        """Return three variables and nothing else (volcano-gpushare S3, S4, S5), where the card is named by its variable.
 
         ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs divide the other number by it to learn
         which part of the card is theirs.
@@ -201,10 +201,10 @@ class VolcanoGpushareFamily:
         }
         return Provision(edits_of(devices, self._options.lists, number=number).joined(Edits(environment=environment)))
 
-    # -- what stands on pod and node --------------------------------------------------------------------------------------------------
+    # -- state of pod and node --------------------------------------------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
-        """``gpu-assigned`` once the last container has been served; where we placed the pod, also where, for the scheduler's own book.
+        """Return ``gpu-assigned`` once the last container has started; if we placed the pod, also its cards, for the scheduler's count.
 
         An init container alone assigns nothing, because the pod's other containers are still to come.
         """
@@ -226,7 +226,7 @@ class VolcanoGpushareFamily:
         return desired_state
 
     def cleanup(self, now: float) -> DesiredNode:
-        """No card for a scheduler to choose; the amount of memory goes with kubelet's own list."""
+        """Leave no card for a scheduler to choose; the amount of memory goes with the kubelet's own list."""
         del now
         count = {NUMBER_RESOURCE: "0"} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"}
         return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity=count)
@@ -236,7 +236,7 @@ class VolcanoGpushareFamily:
         rooms = view.rooms.get(self._resource_name)
         lock = view.locks.desired_state(view.node, NODE_LOCK, allocated_at=view.allocated_at.get(self._resource_name), now=view.now)
         if rooms is None:
-            # Nothing is offered (any more), so the count of an earlier moment must not make the scheduler believe in cards.
+            # Nothing is offered (any more), so an earlier count must not attract pods.
             stale = self._options.strategy == SHARE and NUMBER_RESOURCE in view.node.capacity
             return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity={NUMBER_RESOURCE: "0"} if stale else {}).joined(lock)
         numbers = {gpu.uuid: number for number, gpu in view.inventory.numbered.items()}
@@ -297,13 +297,13 @@ class VolcanoGpushareFamily:
         return smallest_fitting_factor(lambda factor: list_bytes(_memory_ids(numbered, factor)), self._options.message_budget_bytes)
 
     def _most_units(self, inventory: Inventory) -> int:
-        """What a pod can have at most: the cards, or the units of one card."""
+        """Return what a pod can have at most: the cards, or the units of one card."""
         if self._options.strategy == NUMBER:
             return len(inventory.gpus)
         return _size_mib(inventory.numbered) // self._factor(inventory)
 
     def _refuse_other_amount(self, question: Question) -> None:
-        """Refuse a container whose limit is not the number of ids that kubelet counted for it: then it is another pod than was admitted."""
+        """Refuse a container whose limit is not the number of ids from the kubelet: then it is another pod than was admitted."""
         pod, name = question.pod, question.resource.name
         container = pod.container(question.container)
         if container is None:
@@ -318,9 +318,9 @@ class VolcanoGpushareFamily:
             )
 
     def _named(self, question: Question, text: str) -> tuple[Gpu, ...]:
-        """The cards that the annotation names for this container.
+        """Return the cards that the annotation names for this container.
 
-        A pod that asks for memory has one card, whatever else the annotation names: old schedulers wrote every card that would do.
+        A pod that asks for memory has one card, even if the annotation names more: old schedulers wrote every card that would do.
         """
         where = f"pod {question.pod.full_name}: {GPU_INDEX} is {_shown(text)}"
         if (indices := parse_indices(text)) is None:
@@ -378,7 +378,7 @@ class VolcanoGpushareFamily:
         return {first[name] + rank: share.device for name, each in shares.items() if name in first for rank, share in enumerate(each)}
 
     def _indices(self, pod: Pod, served: Mapping[str, Grant]) -> str:
-        """What to write into the pod for the scheduler; empty until all of it is known."""
+        """Return what to write into the pod for the scheduler; empty until all of it is known."""
         if self._options.strategy == SHARE:
             devices = [share.device for grant in served.values() for share in grant.shares][:1]
         else:
@@ -389,7 +389,7 @@ class VolcanoGpushareFamily:
 
 
 def _size_mib(numbered: Mapping[int, Gpu]) -> int:
-    """What every card is offered with: the size of the smallest."""
+    """Return the size with which every card is offered: that of the smallest."""
     return min((gpu.memory_mib for gpu in numbered.values()), default=0)
 
 
@@ -399,13 +399,13 @@ def _memory_ids(numbered: Mapping[int, Gpu], factor: int) -> NumberedIds:
 
 
 def _ordered(question: Question, gpus: Mapping[str, Gpu]) -> list[DeviceRoom]:
-    """The rooms of the cards that are known, by rank and then in the order of the numbers."""
+    """Return the rooms of the known cards, by rank and then in the order of the numbers."""
     rooms = {room.device: room for room in question.rooms}
     return sorted((rooms[uuid] for uuid in gpus if uuid in rooms), key=lambda room: question.neighbours.rank(room.device))
 
 
 def _free_mib(room: DeviceRoom, size_mib: int) -> int:
-    """What is free of a card that counts as if it had only ``size_mib``."""
+    """Return the free memory of a card that counts as if it had only ``size_mib``."""
     return max(0, min(room.memory_mib, size_mib) - (room.memory_mib - room.memory_free_mib))
 
 

@@ -1,4 +1,4 @@
-"""How `volcano-gpushare` numbers cards and counts a pod's units: what ``volcano.sh/gpu-index`` means, for this node and for each container.
+"""Number cards and count a pod's units: the meaning of ``volcano.sh/gpu-index`` for this node and for each container.
 
 The annotation names the cards of a whole pod, so each container's part of it has to be found. Called by `family`.
 """
@@ -23,8 +23,10 @@ def parse_indices(text: str) -> list[int] | None:
 
 
 def first_units(pod: Pod, resource: str) -> dict[str, int]:
-    """Container → the place of its first unit among the pod's: sidecars and main containers one after the other, init containers after
-    the sidecars before them, on places that the main ones take over.
+    """Map each container to the place of its first unit among the pod's.
+
+    Sidecars and main containers come one after the other. Init containers come after the sidecars before them, on places that the main
+    ones take over.
     """
     places, running = {}, 0
     for container in pod.containers:
@@ -35,6 +37,6 @@ def first_units(pod: Pod, resource: str) -> dict[str, int]:
 
 
 def units(pod: Pod, resource: str) -> int:
-    """What the whole pod needs at the moment at which it needs most."""
+    """Return what the whole pod needs at its peak."""
     first = first_units(pod, resource)
     return max((first[container.name] + container.limits.get(resource, 0) for container in pod.containers), default=0)

@@ -1,8 +1,8 @@
-"""What a scheduler has decided for a container, read from its pod and held against what the pod asked and what this node has.
+"""Read a scheduler's decision for a container from its pod; check it against the pod's request and this node.
 
-The scheduler's word is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good (volcano-vgpu §3). Its segment k belongs to
-the k-th regular container that asks (volcano-vgpu D3); which container it is about is not guessed here but known from kubelet's records.
-Anybody who may edit pods can write these annotations, so they never give more than the container's limits say. Called by `family`.
+The scheduler's decision is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good (volcano-vgpu §3). Its segment k belongs to the
+k-th regular container that asks (volcano-vgpu D3). The container in question is known from the kubelet's records, not guessed. Every user
+who may edit pods can write these annotations, so they never give more than the container's limits say. Called by `family`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def asking_container(question: Question) -> PodContainer:
 
 
 def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None:
-    """What `decided_segment` says, as shares of whole GPUs.
+    """Return the result of `decided_segment` as shares of whole GPUs.
 
     Raises:
         RequestRefusedError: likewise.
@@ -59,7 +59,7 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
 
 
 def decided_segment(question: Question, offer: Offer) -> Segment | None:
-    """What a scheduler decided for the container, in its order; None where none has, so that it is the agent's to place.
+    """Return a scheduler's decision for the container, in its order; None without one, so that the agent places the container.
 
     An init container has no segment (volcano-vgpu D14); it works on the GPUs that were decided for the containers after it. A sidecar has
     none either and keeps its GPUs beside theirs, so it is placed by the agent.
@@ -108,7 +108,7 @@ def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tupl
     units = collections.Counter[str]()
     for container in offer.names.counted(pod):
         count = container.limits.get(offer.names.number, 0)
-        if not 0 < count <= len(offer.units):  # also a bound: anybody may write any number there
+        if not 0 < count <= len(offer.units):  # also a bound: users may write any number there
             continue
         number = Resource(offer.names.number, FAMILY, ())
         asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
@@ -142,7 +142,7 @@ def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodCon
 
 
 def _require_agreement(pod: Pod, place: int, count: int) -> None:
-    """What is still to be allocated must be what was decided: the scheduler writes both at once."""
+    """Require that what is still to be allocated is what was decided: the scheduler writes both at once."""
     pending = pod.annotations.get(TO_ALLOCATE, "").split(SEGMENT_END)
     decided = pod.annotations[IDS].split(SEGMENT_END)
     if len(pending) == count and pending[place] and pending[place] != decided[place]:
@@ -150,7 +150,7 @@ def _require_agreement(pod: Pod, place: int, count: int) -> None:
 
 
 def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer) -> None:
-    """Whatever was asked: each GPU is there, once, and has that much."""
+    """Require, regardless of the request, that each GPU exists, is named once, and has that much."""
     pod, text = question.pod, question.pod.annotations[IDS]
     for assigned in segment:
         if (is_instance := assigned.device != assigned.gpu) != (offer.mode == MIG):
@@ -185,8 +185,9 @@ def _require_modesty(pod: Pod, container: str, assigned: Assigned, ask: Ask, off
 
 
 def _segment_of_init(question: Question, segments: Sequence[Segment], ask: Ask, offer: Offer) -> Segment | None:
-    """GPUs that belong to the pod anyway: those of a later container with as many, else the first ones of all; never more of one than the
-    later containers have together, because the scheduler has set nothing else aside.
+    """Return GPUs that belong to the pod anyway: those of a later container with as many, else the first ones of all.
+
+    It is never more of one GPU than the later containers have together, because the scheduler has reserved nothing else.
     """
     every = [assigned for segment in segments for assigned in segment]
     if not every:

@@ -4,9 +4,9 @@ Names, ids, annotations and environment are those of volcano-vgpu G1 to G9 and G
 or its scheduler, whichever version that is. The ids are only counted: what a container gets, Volcano's scheduler writes into its pod, and
 under the plain kube-scheduler the agent itself places the pod on its node. The defects in volcano-vgpu §9 are not copied.
 
-This file is the shape that `allocation` and `agent` know; each part of the vocabulary has a file of its own: what is offered
-(`offer`), what a container asks (`requests`), what was decided (`decisions`), the pod's annotations afterwards (`pod_state`), and
-what stands on the Node (`node_state`).
+This file is the interface for `allocation` and `agent`. Each part of the vocabulary has a file of its own: the offer (`offer`), a
+container's request (`requests`), the decision (`decisions`), the pod's annotations afterwards (`pod_state`), and the state of the Node
+(`node_state`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ USE_TYPE, NO_TYPE = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
 USE_UUID, NO_UUID = "volcano.sh/vgpu-use-gpuuuid", "volcano.sh/vgpu-nouse-gpuuuid"
 WANTED_MODE = "volcano.sh/vgpu-mode"
 
-# What an operator wants to see in `kubectl get nodes -L`.
+# For operators, in `kubectl get nodes -L`.
 UNIT_LABEL = "vgpu-agent.internal/volcano-vgpu-memory-unit-mib"
 ISOLATION_LABEL = "vgpu-agent.internal/volcano-vgpu-isolation"
 
@@ -76,7 +76,7 @@ class VolcanoVgpuFamily:
         return resource in {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())}
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """What the node offers (volcano-vgpu G2); see `resources_of`.
+        """Return what the node offers (volcano-vgpu G2); see `resources_of`.
 
         Raises:
             ConfigError: a list would not fit into a message of kubelet.
@@ -101,7 +101,7 @@ class VolcanoVgpuFamily:
     # -- what a container gets --------------------------------------------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
-        """As a scheduler decided in the pod's annotations; where none did, the agent places the container."""
+        """Follow a scheduler's decision in the pod's annotations; without one, place the container."""
         shares = decided_shares(question, offer_of(question.inventory, self._options))
         return self._place(question) if shares is None else Decision(shares, f"the scheduler, in {IDS}", by_scheduler=True)
 
@@ -110,7 +110,7 @@ class VolcanoVgpuFamily:
         return decided_gpus(pod, inventory, offer_of(inventory, self._options))
 
     def recall(self, question: Question) -> Decision | None:
-        """What the pod's annotations say, as `decide` would read them."""
+        """Return the decision in the pod's annotations, as `decide` would read them."""
         try:
             shares = decided_shares(question, offer_of(question.inventory, self._options))
         except RequestRefusedError:
@@ -137,7 +137,7 @@ class VolcanoVgpuFamily:
             raise refused(pod, WANTED_MODE, wanted, f"this node shares GPUs as {mode}", "choose another node, or take the annotation away")
 
     def _unwanted(self, question: Question) -> dict[str, str]:
-        """GPU → why the pod does not want it, empty where it does."""
+        """Map each GPU to why the pod does not want it, empty where it does."""
         asked = question.pod.annotations.get
         return {
             gpu.uuid: uuid_refusal(gpu.uuid, wanted=asked(USE_UUID), unwanted=asked(NO_UUID))
@@ -170,7 +170,7 @@ class VolcanoVgpuFamily:
         number = answer_number(question.resource.name, question.ids)
         return Provision(edits_of(devices, self._options.lists, number=number)).joined(self._backend.provision(target))
 
-    # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
+    # -- state in the cluster ---------------------------------------------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
         """The state machine's annotations (volcano-vgpu G5, G8), and the scheduler's where the agent has placed it."""
@@ -182,13 +182,13 @@ class VolcanoVgpuFamily:
         return leave(now=now).joined(DesiredNode(labels={UNIT_LABEL: None, ISOLATION_LABEL: None}))
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """The register annotation (volcano-vgpu G1), an answer to a handshake, the removal of a lock, and two labels for people.
+        """Return the register annotation (volcano-vgpu G1), an answer to a handshake, the removal of a lock, and two labels for people.
 
-        A GPU that is ill, serves another family, or whose resource is not offered now is announced as full.
+        A GPU that is unhealthy, serves another family, or whose resource is not offered now is announced as full.
         """
         gpus, options = shared_gpus(view.inventory, self._options), self._options
         if not gpus:
-            # Before the driver has answered, what stood there before the agent's restart is still the best word.
+            # Before the driver has answered, the value from before the agent's restart is still the best one.
             return DesiredNode(annotations={REGISTER: None}) if view.inventory.version else DesiredNode()
         offer = offer_of(view.inventory, options)
         free = {room.device: not room.trouble for room in view.rooms.get(options.names.number, ())}

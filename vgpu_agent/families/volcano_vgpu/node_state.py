@@ -1,4 +1,4 @@
-"""What Volcano's schedulers read on our Node: the register annotation, the handshake, and the name of their lock (see `node_lock`).
+"""The desired state of our Node for Volcano's schedulers: register annotation, handshake, name of their lock (see `node_lock`).
 
 All are expressed as desired state; `cluster` writes the difference. Schedulers of every version are served at once: new ones
 read the register annotation only, old ones also want their handshake answered (volcano-vgpu §2). Called by `family`.
@@ -46,14 +46,14 @@ def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, 
 
 
 def desired_handshake(standing: str | None, *, now: float, pause_seconds: float) -> DesiredNode:
-    """An answer where none stands or where a scheduler asks; nothing at all while our last answer stands (volcano-vgpu §2.3)."""
+    """Return an answer where there is none or where a scheduler asks; nothing while our last answer is there (volcano-vgpu §2.3)."""
     if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
         return DesiredNode()
     return DesiredNode(annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds})
 
 
 def cleanup(*, now: float) -> DesiredNode:
-    """What should stand on a node that the agent leaves for good: nothing that makes a scheduler send pods (volcano-vgpu D24)."""
+    """Return the desired state of a node that the agent leaves for good: nothing that makes a scheduler send pods (volcano-vgpu D24)."""
     return DesiredNode(annotations={REGISTER: None, HANDSHAKE: f"Deleted_{_scheduler_time(now)}", LOCK: None})
 
 

@@ -1,8 +1,8 @@
-"""What a node offers in the words of `volcano-vgpu`: three resources, or four, and the unit in which memory is counted.
+"""The offers of a node in the words of `volcano-vgpu`: three resources, or four, and the unit in which memory is counted.
 
 Ids are those of the replaced plugin, because kubelet's checkpoint holds them for running pods (volcano-vgpu §1.2). Its memory list
-outgrows kubelet's message on large cards (volcano-vgpu D9); here the unit grows instead, or the start says which one would fit. Called by
-`family` with each inventory.
+outgrows the kubelet's message on large cards (volcano-vgpu D9). Here the unit grows instead, or the start reports which one would fit.
+Called by `family` with each inventory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SETTINGS = "volcanoVgpu"
 # The replaced plugin asks for all that there may be.
 ALL_MODES = ListOptions(enabled=DEVICE_MODES)
 
-# The operating modes, as they stand in the register annotation (volcano-vgpu §2.1).
+# The operating modes, as written in the register annotation (volcano-vgpu §2.1).
 HAMI_CORE, MIG = "hami-core", "mig"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """What this node offers in the family's words.
+    """The offers of this node in the family's words.
 
     Attributes:
         names: of the resources.
@@ -56,7 +56,7 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VolcanoVgpuOptions:
-    """How this node offers its GPUs.
+    """The settings by which this node offers its GPUs.
 
     Attributes:
         names: of the resources.
@@ -71,7 +71,7 @@ class VolcanoVgpuOptions:
         policy: ``binpack`` or ``spread``, for pods that no GPU scheduler has placed.
         handshake_seconds: shortest time between two answers to an old scheduler's handshake.
         message_budget_bytes: largest device list that is sent to kubelet.
-        lists: how containers are told of their devices.
+        lists: how containers get their devices.
         mode: `HAMI_CORE`, or `MIG` for shares that are MIG instances.
         geometries: how GPUs may be divided in the mode `MIG`, from the ConfigMap.
         set_in: settings that a file of the replaced plugin has set, and that file, for errors: it is the place to change them.
@@ -95,7 +95,7 @@ class VolcanoVgpuOptions:
     set_in: tuple[tuple[str, str], ...] = ()
 
     def place_of(self, setting: str) -> str:
-        """Where somebody changes ``setting`` with effect."""
+        """Return the place where a change of ``setting`` takes effect."""
         file = dict(self.set_in).get(setting)
         return f"{setting} in {file}" if file else f"{_SETTINGS}.{setting}"
 
@@ -108,11 +108,11 @@ class VolcanoVgpuOptions:
         node_config: Overlay | None = None,
         geometries: tuple[ModelGeometries, ...] = (),
     ) -> VolcanoVgpuOptions:
-        """The options that the configuration asks for.
+        """Return the configured options.
 
         Args:
             settings: with the files of the replaced plugin already laid over ``volcano_vgpu`` (`Overlay.over`).
-            lists: as for every family; which further devices the NVIDIA runtime is asked for, this family's own settings say.
+            lists: as for every family; this family's own settings choose which further devices the NVIDIA runtime is asked for.
             node_config: the node's own file, for the GPUs that it hides.
             geometries: those of the ConfigMap.
         """
@@ -142,10 +142,10 @@ def visible_gpus(inventory: Inventory, hidden_uuids: frozenset[str], hidden_indi
 
 
 def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu, ...]:
-    """The GPUs that are offered, by minor number, which is how schedulers count them (volcano-vgpu §2.1).
+    """Return the GPUs that are offered, by minor number, which is how schedulers count them (volcano-vgpu §2.1).
 
-    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where instances are given away, it is the GPUs
-    that nobody knows how to divide.
+    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where instances are given out, GPUs without
+    known geometries are left out.
     """
     offered = (
         gpu
@@ -163,13 +163,13 @@ def offer_of(inventory: Inventory, options: VolcanoVgpuOptions) -> Offer:
 
 
 def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Resource, ...]:
-    """Number, memory, cores, and the percentage where it is offered; nothing on a node without GPUs to share.
+    """Return number, memory, cores, and the percentage where it is offered; nothing on a node without GPUs to share.
 
     Only the number's ids are booked and answered; the others are there for schedulers to count (volcano-vgpu §1, §4).
 
     Raises:
-        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet V13). Or nobody knows how
-            to divide any of the GPUs.
+        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet V13). Or no geometry is known for
+            any of the GPUs.
     """
     gpus, names = shared_gpus(inventory, options), options.names
     if not gpus:
@@ -213,7 +213,7 @@ def _check_geometries(inventory: Inventory, options: VolcanoVgpuOptions) -> None
 
 
 def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ...]:
-    """A sentence for each model of GPU that cannot be offered beside others that can, because nobody knows how to divide it."""
+    """Return a sentence for each GPU model that cannot be offered beside others that can, because its geometries are not known."""
     if options.mode != MIG or not shared_gpus(inventory, options):
         return ()
     unknown: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""The text in which Volcano's scheduler writes down who gets which GPUs: ``volcano.sh/vgpu-ids-new`` and ``devices-to-allocate``.
+"""The text in which Volcano's scheduler writes down the GPUs of each container: ``volcano.sh/vgpu-ids-new`` and ``devices-to-allocate``.
 
 Read when a container's share is decided, written when the agent itself has placed a pod. Format: volcano-vgpu §3.2, one segment
-for each container that asks, separated by ``;``, in it one ``<UUID>,NVIDIA,<memory>,<cores>:`` for each GPU. Anybody who may edit the pod
-may have written it, so nothing in it is believed here beyond its form.
+for each container that asks, separated by ``;``, in it one ``<UUID>,NVIDIA,<memory>,<cores>:`` for each GPU. Every user who may edit the
+pod may have written it, so only its form is relied on here.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def parse_pod_devices(text: str) -> tuple[Segment, ...]:
 
 
 def write_segment(assigned: Iterable[Assigned]) -> str:
-    """One container's segment."""
+    """Write one container's segment."""
     return "".join(f"{each.device},{_TYPE},{each.memory_units},{each.cores_percent}{_DEVICE_END}" for each in assigned)
 
 
 def _segment(text: str) -> Segment:
-    # Every entry ends with a colon, so the last piece is empty; schedulers skip empty pieces wherever they stand.
+    # Every entry ends with a colon, so the last piece is empty; schedulers skip empty pieces anywhere.
     return tuple(_assigned(piece) for piece in text.split(_DEVICE_END) if piece)
 
 

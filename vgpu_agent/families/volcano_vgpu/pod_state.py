@@ -1,8 +1,8 @@
-"""The annotations of a pod once its containers are served: what Volcano's schedulers read back (volcano-vgpu §3.3).
+"""The annotations of a pod once its containers have started, which Volcano's schedulers read back (volcano-vgpu §3.3).
 
-Said as what should stand there, from the pod and the grants alone: it is the same after any restart, asks for nothing once it stands, and
-leaves a pod alone of which nobody has been served. A pod that the agent itself has placed gets the scheduler's keys too, so that schedulers
-count its GPUs as taken. Called by `family` for the pod publisher.
+They are expressed as desired state, from the pod and the grants alone: the result is the same after any restart, empty once it is written,
+and does not touch a pod without a started container. A pod that the agent itself has placed gets the scheduler's keys too, so that
+schedulers count its GPUs as taken. Called by `family` for the pod publisher.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def desired_annotations(
     failed: bool,
     segment_of: Callable[[PodContainer, Grant, str], str] | None = None,
 ) -> dict[str, str | None]:
-    """What should stand on ``pod``; only keys that differ from what stands there.
+    """Return the desired annotations of ``pod``; only keys that differ from the present ones.
 
     Args:
         pod: as the API server has it.
@@ -43,11 +43,11 @@ def desired_annotations(
         names: of the resources.
         factor: MiB in one unit of memory.
         failed: the pod will never start here.
-        segment_of: what should stand for a container that has a grant, where this stands now; by default what a scheduler decided stays,
-            and where none has, the grant's shares are written.
+        segment_of: the desired segment of a container with a grant, from the present one. By default a scheduler's decision stays, and
+            without one the grant's shares are written.
     """
     if failed:
-        # What is left to allocate stays as it was; a pod that no scheduler has decided is none of its business.
+        # What is left to allocate stays as it was; a pod without a scheduler's decision is left alone.
         desired_state = {PHASE: FAILED, TIME: NEVER} if PHASE in pod.annotations or IDS in pod.annotations else {}
     else:
         counted = names.counted(pod)
@@ -63,7 +63,7 @@ def _served(
     if not any(served):
         return {}
     desired_state = dict(segments)
-    # Kubelet asks for nobody who does not name a number of GPUs, so nobody waits for him.
+    # The kubelet does not call Allocate for containers without a number of GPUs, so they are not waited for.
     complete = all(done or container.limits.get(names.number, 0) < 1 for done, container in zip(served, counted, strict=True))
     if TO_ALLOCATE in pod.annotations:
         desired_state[TO_ALLOCATE] = _left(pod.annotations[TO_ALLOCATE], served, complete=complete)
@@ -73,7 +73,7 @@ def _served(
 
 
 def _left(text: str, served: Sequence[bool], *, complete: bool) -> str:
-    """What is still to be allocated: the segments of served containers are empty (volcano-vgpu G5, G8)."""
+    """Return what is still to be allocated: the segments of served containers are empty (volcano-vgpu G5, G8)."""
     if complete:
         return SEGMENT_END * (len(served) - 1)
     segments = text.split(SEGMENT_END)
@@ -85,7 +85,7 @@ def _left(text: str, served: Sequence[bool], *, complete: bool) -> str:
 def _segments(
     pod: Pod, counted: Sequence[PodContainer], grants: Mapping[str, Grant], segment_of: Callable[[PodContainer, Grant, str], str]
 ) -> dict[str, str]:
-    """The GPUs of all containers where something else should stand there; nothing when what a scheduler has decided may stay."""
+    """Return the GPUs of all containers if the annotation must change; nothing when a scheduler's decision may stay."""
     text = pod.annotations.get(IDS, "")
     standing = text.split(SEGMENT_END) if text else [""] * len(counted)
     if len(standing) != len(counted):

@@ -1,4 +1,4 @@
-"""What a container asks for in Volcano's words: its limits, read once and checked.
+"""The request of a container in Volcano's words: its limits, read once and checked.
 
 Called by `decisions` to hold a scheduler's decision against what the pod really asked, and by `family` to place a pod
 that no scheduler has decided. Which containers ask, and how several amounts count, is volcano-vgpu §8; the defects there (``3Gi``
@@ -27,19 +27,20 @@ class Names:
     percentage: str = "volcano.sh/vgpu-memory-percentage"
 
     def asked_by(self, container: PodContainer) -> bool:
-        """Whether a scheduler sees that the container asks for GPUs: it names their number or their memory (volcano-vgpu §8)."""
+        """Tell whether a scheduler sees that the container asks for GPUs: it names their number or their memory (volcano-vgpu §8)."""
         return any(name in container.limits or name in container.unreadable for name in (self.number, self.memory))
 
     def counted(self, pod: Pod) -> tuple[PodContainer, ...]:
-        """The containers for which a scheduler writes a segment, in its order: regular ones that ask. Init containers and sidecars are
-        not seen by it.
+        """Return the containers for which a scheduler writes a segment, in its order: regular ones that ask.
+
+        The scheduler does not see init containers and sidecars.
         """
         return tuple(each for each in pod.containers if each.kind is ContainerKind.MAIN and self.asked_by(each))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
-    """What a container asks of each of its GPUs.
+    """The request of a container on each of its GPUs.
 
     Attributes:
         memory_units: a number of units; None where a percentage or the whole GPU is asked.
@@ -52,7 +53,7 @@ class Ask:
     cores_percent: int
 
     def units_on(self, card_units: int) -> int:
-        """How many units that is on a GPU of ``card_units``."""
+        """Return how many units that is on a GPU of ``card_units``."""
         return card_units * self.memory_percent // 100 if self.memory_units is None else self.memory_units
 
     def most_units_on(self, card_units: int) -> int:
@@ -60,13 +61,13 @@ class Ask:
         return -(-card_units * self.memory_percent // 100) if self.memory_units is None else self.memory_units
 
     def text(self, names: Names) -> str:
-        """As the pod wrote it."""
+        """Return the request as the pod wrote it."""
         memory = f"{names.memory}: {self.memory_units}" if self.memory_units is not None else f"{self.memory_percent} % of the memory"
         return f"{memory}, {names.cores}: {self.cores_percent}"
 
 
 def read_ask(pod: Pod, container: PodContainer, names: Names) -> Ask:
-    """What the container's limits say.
+    """Return the request in the container's limits.
 
     A percentage wins over a number of units; without either, or with 0 units, it is the whole GPU (volcano-vgpu §8).
 

@@ -1,8 +1,8 @@
-"""What can go wrong with one answer of the simulated API server, and its log of requests.
+"""The faults of an answer of the simulated API server, and its log of requests.
 
-A `Fault` names the requests it is meant for and what happens to them; tests put some into ``ApiServer.faults``, where the first that
-matches is used up. The kinds are those that clusters show their clients: load balancers that answer HTML, watches that end at once or
-never, histories that were compacted, answers that got lost although the write was done.
+A `Fault` selects requests and an effect on them. Tests put some into ``ApiServer.faults``, where the first that
+matches is used up. The kinds are those that clusters show their clients: load balancers that answer HTML, watches
+that end at once or never, histories that were compacted, answers that got lost although the write was done.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class FaultKind(enum.StrEnum):
-    """What happens to a request; those for watches act after its headers were sent."""
+    """The effect on a request. Those for watches act after its headers were sent."""
 
     STATUS = "status"  # an HTTP error with a Status object: `code`, `reason`, `retry_after_seconds`
     HTML = "html"  # a proxy in between: `code` (502 by default) with a page of HTML
     SILENCE = "silence"  # a half-open connection: nothing comes, and the connection stays
     RESET = "reset"  # the connection is reset before anything is answered; of a watch, after its headers
     LOST_ANSWER = "lost answer"  # the write is done, then the connection is reset
-    GARBAGE = "garbage"  # 200 with what is no JSON
+    GARBAGE = "garbage"  # 200 with a body that is no JSON
     TRUNCATED = "truncated"  # 200 with half of the answer
     CLOSE = "close"  # a watch that ends at once, cleanly
     ERROR_EVENT = "error event"  # a watch that sends an ERROR event with a Status: `code`, 410 by default
@@ -35,7 +35,7 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        kind: what.
+        kind: the effect.
         verb: ``get``, ``list``, ``watch``, ``create``, ``patch``, ``delete``; empty for any.
         resource: with its subresource, e.g. ``pods`` or ``nodes/status``; empty for any.
         name: of the object; empty for any.
@@ -61,7 +61,7 @@ class Fault:
     size: int = 16 * 1024 * 1024
 
     def matches(self, request: Request) -> bool:
-        """Whether that request is one of those it is meant for."""
+        """Tell whether the fault selects that request."""
         return (
             self.times != 0
             and self.verb in ("", request.verb)
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def is_write(self) -> bool:
-        """Whether it is meant to change something."""
+        """Tell whether the request is meant to change something."""
         return self.method != "GET"
 
 

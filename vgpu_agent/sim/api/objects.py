@@ -1,11 +1,11 @@
-"""What the simulated API server keeps: objects, their versions, and the changes that watches are fed from.
+"""The content of the simulated API server: objects, their versions, and the changes that watches are fed from.
 
-Used by `sim.api.server`, which puts HTTP in front of it, and directly by tests and the demo that want to look or change something without
-a request. It knows as much of Kubernetes' rules as a node agent and a scheduler can meet: versions, preconditions, a Binding that sets
-node and annotations at once, deletion with grace, status as a subresource. Whatever it refuses, it refuses with the code and the reason of
-the real one.
+Used by `sim.api.server`, which puts HTTP in front of it, and directly by tests and the demo to look at or change
+something without a request. It knows as much of Kubernetes' rules as a node agent and a scheduler can meet: versions,
+preconditions, a Binding that sets node and annotations at once, deletion with grace, status as a subresource. A
+refusal has the code and the reason of the real server.
 
-Objects are plain JSON values and never changed in place; who is handed one must not change it either.
+Objects are plain JSON values and never changed in place. Receivers must not change them either.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Object = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One resource of the API: the name in its path, the kind of its objects, and what it allows."""
+    """One resource of the API: the name in its path, the kind of its objects, and the allowed operations."""
 
     resource: str
     kind: str
@@ -62,7 +62,7 @@ class ApiRefusalError(SimulationError):
 
     @property
     def status(self) -> Object:
-        """The Status object that says so."""
+        """The Status object of this refusal."""
         return {
             "kind": "Status",
             "apiVersion": "v1",
@@ -119,7 +119,7 @@ class ObjectStore:
         return [self._objects[resource][key] for key in sorted(self._objects[resource]) if not namespace or key[0] == namespace]
 
     def create(self, resource: str, wanted: Mapping[str, Any], namespace: str = "") -> Object:
-        """Add an object; what the API server fills in (UID, version, creation time) is filled in.
+        """Add an object, and fill in its UID, version and creation time as the API server does.
 
         A UID or a creation time that ``wanted`` names is kept, unlike with the real one, so that a test can choose it.
 
@@ -158,12 +158,12 @@ class ObjectStore:
             resource: e.g. ``pods``.
             name: of the object.
             patch: what to merge; None removes a key. ``metadata.uid`` and ``metadata.resourceVersion`` in it are preconditions.
-            namespace: empty for what lives in none.
+            namespace: empty for objects without one.
             subresource: ``status`` changes only status and metadata; without it, status is left as it was.
             strategic: merge conditions by their type instead of replacing the whole list.
 
         Raises:
-            ApiRefusalError: 404; 409, the version is another; 422, something that never changes would, the UID for example.
+            ApiRefusalError: 404; 409, the version is another; 422, it would change a fixed field, the UID for example.
         """
         kind, before = KINDS[resource], self.get(resource, name, namespace)
         wanted = patch.get("metadata") or {}
@@ -184,7 +184,7 @@ class ObjectStore:
         return before if after == before else self._put(resource, (namespace, name), after)
 
     def bind(self, name: str, namespace: str, binding: Mapping[str, Any]) -> Object:
-        """Set a pod's node, and lay the Binding's annotations and labels over its own, in one change: nobody sees one without the other.
+        """Set a pod's node, and lay the Binding's annotations and labels over its own, in one change.
 
         Raises:
             ApiRefusalError: 404; 409, the pod is bound already, on its way out, or another one of that name.
@@ -207,7 +207,7 @@ class ObjectStore:
         return self._put("pods", (namespace, name), _merged(pod, change, strategic=True))
 
     def delete(self, resource: str, name: str, namespace: str = "", *, uid: str = "", grace_seconds: int | None = None) -> Object:
-        """Remove an object; a pod that is bound to a node only gets a deletion time, until somebody deletes it with 0 seconds of grace.
+        """Remove an object; a bound pod only gets a deletion time, until it is deleted with 0 seconds of grace.
 
         Raises:
             ApiRefusalError: 404; 409, the object of that name has another UID.
@@ -244,7 +244,7 @@ class ObjectStore:
         return self._history[first:]
 
     def compact(self) -> None:
-        """Forget the history, as etcd does every few minutes: who watches from an earlier version must list anew."""
+        """Forget the history, as etcd does every few minutes: a watch from an earlier version must list anew."""
         self._history.clear()
         self._forgotten = self.version
 

@@ -1,7 +1,7 @@
-"""Reading a request of the simulated API server: which resource its path means, what it asks for, and which objects its selector takes.
+"""The parser of requests to the simulated API server: the resource of the path, the verb, and the selected objects.
 
-Called by `sim.api.server` for each request. What the stand-in does not know is refused by name rather than guessed, so that a test never
-passes because a selector was ignored.
+Called by `sim.api.server` for each request. Unknown parts are refused by name rather than guessed, so that a test
+never passes because a selector was ignored.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Selector:
         return cls(tuple(terms))
 
     def matches(self, item: Object) -> bool:
-        """Whether the object is selected."""
+        """Tell whether the object is selected."""
         return all((_field(item, field) == value) is equal for field, equal, value in self.terms)
 
 

@@ -1,8 +1,9 @@
 """A Kubernetes API server for demos, tests and benchmarks: as much of it as a node agent and a scheduler use, on a TCP port.
 
-Whoever simulates a cluster starts one, puts a Node and pods into `ApiServer.objects` (or creates them over HTTP, as a user would), and
-hands the agent the file that `ApiServer.kubeconfig` writes. It shares no code with the agent's own client, so that the two cannot share a
-mistake. What goes wrong is said by ``faults``, `down`, `cut` and ``latency_seconds``; what was asked stands in ``requests``.
+A simulated cluster starts one, puts a Node and pods into `ApiServer.objects` (or creates them over HTTP, as a user
+would), and gives the agent the file that `ApiServer.kubeconfig` writes. It shares no code with the agent's own
+client, so that the two cannot share a mistake. ``faults``, `down`, `cut` and ``latency_seconds`` cause failures.
+``requests`` lists the requests.
 
 Rules of objects are in `sim.api.objects`; here are HTTP, selectors, pages, and watches.
 """
@@ -40,16 +41,16 @@ class ApiServer:
     """The server; an async context, or `start` and `stop`.
 
     Args:
-        objects: what is in the cluster; a fresh store by default.
+        objects: the cluster's objects; a fresh store by default.
         latency_seconds: how long every answer takes, and the beginning of every watch.
         bookmark_seconds: how often a quiet watch that asked for bookmarks gets one.
-        ssl_context: with it, HTTPS is spoken.
+        ssl_context: with it, HTTPS is used.
 
     Attributes:
         requests: every request since the start, or since a test cleared the list.
-        faults: what goes wrong; see `sim.api.faults`.
-        tokens: the bearer tokens that are accepted; empty accepts everybody.
-        before_write: called with each write before anything is changed, and awaited when it can be; what it raises is a 500.
+        faults: the faults to come; see `sim.api.faults`.
+        tokens: the bearer tokens that are accepted; empty accepts every client.
+        before_write: called with each write before anything is changed, and awaited when it can be; its exception is a 500.
         after_write: the same after the change, before the answer is sent.
     """
 
@@ -77,12 +78,12 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """Where it is served, e.g. ``http://127.0.0.1:43211``; the port stays the same when it was `down`."""
+        """The server's URL, e.g. ``http://127.0.0.1:43211``; the port stays the same when it was `down`."""
         return f"{'https' if self._ssl_context else 'http'}://127.0.0.1:{self._port}"
 
     @property
     def writes(self) -> list[Request]:
-        """The requests that were meant to change something."""
+        """List the requests that were meant to change something."""
         return [request for request in self.requests if request.is_write]
 
     async def __aenter__(self) -> Self:
@@ -187,7 +188,7 @@ class ApiServer:
         return web.Response(body=body, status=code, content_type="application/json")
 
     async def _refuse(self, web_request: web.Request, request: Request, fault: Fault) -> web.StreamResponse | None:
-        """What a fault answers instead of us; None for one that only spoils the real answer."""
+        """Return a fault's answer instead of the real one; None for a fault that only spoils the real answer."""
         match fault.kind:
             case FaultKind.STATUS:
                 code = fault.code or 500
@@ -243,7 +244,7 @@ class ApiServer:
                 return self.objects.create(request.resource, body, request.namespace)
 
     def _page(self, request: Request) -> Object:
-        """One page of a list; later pages show what the first one saw."""
+        """Return one page of a list; later pages show the state of the first one."""
         resource, selector = request.resource, Selector.of(request)
         token = request.query.get("continue", "")
         if token:
@@ -288,7 +289,7 @@ class ApiServer:
         return response
 
     async def _spoil(self, web_request: web.Request, response: web.StreamResponse, fault: Fault) -> bool:
-        """Let the fault act on a watch whose headers were sent; whether the watch goes on."""
+        """Let the fault act on a watch whose headers were sent; return whether the watch continues."""
         match fault.kind:
             case FaultKind.CLOSE:
                 await response.write_eof()
@@ -344,7 +345,7 @@ _SUCCESS: Object = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "statu
 
 
 def _seen(change: Change, namespace: str, selector: Selector) -> bytes:
-    """The event with which a watch of that namespace and selector hears of a change; empty when it does not."""
+    """Return the event of a change for a watch of that namespace and selector; empty when it gets none."""
 
     def visible(item: Object | None) -> bool:
         return item is not None and namespace in ("", item["metadata"].get("namespace", "")) and selector.matches(item)

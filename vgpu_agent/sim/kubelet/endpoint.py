@@ -1,7 +1,7 @@
 """One registration at the simulated kubelet: the connection back to a device plugin, and its ListAndWatch stream.
 
-Used by `kubelet` in this room only. It is the client side of the device plugin API on grpcio, dialled as the real kubelet dials: authority
-``localhost``, at most 4 MiB a message, 10 seconds to connect.
+Used by `kubelet` in this package only. It is the client side of the device plugin API on grpcio, dialled as the real
+kubelet dials: authority ``localhost``, at most 4 MiB a message, 10 seconds to connect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CallFailedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """How long one call to the plugin took; ``began`` is in `time.monotonic` seconds, ``ids`` the number of device ids it was about."""
+    """The duration of one call to the plugin; ``began`` is in `time.monotonic` seconds, ``ids`` the number of its device ids."""
 
     method: str
     began: float
@@ -70,7 +70,7 @@ class Endpoint:
         """Dial, and ask for the options, as kubelet does before it answers Register (kubelet V1).
 
         Raises:
-            CallFailedError: nobody answers on the socket, or the plugin refuses.
+            CallFailedError: no server answers on the socket, or the plugin refuses.
         """
         try:
             async with asyncio.timeout(_DIAL_SECONDS):

@@ -1,6 +1,6 @@
-"""What a test may want to know about the simulated kubelet, and what may go wrong with it on request.
+"""The simulated kubelet's facts for tests, and its faults on request.
 
-Used by `kubelet` in this room, and by tests and the demo through it.
+Used by `kubelet` in this package, and by tests and the demo through it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A kubelet without a node: it speaks the device plugin and pod-resources APIs as the real device manager does.
+"""A kubelet without a node: it implements the device plugin and pod-resources APIs as the real device manager does.
 
-The demo runs it beside the agent's process, component tests in the test's process. It is built on grpcio and Google's protobuf on purpose:
-an independent stack that cannot share the agent's mistakes. What it imitates, timing included, is written in kubelet §2 to §9
-and §13; where the real one is unkind (an old stream's end takes the new registration down, ended pods keep their ids for a while), so is
-this one.
+The demo runs it beside the agent's process, component tests in the test's process. It is built on grpcio and Google's
+protobuf on purpose: an independent stack that cannot share the agent's mistakes. The imitated behaviour, timing
+included, is described in kubelet §2 to §9 and §13. It has the real one's drawbacks, too: an old stream's end takes
+the new registration down, and ended pods keep their ids for a while.
 """
 
 from __future__ import annotations
@@ -99,20 +99,20 @@ class SimulatedKubelet:
 
     async def stop(self) -> None:
         """End like a killed kubelet: connections break, sockets and checkpoint stay."""
-        for server in self._servers:  # first, so that nobody who loses his stream can register with a dying kubelet
+        for server in self._servers:  # first, so that no plugin that loses its stream can register with a dying kubelet
             await server.stop(None)
         for endpoint in [*self._endpoints.values(), *self._retired]:
             await endpoint.close()
         self._servers, self._endpoints, self._retired = [], {}, []
 
     async def restart(self, *, away_seconds: float = 0.0) -> None:
-        """Stop, stay away, and start again with what the checkpoint says; pods keep running."""
+        """Stop, stay away, and start again with the content of the checkpoint; pods keep running."""
         await self.stop()
         await asyncio.sleep(away_seconds)
         await asyncio.to_thread(self._records.read_checkpoint)
         await self.start()
 
-    # What the node status would say
+    # The numbers in the node status
 
     @property
     def resources(self) -> list[str]:
@@ -126,10 +126,10 @@ class SimulatedKubelet:
         return ResourceDevices() if gone_for > _STOP_GRACE_SECONDS else self._records.devices.get(name, ResourceDevices())
 
     async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 30.0) -> None:
-        """Return when ``condition`` holds; it is asked after every change of this kubelet, and twenty times a second besides.
+        """Return when ``condition`` holds; it is called after every change of this kubelet, and twenty times a second besides.
 
         Raises:
-            TimeoutError: it does not come true in time; the message says what has happened instead.
+            TimeoutError: it does not come true in time; the message has the events so far.
         """
         try:
             async with asyncio.timeout(timeout_seconds), self._changed:
@@ -164,13 +164,13 @@ class SimulatedKubelet:
                 for container in sorted(containers, key=lambda each: not each.init):
                     await self._allocate_all(pod, container)
             except AdmissionError:
-                pod.ended = True  # what it already got is cleaned up later, lazily
+                pod.ended = True  # its devices are cleaned up later, lazily
                 raise
         pod.answers = {container.name: self._answer(pod.uid, container.name) for container in containers}
         return pod
 
     async def start_container(self, pod: Pod, container: str) -> messages.ContainerAllocateResponse:
-        """Start, or restart, a container of an admitted pod; what the runtime is told.
+        """Start, or restart, a container of an admitted pod; return the runtime's input.
 
         Raises:
             ContainerStartError: refused for now.
@@ -262,7 +262,7 @@ class SimulatedKubelet:
             await asyncio.to_thread(self._records.write_checkpoint)
 
     async def _allocate(self, pod: Pod, container: Container, resource: str, number: int) -> bool:
-        """Whether a plugin has given something."""
+        """Allocate from a plugin; return False when no plugin has registered the resource."""
         ids = self._reusable(pod, container, resource)[:number]
         endpoint = self._endpoints.get(resource)
         if endpoint is None and resource not in self._records.devices:
@@ -302,7 +302,7 @@ class SimulatedKubelet:
         if not preferred:
             return [*reused, *free][:number]
         usable = {*reused, *free}
-        # The answer is a hint: what is not usable is dropped, what is missing is filled up.
+        # The answer is a hint: unusable ids are dropped, missing ones are filled up.
         return list(dict.fromkeys([*reused, *(device for device in preferred if device in usable), *free]))[:number]
 
     def _reusable(self, pod: Pod, container: Container, resource: str) -> list[str]:

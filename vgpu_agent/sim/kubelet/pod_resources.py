@@ -1,6 +1,6 @@
-"""The simulated kubelet's pod-resources service: who holds which devices, as kubelet §13 describes it.
+"""The simulated kubelet's pod-resources service: the devices of each container, as kubelet §13 describes it.
 
-Made by `kubelet` in this room, which listens on the socket; it answers from the same records and pods.
+Made by `kubelet` in this package, which listens on the socket; it answers from the same records and pods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CALLS_A_SECOND, _BURST = 100.0, 10.0
 class PodResources:
     """List, Get and GetAllocatableResources.
 
-    State: what of the rate limit is left, and every pod's entry as it was encoded last.
+    State: the rest of the rate limit, and every pod's last encoded entry.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class PodResources:
         resource: Callable[[str], ResourceDevices],
         note: Callable[..., Awaitable[None]],
     ) -> None:
-        """Answer about ``pods`` (by UID) from ``records``; ``resource`` says what is offered now, ``note`` hears of every call."""
+        """Answer about ``pods`` (by UID) from ``records``; ``resource`` returns the current offer, ``note`` gets every call."""
         self._records, self._pods, self._faults = records, pods, faults
         self._resource, self._note = resource, note
-        self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}  # by UID: what a pod holds, and how it is told
+        self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}  # by UID: a pod's allocations, and their encoded form
         self._limiter, self._asked_at = _BURST, 0.0
 
     def methods(self) -> dict[str, tuple[Any, Any]]:

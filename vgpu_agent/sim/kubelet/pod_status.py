@@ -1,6 +1,6 @@
-"""What the simulated kubelet writes into the status of a pod: its phase, and how each container stands.
+"""The pod status that the simulated kubelet writes: the pod's phase, and the state of each container.
 
-Called by `cluster` in this room. Statuses are those that a real kubelet writes, as far as a node agent reads them.
+Called by `cluster` in this package. Statuses are those that a real kubelet writes, as far as a node agent reads them.
 """
 
 from __future__ import annotations

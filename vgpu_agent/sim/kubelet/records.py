@@ -1,8 +1,9 @@
-"""What the simulated kubelet remembers: which devices each resource has, which container holds which of them, and the checkpoint of it.
+"""The simulated kubelet's records: the devices of each resource, those that each container holds, and their checkpoint.
 
-Used by `kubelet` in this room only. Behaviour and the checkpoint's format follow the real device manager (kubelet §4, §5, §9): a
-device is free again not when its pod ends but at the next clean-up, and the checkpoint is rewritten at each list and each allocation.
-What does not change is encoded once: with 110 pods and 50,000 ids the stand-in would otherwise be slower than what it is there to measure.
+Used by `kubelet` in this package only. Behaviour and the checkpoint's format follow the real device manager (kubelet
+§4, §5, §9): a device is free again not when its pod ends but at the next clean-up, and the checkpoint is rewritten at
+each list and each allocation. Unchanged parts are encoded once: with 110 pods and 50,000 ids the stand-in would
+otherwise be slower than the agent that it measures.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PIECES_AT_ONCE = 1024  # IOV_MAX of Linux
 
 @dataclasses.dataclass
 class ResourceDevices:
-    """The devices of one resource as its last list told: id to NUMA node (None without topology)."""
+    """The devices of one resource by its last list: id to NUMA node (None without topology)."""
 
     healthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
     unhealthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
@@ -40,16 +41,16 @@ class ResourceDevices:
 
     @property
     def capacity(self) -> int:
-        """What the node status calls capacity."""
+        """The capacity in the node status."""
         return len(self.healthy) + len(self.unhealthy)
 
     @property
     def allocatable(self) -> int:
-        """What the node status calls allocatable."""
+        """The allocatable number in the node status."""
         return len(self.healthy)
 
     def replace(self, listed: Iterable[messages.Device]) -> None:
-        """Take over a complete list; whatever is not exactly ``Healthy`` is unhealthy."""
+        """Take over a complete list; any health but exactly ``Healthy`` is unhealthy."""
         self.healthy, self.unhealthy = {}, {}
         for device in listed:
             nodes = device.topology.nodes
@@ -84,7 +85,7 @@ class ResourceDevices:
 
 @dataclasses.dataclass
 class Allocation:
-    """Ids of one resource in one container's hands, and the answer that came with them."""
+    """Ids of one resource that one container holds, and the answer that came with them."""
 
     pod_uid: str
     container: str
@@ -111,7 +112,7 @@ class Allocation:
 
     @functools.cached_property
     def described(self) -> bytes:
-        """The devices as pod-resources tells them: a ContainerResources without a name, with one entry for each id like the real one's."""
+        """Encode the devices for pod-resources: a ContainerResources without a name, with one entry for each id like the real one's."""
         container = pod_resources.ContainerResources()
         for node, ids in self.ids_by_node.items():
             for device in ids:
@@ -124,23 +125,23 @@ class Allocation:
 class Records:
     """Allocations and devices of the node, written through to the checkpoint in ``directory``.
 
-    State: what is asked for again and again is remembered beside `allocations`, as far as it still holds.
+    State: besides `allocations`, the valid results of frequent calls.
     """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / CHECKPOINT
         self.devices: dict[str, ResourceDevices] = {}
         self.allocations: list[Allocation] = []
-        self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}  # by resource: the healthy ids, and who of them is free
+        self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}  # by resource: the healthy ids, and the free ones of them
         self._held: dict[tuple[str, str], list[Allocation]] | None = None  # by UID and container
         self._writing = threading.Lock()  # lists and allocations come at the same time; kubelet writes for one after the other
 
     def in_use(self, resource: str) -> set[str]:
-        """Ids that somebody holds, also ended pods that were not cleaned up yet."""
+        """Return the ids that containers hold, also those of ended pods that were not cleaned up yet."""
         return set().union(*(each.ids for each in self.allocations if each.resource == resource))
 
     def free(self, resource: str) -> Collection[str]:
-        """Healthy ids that nobody holds, in the order of the list."""
+        """Return the healthy ids that are free, in the order of the list."""
         healthy = self.devices[resource].healthy
         known = self._free.get(resource)
         if known is None or known[0] is not healthy:
@@ -149,7 +150,7 @@ class Records:
         return known[1].keys()
 
     def of_container(self, pod_uid: str, container: str) -> list[Allocation]:
-        """What one container holds."""
+        """List the allocations of one container."""
         if self._held is None:
             self._held = {}
             for each in self.allocations:
@@ -190,7 +191,7 @@ class Records:
         entries = [b"[", *entries, b"]"] if entries else [b"null"]
         registered = _between(b",", [json.dumps(resource).encode() + b":" + devices.encoded for resource, devices in self.devices.items()])
         content = [b'{"PodDeviceEntries":', *entries, b',"RegisteredDevices":{', *registered, b"}}"]
-        # A number where kubelet has its checksum: that one covers a dump that only Go can make, so nobody can check it.
+        # A number in place of the kubelet's checksum: that one covers a dump that only Go can make, so it cannot be checked here.
         checksum = zlib.crc32(b"".join(b"%d," % len(piece) for piece in content))
         temporary = self._path.with_name(f".{self._path.name}.new")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -204,7 +205,7 @@ class Records:
     def read_checkpoint(self) -> None:
         """Begin as a restarted kubelet does: allocations are known, each resource has no devices until its plugin returns.
 
-        A file that cannot be read leaves nothing, which is what the real one does.
+        An unreadable file leaves nothing, as with the real one.
         """
         devices: dict[str, ResourceDevices] = {}
         allocations: list[Allocation] = []

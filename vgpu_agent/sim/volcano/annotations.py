@@ -1,8 +1,8 @@
-"""What Volcano's scheduler reads from and writes to annotations of nodes and pods, in the words of the simulated scheduler.
+"""The annotations of nodes and pods that Volcano's scheduler reads and writes, in the words of the simulated scheduler.
 
-Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families speak the same language from
-the other side of the wire; nothing is shared with them, so that a misreading on one side shows as a failing test and not as agreement.
-Source of every format: volcano-vgpu §2 and §3, volcano-gpushare §2 and §3.
+Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families read and write the same formats
+from the other end. Nothing is shared with them, so that a misreading on one side shows as a failing test and not as
+agreement. Source of every format: volcano-vgpu §2 and §3, volcano-gpushare §2 and §3.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIELDS_OF_A_CARD = 6
 _FIELDS_OF_A_CLAIM = 4
 _HANDSHAKE_STAMP = "%Y.%m.%d %H:%M:%S"
 HANDSHAKE_SECONDS = 60.0
-"""How long a node has for an answer to `Requesting` before it counts as dead (volcano-vgpu §2.3)."""
+"""The time that a node has to answer `Requesting` before it counts as dead (volcano-vgpu §2.3)."""
 LOCK_SECONDS = 300.0
 """From this age on a node lock is taken over (volcano-vgpu §2.4)."""
 
@@ -62,7 +62,7 @@ class Registration:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """What one container holds of one card; ``memory`` in the node's memory units, ``cores`` in percent."""
+    """One container's part of one card; ``memory`` in the node's memory units, ``cores`` in percent."""
 
     uuid: str
     memory: int
@@ -101,7 +101,7 @@ def parse_claims(text: str) -> list[Claim]:
 
 
 def parse_indices(text: str) -> list[int]:
-    """The numbers of a comma-separated list of card indices; what is no number is left out."""
+    """Parse a comma-separated list of card indices; other items are left out."""
     return [int(part) for part in (part.strip() for part in text.split(",")) if part.isascii() and part.isdigit()]
 
 
@@ -111,11 +111,14 @@ def handshake_stamp(word: str, now: float) -> str:
 
 
 def answer_handshake(value: str | None, now: float) -> tuple[bool, str | None]:
-    """What a scheduler up to 1.14.2 makes of a node's handshake: whether it uses the node's GPUs, and what it writes, if anything.
+    """Judge a node's handshake as a scheduler up to 1.14.2 does.
 
     Args:
         value: of the annotation; None when there is none.
         now: unix seconds.
+
+    Returns:
+        whether it uses the node's GPUs, and the new value that it writes, if any.
     """
     if value is None or "Deleted" in value:
         return False, None
@@ -149,7 +152,7 @@ def _handshake_age(value: str, now: float) -> float:
 
 
 def _number(text: str) -> int:
-    """The number a field holds; 0 for what is none, as the real scheduler reads it."""
+    """Parse the number in a field; 0 for anything else, as the real scheduler reads it."""
     try:
         return int(text)
     except ValueError:

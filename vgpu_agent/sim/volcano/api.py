@@ -1,6 +1,7 @@
-"""How the simulated Volcano scheduler talks to an API server, a real one or `sim.api.server`: requests, and lists kept up to date.
+"""The simulated Volcano scheduler's client of an API server, a real one or `sim.api.server`: requests, and current lists.
 
-Called by `scheduler`. Simple on purpose, and independent of the agent's own client: whatever looks wrong ends in a new list.
+Called by `scheduler`. Simple on purpose, and independent of the agent's own client. Any unexpected answer leads to a
+new list.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _logger = log.get(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ApiAccess:
-    """Where the API server is, and as whom to ask it. ``tls`` is None for plain HTTP."""
+    """The API server's address and the client's credentials. ``tls`` is None for plain HTTP."""
 
     url: str
     token: str = ""
@@ -43,12 +44,12 @@ class ApiAccess:
 
     @classmethod
     def from_kubeconfig(cls, path: Path) -> Self:
-        """What the current context of a kubeconfig file says; reads files, so not for the event loop.
+        """Read the current context of a kubeconfig file; reads files, so not for the event loop.
 
         Understood: server, certificate authority and client certificate as file or inline, token as file or inline.
 
         Raises:
-            SimulationError: the file cannot be read or says no such thing; the message names it.
+            SimulationError: the file cannot be read or lacks such an entry; the message names it.
         """
         try:
             content = yaml.safe_load(path.read_text())
@@ -83,10 +84,10 @@ class ApiClient:
             self._session = None
 
     async def request(self, method: str, path: str, body: Object | None = None, *, content_type: str = "application/json") -> Object:
-        """The JSON that answers one request.
+        """Make one request and return the JSON of its answer.
 
         Raises:
-            ClusterError: it was refused, or there was no answer; then it may have been done all the same.
+            ClusterError: it was refused, or there was no answer; then it may have been done nevertheless.
         """
         try:
             async with self._request(method, path, body, content_type, {}, self._timeout) as response:
@@ -104,10 +105,10 @@ class ApiClient:
         return answer
 
     async def watch(self, path: str, version: str, lasting_seconds: int) -> AsyncGenerator[Object, None]:
-        """The events since ``version``, until the server ends the watch.
+        """Yield the events since ``version``, until the server ends the watch.
 
         Raises:
-            ClusterError: it was refused, broke, fell silent past its time, or sent what is no event.
+            ClusterError: it was refused, broke, fell silent past its time, or sent something else than an event.
         """
         query = {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(lasting_seconds), "allowWatchBookmarks": "true"}
         silence = aiohttp.ClientTimeout(total=None, sock_connect=self._quiet_seconds, sock_read=lasting_seconds + self._quiet_seconds)
@@ -138,11 +139,12 @@ class ApiClient:
 class Collection:
     """All objects of one kind, kept up to date by a list and a watch.
 
-    State: a copy of what the API server has. It counts only while ``synced``; whatever breaks makes it not synced until the next list.
+    State: a copy of the API server's objects. It counts only while ``synced``. Any failure makes it not synced until
+    the next list.
 
     Attributes:
         items: by UID.
-        synced: whether ``items`` came from a list that nothing has put into doubt since.
+        synced: ``items`` came from a list, and nothing has failed since.
     """
 
     def __init__(self, client: ApiClient, path: str, changed: Callable[[], None], *, watch_seconds: int, retry_seconds: float) -> None:

@@ -59,16 +59,16 @@ class GpushareLedger:
         return copy.deepcopy(self)
 
     def concerns(self, pod: Object) -> bool:
-        """Whether the pod asks for what this strategy hands out."""
+        """Tell whether the pod requests a resource of this strategy."""
         return _wanted(pod, MEMORY if self._strategy == "share" else NUMBER) > 0
 
     @staticmethod
     def needs_lock(pod: Object) -> bool:
-        """Whether a node lock is taken for the pod, where locks are on: only for memory."""
+        """Tell whether a node lock is taken for the pod, where locks are on: only for memory."""
         return _wanted(pod, MEMORY) > 0
 
     def place(self, pod: Object, now: float) -> Placed | None:
-        """Book a place for the pod and say what to write (volcano-gpushare S2); None when it does not fit.
+        """Book a place for the pod and return the values to write (volcano-gpushare S2); None when it does not fit.
 
         Args:
             pod: not bound yet.

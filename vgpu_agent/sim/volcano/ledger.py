@@ -1,8 +1,8 @@
-"""The vGPU ledger of the simulated Volcano scheduler: which share of which card is whose, and where the next pod fits.
+"""The vGPU ledger of the simulated Volcano scheduler: the owner of each card's shares, and the place of the next pod.
 
-Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`, so it knows nothing that the
-API server does not. Rules: volcano-vgpu §8, golden vectors volcano-vgpu G3, G6, G7, G8 and G13; for cards in the mode ``mig`` whose
-geometry is known, `mig`. The reference's accounting mistakes (volcano-vgpu D17) are not imitated.
+Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`, so all its state
+is in the API server. Rules: volcano-vgpu §8, golden vectors volcano-vgpu G3, G6, G7, G8 and G13; for cards in the
+mode ``mig`` whose geometry is known, `mig`. The reference's accounting mistakes (volcano-vgpu D17) are not imitated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALL_CORES = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
-    """What one container asks for: that many cards, each with ``cores`` percent and ``memory`` units, or ``percent`` of its memory."""
+    """One container's request: a number of cards, each with ``cores`` percent and ``memory`` units, or ``percent`` of it."""
 
     number: int
     memory: int
@@ -46,7 +46,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a pod goes: what is to be written about it, and how well the node suits."""
+    """The placement of a pod: the values to write about it, and the node's score."""
 
     annotations: dict[str, str]
     score: float = 0.0
@@ -54,7 +54,7 @@ class Placed:
 
 @dataclasses.dataclass(slots=True)
 class CardUse:
-    """A card and what is taken of it; ``groups`` are the pod groups that must not meet themselves on it.
+    """A card and its used part; ``groups`` are the pod groups of which a card takes only one pod.
 
     With ``instances`` it is divided, and ``memory`` is that of the instances in use.
     """
@@ -74,7 +74,7 @@ class CardUse:
         self.groups.add(group)
 
     def take(self, ask: Ask, group: str) -> Claim:
-        """Book one container's claim, and say how it is written down."""
+        """Book one container's claim, and return it in its written form."""
         units = ask.memory_on(self.card)
         if self.instances is None:
             self.add(units, ask.cores, group)
@@ -84,7 +84,7 @@ class CardUse:
         return Claim(self.card.uuid + place, units, ask.cores)
 
     def has_room(self, ask: Ask, policy_group: str) -> bool:
-        """Whether one container of that ask fits; ``policy_group`` is the group to be kept apart, empty for none."""
+        """Tell whether one container of that ask fits; ``policy_group`` is the group to be kept apart, empty for none."""
         return (
             self.holders < self.card.seats
             and (not policy_group or policy_group not in self.groups)
@@ -153,7 +153,7 @@ class VgpuLedger:
         return ledger
 
     def add(self, pod: Object) -> None:
-        """Book what a bound pod's annotation says; ids of cards that are not registered are passed over."""
+        """Book the shares in a bound pod's annotation; ids of cards that are not registered are passed over."""
         for claim in words.parse_claims(annotations_of(pod).get(words.VGPU_IDS, "")):
             for use in self.uses:
                 if use.card.uuid in claim.uuid:
@@ -167,16 +167,16 @@ class VgpuLedger:
 
     @staticmethod
     def concerns(pod: Object) -> bool:
-        """Whether the pod asks for vGPU."""
+        """Tell whether the pod requests vGPU."""
         return bool(asks(pod))
 
     @staticmethod
     def needs_lock(pod: Object) -> bool:
-        """Whether a node lock is taken for the pod, where locks are on."""
+        """Tell whether a node lock is taken for the pod, where locks are on."""
         return bool(asks(pod))
 
     def place(self, pod: Object, now: float) -> Placed | None:
-        """Book a place for all containers of the pod and say what to write (volcano-vgpu G3); None when one of them does not fit.
+        """Book a place for all containers and return the values to write (volcano-vgpu G3); None when one does not fit.
 
         Args:
             pod: not bound yet.
@@ -253,7 +253,7 @@ def _uuid_allowed(uuid: str, requests: dict[str, str]) -> bool:
 
 
 def _type_allowed(type_: str, requests: dict[str, str]) -> bool:
-    """Items are not trimmed and match anywhere in the type; a wish for types makes the scheduler forget the unwanted ones."""
+    """Match types. Items are not trimmed and match anywhere in the type; with desired types the unwanted ones are ignored."""
 
     def matches(key: str) -> bool:
         return any(item.lower() in type_.lower() for item in requests[key].split(","))

@@ -1,9 +1,9 @@
-"""MIG instances in the books of the simulated Volcano scheduler: which place of which group a container gets.
+"""MIG instances in the ledger of the simulated Volcano scheduler: the place and group for a container.
 
-`ledger` asks for each card of a node in the mode ``mig``. Rules: volcano-vgpu §4.3 (groups in the order of the ConfigMap,
-the smallest instance that is large enough, on a card in use its group only) and volcano-vgpu D15, imitated: an instance counts as used
-once its pod is seen to be bound, so pods of one round get the same one. The ConfigMap is read here and not by the agent's reader, for the
-reason that `annotations` gives.
+`ledger` calls it for each card of a node in the mode ``mig``. Rules: volcano-vgpu §4.3 (groups in the order of the
+ConfigMap, the smallest instance that is large enough, on a card in use its group only) and volcano-vgpu D15,
+imitated: an instance counts as used once its pod is seen to be bound, so pods of one round get the same one. The
+ConfigMap is read here and not by the agent's reader, for the reason that `annotations` gives.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometries:
-    """What the ConfigMap says about MIG: MiB in a unit of memory, and per model, a part of the card's type, its groups."""
+    """The ConfigMap's MIG part: MiB in a unit of memory, and per model, a part of the card's type, its groups."""
 
     factor: int = 1
     groups: tuple[tuple[str, tuple[Group, ...]], ...] = ()

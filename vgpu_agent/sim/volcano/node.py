@@ -1,7 +1,7 @@
-"""One node as the simulated Volcano scheduler sees it in one round: what is left of it, by plain arithmetic and card by card.
+"""One node as the simulated Volcano scheduler sees it in one round: its free room, by plain arithmetic and card by card.
 
-Called by `scheduler`, which makes one of these for each node from what its watches show, tries pods on copies of it, and keeps the
-copy that it decides for.
+Called by `scheduler`, which makes one of these for each node from its watches, tries pods on copies of it, and keeps
+the chosen copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class NodeRoom:
-    """What one node still has; ``devices`` is None for a node that the scheduler takes for one without GPUs to share."""
+    """The free room of one node; ``devices`` is None for a node that the scheduler takes for one without GPUs to share."""
 
     node: Object
     left: Amounts
@@ -32,7 +32,7 @@ class NodeRoom:
         return str(self.node["metadata"]["name"])
 
     def copy(self) -> NodeRoom:
-        """A room to try something in."""
+        """Copy the room, to try something in it."""
         return NodeRoom(self.node, dict(self.left), self.devices.copy() if self.devices else None)
 
     def place(self, pod: Object, now: float) -> Placed | tuple[str, ...]:

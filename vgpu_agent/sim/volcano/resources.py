@@ -27,7 +27,7 @@ _SUFFIXES = {
 
 
 def amount(text: object) -> decimal.Decimal:
-    """The number behind a Kubernetes quantity (``10k``, ``500m``, ``3Gi``); 0 for what is none or counts beyond 64 bits."""
+    """Parse a Kubernetes quantity (``10k``, ``500m``, ``3Gi``); 0 for anything else and beyond 64 bits."""
     written = str(text)
     suffix = next((suffix for suffix in ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei", *_SUFFIXES) if written.endswith(suffix)), "")
     try:
@@ -48,12 +48,12 @@ def key(pod: Object) -> str:
 
 
 def is_terminated(pod: Object) -> bool:
-    """Whether the pod's containers have ended for good."""
+    """Tell whether the pod's containers have ended for good."""
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def is_terminating(pod: Object) -> bool:
-    """Whether somebody has deleted the pod."""
+    """Tell whether the pod has been deleted."""
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
@@ -63,7 +63,7 @@ def limits(container: Object) -> dict[str, str]:
 
 
 def requests(pod: Object) -> Amounts:
-    """What a pod takes from its node: the sum of its containers, or its largest init container where that is more."""
+    """Sum up a pod's requests: the sum of its containers, or its largest init container where that is more."""
     spec = pod.get("spec") or {}
     regular, largest_init = Amounts(), Amounts()
     for container in spec.get("containers") or ():
@@ -76,7 +76,7 @@ def requests(pod: Object) -> Amounts:
 
 
 def free(node: Object, pods: Iterable[Object]) -> Amounts:
-    """What ``node`` has left beside ``pods``, those that are on their way out included: their ids come back only when they are gone."""
+    """Return the free amounts of ``node`` beside ``pods``. Terminating pods count: their ids come back only when they are gone."""
     left = {resource: amount(text) for resource, text in ((node.get("status") or {}).get("allocatable") or {}).items()}
     for pod in pods:
         if not is_terminated(pod):
@@ -91,12 +91,12 @@ def take(left: Amounts, wanted: Mapping[str, decimal.Decimal]) -> None:
 
 
 def lacking(left: Mapping[str, decimal.Decimal], wanted: Mapping[str, decimal.Decimal]) -> list[str]:
-    """The resources of which less is left than ``wanted``; one that a node does not have at all is lacking as soon as it is asked for."""
+    """List the resources of which less is left than ``wanted``; a requested one that the node does not have is lacking."""
     return sorted(resource for resource, number in wanted.items() if number > left.get(resource, _ZERO))
 
 
 def may_hold(node: Object, pod: Object) -> bool:
-    """Whether the node is ready, not cordoned, and carries the labels that the pod's nodeSelector names."""
+    """Tell whether the node is ready, not cordoned, and carries the labels that the pod's nodeSelector names."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     ready = [condition.get("status") for condition in status.get("conditions") or () if condition.get("type") == "Ready"]
     labels = node["metadata"].get("labels") or {}

@@ -1,9 +1,9 @@
 """A stand-in for Volcano's scheduler, for the demo and for tests where the real one is not to be had.
 
-It gives pods whose ``schedulerName`` is ``volcano`` a node and the cards on it, and writes what the real one writes: by default like the
-master of August 2026 (annotations inside the Binding), with ``old`` like 1.13 to 1.14.2 (annotations patched onto the pod before it is
-bound, node handshake). Golden vectors: volcano-vgpu G3, G6, G7, G8, G13; volcano-gpushare S2. It keeps no state but what the API server
-has, so it may be killed and started anywhere.
+It gives pods whose ``schedulerName`` is ``volcano`` a node and the cards on it, and writes as the real one does: by
+default like the master of August 2026 (annotations inside the Binding), with ``old`` like 1.13 to 1.14.2 (annotations
+patched onto the pod before it is bound, node handshake). Golden vectors: volcano-vgpu G3, G6, G7, G8, G13;
+volcano-gpushare S2. Its only state is in the API server, so it may be killed and started anywhere.
 
     python -m vgpu_agent.sim.volcano.scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare share] [--node-lock]
 
@@ -48,18 +48,18 @@ _LOCK_RETRY_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class VolcanoSettings:
-    """What the scheduler's configuration would say.
+    """The configuration of the simulated scheduler.
 
     Attributes:
-        scheduler_name: whose pods are taken.
+        scheduler_name: the scheduler name of its pods.
         policy: deviceshare.SchedulePolicy.
         schedule_weight: deviceshare.ScheduleWeight; 0 makes nodes equal, and the first by name is taken.
         old: behave like 1.13 to 1.14.2: patch before bind, ask nodes for the handshake, do not ask for all three resources.
         gpushare: GPUSharingEnable (``share``) or GPUNumberEnable (``number``) instead of VGPUEnable (``off``).
         node_lock: deviceshare.NodeLockEnable.
-        geometries: what the ConfigMap says about MIG.
-        min_members: ``namespace/group`` → how many must be placed together; a pod's annotation scheduling.volcano.sh/group-min-member
-            says the same.
+        geometries: the ConfigMap's part about MIG.
+        min_members: ``namespace/group`` → how many must be placed together; a pod's annotation
+            scheduling.volcano.sh/group-min-member says the same.
         period_seconds: shortest time between two rounds.
         retry_seconds: longest time between two rounds, and the pause after a failure.
         request_timeout_seconds: of one request to the API server.
@@ -95,7 +95,7 @@ class VolcanoScheduler:
     """
 
     def __init__(self, access: ApiAccess, settings: VolcanoSettings | None = None, *, clock: Callable[[], float] = time.time) -> None:
-        """``clock`` says unix seconds."""
+        """Build it; ``clock`` in unix seconds."""
         self.settings = settings or VolcanoSettings()
         self._clock = clock
         self._client = ApiClient(access, timeout_seconds=self.settings.request_timeout_seconds)
@@ -167,7 +167,7 @@ class VolcanoScheduler:
             await self._place(rooms, members, self._needed(group, members) - placed_before, now)
 
     async def _place(self, rooms: dict[str, NodeRoom], members: Sequence[Object], needed: int, now: float) -> None:
-        """Place and bind those of ``members`` that fit, or nobody when they are fewer than ``needed``; ``rooms`` follows."""
+        """Place and bind those of ``members`` that fit, or none when they are fewer than ``needed``; ``rooms`` follows."""
         trial, choices, refused = dict(rooms), list[_Choice](), dict[str, str]()
         for pod in members:
             choice = self._choose(trial, pod, now)
@@ -189,7 +189,7 @@ class VolcanoScheduler:
                 await self._tell(pod, refused[pod["metadata"]["uid"]])
 
     def _choose(self, rooms: dict[str, NodeRoom], pod: Object, now: float) -> _Choice | str:
-        """The best node for the pod, whose room is then smaller; Volcano's sentence when there is none."""
+        """Choose the best node for the pod, and take the room there; return Volcano's sentence when there is none."""
         best: tuple[float, NodeRoom, Placed] | None = None
         reasons: collections.Counter[str] = collections.Counter()
         for _, room in sorted(rooms.items()):
@@ -301,7 +301,7 @@ class VolcanoScheduler:
         _logger.info("sim.volcano.bound", pod=resources.key(pod), node=choice.node, annotations=written)
 
     async def _tell(self, pod: Object, why: str) -> None:
-        """Say in the pod's status and in an event why it waits, when that is news."""
+        """Write into the pod's status and an event why it waits, when that is news."""
         conditions = (pod.get("status") or {}).get("conditions") or ()
         if any(condition.get("type") == "PodScheduled" and condition.get("message") == why for condition in conditions):
             return
@@ -328,7 +328,7 @@ class VolcanoScheduler:
         await self._write("POST", f"/api/v1/namespaces/{namespace}/events", event)
 
     async def _annotate(self, path: str, thing: Object, written: Mapping[str, str], into: Collection, *, version: str = "") -> bool:
-        """Add annotations to this very object, and in this very version if one is named; whether it was done."""
+        """Add annotations to this very object, and in this very version if one is named; return whether it was done."""
         metadata = {"uid": thing["metadata"]["uid"], "annotations": dict(written)} | ({"resourceVersion": version} if version else {})
         answer = await self._write("PATCH", path, {"metadata": metadata}, MERGE_PATCH)
         if answer is not None:
@@ -336,10 +336,10 @@ class VolcanoScheduler:
         return answer is not None
 
     async def _write(self, method: str, path: str, body: Object, content_type: str = "application/json") -> Object | None:
-        """Do a write; None when it was refused for what it says, so that the others can go on.
+        """Do a write; None when its content was refused, so that the others can go on.
 
         Raises:
-            ClusterError: no answer, or one that says nothing about this write.
+            ClusterError: no answer, or one that does not concern this write.
         """
         try:
             return await self._client.request(method, path, body, content_type=content_type)

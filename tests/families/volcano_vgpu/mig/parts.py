@@ -83,7 +83,7 @@ def ask(
     held: Mapping[str, Grant] | None = None,
     of: VolcanoVgpuMigFamily | None = None,
 ) -> Question:
-    """What shall ``container`` get, which holds ``ids`` ids, while others hold ``held``?"""
+    """Return the question about ``container``, which holds ``ids`` ids, while others hold ``held``."""
     resource = next(entry for entry in (of or mig_family()).resources(inventory) if entry.name == NUMBER)
     rooms = tuple(DeviceRoom(gpu.uuid, "", 40960, 40960, 100, 0, 10) for gpu in inventory.gpus)
     chosen = tuple(f"{U0}-{number}" for number in range(ids))

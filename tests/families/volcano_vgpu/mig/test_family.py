@@ -46,7 +46,7 @@ def test_g12_a_place_is_an_instance_whatever_was_asked() -> None:
 
 
 def test_g12_a_gpu_that_is_not_divided_so_is_to_be_divided_first() -> None:
-    """volcano-vgpu:G12: on an empty card the decision is how to divide it, and nobody has anything yet."""
+    """volcano-vgpu:G12: on an empty card the decision is how to divide it, and no share exists yet."""
     decision = mig_family().decide(ask(a_pod(f"{U1}[group2-0]"), node()))
     assert (decision.shares, decision.layouts) == ((), (MigLayout(U1, GROUP2),))
 
@@ -60,7 +60,7 @@ def test_a_position_counts_through_the_geometries_and_not_as_the_driver_does() -
 
 
 def test_a_position_stays_the_same_instance_however_the_driver_lists_them() -> None:
-    """NVML's order of instances is its own affair; what they are numbered by stays while the card is divided as it is."""
+    """NVML's order of instances is its own affair. What they are numbered by stays while the card is divided as it is."""
     u0, u1 = node(of_u1=GROUP2).gpus
     turned = dataclasses.replace(u1, mig_instances=u1.mig_instances[::-1])
     for inventory in (Inventory(version=1, gpus=(u0, u1)), Inventory(version=2, gpus=(u0, turned))):
@@ -68,7 +68,7 @@ def test_a_position_stays_the_same_instance_however_the_driver_lists_them() -> N
 
 
 def test_d15_an_instance_that_is_taken_is_exchanged_for_another_of_its_size() -> None:
-    """volcano-vgpu:D15: two pods of one round get the same instance from the scheduler; the second gets another, and it is said."""
+    """volcano-vgpu:D15: two pods of one round get the same instance from the scheduler. The second gets another, and this is reported."""
     decision = mig_family().decide(ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2), held=taken(MIG_2_0="other")))
     assert decision.shares == (held_share("MIG-2-1", 9856),)
     assert f"{U1}[group2-0] is held by team/other" in decision.second_best
@@ -77,20 +77,20 @@ def test_d15_an_instance_that_is_taken_is_exchanged_for_another_of_its_size() ->
 
 
 def test_d15_without_another_of_its_size_the_pod_alone_is_refused() -> None:
-    """volcano-vgpu:D15: an instance of another size is no answer; who holds them is named."""
+    """volcano-vgpu:D15: an instance of another size is no answer. The error names the holders."""
     held = taken(MIG_2_0="a", MIG_2_1="b", MIG_2_2="c")
     with pytest.raises(CapacityError, match=r"all 3 of GPU GPU-2.* are held, by team/a .*team/b .*team/c"):
         mig_family().decide(ask(a_pod(f"{U1}[group2-1]"), node(of_u1=GROUP2), held=held))
 
 
 def test_d16_a_whole_gpu_is_refused_in_mig_mode() -> None:
-    """volcano-vgpu:D16: a scheduler that knows no geometry falls back to whole cards, which are not handed out without any limit."""
+    """volcano-vgpu:D16: a scheduler that knows no geometry falls back to whole cards, which are not given out without any limit."""
     with pytest.raises(RequestRefusedError, match="is a whole GPU, and this node shares MIG instances"):
         mig_family().decide(ask(a_pod(U1), node(of_u1=GROUP2)))
 
 
 def test_a_gpu_of_which_somebody_has_a_part_is_not_divided_anew() -> None:
-    """Once a card has a group in use, only that group; the message names the division and the holder."""
+    """Once a card has a group in use, only that group. The message names the division and the holder."""
     with pytest.raises(CapacityError, match=r"divided into 2 × 3g.20gb, and team/other .* has a part of it.*group2"):
         mig_family().decide(ask(a_pod(f"{U1}[group2-0]"), node(of_u1=("3g.20gb", "3g.20gb")), held=taken(MIG_2_1="other")))
 
@@ -114,13 +114,13 @@ def test_a_gpu_that_somebody_has_as_a_whole_is_not_divided() -> None:
     ],
 )
 def test_a_place_that_makes_no_sense_costs_its_pod(place: str, memory: int, expected: str) -> None:
-    """Whoever has written it: the text names what is wrong, and nothing is given."""
+    """This holds for every writer: the text names what is wrong, and nothing is given."""
     with pytest.raises(RequestRefusedError, match=expected.replace("[", r"\[")):
         mig_family().decide(ask(a_pod(U1 + place, memory), node(of_u1=GROUP2)))
 
 
 def test_two_instances_are_of_two_cards() -> None:
-    """A number of 2 is one instance of each of two cards; when one has to be divided first, nothing is given yet."""
+    """A number of 2 is one instance of each of two cards. When one has to be divided first, nothing is given yet."""
     about = pod(main(number=2, memory=8000), annotations=decided(f"{U1}[group2-1],NVIDIA,8000,0:{U0}[group3-0],NVIDIA,8000,0:"))
     family = mig_family()
     first = family.decide(ask(about, node(of_u1=GROUP2), ids=2))
@@ -150,7 +150,7 @@ def test_a_running_container_is_remembered_by_its_place() -> None:
 
 
 def test_without_a_scheduler_the_smallest_instance_that_is_large_enough_is_taken() -> None:
-    """Of a card that is divided already, before any card is divided anew."""
+    """A card that is already divided is used before any card is divided anew."""
     decision = mig_family().decide(ask(pod(main(number=1, memory=5000)), node(of_u1=GROUP2)))
     assert (decision.shares, decision.by) == ((held_share("MIG-2-3", 4864),), "the agent, MIG")
 
@@ -163,7 +163,7 @@ def test_without_a_scheduler_an_empty_card_is_divided_by_the_first_group_that_fi
 
 
 def test_without_a_scheduler_a_card_in_use_is_not_divided_anew() -> None:
-    """No room is said for each card, with who is in the way."""
+    """The error says of each card that it has no room, and which pods are in the way."""
     inventory = node("1g.5gb", "1g.5gb", of_u1=("3g.20gb", "3g.20gb"))
     held = taken(MIG_1_1="small", MIG_2_0="a", MIG_2_1="b")
     with pytest.raises(CapacityError, match=r"0 GPUs have a MIG instance.*team/small .*has a part of it.*team/a"):
@@ -178,7 +178,7 @@ def test_a_pod_that_wants_the_other_mode_is_refused() -> None:
     assert mig_family().decide(ask(pod(ASKED, annotations={"volcano.sh/vgpu-mode": "mig"}), node())).layouts
 
 
-# -- what a container is told ----------------------------------------------------------------------------------------------------------
+# -- what a container receives --------------------------------------------------------------------------------------------------------
 
 
 def test_a_container_is_told_of_its_instances_and_of_nothing_else() -> None:
@@ -202,11 +202,11 @@ def test_an_instance_that_is_gone_is_not_told_of() -> None:
         mig_family().provision(ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2)), (held_share("MIG-9-9", 1),))
 
 
-# -- what stands in the cluster --------------------------------------------------------------------------------------------------------
+# -- what is in the cluster ---------------------------------------------------------------------------------------------------------
 
 
 def desired_for(place: str, device: str, *, instead: str = "") -> dict[str, str | None]:
-    """What should stand on the pod for which ``place`` was written and that holds ``device``."""
+    """Return the desired state of the pod for which ``place`` was written and that holds ``device``."""
     family = mig_family()
     family.resources(node(of_u1=GROUP2))
     written = decided(instead) if instead else decided(f"{place},NVIDIA,8000,0:")
@@ -241,13 +241,13 @@ def test_a_place_that_cannot_be_told_any_more_stays_as_it_is() -> None:
 
 
 def view(inventory: Inventory, **room: Any) -> NodeView:
-    """The Node as it stands, with nothing on it."""
+    """The Node as it is, with nothing on it."""
     rooms = tuple(dataclasses.replace(DeviceRoom(gpu.uuid, "", 40960), **room) for gpu in inventory.gpus)
     return NodeView(Node(NODE), inventory, {NUMBER: rooms}, {}, 0.0)
 
 
 def test_the_register_annotation_names_the_mode() -> None:
-    """In each entry, because a scheduler goes by the last one; the memory is the card's, whether it is divided or not."""
+    """In each entry, because a scheduler uses the last one. The memory is the card's, whether it is divided or not."""
     desired_state = mig_family().desired_node(view(node(of_u1=GROUP2)))
     entry = "10,40960,NVIDIA-NVIDIA A100-SXM4-40GB,true,mig:"
     assert desired_state.annotations[REGISTER] == f"{U0},{entry}{U1},{entry}"
@@ -261,7 +261,7 @@ def test_a_card_that_somebody_has_as_a_whole_is_announced_as_full() -> None:
 
 
 def test_only_cards_that_somebody_knows_how_to_divide_are_offered() -> None:
-    """Cards in MIG mode and others; a card of another model is left out, and a node without any says what is missing."""
+    """Cards in MIG mode and others. A card of another model is left out, and a node without any says what is missing."""
     a10 = dataclasses.replace(a_gpu(U1, index=1), name="NVIDIA A10")
     offered = mig_family().resources(Inventory(version=1, gpus=(a_gpu(U0, *GROUP2), a10)))
     assert {entry.device for resource in offered for entry in resource.ids} == {U0}
@@ -270,7 +270,7 @@ def test_only_cards_that_somebody_knows_how_to_divide_are_offered() -> None:
 
 
 def test_a_card_that_is_left_out_is_told_with_its_model() -> None:
-    """Volcano would only see fewer cards; those that the node configuration hides are left out on purpose, and none at all is an error."""
+    """Volcano would only see fewer cards. Those that the node configuration hides are left out on purpose, and none at all is an error."""
     known, a10 = a_gpu(U0, *GROUP2), dataclasses.replace(a_gpu(U1, index=1), name="NVIDIA A10")
     mixed = Inventory(version=1, gpus=(known, a10))
     (caution,) = mig_family().cautions(mixed)

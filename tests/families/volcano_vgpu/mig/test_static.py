@@ -32,13 +32,13 @@ def names(family: VolcanoStaticMigFamily, inventory: Inventory) -> dict[str, lis
 
 
 def test_mixed_offers_each_profile_by_its_name() -> None:
-    """Cards that are not divided have nothing here; their memory is shared as ever."""
+    """Cards that are not divided have nothing here. Their memory is shared as ever."""
     inventory = node(of_u1=GROUP2)
     assert names(mixed(), inventory) == {"volcano.sh/mig-1g.5gb": ["MIG-2-3"], "volcano.sh/mig-2g.10gb": ["MIG-2-0", "MIG-2-1", "MIG-2-2"]}
 
 
 def test_the_names_before_1_12_can_be_had() -> None:
-    """Up to 1.11 the strategy mixed had NVIDIA's domain; a ``+`` is no letter of a resource name."""
+    """Up to 1.11 the strategy mixed had NVIDIA's domain. A ``+`` is no letter of a resource name."""
     u1 = dataclasses.replace(
         node(of_u1=GROUP2).gpus[1], mig_instances=(dataclasses.replace(instance(U1, 0, "2g.10gb"), profile="1g.5gb+me"),)
     )
@@ -55,7 +55,7 @@ def test_single_offers_alike_instances_by_one_name() -> None:
 
 
 def test_single_withholds_instances_that_differ() -> None:
-    """One name cannot tell them apart; the reason begins with the name and says what to do."""
+    """One name cannot tell them apart. The reason begins with the name and says what to do."""
     inventory = node("3g.20gb", "3g.20gb", of_u1=GROUP2)
     assert names(single(), inventory) == {}
     (reason,) = single().shortfall(inventory).refused
@@ -75,7 +75,7 @@ def test_an_instance_that_shares_its_memory_is_left_out() -> None:
 
 
 def test_instances_that_cannot_be_read_are_told_and_those_that_can_be_are_offered() -> None:
-    """Why, and what to do, is the driver's part of the sentence."""
+    """The driver's part of the sentence says why, and what to do."""
     u1 = dataclasses.replace(node(of_u1=GROUP2).gpus[1], mig_trouble="not allowed; do this")
     inventory = Inventory(version=1, gpus=(u1,))
     assert set(names(mixed(), inventory)) == {"volcano.sh/mig-1g.5gb", "volcano.sh/mig-2g.10gb"}
@@ -96,7 +96,7 @@ def resource_of(family: VolcanoStaticMigFamily, inventory: Inventory, name: str)
 
 
 def test_d16_a_container_gets_the_instances_that_its_ids_name() -> None:
-    """volcano-vgpu:D16: the replaced plugin answers nothing at all; here the instances are told of and booked, whole and exclusively."""
+    """volcano-vgpu:D16: the replaced plugin answers nothing at all. Here the instances are passed and booked, whole and exclusively."""
     inventory = node(of_u1=GROUP2)
     offered = resource_of(mixed(), inventory, "volcano.sh/mig-2g.10gb")
     assert mixed().edits(offered, ["MIG-2-1", "MIG-2-0"], inventory).environment == {"NVIDIA_VISIBLE_DEVICES": "MIG-2-1,MIG-2-0"}
@@ -115,14 +115,14 @@ def test_g10_an_instance_is_named_by_the_list_strategies() -> None:
 
 
 def test_an_instance_that_is_gone_stays_booked() -> None:
-    """Its id is still in a container's hands, and tells nobody of anything."""
+    """Its id is still in a container's hands, and yields no share."""
     inventory = node()
     assert mixed().shares("volcano.sh/mig-2g.10gb", ["MIG-2-1"], inventory) == (Share("MIG-2-1", 0, 100, exclusive=True),)
     assert mixed().edits(Resource("volcano.sh/mig-2g.10gb", "x", ()), ["MIG-2-1"], inventory) == Edits({"NVIDIA_VISIBLE_DEVICES": ""})
 
 
 def test_cards_in_use_are_filled_first() -> None:
-    """What is left of a card that nobody uses is worth more to others."""
+    """A card without holders is worth more to others."""
     inventory = node("2g.10gb", "2g.10gb", of_u1=("2g.10gb", "2g.10gb"))
     offered = resource_of(mixed(), inventory, "volcano.sh/mig-2g.10gb")
     assert mixed().prefer(offered, ["MIG-1-0", "MIG-1-1", "MIG-2-1"], [], 1, inventory) == ["MIG-2-1"]

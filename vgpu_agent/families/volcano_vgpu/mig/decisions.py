@@ -1,9 +1,8 @@
-"""Which MIG instances a container gets: a scheduler's, another one of the same size, or those that the agent finds.
+"""Choose the MIG instances of a container: a scheduler's, another one of the same size, or those that the agent finds.
 
 Two pods of one scheduling round can be given the same instance, because the scheduler counts instances only after it has seen the pods
-bound (volcano-vgpu D15). So an annotation says which size on which GPU, and what the ledger knows to be taken decides which instance. A GPU
-that must be divided first is named in the decision; it is nobody's then, and `allocation` has it done before it asks again. Called by
-`family`.
+bound (volcano-vgpu D15). So an annotation names the size and the GPU, and the ledger's grants decide which instance. The decision names a
+GPU that must be divided first. It is free then, and `allocation` has it divided before it asks again. Called by `family`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one instance of a decision is: there already, or only once its GPU is divided."""
+    """The place of one instance of a decision: existing already, or only once its GPU is divided."""
 
     slot: Slot
     gpu: Gpu
@@ -49,17 +48,17 @@ class _Place:
 
 
 def followed(question: Question, segment: Sequence[Assigned], known: Sequence[ModelGeometries], factor: int) -> Decision:
-    """A scheduler's decision, on the instances that are free.
+    """Follow a scheduler's decision, on the instances that are free.
 
     Args:
         question: of the container.
-        segment: the scheduler's word, checked against the pod's limits.
+        segment: the scheduler's decision, checked against the pod's limits.
         known: the geometries.
         factor: MiB in one unit of memory.
 
     Raises:
         RequestRefusedError: it names a group or a position that does not exist, or an instance that is smaller than what was asked.
-        CapacityError: no instance of that size is free there, or the GPU is divided otherwise and somebody has a part of it.
+        CapacityError: no instance of that size is free there, or the GPU is divided otherwise and has a holder.
     """
     by, shares, layouts, changed = f"the scheduler, in {IDS}", list[Share](), list[MigLayout](), list[str]()
     for assigned in segment:
@@ -78,7 +77,7 @@ def followed(question: Question, segment: Sequence[Assigned], known: Sequence[Mo
 
 
 def remembered(segment: Sequence[Assigned], question: Question, known: Sequence[ModelGeometries]) -> tuple[Share, ...] | None:
-    """What a container that runs must have, by its annotation alone; None where its GPU is not divided as that says."""
+    """Return what a running container must have, by its annotation alone; None where its GPU is divided otherwise."""
     shares = []
     for assigned in segment:
         found = read_place(assigned.device)
@@ -96,11 +95,11 @@ def remembered(segment: Sequence[Assigned], question: Question, known: Sequence[
 
 
 def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[str, str], known: Sequence[ModelGeometries]) -> Decision:
-    """Instances that nobody has, of as many GPUs as the container has ids: where the agent decides.
+    """Choose free instances, of as many GPUs as the container has ids, where the agent decides.
 
-    The rules of fit are the scheduler's (volcano-vgpu §4.3): the smallest instance that is large enough, and on a GPU of which
-    somebody has a part no other group. GPUs that have such an instance already come before those that would have to be divided anew,
-    and within each the lowest rank comes first. A GPU that another family has or waits for comes last.
+    The rules of fit are the scheduler's (volcano-vgpu §4.3): the smallest instance that is large enough, and no other group on a GPU that
+    has a holder. GPUs that have such an instance already come before those that would have to be divided anew, and within each the lowest
+    rank comes first. A GPU that another family has or waits for comes last.
 
     Args:
         question: of the container.
@@ -109,7 +108,7 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
         known: the geometries.
 
     Raises:
-        CapacityError: too few GPUs have one; the text says why not.
+        CapacityError: too few GPUs have one; the text explains why not.
     """
     ready: dict[str, MigInstance] = {}
     divisible: dict[str, MigLayout] = {}
@@ -141,7 +140,7 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
 
 
 def share_of(instance: MigInstance) -> Share:
-    """A whole MIG instance, whatever part of it was asked for (volcano-vgpu G12)."""
+    """Return the share of a whole MIG instance, regardless of the part that was asked for (volcano-vgpu G12)."""
     return Share(instance.uuid, instance.memory_mib, 100, exclusive=True)
 
 
@@ -169,7 +168,7 @@ def _place_of(question: Question, assigned: Assigned, known: Sequence[ModelGeome
 
 
 def _layout(place: _Place, question: Question) -> MigLayout:
-    """What has to be done first: nobody may have any part of the GPU."""
+    """Return the division that must come first; no container may have any part of the GPU."""
     if holder := holder_of(place.gpu, question.taken):
         raise CapacityError(
             f"GPU {place.gpu.uuid} is {division(place.gpu)}, and {holder} has a part of it, so it cannot be divided as group "

@@ -1,9 +1,9 @@
 """`volcano-vgpu` in the operating mode `mig`: the same names, ids and annotations, but each share is a MIG instance.
 
-Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group comes (volcano-vgpu §4.3). A
-container is told of its instance and of nothing else: what an instance has is limited by the hardware, so there is no library and no
-``CUDA_…`` variable. What the replaced plugin gets wrong is not copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never
-handed out (volcano-vgpu D16), and nothing that goes wrong here ends anything but one pod.
+Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group comes (volcano-vgpu §4.3). A container
+gets its instance and nothing else: the hardware limits an instance, so there is no library and no ``CUDA_…`` variable. The replaced
+plugin's errors are not copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never given out (volcano-vgpu D16), and a
+failure here affects one pod only.
 
 Chosen by `agent` instead of `VolcanoVgpuFamily` where the node is in that mode; `decisions` decides.
 """
@@ -56,13 +56,13 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
     """
 
     def __init__(self, options: VolcanoVgpuOptions) -> None:
-        # An instance has what it has: its memory cannot be promised twice, and all of its compute is its holder's.
+        # An instance cannot be scaled: its memory cannot be booked twice, and all of its compute is its holder's.
         unscaled = dataclasses.replace(options, memory_scaling=1.0, cores_scaling=max(1.0, options.cores_scaling))
         super().__init__(unscaled, MigIsolation())
         self._inventory = Inventory()
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """What the node offers: the same resources and ids as in the other mode, for GPUs that can be divided.
+        """Return what the node offers: the same resources and ids as in the other mode, for GPUs that can be divided.
 
         Raises:
             ConfigError: see `resources_of`.
@@ -73,7 +73,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
     # -- what a container gets --------------------------------------------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
-        """As a scheduler decided, on an instance that is free; where none did, the agent looks for one."""
+        """Follow a scheduler's decision, on an instance that is free; without one, look for an instance."""
         offer = offer_of(question.inventory, self._options)
         segment = decided_segment(question, offer)
         if segment is not None:
@@ -84,7 +84,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         return placed(question, wanted_mib, self._unwanted(question), self._options.geometries)
 
     def recall(self, question: Question) -> Decision | None:
-        """What the pod's annotations say, where the GPU is still divided as they say."""
+        """Return the decision in the pod's annotations, if the GPU is still divided as they say."""
         try:
             segment = decided_segment(question, offer_of(question.inventory, self._options))
         except RequestRefusedError:
@@ -93,7 +93,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         return None if shares is None else Decision(shares, f"the annotation {IDS}")
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """What the container is told of its instances (volcano-vgpu §4.3.5).
+        """Return the edits that give the container its instances (volcano-vgpu §4.3.5).
 
         Raises:
             UnhealthyDeviceError: an instance is gone.
@@ -104,7 +104,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         seen = [device for _, device in devices if device is not None]
         return Provision(edits_of(seen, self._options.lists, number=answer_number(question.resource.name, question.ids)))
 
-    # -- what stands in the cluster ---------------------------------------------------------------------------------------------------
+    # -- state in the cluster ---------------------------------------------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
         """The state machine's annotations (volcano-vgpu G5), with the instances that the containers really have.
@@ -122,7 +122,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         )
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """As in the other mode; a GPU that somebody still has as a whole is announced as full."""
+        """Return the same as in the other mode. A GPU that a container still has as a whole is announced as full."""
         name = self._options.names.number
         rooms = tuple(
             dataclasses.replace(room, trouble=room.trouble or "a container has a share of it as a whole" if room.holders else room.trouble)
@@ -131,7 +131,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         return super().desired_node(dataclasses.replace(view, rooms={**view.rooms, name: rooms}))
 
     def _segment(self, pod: Pod, container: PodContainer, grant: Grant, standing: str) -> str:
-        """What stands there, with the place of each instance that is held; what cannot be told stays."""
+        """Return the present segment with the place of each held instance. What is unknown stays."""
         try:
             (before,) = parse_pod_devices(standing)
             ask = read_ask(pod, container, self._options.names)
@@ -151,7 +151,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         return write_segment(held)
 
     def _slot_of(self, uuid: str, group_name: str) -> Slot | None:
-        """Where the instance is; in the group of that name, if its GPU can be taken for divided by several."""
+        """Return the place of the instance; in the group of that name, if the instances of its GPU fit several groups."""
         found = self._inventory.device(uuid)
         if found is None or found[1] is None:
             return None

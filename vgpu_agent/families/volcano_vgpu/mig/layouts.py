@@ -1,9 +1,9 @@
-"""Which MIG instance an annotation means, and which are free: GPUs, geometries and positions, without anybody's pod.
+"""Find the MIG instance that an annotation means, and the free ones: GPUs, geometries and positions, without pods.
 
 A scheduler names ``GPU-…[group-position]``; positions count through the instances of the group in the order of the geometries
-(volcano-vgpu §4.3). The replaced plugin takes a position for NVML's index, whose order is the driver's own affair; here the k-th
-position of a profile is the k-th instance of that profile, so it is always an instance of the size that was meant. Called by
-`family`, `decisions` and `volcano_vgpu.offer`.
+(volcano-vgpu §4.3). The replaced plugin takes a position for NVML's index, whose order the driver chooses. Here the k-th position of a
+profile is the k-th instance of that profile, so it is always an instance of the size that was meant. Called by `family`, `decisions` and
+`volcano_vgpu.offer`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slot:
         group: how the GPU is, or is to be, divided.
         position: of the instance in the group.
         profile: e.g. ``2g.10gb``.
-        memory_mib: what a scheduler counts for it, whatever was asked for (volcano-vgpu G12).
+        memory_mib: what a scheduler counts for it, regardless of the request (volcano-vgpu G12).
     """
 
     gpu: str
@@ -42,7 +42,7 @@ class Slot:
 
     @property
     def text(self) -> str:
-        """As it stands in an annotation."""
+        """The form that annotations use."""
         return f"{self.gpu}[{self.group}-{self.position}]"
 
 
@@ -53,12 +53,12 @@ def read_place(text: str) -> tuple[str, str, int] | None:
 
 
 def groups_of(gpu: Gpu, known: Sequence[ModelGeometries]) -> tuple[MigGroup, ...]:
-    """How a GPU of this model may be divided, in the order in which schedulers try; empty when its model is not known."""
+    """Return the possible divisions of this GPU model, in the order in which schedulers try; empty when its model is not known."""
     return next((entry.groups for entry in known if any(model in gpu.name for model in entry.models)), ())
 
 
 def slots_of(gpu: str, group: MigGroup) -> tuple[Slot, ...]:
-    """The instances of the GPU of that UUID once it is divided as ``group`` says, by position."""
+    """Return the instances of the GPU of that UUID once it is divided by ``group``, by position."""
     each = [profile for profile in group.profiles for _ in range(profile.count)]
     return tuple(Slot(gpu, group.name, position, profile.name, profile.memory_mib) for position, profile in enumerate(each))
 
@@ -69,7 +69,7 @@ def layout_of(group: MigGroup) -> tuple[str, ...]:
 
 
 def is_divided_as(gpu: Gpu, group: MigGroup) -> bool:
-    """Whether the GPU has exactly the instances of the group now."""
+    """Tell whether the GPU has exactly the instances of the group now."""
     return collections.Counter(instance.profile for instance in gpu.mig_instances) == collections.Counter(layout_of(group))
 
 
@@ -79,7 +79,7 @@ def group_in_force(gpu: Gpu, groups: Iterable[MigGroup]) -> MigGroup | None:
 
 
 def instances_by_slot(gpu: Gpu, group: MigGroup) -> Mapping[Slot, MigInstance]:
-    """The instance behind each slot of a GPU that is divided as ``group`` says."""
+    """Return the instance behind each slot of a GPU that is divided by ``group``."""
     left: dict[str, list[MigInstance]] = collections.defaultdict(list)
     for instance in sorted(gpu.mig_instances, key=lambda each: (each.gpu_instance_id, each.compute_instance_id)):
         left[instance.profile].append(instance)
@@ -87,19 +87,19 @@ def instances_by_slot(gpu: Gpu, group: MigGroup) -> Mapping[Slot, MigInstance]:
 
 
 def holder_of(gpu: Gpu, taken: Mapping[str, Grant]) -> str:
-    """Who has the GPU or an instance of it that is there now; empty when nobody has.
+    """Name the holders of the GPU or of its present instances; empty when there is none.
 
-    Who is said to have an instance that is gone cannot use it: the driver lets nobody destroy one that is in use.
+    A holder of an instance that is gone cannot use it: the driver refuses to destroy one that is in use.
 
     Args:
         gpu: as it is divided now.
-        taken: device → the grant of who has it.
+        taken: device → the grant that has it.
     """
     return named((gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)), taken)
 
 
 def named(devices: Iterable[str], taken: Mapping[str, Grant]) -> str:
-    """Who has ``devices``, for a sentence."""
+    """Name the holders of ``devices``, for a sentence."""
     return ", ".join(dict.fromkeys(_named(taken[device]) for device in devices if device in taken))
 
 
@@ -110,7 +110,7 @@ def _named(grant: Grant) -> str:
 
 
 def division(gpu: Gpu) -> str:
-    """How the GPU is divided now, for a sentence."""
+    """Describe how the GPU is divided now, for a sentence."""
     if not gpu.mig_enabled:
         return "not divided"
     counted = collections.Counter(instance.profile for instance in gpu.mig_instances)

@@ -1,8 +1,8 @@
 """MIG instances that an administrator has made, under Volcano's names: ``volcano.sh/gpu`` or ``volcano.sh/mig-1g.10gb``.
 
 The replaced plugin offers them and then answers nothing, because their names are not that of its count resource (volcano-vgpu
-§4.3, volcano-vgpu D16); up to 1.11 it had ``nvidia.com/mig-…`` and told containers the instances. Here the ids name the instances, and the
-answer is complete in Allocate. No scheduler decides anything about them: they are counted like any resource. A family of its own beside
+§4.3, volcano-vgpu D16); up to 1.11 it had ``nvidia.com/mig-…`` and passed the instances to containers. Here the ids name the instances, and
+the answer is complete in Allocate. No scheduler decides anything about them: they are counted like any resource. A family of its own beside
 `volcano_vgpu`, so that the ledger keeps both apart: whole GPUs are shared there, GPUs in MIG mode are given out here.
 """
 
@@ -33,14 +33,14 @@ _ALL_CORES = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StaticMigOptions:
-    """How MIG instances are offered.
+    """The settings by which MIG instances are offered.
 
     Attributes:
         strategy: `SINGLE` or `MIXED`.
         prefix: ``volcano.sh``, or ``nvidia.com`` as up to 1.11.
         hidden_uuids: GPUs that are not offered.
         hidden_indices: the same, by NVML index.
-        lists: how containers are told of their devices.
+        lists: how containers get their devices.
     """
 
     strategy: str
@@ -51,7 +51,7 @@ class StaticMigOptions:
 
 
 class VolcanoStaticMigFamily:
-    """One id for each MIG instance, and all of the instance for who holds it."""
+    """The family with one id for each MIG instance, which is its holder's alone."""
 
     name = FAMILY
 
@@ -91,7 +91,7 @@ class VolcanoStaticMigFamily:
         """Any number of instances makes sense."""
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """All of each instance, for its holder alone; an instance that is gone is still in his hands, with nothing in it."""
+        """Return all of each instance, for its holder alone; an instance that is gone is still held, as an empty share."""
         del resource  # every name of this family means the same
         return tuple(Share(uuid, _memory_mib(uuid, inventory), _ALL_CORES, exclusive=True) for uuid in dict.fromkeys(ids))
 
@@ -109,7 +109,7 @@ class VolcanoStaticMigFamily:
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """On GPUs of the lowest rank, and there on those of which something is held already; in node order else."""
+        """Choose on GPUs of the lowest rank, and there on those that have a holder; in node order else."""
         place = {entry.id: number for number, entry in enumerate(resource.ids)}
         gpu_of = {instance.uuid: gpu.uuid for gpu, instance in self._offered(inventory)}
         free = [gpu_of.get(id_, "") for id_ in available]
