@@ -34,7 +34,8 @@ class Stream:
 
     def follow(self, held: dict[int, tuple[str, frozenset[str]]], offered: Iterable[str] = ()) -> None:
         """Tell of a change."""
-        self.drains.follow(held, FAMILIES, tuple(offered))
+        serves = {gpu: family for family, gpus in held.values() for gpu in gpus}
+        self.drains.follow(held, serves, FAMILIES, lambda: tuple(offered))
 
     def end(self, pods: int) -> None:
         """So many pods of ``a`` end."""
@@ -63,8 +64,9 @@ def test_nothing_is_drained_for_a_family_that_had_no_pod_here_lately(clock: Cloc
     stream.end(3 * ENDS_BEFORE_A_DRAIN)
     assert stream.drained() == []
     never = Drains(clock)
-    never.follow(stream.held, FAMILIES, ())
-    never.follow({}, FAMILIES, ())
+    serves = {"g": "a", "h": "a"}
+    never.follow(stream.held, serves, FAMILIES, tuple)
+    never.follow(dict(list(stream.held.items())[2 * ENDS_BEFORE_A_DRAIN :]), serves, FAMILIES, tuple)
     assert not never.why_drained("g", "a")
 
 

@@ -82,6 +82,7 @@ class Ledger:
         self._withheld_families: frozenset[str] = frozenset()
         self._shared_out = self._listed = False
         self._passes = 0
+        self._gpus_of_grants: dict[int, tuple[Sequence[Share], tuple[str, frozenset[str]]]] = {}
         self._holders_unknown = False  # the first look at kubelet's records has shown nothing, and none since has
         self.rebuilt = False  # whether kubelet has reported all that was held when this process started
 
@@ -662,6 +663,23 @@ class Ledger:
         )
         return list(dict.fromkeys(able))
 
+    def _held_gpus(self) -> dict[int, tuple[str, frozenset[str]]]:
+        """Return the family and the GPUs of each grant that has something, by number; read anew for changed grants only."""
+        known = self._gpus_of_grants
+        self._gpus_of_grants = {
+            number: known[number]
+            if number in known and known[number][0] is grant.shares
+            else (grant.shares, (grant.family, frozenset(self.gpu_of(share.device) for share in grant.shares)))
+            for number, grant in self._grants.by_number.items()
+            if grant.shares
+        }
+        return {number: held for number, (_, held) in self._gpus_of_grants.items()}
+
+    def _offered_free(self, in_use: Collection[str]) -> set[str]:
+        """Return the families that are offered a GPU of which nothing is held or claimed."""
+        free = {device.gpu for device in self._devices.values()}.difference(in_use)
+        return {family for gpu in free for family in self._candidates(gpu) if not self._turns.why_waits(gpu, family)}
+
     def _why_waits(self, gpu: str, family: str) -> str:
         return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
 
@@ -686,14 +704,7 @@ class Ledger:
         """Bring turns, drains and withdrawals in line with what is held and claimed."""
         in_use = self._in_use()
         self._turns.follow(in_use, self._candidates)
-        held = {
-            grant.number: (grant.family, frozenset(self.gpu_of(share.device) for share in grant.shares))
-            for grant in self._grants.by_number.values()
-            if grant.shares
-        }
-        free = {device.gpu for device in self._devices.values()} - in_use.keys()
-        offered = {family for gpu in free for family in self._candidates(gpu) if not self._turns.why_waits(gpu, family)}
-        self._drains.follow(held, self._able_families, offered)
+        self._drains.follow(self._held_gpus(), self._served(), self._able_families, lambda: self._offered_free(in_use))
         if self._withdrawals.follow(self._offered_to(), listed=self._listed):
             self.withdrawn.advance()
 

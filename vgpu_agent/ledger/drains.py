@@ -44,29 +44,34 @@ class Drains:
         self._ends_since = 0  # on the node, since that GPU was chosen
         self._tried: set[str] = set()  # GPUs that were drained in vain
 
-    def follow(self, held: Mapping[int, Held], families: Collection[str], offered: Collection[str]) -> None:
+    def follow(
+        self, held: Mapping[int, Held], serves: Mapping[str, str], families: Collection[str], offered: Callable[[], Collection[str]]
+    ) -> None:
         """Take note of a change.
 
         Args:
             held: the grants that have something, by number.
+            serves: GPU → the family that has something of it.
             families: those that are served.
-            offered: those of them that are offered a GPU of which nobody has anything.
+            offered: those of them that are offered a GPU of which nothing is held; asked only where it matters.
         """
-        present = {family for family, _ in held.values()}
         for number in self._held.keys() - held.keys():
             ended, gpus = self._held[number]
             self._ends_on.update(gpus)
             self._ends_since += 1
             self._ends_of_others.update(family for family in families if family != ended)
             self._left_at[ended] = self._clock()
-        for family in {*offered, *present}:
-            self._ends_of_others[family] = 0
         self._held = held
-        serves = {gpu: family for family, gpus in held.values() for gpu in gpus}
+        present = set(serves.values())
+        for family in present:
+            self._ends_of_others[family] = 0
         for gpu in self._ends_on.keys() - serves.keys():
             del self._ends_on[gpu]
         self._tried &= serves.keys()
-        self._choose(serves, {family for family in families if family not in present and self._waits(family)})
+        absent = [family for family in families if family not in present and self._ends_of_others[family]]
+        for family in offered() if absent else ():
+            self._ends_of_others[family] = 0
+        self._choose(serves, {family for family in absent if self._waits(family)})
 
     def _waits(self, family: str) -> bool:
         recent = self._clock() - self._left_at.get(family, -math.inf) <= RECENT_SECONDS
