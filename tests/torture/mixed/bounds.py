@@ -25,10 +25,11 @@ A GPU has `plan.REPLICAS` shares of a family. They drain, and so do those of at 
 """
 
 ENDS_BEFORE_A_FAMILY = 300
-"""Holders of other families that may end on the node while a family waits without a placed pod.
+"""Holders of other families that may end on the node while a family waits with nobody of it placed.
 
-The most in twenty days was 221. No agent sees pods that no scheduler has placed, and a GPU on which short pods follow each other is never
-returned. The value to reach is 120: the ten shares of each of the four GPUs, thrice.
+Measured in 100 quiet days with 40,134 pods: 166, where the family had no pod of the day yet, so that nothing was drained for it, and 108
+elsewhere. Without drains it was 294. On troubled days schedulers and agents are away while pods end. No agent sees pods that no scheduler
+has placed. The value to reach is 120: the ten shares of each of the four GPUs, thrice.
 """
 
 FAILED_OF_A_THOUSAND = 3.0
