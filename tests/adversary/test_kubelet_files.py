@@ -129,8 +129,12 @@ async def test_a_mad_checkpoint_cannot_keep_pods_from_starting(stage: Stage) -> 
     path = stage.folder / "kubelet" / "device-plugins" / "kubelet_internal_checkpoint"
     path.unlink(missing_ok=True)
     os.mkfifo(path)
+    answer = await agent.until("/debug/events?event=kubelet.records_incomplete", lambda answer: answer["events"])
+    assert "checkpoint" in str(answer["events"][0])
     assert stage.ids(await stage.admit("meanwhile"))
     assert await agent.get_text("/livez") == (200, "alive\n")
+    again = await agent.get("/debug/events?event=kubelet.records_incomplete")
+    assert len(again["events"]) == len(answer["events"]) == 1
 
 
 class _PodResources(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in its stubs only

@@ -194,12 +194,13 @@ async def test_a_compressed_message_is_refused_in_one_line(kubelet: Served) -> N
 
 
 async def test_a_request_that_never_ends_is_answered_in_time(kubelet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a message, then silence: the call ends, and what was collected goes."""
+    """Half a message, then silence: the call ends, and other calls are answered meanwhile."""
     monkeypatch.setattr(room, "_REQUEST_SECONDS", 0.2)
     reader, writer = await asyncio.open_unix_connection(str(kubelet.path))
     writer.write(_PREFACE + _headers(1) + _message(1, b"\0\0\0\0\5x"))
     server: Any = kubelet.server
     await eventually(lambda: server._running == 2)
+    assert await kubelet.call(ECHO, b"meanwhile") == b"meanwhile"
     await eventually(lambda: server._running == 1)
     writer.close()
     del reader
