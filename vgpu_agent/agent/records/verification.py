@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.agent import memory
 from vgpu_agent.agent.records.advertised import ListedIds
 from vgpu_agent.agent.records.pod_ends import PodEnds
+from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.checkpoint import let_go_of_memory
 from vgpu_agent.kubelet.records import read_records, unlisted
 from vgpu_agent.kubelet.waiting import first_of
@@ -23,6 +24,7 @@ from vgpu_agent.model import Decider, Holding, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
+    from pathlib import Path
 
     from vgpu_agent.agent.records.advertised import Server
     from vgpu_agent.allocation.allocator import Allocator
@@ -42,6 +44,10 @@ _LONGEST_BURST_SECONDS = 10.0
 # Pods that end together are looked for together. Where a look takes long, looks for them take a tenth of the time at most.
 _BETWEEN_ENDS_SECONDS = 0.25
 _REST_AFTER_LOOK = 9
+# While the same ends are looked for, a look is late by no more than a quarter of the time that the kubelet takes.
+_END_PAUSE_GROWTH = 1.25
+# A kubelet that starts admits its pods one after the other, and lists each from then on.
+_LISTS_ALL_SECONDS = 10.0
 # A start changes its pod and the ledger ten times in a row, and whether something has ended is asked after each change.
 _GATHERING_SECONDS = 0.1
 
@@ -79,7 +85,7 @@ class Verification:
         self._restarted_at = -math.inf  # by a clock that only grows, and may begin at 0
         self._ends = PodEnds(ledger, book, clock)
         self._unlisted: set[int] = set()  # grants from the checkpoint at our start that pod-resources has not listed yet
-        self._answered_at = math.inf  # when pod-resources answered for the first time
+        self._lists_all_at = math.inf  # when pod-resources may be expected to list every pod
         self._looked_for: frozenset[str] = frozenset()  # the ends that were known at the last look
         self._look_seconds = self._looked_at = -math.inf  # how long that took, and when it was over (loop time)
         self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next look for the same ends
@@ -111,6 +117,8 @@ class Verification:
                 pause = min(pause * 2, self._settings.verify_seconds)
             else:
                 pause = self._settings.verify_seconds
+            if self._unlisted and (left := self._lists_all_at - self._clock()) > 0:
+                pause = min(pause, max(left, _SHORTEST_PAUSE_SECONDS))
 
     async def _pause(self, seconds: float, beat: Callable[[], None]) -> bool:
         """Wait, but not much longer than until something new is booked, and that booking has paused; whether something was.
@@ -162,9 +170,9 @@ class Verification:
         records = await read_records(self._pod_resources, self._settings.checkpoint_path, lambda name: name not in counted)
         now, shown_at = self._clock(), time.time()
         listed = {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids} if records.complete else set()
-        if records.complete:
-            self._answered_at = min(now, self._answered_at)
-        if initial:
+        if records.complete and self._lists_all_at == math.inf:
+            self._lists_all_at = now + await asyncio.to_thread(_seconds_until_all_are_listed, self._settings.kubelet_socket)
+        if initial and now < self._lists_all_at:
             records = dataclasses.replace(records, holdings=(*records.holdings, *self._of_live_pods(unlisted(records))))
         if records.trouble and records.trouble != self._kubelet.records_trouble:
             self._journal.record("kubelet.records_incomplete", level="warning", reason=records.trouble)
@@ -209,16 +217,17 @@ class Verification:
         """Return the grants that stay although pod-resources has never listed them.
 
         A kubelet that starts together with the agent, after a reboot say, lists its pods one after the other. Until it may have listed all,
-        what the checkpoint showed at the agent's start counts, unless the API server says that the pod has ended.
+        what the checkpoint showed at the agent's start counts, unless the API server says that the pod has ended. Later it shows no more
+        than what ended pods have left there.
         """
-        if now - self._answered_at >= self._settings.reservation_seconds:
+        if now >= self._lists_all_at:
             return frozenset()
         found = (grant for grant in self._ledger.grants if grant.number in self._unlisted)
         return frozenset(grant.number for grant in found if not self._ends.has_ended(grant, records))
 
     def _note_look(self, ended: frozenset[str], began: float) -> None:
         """Take note of a look for the ends ``ended`` that began at ``began`` (loop time)."""
-        self._end_pause = 2 * self._end_pause if ended and ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
+        self._end_pause = _END_PAUSE_GROWTH * self._end_pause if ended and ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
         self._looked_for, self._looked_at = ended, asyncio.get_running_loop().time()
         self._look_seconds = self._looked_at - began
 
@@ -226,6 +235,16 @@ class Verification:
 def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
     """Tell whether any id of the grant is among those that pod-resources lists."""
     return any((grant.resource, id_) in listed for id_ in grant.ids)
+
+
+def _seconds_until_all_are_listed(kubelet_socket: Path) -> float:
+    """Return how long the kubelet may still leave out pods of its checkpoint, by the age of its registration socket; 0 for never.
+
+    Without a socket it is just starting. A time in the future, from before the clock was set, counts as now.
+    """
+    created = sockets.identity(kubelet_socket)
+    age = time.time() - created.created_ns / 1e9 if created is not None else 0.0
+    return max(0.0, _LISTS_ALL_SECONDS - max(0.0, age))
 
 
 def _give_back() -> None:
