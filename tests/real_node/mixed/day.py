@@ -30,6 +30,7 @@ _PODS_SECONDS = 1.0
 _LONGEST_AFTER_ARRIVALS_SECONDS = 300.0
 _PODS = "/api/v1/namespaces/default/pods"
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_NUMBERED = re.compile(r"([0-9]+)-[0-9]+\Z")  # an id of volcano-gpushare: the GPU's number, and one of its units (volcano-gpushare S1)
 
 _CONFIG = """\
 version: v1
@@ -71,7 +72,7 @@ def play(rig: Rig, agent: NodeAgent, jobs: Sequence[Job], *, volcano: str) -> Re
     folder.mkdir()
     checker = Checker(jobs, folder, agent.simulated.uuids, MEMORY_MIB)
     with VolcanoScheduler(rig, gpushare="share" if volcano == GPUSHARE else "off", policy="binpack"):
-        _Day(rig, jobs, checker, folder).live()
+        _Day(rig, jobs, checker, folder, agent.simulated.uuids).live()
     checker.judge()
     return checker.report
 
@@ -79,8 +80,8 @@ def play(rig: Rig, agent: NodeAgent, jobs: Sequence[Job], *, volcano: str) -> Re
 class _Day:
     """State: which jobs have been created and deleted."""
 
-    def __init__(self, rig: Rig, jobs: Sequence[Job], checker: Checker, folder: Path) -> None:
-        self._rig, self._checker, self._folder = rig, checker, folder
+    def __init__(self, rig: Rig, jobs: Sequence[Job], checker: Checker, folder: Path, uuids: Sequence[str]) -> None:
+        self._rig, self._checker, self._folder, self._uuids = rig, checker, folder, uuids
         self._coming = sorted(jobs, key=lambda job: job.arrives_seconds)
         self._deleted: set[str] = set()
         self._began = _uptime()
@@ -93,7 +94,7 @@ class _Day:
             self._create_due()
             self._checker.read_views()
             if self._checker.handing_over:
-                healthy = _healthy(self._rig)
+                healthy = _healthy(self._rig, self._uuids)
                 self._checker.see_healthy(healthy, _holdings(self._rig), _uptime())
             if _uptime() - looked_at >= _PODS_SECONDS:
                 looked_at = _uptime()
@@ -145,8 +146,8 @@ def _holdings(rig: Rig) -> Mapping[str, Mapping[str, Sequence[str]]]:
     return found
 
 
-def _healthy(rig: Rig) -> dict[str, frozenset[str]]:
-    """Resource → GPUs with healthy ids, as kubelet has them."""
+def _healthy(rig: Rig, uuids: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Resource → GPUs with healthy ids, as kubelet has them; ``uuids`` are those of the node in the order of their numbers."""
     with grpc.insecure_channel(f"unix:{rig.kubelet_dir()}/pod-resources/kubelet.sock") as channel:
         answer = channel.unary_unary(
             "/v1.PodResourcesLister/GetAllocatableResources",
@@ -155,8 +156,9 @@ def _healthy(rig: Rig) -> dict[str, frozenset[str]]:
         )(pod_resources.AllocatableResourcesRequest(), timeout=10)
     found: dict[str, set[str]] = {}
     for devices in answer.devices:
-        gpus = (matched[0] for id_ in devices.device_ids if (matched := _UUID.match(id_)))
-        found.setdefault(devices.resource_name, set()).update(gpus)
+        named = (matched[0] for id_ in devices.device_ids if (matched := _UUID.match(id_)))
+        numbered = (uuids[int(matched[1])] for id_ in devices.device_ids if (matched := _NUMBERED.match(id_)))
+        found.setdefault(devices.resource_name, set()).update(named, numbered)
     return {resource: frozenset(gpus) for resource, gpus in found.items()}
 
 
