@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,16 @@ def test_a_new_socket_has_a_new_identity_and_a_new_mode_is_no_news(directory: Pa
 
     assert before == after_chmod
     assert before != after_bind
+
+
+@pytest.mark.parametrize(("created_seconds_ago", "age_seconds"), [(0, 0), (60, 60), (-3600, 0)])
+def test_the_age_of_a_socket_is_that_of_its_file(directory: Path, created_seconds_ago: float, age_seconds: float) -> None:
+    """It tells when the kubelet started; a clock that was set back must not make that a time to come."""
+    path = directory / sockets.KUBELET_SOCKET
+    assert sockets.age_seconds(path) == 0
+    with contextlib.closing(sockets.bind(path)):
+        os.utime(path, (time.time() - created_seconds_ago,) * 2)
+        assert sockets.age_seconds(path) == pytest.approx(age_seconds, abs=5)
 
 
 def test_leftovers_of_a_killed_agent_are_removed(directory: Path) -> None:

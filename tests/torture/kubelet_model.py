@@ -45,7 +45,7 @@ class KubeletModel:
         self.devices = DeviceManager(rng)
         self.pods: dict[str, LivePod] = {}
         self.up = False
-        self._knows_at = 0.0
+        self._knows_at = self._started_at = 0.0
         self._queue: asyncio.Queue[LivePod] = asyncio.Queue()
         self._admitting: asyncio.Task[None] | None = None
         self._workers: dict[str, dict[asyncio.Task[None], None]] = {}  # ordered, so that a seed stays a seed
@@ -57,7 +57,8 @@ class KubeletModel:
     def start(self) -> None:
         """Read the checkpoint, find the pods again, wait for plugins."""
         self.up = True
-        self._knows_at = asyncio.get_running_loop().time() + self._rng.random()
+        self._started_at = asyncio.get_running_loop().time()
+        self._knows_at = self._started_at + self._rng.random()
         self.devices.restart()
         self._queue = asyncio.Queue()
         self._admitting = asyncio.get_running_loop().create_task(self._admit_all())
@@ -138,6 +139,11 @@ class KubeletModel:
     def knows_its_pods(self) -> bool:
         """Not at once after a start."""
         return asyncio.get_running_loop().time() >= self._knows_at
+
+    @property
+    def age_seconds(self) -> float:
+        """The seconds since it started last."""
+        return asyncio.get_running_loop().time() - self._started_at
 
     def _cancel(self, pod: LivePod) -> None:
         for task in self._workers.pop(pod.uid, {}):

@@ -52,6 +52,7 @@ from vgpu_agent.gpu.source import source
 from vgpu_agent.isolation import hami_region
 from vgpu_agent.isolation.hami_core import containers_directory, directory_before
 from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.waiting import first_of, unless
@@ -217,6 +218,7 @@ class Agent:
             book=self._cluster.book,
             journal=self._journal,
             servers=lambda: self._offering.plugins,
+            kubelet_age=functools.partial(sockets.age_seconds, kubelet.kubelet_socket),
         )
         self._vanished = VanishedDevices(settings, self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
         self._usages = ContainerUsages(

@@ -15,6 +15,7 @@ import re
 import secrets
 import socket
 import stat
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent.errors import ListenError
@@ -90,6 +91,15 @@ def identity(path: Path) -> SocketIdentity | None:
     except OSError:
         return None
     return SocketIdentity(found.st_dev, found.st_ino, found.st_mtime_ns) if stat.S_ISSOCK(found.st_mode) else None
+
+
+def age_seconds(path: Path) -> float:
+    """Return the seconds since the socket at ``path`` was created; 0 without one, or where its time is in the future.
+
+    The kubelet replaces its sockets when it starts. A clock that is set late, after a boot say, can make the age too large.
+    """
+    found = identity(path)
+    return max(0.0, time.time() - found.created_ns / 1e9) if found is not None else 0.0
 
 
 def remove(path: Path) -> None:

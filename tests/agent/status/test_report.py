@@ -102,6 +102,7 @@ class Parts:
                 book=PodCache(),
                 journal=journal,
                 servers=tuple,
+                kubelet_age=lambda: 0.0,
             ),
             reload=Reload(loaded, apply=self._apply, journal=journal),
             supervisor=supervisor,

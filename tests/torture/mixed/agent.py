@@ -170,6 +170,7 @@ class MixedAgent:
             book=self._book,
             journal=journal,
             servers=lambda: (),
+            kubelet_age=lambda: world.kubelet.age_seconds,
             clock=clock,
         )
         self._registered = False

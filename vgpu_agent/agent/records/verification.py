@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from vgpu_agent.agent import memory
 from vgpu_agent.agent.records.advertised import ListedIds
 from vgpu_agent.agent.records.pod_ends import PodEnds
-from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.checkpoint import let_go_of_memory
 from vgpu_agent.kubelet.records import read_records, unlisted
 from vgpu_agent.kubelet.waiting import first_of
@@ -24,7 +23,6 @@ from vgpu_agent.model import Decider, Holding, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
-    from pathlib import Path
 
     from vgpu_agent.agent.records.advertised import Server
     from vgpu_agent.allocation.allocator import Allocator
@@ -70,8 +68,10 @@ class Verification:
         book: PodCache,
         journal: Journal,
         servers: Callable[[], Iterable[Server]],
+        kubelet_age: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Build it; ``kubelet_age`` returns the seconds since the kubelet started, and may block; ``clock`` is the ledger's."""
         self._allocator = allocator
         self._ledger = ledger
         self._book = book
@@ -80,6 +80,7 @@ class Verification:
         self._journal = journal
         self._clock = clock
         self._pod_resources = pod_resources
+        self._kubelet_age = kubelet_age
         self._listed = ListedIds(servers=servers, pod_resources=self._pod_resources, settings=settings, kubelet=kubelet, journal=journal)
         self._restarts_seen = 0
         self._restarted_at = -math.inf  # by a clock that only grows, and may begin at 0
@@ -171,7 +172,7 @@ class Verification:
         now, shown_at = self._clock(), time.time()
         listed = {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids} if records.complete else set()
         if records.complete and self._lists_all_at == math.inf:
-            self._lists_all_at = now + await asyncio.to_thread(_seconds_until_all_are_listed, self._settings.kubelet_socket)
+            self._lists_all_at = now + max(0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age))
         if initial and now < self._lists_all_at:
             records = dataclasses.replace(records, holdings=(*records.holdings, *self._of_live_pods(unlisted(records))))
         if records.trouble and records.trouble != self._kubelet.records_trouble:
@@ -235,16 +236,6 @@ class Verification:
 def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
     """Tell whether any id of the grant is among those that pod-resources lists."""
     return any((grant.resource, id_) in listed for id_ in grant.ids)
-
-
-def _seconds_until_all_are_listed(kubelet_socket: Path) -> float:
-    """Return how long the kubelet may still leave out pods of its checkpoint, by the age of its registration socket; 0 for never.
-
-    Without a socket it is just starting. A time in the future, from before the clock was set, counts as now.
-    """
-    created = sockets.identity(kubelet_socket)
-    age = time.time() - created.created_ns / 1e9 if created is not None else 0.0
-    return max(0.0, _LISTS_ALL_SECONDS - max(0.0, age))
 
 
 def _give_back() -> None:
