@@ -125,7 +125,7 @@ class LedgerStatus:
     drift_total: int = 0
     drift_last: tuple[str, ...] = ()
     verified_at: float = 0.0
-    foreign: tuple[str, ...] = ()  # ids in kubelet's records that this node does not offer
+    unknown_ids: tuple[str, ...] = ()  # ids in kubelet's records that this node does not offer
     capacity: dict[str, int] = dataclasses.field(default_factory=dict)  # holders allowed, by device
     free: dict[str, int] = dataclasses.field(default_factory=dict)  # ids free and healthy, by resource
     only_counted: frozenset[str] = frozenset()  # resources whose ids are neither booked nor answered
@@ -225,7 +225,7 @@ class BindingStatus:
     overcommitted_starts: int = 0  # containers that were started on a device of which a scheduler had given out too much
     volcano_vgpu: dict[str, Any] = dataclasses.field(default_factory=dict)  # its settings after ConfigMap and node config
     volcano_vgpu_origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of those that one of the two has set: which
-    foreign_problems: tuple[str, ...] = ()  # what is wrong with those two
+    file_problems: tuple[str, ...] = ()  # what is wrong with those two
     cautions: tuple[str, ...] = ()  # what will go wrong for some pods with what is offered
     left_over: dict[str, str] = dataclasses.field(default_factory=dict)  # directories of ended containers that cannot be removed → why
     regions_cut: int = 0  # how often a region that its container had made larger was cut back to its size
@@ -271,7 +271,7 @@ class CdiStatus:
 class WatchStatus:
     """One watch at the API server."""
 
-    what: str
+    name: str
     synced: bool = False
     failing_since: float = 0.0  # 0 while all is well
     essential: bool = True  # binding waits for what it shows
@@ -288,7 +288,7 @@ class WatchStatus:
 class WriterStatus:
     """One of the writers to the API server: requests accepted and failed, objects given up, and what waits."""
 
-    what: str
+    name: str
     written: int = 0
     failed: int = 0
     dropped: int = 0
@@ -304,7 +304,7 @@ class ClusterStatus:
     without: str = ""  # why there is no connection
     needed: bool = False  # a family is on that cannot do without
     origin: str = ""  # what the credentials are; never they themselves
-    waits_for: str = ""  # what must be read before such a family is offered
+    waiting_for: str = ""  # what must be read before such a family is offered
     requests: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)  # (verb, resource, outcome) → how many
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()

@@ -30,7 +30,7 @@ async def test_a_tenant_cannot_raise_its_limit_by_a_pod_that_imitates_a_mirror_p
     uid = cluster.pod("victim")["metadata"]["uid"]
     claims = {MIRROR_POD: uid, STATIC_POD_HASH: uid}
     cluster.create_pod("liar", {}, init=[(asks(1, 300), False)], annotations=claims, node=cluster.node)
-    await stage.agent.until("/debug/pods", lambda found: any(pod["pod"] == "default/liar" for pod in found["book"]))
+    await stage.agent.until("/debug/pods", lambda found: any(pod["pod"] == "default/liar" for pod in found["watched_pods"]))
     await cluster.admit_in_order(["victim"])
     await cluster.running("victim")
     (start,) = cluster.starts("victim", "init0")

@@ -340,7 +340,7 @@ async def test_reading_that_hangs_keeps_no_container_from_starting(node: Node, m
     usages = usages_of(node)
     for _ in range(3):
         await asyncio.wait_for(usages.look(), PATIENCE_SECONDS)
-    assert [entry.event for entry in node.journal.entries] == ["region.hanging"]
+    assert [entry.event for entry in node.journal.entries] == ["region.read_hangs"]
     await asyncio.wait_for(node.mounts_at_start(), PATIENCE_SECONDS)
     back.set()
 

@@ -67,7 +67,7 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
     """An admin can still label nodes without giving the agent a right to see pods."""
     async with connected(await settings(tmp_path, server)) as cluster:
         assert (cluster.connected, cluster.needed, cluster.config_label) == (True, False, "four")
-        assert [watch.what for watch in ClusterReport(cluster).status().watches] == ["this node"]
+        assert [watch.name for watch in ClusterReport(cluster).status().watches] == ["this node"]
         server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: None}}})
         nobody: Any = None
         cluster.write(nobody, nobody, nobody, Revision(), lambda _: ())

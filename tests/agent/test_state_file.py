@@ -42,7 +42,7 @@ async def test_a_damaged_file_is_logged_and_read_as_nothing(tmp_path: Path, cont
     (tmp_path / "facts.json").write_bytes(content)
     with capture_logs() as lines:
         assert await state_file(tmp_path).read() is None
-    assert [(line["event"], line["remedy"]) for line in lines] == [("memory.unreadable", "nothing")]
+    assert [(line["event"], line["remedy"]) for line in lines] == [("state.unreadable", "nothing")]
 
 
 async def test_a_failure_to_write_is_logged_once_and_tried_again(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ async def test_a_failure_to_write_is_logged_once_and_tried_again(tmp_path: Path)
     with capture_logs() as lines:
         assert not await file.write({"a": 1})
         assert not await file.write({"a": 1})
-    assert [line["event"] for line in lines] == ["memory.not_written"]
+    assert [line["event"] for line in lines] == ["state.not_written"]
     assert lines[0]["remedy"].endswith("until then it is forgotten")
     (tmp_path / "state").unlink()
     assert await file.write({"a": 1})

@@ -185,7 +185,7 @@ class VolcanoNode:
         self.cluster.hold_admission = True
         names = [self.bind() for _ in range(count)]
         bound = {f"default/{name}" for name in names}
-        await self.agent.until("/debug/pods", lambda answer: bound <= {pod["pod"] for pod in answer["book"]})
+        await self.agent.until("/debug/pods", lambda answer: bound <= {pod["pod"] for pod in answer["watched_pods"]})
         try:
             yield names
         finally:

@@ -64,7 +64,7 @@ class Start:
     @property
     def lines(self) -> list[dict[str, Any]]:
         """The journal's lines about them."""
-        return [entry.facts for entry in self.journal.entries if entry.event == "pods.failed_while_away"]
+        return [entry.facts for entry in self.journal.entries if entry.event == "pods.failed_while_down"]
 
 
 async def test_pods_that_failed_while_the_agent_was_away_are_counted_and_named() -> None:

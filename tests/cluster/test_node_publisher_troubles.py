@@ -185,6 +185,6 @@ async def test_a_desired_state_that_raises_is_reported_once_and_asked_for_again(
         await asyncio.sleep(60)
         world.publisher._desired_state = good
         await asyncio.sleep(11)
-    assert [facts["error"] for facts in world.events("node.wishes_failed")] == ["KeyError: 'minor'"]
+    assert [facts["error"] for facts in world.events("node.desired_state_failed")] == ["KeyError: 'minor'"]
     assert world.annotations == {REGISTER: "U0,10:"}
     assert len(beats) >= 6

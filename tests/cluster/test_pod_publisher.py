@@ -415,6 +415,6 @@ async def test_a_desired_state_that_raises_is_reported_once_and_asked_for_again(
         await asyncio.sleep(60)
         world.publisher._desired_state = lambda: world.desired_state
         await asyncio.sleep(11)
-    assert len(world.events("pods.wishes_failed")) == 1
+    assert len(world.events("pods.desired_state_failed")) == 1
     assert world.annotations("a") == {PHASE: "success"}
     assert len(beats) >= 6

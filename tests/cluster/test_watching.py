@@ -310,8 +310,8 @@ async def test_it_is_said_where_the_config_map_is_and_where_it_may_be_unseen(
     said = [entry for entry in journal.entries if entry.event.startswith("cluster.")]
     assert [entry.event for entry in said] == ["cluster.config_map", "cluster.no_config_map"]
     assert said[0].facts["config_map"] == f"kube-system/{NAME}"
-    assert said[1].facts["looked_in"] == ["kube-system"]
-    assert said[1].facts["may_not_read"] == ["volcano-system"]
+    assert said[1].facts["namespaces"] == ["kube-system"]
+    assert said[1].facts["forbidden_namespaces"] == ["volcano-system"]
     assert "components/volcano" in str(said[1].facts["remedy"])
 
 

@@ -55,7 +55,7 @@ async def test_a_change_of_geometry_reaches_kubelet_in_two_seconds(stage: Stage)
     assert await quickest(changed, within_seconds=LIMIT_SECONDS) < LIMIT_SECONDS
     assert list(stage.kubelet.resource(GPU).healthy) == [U0]
     events = [event for event in (await agent.get("/debug/events"))["events"] if event["event"] == "gpu.mig_changed"]
-    assert {profile for event in events for profile in event["facts"]["went"].values()} >= {"1g.5gb"}
+    assert {profile for event in events for profile in event["facts"]["removed"].values()} >= {"1g.5gb"}
 
 
 async def test_mig_mode_switched_on_and_off_moves_the_gpu_between_resources(stage: Stage) -> None:
@@ -81,16 +81,16 @@ async def test_a_pod_on_an_instance_that_is_cut_away_is_named(stage: Stage) -> N
     await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
 
     await _cut(stage, 1, "3g.20gb")
-    event = await agent.until_logged("grant.device_vanished")
+    event = await agent.until_logged("grant.device_missing")
     await stage.allocatable(1, resource=TWENTY)
 
     assert (event["pod"], event["device"], event["resource"]) == ("default/train", instance, FIVE)
     assert event["gpu"] == stage.node.uuids[1]
-    assert await agent.metric(f'vgpu_agent_grants_on_vanished_devices{{resource="{FIVE}"}}') == 1
+    assert await agent.metric(f'vgpu_agent_grants_on_missing_devices{{resource="{FIVE}"}}') == 1
     assert stage.ids(pod, FIVE) == [instance]
     await agent.terminate()
     await agent.start()  # a new process learns of it from kubelet's records, although the resource is not offered any more
-    event = await agent.until_logged("grant.device_vanished")
+    event = await agent.until_logged("grant.device_missing")
     assert (event["device"], event["gpu"]) == (instance, stage.node.uuids[1])
     await _cut(stage, 1)  # a process of the pod may still be at work on the GPU
     await stage.kubelet.until(lambda: list(stage.kubelet.resource(GPU).unhealthy) == [stage.node.uuids[1]])

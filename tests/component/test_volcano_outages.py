@@ -266,7 +266,7 @@ async def test_the_config_map_changes_while_it_runs(stage: VolcanoStage) -> None
     await stage.cluster.until(lambda: stage.allocatable[NUMBER] == "6", "three seats a card")
     changed = config_map("nvidia:\n  deviceSplitCount: many\n")
     stage.cluster.objects.patch("configmaps", "volcano-vgpu-device-config", changed, "kube-system")
-    problem = await stage.agent.until_logged("config.foreign_problem")
+    problem = await stage.agent.until_logged("config.file_problem")
     assert "deviceSplitCount" in problem["problem"]
     await stage.serve("q", asks(1, 20))
     stage.check()

@@ -134,7 +134,7 @@ class VolcanoStage:
     async def watched(self, *names: str) -> None:
         """Wait until the agent's watch has shown it these pods, bound; in the order in which they were bound."""
         wanted = {f"default/{name}" for name in names}
-        await self.agent.until("/debug/pods", lambda answer: wanted <= {pod["pod"] for pod in answer["book"]})
+        await self.agent.until("/debug/pods", lambda answer: wanted <= {pod["pod"] for pod in answer["watched_pods"]})
 
     async def looked_for_failed_pods(self) -> None:
         """Wait until the agent has asked, once after its start, for pods that failed before it."""

@@ -224,7 +224,7 @@ async def test_a_file_that_vanishes_is_a_warning_and_no_change(file: Path, watch
     with structlog.testing.capture_logs() as lines:
         assert await _nothing(watched, until=lambda: lines)
 
-    assert [(line["event"], line["log_level"], line["file"]) for line in lines] == [("config.vanished", "warning", str(file))]
+    assert [(line["event"], line["log_level"], line["file"]) for line in lines] == [("config.missing", "warning", str(file))]
 
 
 async def test_a_file_that_returns_is_watched_as_before(file: Path, watched: Changes) -> None:
@@ -236,7 +236,7 @@ async def test_a_file_that_returns_is_watched_as_before(file: Path, watched: Cha
         _replace(file, _text("second"))
         assert await waiting == "second"
 
-    assert [line["event"] for line in lines] == ["config.vanished", "config.returned"]
+    assert [line["event"] for line in lines] == ["config.missing", "config.found"]
 
 
 async def test_a_file_that_cannot_be_read_is_an_error_once(file: Path, watched: Changes) -> None:

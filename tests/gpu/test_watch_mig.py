@@ -37,8 +37,8 @@ async def test_a_new_layout_is_published_between_polls(node: SimulatedNode) -> N
 
         assert watched.watch._polled_at == polled_at
         entries = [entry.facts for entry in watched.journal.entries if entry.event == "gpu.mig_changed"]
-        assert {uuid: profile for facts in entries for uuid, profile in facts["went"].items()}[before[0]] == "7g.80gb"
-        assert set(node.mig_uuids(3)) <= {uuid for facts in entries for uuid in facts["came"]}
+        assert {uuid: profile for facts in entries for uuid, profile in facts["removed"].items()}[before[0]] == "7g.80gb"
+        assert set(node.mig_uuids(3)) <= {uuid for facts in entries for uuid in facts["added"]}
 
 
 @pytest.mark.usefixtures("often")

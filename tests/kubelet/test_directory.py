@@ -95,7 +95,7 @@ async def test_a_kubelet_restart_is_another_socket_of_the_same_name(watched: Wat
     with sockets.bind(watched.path / "kubelet.sock"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
-    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found", "kubelet.socket_vanished", "kubelet.restarted"]
+    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found", "kubelet.socket_missing", "kubelet.restarted"]
     assert watched.status.restarts_seen == 1
 
 
@@ -113,7 +113,7 @@ async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -
     await watched.until(lambda: watched.beats > seen + 4)
     await watched.stop()
 
-    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found", "kubelet.socket_vanished", "kubelet.waiting"]
+    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found", "kubelet.socket_missing", "kubelet.waiting"]
 
 
 async def test_a_deleted_socket_of_ours_is_seen(watched: Watched) -> None:

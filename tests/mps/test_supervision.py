@@ -254,7 +254,7 @@ async def test_limits_that_somebody_changed_are_put_back(node: Node) -> None:
         process = await asyncio.create_subprocess_exec(node.tools.control, stdin=asyncio.subprocess.PIPE, env=environment)
         await process.communicate(b"set_default_device_pinned_mem_limit 1 81920M\n")
         await until(lambda: node.events("mps.limits_restored"))
-        assert node.events("mps.limits_restored")[0]["had"] == "81920M on GPU 1 instead of 20480M"
+        assert node.events("mps.limits_restored")[0]["previous"] == "81920M on GPU 1 instead of 20480M"
         assert supervision.why_not(node.plan()) == ""
 
 

@@ -118,6 +118,6 @@ def test_kubelet_keeps_the_counts_that_the_agent_has_written(agent: NodeAgent) -
         versions.add(str(node["status"]["allocatable"]))
         time.sleep(0.1)
     assert len(versions) == 1
-    (writer,) = [each for each in agent.get("/debug/cluster")["writers"] if each["what"] == "allocatable"]
+    (writer,) = [each for each in agent.get("/debug/cluster")["writers"] if each["name"] == "allocatable"]
     assert (writer["failed"], writer["pending"]) == (0, 0)
     assert writer["written"] <= 2

@@ -70,10 +70,10 @@ def test_a_geometry_that_changes_under_load(rig: Rig) -> None:
         assert sorted(printed(rig, name).devices for name in names) == sorted(slices)
         assert vanished not in slices
         assert containers_of(rig, ["old", "whole"]) == containers
-        (line,) = [line for line in agent.process.log_lines() if line["msg"] == "grant.device_vanished"]
+        (line,) = [line for line in agent.process.log_lines() if line["msg"] == "grant.device_missing"]
         assert (line["pod"], line["device"], line["ids"]) == ("default/old", vanished, [vanished])
-        assert agent.run(agent.process.metric("vgpu_agent_grants_on_vanished_devices")) == 1
+        assert agent.run(agent.process.metric("vgpu_agent_grants_on_missing_devices")) == 1
 
         rig.delete_pod("old")
         agent.until("/debug/ledger", lambda ledger: "old" not in {grant["pod"] for grant in ledger["grants"]})
-        assert agent.run(agent.process.metric("vgpu_agent_grants_on_vanished_devices")) == 0
+        assert agent.run(agent.process.metric("vgpu_agent_grants_on_missing_devices")) == 0

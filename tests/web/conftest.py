@@ -145,7 +145,7 @@ def node() -> AgentStatus:
             drift_total=4,
             drift_last=("released GPU-0::9",),
             verified_at=NOW - 12,
-            foreign=("GPU-9::0",),
+            unknown_ids=("GPU-9::0",),
             capacity={"GPU-0": 10, "MIG-1": 10},
             free={"nvidia.com/gpu": 9},
             sharing={"nvidia.com/gpu": "time-slicing"},
@@ -232,7 +232,7 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
         wrong_guesses=2,
         exchanges=3,
         volcano_vgpu={"split": 10},
-        foreign_problems=("device-config.yaml: nvidia.deviceMemoryScaling is no number",),
+        file_problems=("device-config.yaml: nvidia.deviceMemoryScaling is no number",),
     )
     node.containers = (ContainerUsage("ml", "served", "main", 0, "GPU-0", 1 << 30, 4 << 30, 25, int(NOW) - 8, 30, 1),)
     node.plugins = (

@@ -38,7 +38,7 @@ def test_a_grant_whose_ids_say_everything_has_no_token(volcano_node: AgentStatus
 def test_reservations_without_an_owner_are_shown_for_every_pod(volcano_node: AgentStatus) -> None:
     """Each may be its own."""
     for query in ({}, {"pod": "ml/refused"}):
-        assert [grant["number"] for grant in answer(volcano_node, "allocations", **query)["unclaimed"]] == [2, 8]
+        assert [grant["number"] for grant in answer(volcano_node, "allocations", **query)["unconfirmed"]] == [2, 8]
 
 
 def test_refusals_are_filtered_like_grants(volcano_node: AgentStatus) -> None:
@@ -65,8 +65,8 @@ def test_thousands_of_ids_are_shortened_and_counted(volcano_node: AgentStatus) -
 def test_the_book_of_pods_shows_what_concerns_us(volcano_node: AgentStatus) -> None:
     """Limits of our resources, annotations of our families, and the served containers."""
     pods = answer(volcano_node, "pods")
-    served, refused = pods["book"]
-    assert (pods["synced"], pods["watch"]["last_word"]["seconds_ago"]) == (True, 3.0)
+    served, refused = pods["watched_pods"]
+    assert (pods["synced"], pods["watch"]["last_event"]["seconds_ago"]) == (True, 3.0)
     assert served["annotations"] == {"volcano.sh/bind-phase": "success"}
     assert [(one["name"], one["kind"], one["served"]) for one in served["containers"]] == [("setup", "init", False), ("main", "main", True)]
     assert refused["containers"][0]["limits"] == {VGPU: 2, "volcano.sh/vgpu-memory": 4096}
@@ -77,7 +77,7 @@ def test_a_huge_annotation_is_cut(volcano_node: AgentStatus) -> None:
     """A pod may bring 256 KiB of them."""
     pod = dataclasses.replace(volcano_node.cluster.pods[0], annotations={"volcano.sh/vgpu-ids-new": "x" * 200_000})
     volcano_node.cluster.pods = (pod,)
-    assert answer(volcano_node, "pods")["book"][0]["annotations"]["volcano.sh/vgpu-ids-new"] == "x" * 400 + "… (200000 characters)"
+    assert answer(volcano_node, "pods")["watched_pods"][0]["annotations"]["volcano.sh/vgpu-ids-new"] == "x" * 400 + "… (200000 characters)"
 
 
 def test_config_says_how_grants_are_bound_and_why(volcano_node: AgentStatus) -> None:
@@ -89,7 +89,7 @@ def test_config_says_how_grants_are_bound_and_why(volcano_node: AgentStatus) -> 
     )
     assert [family["family"] for family in config["binding"]["families"]] == ["nvidia", "volcano-vgpu"]
     assert (config["volcano_vgpu"], config["config_map"]) == ({"split": 10}, "kube-system/volcano-vgpu-device-config")
-    assert config["foreign_problems"] == ["device-config.yaml: nvidia.deviceMemoryScaling is no number"]
+    assert config["file_problems"] == ["device-config.yaml: nvidia.deviceMemoryScaling is no number"]
 
 
 def test_the_api_server_is_described_without_secrets(volcano_node: AgentStatus) -> None:
@@ -97,9 +97,9 @@ def test_the_api_server_is_described_without_secrets(volcano_node: AgentStatus) 
     cluster = answer(volcano_node, "cluster")
     assert cluster["credentials"] == "service account in /var/run/secrets"
     assert {"verb": "patch", "resource": "pods", "outcome": "200", "count": 4} in cluster["requests"]
-    assert [writer["what"] for writer in cluster["writers"]] == ["node", "pods", "events"]
-    assert (cluster["watches"][0]["what"], cluster["watches"][0]["errors"]) == ("pods of this node", 2)
-    assert cluster["remembered"] == {"kubelet_version": "v1.30.0", "in_use": False}
+    assert [writer["name"] for writer in cluster["writers"]] == ["node", "pods", "events"]
+    assert (cluster["watches"][0]["name"], cluster["watches"][0]["errors"]) == ("pods of this node", 2)
+    assert cluster["restored"] == {"kubelet_version": "v1.30.0", "in_use": False}
 
 
 def test_the_ledger_shows_the_rooms(volcano_node: AgentStatus) -> None:

@@ -28,7 +28,7 @@ def answer(node: AgentStatus, path: str, **query: str) -> Any:
 def test_a_device_says_its_health_its_use_and_its_holders(node: AgentStatus) -> None:
     """Everything an operator asks about a card is in one object."""
     first, second = answer(node, "devices")["gpus"]
-    assert (first["health"], first["holders"], first["holders_allowed"]) == ("Healthy", ["ml/train-0/main"], 10)
+    assert (first["health"], first["holders"], first["max_holders"]) == ("Healthy", ["ml/train-0/main"], 10)
     assert first["usage"]["processes"] == [{"pid": 4711, "memory_mib": 512}]
     assert first["links"] == {"GPU-1": {"pci": 20, "nvlinks": 12}}
     assert (second["health"], second["health_reason"]) == ("Unhealthy", "XID 79: the GPU has fallen off the bus")
@@ -53,7 +53,7 @@ def test_a_call_that_returned_is_not_shown_as_hanging(node: AgentStatus) -> None
 def test_the_ledger_shows_its_grants_and_its_last_verification(node: AgentStatus) -> None:
     """The book, and whether it can be believed."""
     ledger = answer(node, "ledger")
-    assert (ledger["revision"], ledger["drift_total"], ledger["foreign_ids"]) == (9, 4, ["GPU-9::0"])
+    assert (ledger["revision"], ledger["drift_total"], ledger["unknown_ids"]) == (9, 4, ["GPU-9::0"])
     assert ledger["verified"]["seconds_ago"] == 12.0
     assert ledger["grants"][0] == {
         "number": 1,
@@ -187,7 +187,7 @@ def test_tasks_say_how_late_they_are(node: AgentStatus) -> None:
     """State, restarts, last error and signs of life."""
     (task,) = answer(node, "tasks")["tasks"]
     assert (task["name"], task["state"], task["restarts"], task["last_error"]) == ("health", "running", 3, "OSError: gone")
-    assert (task["last_sign_of_life"]["seconds_ago"], task["stuck_seconds"]) == (1.0, 0.0)
+    assert (task["last_heartbeat"]["seconds_ago"], task["stuck_seconds"]) == (1.0, 0.0)
 
 
 def test_an_unknown_parameter_is_told_the_known_ones(node: AgentStatus) -> None:

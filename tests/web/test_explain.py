@@ -196,7 +196,7 @@ def test_an_unknown_pod_is_told_where_it_was_looked_for(volcano_node: AgentStatu
     assert told.answer == (
         "Nothing is known of a pod ml/never on node node-a. It may be on another node or on none yet: kubectl get pod -o wide says where.",
     )
-    assert told.looked_at == (
+    assert told.sources == (
         "the watch of pods: 2 pods, complete, last word 3 s ago",
         "the ledger: 4 grants, compared with kubelet's records 12 s ago",
         "the refusals: 1",
@@ -219,7 +219,7 @@ def test_without_the_api_server_kubelets_records_answer(node: AgentStatus) -> No
         "Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu; the grant is granted.",
         "The pod itself is known from kubelet's records only.",
     )
-    assert told.looked_at[0] == "the watch of pods: there is none, because no family that needs the API server is on"
+    assert told.sources[0] == "the watch of pods: there is none, because no family that needs the API server is on"
 
 
 def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(node: AgentStatus) -> None:
@@ -243,7 +243,7 @@ def test_a_holder_that_the_watch_does_not_show_may_be_gone_or_new(volcano_node: 
 def test_an_outage_stands_beside_the_answer(volcano_node: AgentStatus) -> None:
     """The watch may be out of date then, and the line says for how long."""
     volcano_node.cluster.watches = (WatchStatus("pods of this node", failing_since=NOW - 61, last_error="GET /api/v1/pods: refused"),)
-    assert explain.explain(volcano_node, NOW, "ml/never").looked_at[0] == (
+    assert explain.explain(volcano_node, NOW, "ml/never").sources[0] == (
         "the watch of pods: 2 pods, complete, failing for 61 s: GET /api/v1/pods: refused"
     )
 
@@ -258,5 +258,5 @@ def test_a_terminal_gets_sentences_places_and_events(volcano_node: AgentStatus) 
     """``vgpu-agent status --pod`` prints this text."""
     lines = page.explained(explain.explain(volcano_node, NOW, "ml/served")).splitlines()
     assert lines[0] == "pod ml/served"
-    assert "Looked at" in lines
+    assert "Sources" in lines
     assert f"  50s ago  allocate.reserved  grant: 7, token: {TOKEN}" in lines

@@ -63,8 +63,8 @@ def test_grants_on_devices_that_are_gone_are_counted_by_resource(node: AgentStat
 
     series = scrape(node)
 
-    assert series["vgpu_agent_grants_on_vanished_devices", "resource=nvidia.com/mig-1g.5gb"] == 2
-    assert series["vgpu_agent_grants_on_vanished_devices", "resource=nvidia.com/gpu"] == 0
+    assert series["vgpu_agent_grants_on_missing_devices", "resource=nvidia.com/mig-1g.5gb"] == 2
+    assert series["vgpu_agent_grants_on_missing_devices", "resource=nvidia.com/gpu"] == 0
     said = [problem.reason for problem in problems.known(node, NOW)]
     assert "ml/train-0 runs on MIG-gone, which this node no longer has" in said
 
@@ -73,7 +73,7 @@ def test_before_the_driver_has_answered_no_device_is_gone(node: AgentStatus) -> 
     """An agent that waits for its driver would count every held device."""
     waiting = dataclasses.replace(node, inventory=Inventory())
 
-    assert list(slices.on_vanished_devices(waiting)) == []
+    assert list(slices.on_missing_devices(waiting)) == []
 
 
 def test_a_resource_without_a_plugin_server_says_why(node: AgentStatus) -> None:

@@ -131,7 +131,7 @@ class ClusterSide:
         return self._device_configs
 
     @property
-    def waits_for(self) -> str:
+    def waiting_for(self) -> str:
         """The data that must be read before families that need the API server can be offered; empty when it is all there."""
         if not self.connected:
             return self.without
@@ -306,14 +306,14 @@ class ClusterSide:
                 await self.node_publisher.publish_all()
         except TimeoutError:
             self._journal.record(
-                "cluster.not_withdrawn",
+                "cluster.cleanup_failed",
                 level="warning",
                 gave_up_after_seconds=seconds,
                 error="the API server did not take it",
                 remedy="take annotations volcano.sh/node-vgpu-* and labels vgpu-agent.internal/* off the Node with kubectl",
             )
         else:
-            self._journal.record("cluster.withdrawn")
+            self._journal.record("cluster.cleaned_up")
 
     async def close(self) -> None:
         """End the loops, then close the connections: a loop that still ran would open new ones."""
@@ -350,7 +350,7 @@ class ClusterSide:
                 "cluster.slow_start",
                 level="warning",
                 waited_seconds=self._settings.cluster.start_wait_seconds,
-                goes_on_with="what was remembered" if self.remembered else "nothing; families that need the API server wait",
+                continues_with="what was remembered" if self.remembered else "nothing; families that need the API server wait",
             )
 
     def _loop(self, name: str, run: Callable[[Callable[[], None]], Awaitable[None]], silence_seconds: float = 0.0) -> None:

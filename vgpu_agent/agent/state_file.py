@@ -52,7 +52,7 @@ class StateFile(Generic[Facts]):
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-            _logger.warning("memory.unreadable", path=str(self._path), error=str(err), remedy=self._when_unreadable)
+            _logger.warning("state.unreadable", path=str(self._path), error=str(err), remedy=self._when_unreadable)
             return None
         return self._written
 
@@ -64,7 +64,7 @@ class StateFile(Generic[Facts]):
             await asyncio.to_thread(self._replace, msgspec.json.encode(facts))
         except OSError as err:
             if not self._complained:
-                _logger.warning("memory.not_written", path=str(self._path), error=str(err), remedy=self._remedy)
+                _logger.warning("state.not_written", path=str(self._path), error=str(err), remedy=self._remedy)
             self._complained = True
             return False
         self._written, self._complained = facts, False

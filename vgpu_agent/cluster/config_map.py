@@ -130,8 +130,8 @@ class ConfigMapWatch:
             self._journal.record(
                 "cluster.no_config_map",
                 level="warning" if hidden else "info",
-                looked_in=[place.namespace for place in self._places if not place.forbidden],
-                may_not_read=list(hidden),
+                namespaces=[place.namespace for place in self._places if not place.forbidden],
+                forbidden_namespaces=list(hidden),
                 in_force="the agent's own settings",
                 remedy=f"if there is a {self._name} in {' or '.join(hidden)}, allow to read it (components/volcano)" if hidden else "",
             )

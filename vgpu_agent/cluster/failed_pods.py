@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
 
-REASON = "VgpuPodsFailedWhileAway"
+REASON = "VgpuPodsFailedWhileDown"
 
 # The kubelet forgets a plugin that is away for five minutes, and the scheduler sends it no pods from the first second on.
 _BEFORE_START_SECONDS = 600.0
@@ -125,7 +125,7 @@ class FailedPods:
                 names, more = await self._names()
             except ClusterError as err:
                 backoff.failed(err)
-                self._journal.record("pods.failed_while_away_unknown", error=str(err), again_in_seconds=round(backoff.seconds_left, 1))
+                self._journal.record("pods.failed_while_down_unknown", error=str(err), again_in_seconds=round(backoff.seconds_left, 1))
                 if lasting(err):
                     return
                 await asyncio.sleep(min(backoff.seconds_left, self._settings.backoff_max_seconds))
@@ -168,7 +168,7 @@ class FailedPods:
         number, which = f"{'at least ' if more else ''}{len(names)}", "among them " if len(names) > len(named) else ""
         # The names come last: the journal and events cut long texts.
         text = f"{number} pods failed at admission while no vgpu-agent was registered on this node: {which}{', '.join(named)}"
-        self._journal.record("pods.failed_while_away", level="warning", pods=named, number=len(names), error=text)
+        self._journal.record("pods.failed_while_down", level="warning", pods=named, number=len(names), error=text)
         if (node := self._node()) is not None:
             self._events.raise_event(node, REASON, text)
 

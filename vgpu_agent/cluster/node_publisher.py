@@ -176,7 +176,7 @@ class NodePublisher:
             desired = list(compared(node, self._desired_state(node, self._clock())))
         except Exception as err:  # noqa: BLE001 - a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
-            self._complaints.say("wishes", "node.wishes_failed", text, level="error", error=text)
+            self._complaints.say("wishes", "node.desired_state_failed", text, level="error", error=text)
             return None
         self._complaints.over("wishes")
         return desired

@@ -155,7 +155,7 @@ class PodPublisher:
             desired_state = self._desired_state()
         except Exception as err:  # noqa: BLE001 - a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
-            self._complaints.say("wishes", "pods.wishes_failed", text, level="error", error=text)
+            self._complaints.say("wishes", "pods.desired_state_failed", text, level="error", error=text)
             return self._look_seconds, []
         self._complaints.over("wishes")
         present = [(pod, desired_state[pod.kubelet_uid]) for pod in self._book.pods if pod.kubelet_uid in desired_state]

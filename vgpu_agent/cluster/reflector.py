@@ -346,7 +346,7 @@ class Reflector(Generic[T]):
             if len(self._unreadable) >= _UNREADABLE_REMEMBERED:
                 self._unreadable.clear()
             self._unreadable.add(text)
-            self._journal.record("cluster.unreadable", level="warning", what=self.scope.what, error=text)
+            self._journal.record("cluster.unreadable", level="warning", watch=self.scope.what, error=text)
             return []
 
     def _heard(self) -> None:
@@ -364,7 +364,7 @@ class Reflector(Generic[T]):
         # An outage is one line in the log, not one for each try.
         if err.status not in self._expected and (trouble := f"{err.status}") != self._said:
             self._said = trouble
-            self._journal.record("cluster.watch_failed", level="warning", what=self.scope.what, error=str(err))
+            self._journal.record("cluster.watch_failed", level="warning", watch=self.scope.what, error=str(err))
 
     def _well(self) -> None:
         self.status.failing = False
@@ -372,4 +372,4 @@ class Reflector(Generic[T]):
             self.trouble.publish(None)
         if self._said:
             self._said = ""
-            self._journal.record("cluster.watch_recovered", what=self.scope.what)
+            self._journal.record("cluster.watch_recovered", watch=self.scope.what)

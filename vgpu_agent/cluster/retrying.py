@@ -118,7 +118,7 @@ class Complaints:
     def over(self, key: str) -> None:
         """``key`` has no trouble any more."""
         if self._lasting.pop(key, None) is not None:
-            self._journal.record(f"{self._writer}.recovered", what=key)
+            self._journal.record(f"{self._writer}.recovered", key=key)
 
     def forget(self, part: str) -> None:
         """Forget the troubles of ``part`` of a key, which is gone, so that they neither last nor are over."""

@@ -108,11 +108,11 @@ class _Look:
             if before is None or not isinstance(err.__cause__, FileNotFoundError):
                 raise
             if file not in self._vanished:
-                _logger.warning("config.vanished", file=file, in_force="the settings from before")
+                _logger.warning("config.missing", file=file, in_force="the settings from before")
             self._vanished.add(file)
             return before
         if file in self._vanished:
-            _logger.info("config.returned", file=file)
+            _logger.info("config.found", file=file)
             self._vanished.remove(file)
         return content
 

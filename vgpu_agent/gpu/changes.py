@@ -53,8 +53,8 @@ def _record_layout(journal: Journal, old: Gpu | None, new: Gpu) -> None:
             gpu=new.uuid,
             index=new.index,
             mig="on" if new.mig_enabled else "off",
-            went={uuid: instance.profile for uuid, instance in went.items() if uuid not in stayed},
-            came={uuid: instance.profile for uuid, instance in came.items() if uuid not in stayed},
+            removed={uuid: instance.profile for uuid, instance in went.items() if uuid not in stayed},
+            added={uuid: instance.profile for uuid, instance in came.items() if uuid not in stayed},
         )
 
 

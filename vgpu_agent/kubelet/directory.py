@@ -117,7 +117,7 @@ class DirectoryWatch:
         before, now = self.state.value.kubelet_socket, state.kubelet_socket
         self._status.socket_present = now is not None
         if now is None and before is not None:
-            self._journal.record("kubelet.socket_vanished", directory=str(self.directory))
+            self._journal.record("kubelet.socket_missing", directory=str(self.directory))
         elif now is not None and now != self._known_kubelet:
             event = "kubelet.socket_found" if self._known_kubelet is None else "kubelet.restarted"
             self._status.restarts_seen += self._known_kubelet is not None

@@ -317,7 +317,7 @@ class Daemon:
             await self._tell_limits(control)
             if still := await control.difference():
                 raise MpsError(f"its MPS control daemon has {still} and does not take its limits again")
-            self._journal.record("mps.limits_restored", level="warning", resource=self._plan.resource, had=difference)
+            self._journal.record("mps.limits_restored", level="warning", resource=self._plan.resource, previous=difference)
         await self._count(control)
         self.status.limits_seen_at = time.time()
         for line in await asyncio.to_thread(self._tail.read) if self._tail else ():

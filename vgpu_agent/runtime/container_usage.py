@@ -80,7 +80,7 @@ class ContainerUsages:
             found = await self._own_thread.run("the regions of containers", lambda: self._read(names), seconds=_DEADLINE_SECONDS)
         except CarrierError as err:
             if not self._hangs:
-                self._journal.record("region.hanging", level="warning", error=str(err))
+                self._journal.record("region.read_hangs", level="warning", error=str(err))
             self._hangs = str(err)
             return
         self._hangs = ""

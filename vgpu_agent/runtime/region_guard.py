@@ -92,7 +92,7 @@ class RegionGuard:
                 trouble = ""
             except CarrierError as err:
                 if not trouble:
-                    _logger.warning("regions.not_looked_at", directory=self._directory, error=str(err))
+                    _logger.warning("regions.not_read", directory=self._directory, error=str(err))
                 trouble = str(err)
             await asyncio.sleep(self._pause_seconds)
 

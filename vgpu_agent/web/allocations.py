@@ -50,7 +50,7 @@ def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
     known = Limits(status)
     found = {
         "allocations": allocations(status, now) if pod is None else of_pod(status, now, pod),
-        "unclaimed": tuple(_view(status, grant, now, known) for grant in unclaimed(status)),
+        "unconfirmed": tuple(_view(status, grant, now, known) for grant in unclaimed(status)),
         "refusals": tuple(refusal for refusal in binding.refusals(status, now) if pod is None or refusal.pod_name == pod),
     }
     return found if pod is None else {"pod": pod, **found}

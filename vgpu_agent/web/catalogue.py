@@ -176,12 +176,12 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.grant_info,
     ),
     Metric(
-        "vgpu_agent_grants_on_vanished_devices",
+        "vgpu_agent_grants_on_missing_devices",
         _G,
         _RESOURCE,
         "Shares that containers hold of devices which this node no longer has, e.g. MIG instances that were cut away; "
-        "the event grant.device_vanished names the pods.",
-        readings.grants_on_vanished_devices,
+        "the event grant.device_missing names the pods.",
+        readings.grants_on_missing_devices,
     ),
     Metric("vgpu_agent_gpu_grants", _G, _GPU, "How many shares of the GPU containers hold.", readings.gpu_grants),
     Metric("vgpu_agent_gpu_grants_allowed", _G, _GPU, "How many device ids of the GPU may be held at once.", readings.gpu_grants_allowed),
@@ -231,11 +231,11 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.one(lambda moment: moment.status.ledger.drift_total),
     ),
     Metric(
-        "vgpu_agent_ledger_foreign_ids",
+        "vgpu_agent_ledger_unknown_ids",
         _G,
         (),
         "Ids in kubelet's records of our resources that this node does not offer.",
-        readings.one(lambda moment: len(moment.status.ledger.foreign)),
+        readings.one(lambda moment: len(moment.status.ledger.unknown_ids)),
     ),
     Metric(
         "vgpu_agent_ledger_verified_timestamp_seconds",

@@ -87,7 +87,7 @@ BINDING: tuple[Metric, ...] = (
         readings.one(lambda moment: moment.status.binding.ambiguities),
     ),
     Metric(
-        "vgpu_agent_pods_failed_while_away",
+        "vgpu_agent_pods_failed_while_down",
         _G,
         (),
         "Pods that the kubelet failed within the ten minutes before this start because no agent was registered.",
@@ -123,11 +123,11 @@ BINDING: tuple[Metric, ...] = (
         readings.one(lambda moment: moment.status.binding.overcommitted_starts),
     ),
     Metric(
-        "vgpu_agent_config_foreign_problems",
+        "vgpu_agent_config_file_problems",
         _G,
         (),
         "Problems in the ConfigMap and the node configuration of the plugin that is replaced; /debug/config lists them.",
-        readings.one(lambda moment: len(moment.status.binding.foreign_problems)),
+        readings.one(lambda moment: len(moment.status.binding.file_problems)),
     ),
 )
 

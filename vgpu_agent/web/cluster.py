@@ -27,10 +27,10 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
     cluster = status.cluster
     return {
         "connected": cluster.connected,
-        "without": cluster.without,
+        "disconnected_reason": cluster.without,
         "needed": cluster.needed,
         "credentials": cluster.origin,
-        "waits_for": cluster.waits_for,
+        "waiting_for": cluster.waiting_for,
         "watches": [watch(one, now) for one in cluster.watches],
         "writers": cluster.writers,
         "evictions": cluster.evictions,
@@ -39,17 +39,17 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
             for (verb, resource, outcome), count in sorted(cluster.requests.items())
         ],
         "config_map": cluster.config_map,
-        "remembered": cluster.remembered,
+        "restored": cluster.remembered,
     }
 
 
 def watch(one: WatchStatus, now: float) -> dict[str, Any]:
     """One watch."""
     return {
-        "what": one.what,
+        "name": one.name,
         "synced": one.synced,
         "failing": when(one.failing_since, now),
-        "last_word": when(one.last_event_at, now),
+        "last_event": when(one.last_event_at, now),
         "lists": one.lists,
         "watches": one.watches,
         "events": one.events,
@@ -61,11 +61,11 @@ def watch(one: WatchStatus, now: float) -> dict[str, Any]:
 
 def book(status: AgentStatus, now: float) -> dict[str, Any]:
     """The pods of this node as the watch shows them, in the order in which they were seen bound."""
-    watching = next((one for one in status.cluster.watches if one.what == "pods of this node"), None)
+    watching = next((one for one in status.cluster.watches if one.name == "pods of this node"), None)
     return {
         "synced": status.cluster.pods_synced,
         "watch": watch(watching, now) if watching else None,
-        "book": [_pod(status, pod, now) for pod in status.cluster.pods],
+        "watched_pods": [_pod(status, pod, now) for pod in status.cluster.pods],
     }
 
 

@@ -136,8 +136,8 @@ def _ledger(asked: Question) -> dict[str, Any]:
         "verified": when(ledger.verified_at, asked.now),
         "drift_total": ledger.drift_total,
         "drift_last": ledger.drift_last,
-        "foreign_ids": ledger.foreign,
-        "holders_allowed": ledger.capacity,
+        "unknown_ids": ledger.unknown_ids,
+        "max_holders": ledger.capacity,
         "ids_free": ledger.free,
         "rooms": ledger.rooms,
         "scheduler_overcommitted": ledger.overcommitted,
@@ -245,7 +245,7 @@ def _config(asked: Question) -> dict[str, Any]:
         "volcano_vgpu": asked.status.binding.volcano_vgpu,
         "volcano_vgpu_from": asked.status.binding.volcano_vgpu_origins,
         "config_map": asked.status.cluster.config_map,
-        "foreign_problems": asked.status.binding.foreign_problems,
+        "file_problems": asked.status.binding.file_problems,
         "values": {key: {"value": value, "from": origin} for key, (value, origin) in sorted(asked.status.config.items())},
     }
 
@@ -263,7 +263,7 @@ def _tasks(asked: Question) -> dict[str, Any]:
                 "restarts": task.restarts,
                 "last_error": task.last_error,
                 "started": when(task.started_at, now),
-                "last_sign_of_life": when(task.last_beat_at, now),
+                "last_heartbeat": when(task.last_beat_at, now),
                 "stuck_after_seconds": task.stuck_after_seconds,
                 "stuck_seconds": task.stuck_for(now),
             }

@@ -42,13 +42,13 @@ class Explanation(msgspec.Struct, frozen=True):
 
     Attributes:
         answer: sentences, the most important first.
-        looked_at: where it was looked, and how fresh that is.
+        sources: where it was looked, and how fresh that is.
         events: the last decisions about the pod, the oldest first.
     """
 
     pod: str
     answer: tuple[str, ...] = ()
-    looked_at: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     events: tuple[EventView, ...] = ()
 
 
@@ -60,7 +60,7 @@ def explain(status: AgentStatus, now: float, name: str) -> Explanation:
     events = _events(status, name, {grant.token for grant in grants if grant.token})
     sentences = tuple(_about(status, now, pod, grants, refusals) if pod else _unknown(status, name, grants, refusals, events))
     shown = tuple(EventView(entry.event, when(entry.at, now), entry.facts) for entry in events[-_SHOWN_EVENTS:])
-    return Explanation(name, sentences, tuple(_looked_at(status, now)), shown)
+    return Explanation(name, sentences, tuple(_sources(status, now)), shown)
 
 
 def pods(status: AgentStatus) -> tuple[str, ...]:
@@ -275,7 +275,7 @@ def _unknown(
             yield from _held_back(status, plugin.resource)
 
 
-def _looked_at(status: AgentStatus, now: float) -> Iterator[str]:
+def _sources(status: AgentStatus, now: float) -> Iterator[str]:
     known = status.cluster
     if not known.connected:
         yield f"the watch of pods: there is none, because {known.without or 'the agent is starting'}"

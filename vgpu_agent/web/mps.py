@@ -36,7 +36,7 @@ def _daemon(daemon: MpsStatus, now: float) -> dict[str, Any]:
         "clients": daemon.clients,
         "restarts": daemon.restarts,
         "clients_lost": daemon.clients_lost,
-        "lent": daemon.lent,
+        "in_use_by_others": daemon.lent,
     }
 
 

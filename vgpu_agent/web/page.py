@@ -43,7 +43,7 @@ def as_text(overview: Overview) -> str:
 def explained(explanation: Explanation) -> str:
     """Sentences about one pod, where it was looked for, and the last decisions about it, for a terminal."""
     lines = [f"pod {explanation.pod}", *(f"  {_one_line(sentence)}" for sentence in explanation.answer)]
-    lines += ["", "Looked at", *(f"  {_one_line(place)}" for place in explanation.looked_at)]
+    lines += ["", "Sources", *(f"  {_one_line(place)}" for place in explanation.sources)]
     if explanation.events:
         rows = [(f"{_since(event.when)} ago", event.event, _facts(event.facts)) for event in explanation.events]
         lines += ["", "Events", *_columns(rows)]
@@ -125,7 +125,7 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
             _memory(gpu),
             f"{gpu.usage.utilisation_percent} %" if gpu.usage and gpu.usage.utilisation_percent is not None else "-",
             str(sum(share.gpu == gpu.uuid for pod in overview.pods for grant in pod.grants for share in grant.shares))
-            + (f"/{gpu.holders_allowed}" if gpu.holders_allowed is not None else ""),
+            + (f"/{gpu.max_holders}" if gpu.max_holders is not None else ""),
             *((_given(overview, gpu),) if _in_parts(overview) else ()),
             gpu.uuid,
             _holders(gpu),

@@ -88,7 +88,7 @@ def _api_checks(status: AgentStatus, now: float) -> Iterator[Check]:
             state = "complete" if watch.synced else "no answer yet"
             if watch.failing_since:
                 state = f"failing for {now - watch.failing_since:.0f} s: {watch.last_error}"
-            yield Check(f"watch of {watch.what}", watch.synced and not watch.failing_since, state)
+            yield Check(f"watch of {watch.name}", watch.synced and not watch.failing_since, state)
 
 
 def _loop_checks(status: AgentStatus, now: float) -> tuple[Check, ...]:

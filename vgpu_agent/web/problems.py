@@ -82,20 +82,20 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
         longest = min(failing, key=lambda watch: watch.failing_since)
         yield Problem(
             "API server",
-            f"the watch of {longest.what} has been failing for {now - longest.failing_since:.0f} s: {longest.last_error}; pods seen "
+            f"the watch of {longest.name} has been failing for {now - longest.failing_since:.0f} s: {longest.last_error}; pods seen "
             "before are served, and what is to be written waits",
         )
     for writer in cluster.writers:
         if writer.oldest_pending_seconds >= _LATE_SECONDS:
             yield Problem(
                 "API server",
-                f"writes about {writer.what} wait: {writer.pending}, the oldest for {writer.oldest_pending_seconds:.0f} s; "
+                f"writes about {writer.name} wait: {writer.pending}, the oldest for {writer.oldest_pending_seconds:.0f} s; "
                 "the log says why under node., pods. or events.",
             )
 
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
-    for problem in status.binding.foreign_problems:
+    for problem in status.binding.file_problems:
         yield Problem("config", problem)
     for caution in status.binding.cautions:
         yield Problem("config", caution)
@@ -111,9 +111,11 @@ def _config(status: AgentStatus) -> Iterator[Problem]:
 def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
     for each in ledger.overcommitted:
         yield Problem(f"resource {each.resource}", f"scheduler overcommitted: of {each.device} more is given out than it has: {each.text}")
-    if ledger.foreign:
-        more = f" and {len(ledger.foreign) - _SHOWN_IDS} more" if len(ledger.foreign) > _SHOWN_IDS else ""
-        yield Problem("ledger", f"kubelet's records hold ids that this node does not offer: {', '.join(ledger.foreign[:_SHOWN_IDS])}{more}")
+    if ledger.unknown_ids:
+        more = f" and {len(ledger.unknown_ids) - _SHOWN_IDS} more" if len(ledger.unknown_ids) > _SHOWN_IDS else ""
+        yield Problem(
+            "ledger", f"kubelet's records hold ids that this node does not offer: {', '.join(ledger.unknown_ids[:_SHOWN_IDS])}{more}"
+        )
 
 
 def _left_over(status: AgentStatus) -> Iterator[Problem]:
@@ -124,6 +126,6 @@ def _left_over(status: AgentStatus) -> Iterator[Problem]:
 
 
 def _vanished(status: AgentStatus) -> Iterator[Problem]:
-    for grant, device in slices.on_vanished_devices(status):
+    for grant, device in slices.on_missing_devices(status):
         who = grant.owner.pod_name if grant.owner else "a container that kubelet has not named yet"
         yield Problem(f"resource {grant.resource}", f"{who} runs on {device}, which this node no longer has")

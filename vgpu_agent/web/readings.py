@@ -112,9 +112,9 @@ def mig_instances_healthy(moment: Moment) -> Iterator[Row]:
             yield (gpu.uuid, instance.uuid, instance.profile), not slices.why_withheld(gpu, instance)
 
 
-def grants_on_vanished_devices(moment: Moment) -> Iterator[Row]:
+def grants_on_missing_devices(moment: Moment) -> Iterator[Row]:
     """By resource, also for one that is no longer offered because its devices are gone."""
-    counts = collections.Counter(grant.resource for grant, _ in slices.on_vanished_devices(moment.status))
+    counts = collections.Counter(grant.resource for grant, _ in slices.on_missing_devices(moment.status))
     names = {plugin.resource for plugin in moment.status.plugins} | counts.keys()
     return (((name,), counts[name]) for name in sorted(names))
 
@@ -156,7 +156,7 @@ def _claims(moment: Moment) -> dict[tuple[str, str], list[float]]:
 def gpu_grants_allowed(moment: Moment) -> Iterator[Row]:
     """Shares that each GPU may give."""
     for gpu in moment.status.inventory.gpus:
-        if (allowed := views.holders_allowed(gpu, moment.status)) is not None:
+        if (allowed := views.max_holders(gpu, moment.status)) is not None:
             yield (gpu.uuid,), allowed
 
 

@@ -72,22 +72,22 @@ def each_watch(value: Callable[[WatchStatus, float], float | None]) -> Callable[
     def read(moment: Moment) -> Iterator[Row]:
         for watch in moment.status.cluster.watches:
             if (found := value(watch, moment.now)) is not None:
-                yield (watch.what,), found
+                yield (watch.name,), found
 
     return read
 
 
 def each_writer(value: Callable[[WriterStatus], float]) -> Callable[[Moment], Iterator[Row]]:
     """One series a writer."""
-    return lambda moment: (((writer.what,), value(writer)) for writer in moment.status.cluster.writers)
+    return lambda moment: (((writer.name,), value(writer)) for writer in moment.status.cluster.writers)
 
 
 def writes(moment: Moment) -> Iterator[Row]:
     """Writes by result."""
     for writer in moment.status.cluster.writers:
-        yield (writer.what, "written"), writer.written
-        yield (writer.what, "failed"), writer.failed
-        yield (writer.what, "dropped"), writer.dropped
+        yield (writer.name, "written"), writer.written
+        yield (writer.name, "failed"), writer.failed
+        yield (writer.name, "dropped"), writer.dropped
 
 
 def evictions(moment: Moment) -> Iterator[Row]:

@@ -55,7 +55,7 @@ def why_withheld(gpu: Gpu, instance: MigInstance) -> str:
     return instance.trouble if instance.health.ok else instance.health.reason
 
 
-def on_vanished_devices(status: AgentStatus) -> Iterator[tuple[Grant, str]]:
+def on_missing_devices(status: AgentStatus) -> Iterator[tuple[Grant, str]]:
     """Live grants on devices that the node no longer has, each with the device; nothing while no GPU has been read."""
     inventory = status.inventory
     if not inventory.gpus:

@@ -1,8 +1,9 @@
 """The public JSON shapes of ``/debug``: what `AgentStatus` looks like from outside.
 
-They are types of their own, so that a change inside the agent cannot silently change what scripts read, and so that ``vgpu-agent status``
-decodes exactly what `web.debug` encodes. Fields may be added; they are never renamed. Unknown fields are ignored and missing ones have
-defaults, hence an older command line reads a newer agent and the other way round.
+They are types of their own, so that a change inside the agent cannot silently change what scripts read, and so that
+``vgpu-agent status`` decodes exactly what `web.debug` encodes. From 1.0.0 on, fields may be added and are never renamed.
+Unknown fields are ignored and missing ones have defaults, so an older command line reads a newer agent and the other way
+round.
 
 Times are those of `moments`. What concerns how grants are bound and the API server has views of its own beside this file.
 """
@@ -61,7 +62,7 @@ class GpuView(msgspec.Struct, frozen=True):
     health_changed: When = When()
     usage: UsageView | None = None
     holders: tuple[str, ...] = ()
-    holders_allowed: int | None = None
+    max_holders: int | None = None
     mig_enabled: bool = False
     mig_instances: tuple[slices.MigView, ...] = ()
     links: dict[str, dict[str, int]] = {}
@@ -275,7 +276,7 @@ def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[s
         health_changed=when(gpu.health.since, now),
         usage=_usage(usage) if usage else None,
         holders=holders,
-        holders_allowed=holders_allowed(gpu, status),
+        max_holders=max_holders(gpu, status),
         mig_enabled=gpu.mig_enabled,
         mig_instances=tuple(slices.view(gpu, instance) for instance in gpu.mig_instances),
         links={far: {"pci": link.pci, "nvlinks": link.nvlinks} for (near, far), link in status.inventory.links.items() if near == gpu.uuid},
@@ -295,7 +296,7 @@ def _usage(usage: GpuUsage) -> UsageView:
     )
 
 
-def holders_allowed(gpu: Gpu, status: AgentStatus) -> int | None:
+def max_holders(gpu: Gpu, status: AgentStatus) -> int | None:
     """Count the shares that the GPU and its MIG instances may give together; None when the ledger offers nothing on it."""
     found = [
         status.ledger.capacity[uuid] for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid in status.ledger.capacity

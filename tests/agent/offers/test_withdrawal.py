@@ -61,7 +61,7 @@ async def test_annotations_and_labels_go_with_the_agent(tmp_path: Path, server: 
         await published(parts)
         assert {"vgpu-agent.internal/volcano-vgpu-isolation", REGISTER} < on_the_node(server).keys()
         await parts.cluster.withdraw(PATIENCE_SECONDS)
-        assert parts.journalled("cluster.withdrawn") == [{}]
+        assert parts.journalled("cluster.cleaned_up") == [{}]
     (left,) = on_the_node(server).items()
     assert left[0] == HANDSHAKE
     assert left[1].startswith("Deleted_")
@@ -74,7 +74,7 @@ async def test_the_node_is_cleaned_up_when_the_api_server_is_back_in_time(tmp_pa
         await published(parts)
         server.faults = [Fault(FaultKind.STATUS, verb="patch", resource="nodes", code=503, reason="ServiceUnavailable", times=2)]
         await parts.cluster.withdraw(PATIENCE_SECONDS)
-        assert parts.journalled("cluster.withdrawn") == [{}]
+        assert parts.journalled("cluster.cleaned_up") == [{}]
     assert on_the_node(server).keys() == {HANDSHAKE}
 
 
@@ -84,8 +84,8 @@ async def test_a_cleanup_that_failed_is_not_reported_as_done(tmp_path: Path, ser
         await published(parts)
         server.faults = [Fault(FaultKind.STATUS, verb="patch", resource="nodes", code=503, reason="ServiceUnavailable")]
         await parts.cluster.withdraw(0.5)
-        assert parts.journalled("cluster.withdrawn") == []
-        (facts,) = parts.journalled("cluster.not_withdrawn")
+        assert parts.journalled("cluster.cleaned_up") == []
+        (facts,) = parts.journalled("cluster.cleanup_failed")
     assert facts["gave_up_after_seconds"] == 0.5
     assert "kubectl" in str(facts["remedy"])
     assert REGISTER in on_the_node(server)
@@ -97,5 +97,5 @@ async def test_an_agent_that_comes_back_leaves_everything(tmp_path: Path, server
         await published(parts)
         before = on_the_node(server)
         await parts.cluster.withdraw(PATIENCE_SECONDS)
-        assert parts.journalled("cluster.withdrawn") == []
+        assert parts.journalled("cluster.cleaned_up") == []
     assert on_the_node(server) == before

@@ -71,7 +71,7 @@ def test_a_pod_on_an_instance_that_is_cut_away_is_named_once() -> None:
     node.change(_cut("MIG-b", "MIG-c"))
     node.change(_cut("MIG-c"))
 
-    (entry,) = node.told("grant.device_vanished")
+    (entry,) = node.told("grant.device_missing")
     assert entry.facts["pod"] == "ml/train-0"
     assert {key: entry.facts[key] for key in ("container", "resource", "device", "gpu")} == {
         "container": "main",
@@ -87,7 +87,7 @@ def test_nobody_is_named_while_devices_only_come() -> None:
 
     node.change(_cut("MIG-a", "MIG-z"))
 
-    assert node.told("grant.device_vanished") == []
+    assert node.told("grant.device_missing") == []
 
 
 def test_a_lost_gpu_has_not_vanished() -> None:
@@ -99,7 +99,7 @@ def test_a_lost_gpu_has_not_vanished() -> None:
 
     node.change(dataclasses.replace(whole, gpus=(whole.gpus[0], dataclasses.replace(whole.gpus[1], present=False))))
 
-    assert node.told("grant.device_vanished") == []
+    assert node.told("grant.device_missing") == []
 
 
 def test_a_driver_that_has_not_answered_says_nothing_about_devices() -> None:
@@ -108,7 +108,7 @@ def test_a_driver_that_has_not_answered_says_nothing_about_devices() -> None:
 
     node.change(Inventory())
 
-    assert node.told("grant.device_vanished") == []
+    assert node.told("grant.device_missing") == []
 
 
 def test_a_device_that_comes_back_to_its_pod_is_told() -> None:
@@ -118,7 +118,7 @@ def test_a_device_that_comes_back_to_its_pod_is_told() -> None:
 
     node.change(_cut("MIG-a"))
 
-    (entry,) = node.told("grant.device_back")
+    (entry,) = node.told("grant.device_returned")
     assert (entry.facts["pod"], entry.facts["device"]) == ("ml/train-0", "MIG-a")
 
 
@@ -131,7 +131,7 @@ def test_a_pod_that_ended_is_forgotten_silently() -> None:
     node.vanished.look()
 
     assert node.ledger.grants == ()
-    assert node.told("grant.device_back") == []
+    assert node.told("grant.device_returned") == []
 
 
 async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_
     node.name(Holding(MIG, ("MIG-a",), OWNER))
     node.vanished.look()
 
-    (entry,) = node.told("grant.device_vanished")
+    (entry,) = node.told("grant.device_missing")
     assert (entry.facts["pod"], entry.facts["device"], entry.facts["gpu"]) == ("ml/train-0", "MIG-a", U1)
     assert {listed.id.device: listed.healthy for listed in node.ledger.listing("nvidia.com/gpu")} == {U0: True, U1: False}
 
@@ -164,9 +164,9 @@ async def test_a_holder_that_is_named_later_is_told_then() -> None:
         node.inventory = _cut("MIG-b")
         node.ledger.observe(node.inventory)
         await asyncio.sleep(0)
-        assert node.told("grant.device_vanished") == []
+        assert node.told("grant.device_missing") == []
         node.name(Holding(MIG, ("MIG-a",), OWNER))
         await asyncio.sleep(1)
         loop.cancel()
 
-    assert [entry.facts["pod"] for entry in node.told("grant.device_vanished")] == ["ml/train-0"]
+    assert [entry.facts["pod"] for entry in node.told("grant.device_missing")] == ["ml/train-0"]

@@ -60,5 +60,5 @@ async def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path) -
     with capture_logs() as lines:
         await memory.keep(SLICES)
         await memory.keep(SLICES)
-    assert [line["event"] for line in lines] == ["memory.not_written"]
+    assert [line["event"] for line in lines] == ["state.not_written"]
     assert lines[0]["remedy"].startswith("make stateDirectory a directory with room")

@@ -295,7 +295,7 @@ async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> 
     async with parts(tmp_path) as node:
         await node.cluster.connect()
         cluster = node.report.status().cluster
-    assert (cluster.connected, cluster.without, cluster.waits_for) == (False, "no family that needs the API server is on", "")
+    assert (cluster.connected, cluster.without, cluster.waiting_for) == (False, "no family that needs the API server is on", "")
     assert (cluster.watches, cluster.writers, cluster.requests) == ((), (), {})
 
 
@@ -340,7 +340,7 @@ async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
         cluster.pods.status.failing, cluster.pods.status.failing_since = True, 17.0
         cluster.nodes.status.failing_since = 3.0  # it is over
         found = node.report.status().cluster
-    assert [(watch.what, watch.failing_since, watch.essential) for watch in found.watches] == [
+    assert [(watch.name, watch.failing_since, watch.essential) for watch in found.watches] == [
         ("pods of this node", 17.0, True),
         ("this node", 0.0, True),
         ("ConfigMap kube-system/volcano-vgpu-device-config", 0.0, False),

@@ -50,7 +50,7 @@ def test_g12_the_smallest_instance_that_is_large_enough_by_the_first_group_that_
     assert place(ledger_of(), 11000) == ""
 
 
-def test_a_card_in_use_goes_on_with_its_group() -> None:
+def test_a_card_in_use_continues_with_its_group() -> None:
     """The next instance of it, and none of another group: a small pod gets the small instance of group2, or goes to the other card."""
     assert place(ledger_of(holding("U1[group2-0]")), 8000) == "U1[group2-1],NVIDIA,8000,0:"
     assert place(ledger_of(holding("U1[group2-0]")), 5000) == "U1[group2-3],NVIDIA,5000,0:"

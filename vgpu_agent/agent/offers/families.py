@@ -136,7 +136,7 @@ class FamiliesInForce:
         self._families = built.families
         if built.problems != self.problems:
             for problem in built.problems:
-                self._journal.record("config.foreign_problem", level="warning", problem=problem)
+                self._journal.record("config.file_problem", level="warning", problem=problem)
         self.problems = built.problems
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
@@ -221,7 +221,7 @@ class FamiliesInForce:
 
     def _blocked(self, missing: str, built: Built) -> dict[str, str]:
         """Families that must not be served now, and why."""
-        waits = self._cluster.waits_for
+        waits = self._cluster.waiting_for
         if not waits and self._allocator.mode is None:
             waits = "this node's Node object has not been read yet, so it is not known how grants reach containers"
         # The GPU of a Tegra processor has no such nodes.

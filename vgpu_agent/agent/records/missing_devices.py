@@ -103,7 +103,7 @@ class VanishedDevices:
                 self._told[number, device] = grant.owner.pod_name
                 known = self._ledger.slices.get(device)
                 self._journal.record(
-                    "grant.device_vanished",
+                    "grant.device_missing",
                     level="warning",
                     pod=grant.owner.pod_name,
                     container=grant.owner.container,
@@ -117,7 +117,7 @@ class VanishedDevices:
         for number, device in [key for key in self._told if key not in vanished]:
             pod = self._told.pop((number, device))
             if number in live:
-                self._journal.record("grant.device_back", pod=pod, device=device, grant=number)
+                self._journal.record("grant.device_returned", pod=pod, device=device, grant=number)
 
     def _vanished(self, grants: Iterable[Grant]) -> Iterator[tuple[tuple[int, str], Grant]]:
         inventory = self._inventory()

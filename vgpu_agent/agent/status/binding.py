@@ -53,7 +53,7 @@ class BindingReport:
             overcommitted_starts=self._overcommits.total,
             volcano_vgpu=dict(self._families.in_force),
             volcano_vgpu_origins=dict(self._families.origins),
-            foreign_problems=self._families.problems,
+            file_problems=self._families.problems,
             cautions=(*self._families.cautions, *self._offering.cautions.values()),
             left_over=dict(self._directory.left_over),
             regions_cut=self._regions.cuts,

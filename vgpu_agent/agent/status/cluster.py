@@ -32,7 +32,7 @@ class ClusterReport:
             without=cluster.without,
             needed=cluster.needed,
             origin=cluster.origin,
-            waits_for=cluster.waits_for if cluster.needed else "",
+            waiting_for=cluster.waiting_for if cluster.needed else "",
             requests=dict(cluster.client.requests) if cluster.client else {},
             watches=tuple(self._watches()),
             writers=tuple(self._writers()),
@@ -63,11 +63,11 @@ class ClusterReport:
             "pods": cluster.pod_publisher,
             "events": cluster.events,
         }
-        for what, writer in writers.items():
+        for name, writer in writers.items():
             if writer is not None:
                 counts = writer.counts
                 yield WriterStatus(
-                    what,
+                    name,
                     counts.written,
                     counts.failed,
                     counts.dropped,
@@ -97,9 +97,9 @@ class ClusterReport:
         }
 
 
-def _watch(what: str, status: ReflectorStatus, *, essential: bool = True) -> WatchStatus:
+def _watch(name: str, status: ReflectorStatus, *, essential: bool = True) -> WatchStatus:
     return WatchStatus(
-        what=what,
+        name=name,
         synced=status.synced,
         failing_since=status.failing_since if status.failing else 0.0,
         essential=essential,

@@ -130,7 +130,7 @@ class Report:
             self._offered_at = ledger.revision.version
             self._offered = LedgerStatus(
                 revision=ledger.revision.value,
-                foreign=ledger.foreign_ids,
+                unknown_ids=ledger.foreign_ids,
                 capacity=_capacity(ledger.resources),
                 free={resource.name: ledger.free_ids(resource.name) for resource in ledger.resources},
                 rooms={
