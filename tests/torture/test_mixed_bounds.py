@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.torture.mixed import bounds
 from tests.torture.mixed.day import QUIET, TROUBLED
 from tests.torture.mixed.judge import Figures
 from tests.torture.test_mixed_days import days, many_days
@@ -27,7 +28,7 @@ def test_the_bounds_hold_on_a_quiet_mixed_day() -> None:
 def test_nobody_starves_on_a_troubled_mixed_day() -> None:
     """Agent, kubelet and API server come and go. What waits is still served in a number of holders' ends."""
     figures, _ = days(1, first_seed=0, faults=TROUBLED, on_all_cores=False)
-    _check(figures.starvation(), figures)
+    _check(figures.starvation(bounds.ENDS_BEFORE_A_FAMILY_IN_TROUBLE), figures)
 
 
 @pytest.mark.torture
@@ -43,4 +44,4 @@ def test_the_bounds_hold_on_many_quiet_mixed_days() -> None:
 def test_nobody_starves_on_many_troubled_mixed_days() -> None:
     """The long run."""
     figures, _ = many_days(TROUBLED)
-    _check(figures.starvation(), figures)
+    _check(figures.starvation(bounds.ENDS_BEFORE_A_FAMILY_IN_TROUBLE), figures)
