@@ -17,7 +17,7 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.errors import CarrierError, ClusterError, RequestRefusedError
-from vgpu_agent.families.family import Decision, NodeView, PodFamily, Question
+from vgpu_agent.families.family import Decision, NodeView, Ownership, PodFamily, Question
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
@@ -36,8 +36,8 @@ class NumberFamily:
     name = "number"
     by = "the test"
 
-    def claims(self, resource: str) -> bool:
-        return resource in {NUMBER, MEMORY}
+    def owns(self, resource: str) -> Ownership:
+        return Ownership.CERTAIN if resource in {NUMBER, MEMORY} else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         if not inventory.gpus:

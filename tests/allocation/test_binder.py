@@ -13,6 +13,7 @@ from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import AgentError, CarrierError, RequestRefusedError
+from vgpu_agent.families.family import Ownership
 from vgpu_agent.model import Decider, Inventory, Resource
 from vgpu_agent.pods import PodContainer
 
@@ -25,8 +26,8 @@ class LetterFamily(NumberFamily):
 
     name = "letter"
 
-    def claims(self, resource: str) -> bool:
-        return resource in {LETTER, COUNTED}
+    def owns(self, resource: str) -> Ownership:
+        return Ownership.CERTAIN if resource in {LETTER, COUNTED} else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         letter = Resource(LETTER, self.name, (DeviceId("a", U0),), decided_by=Decider.POD)

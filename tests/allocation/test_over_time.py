@@ -18,7 +18,7 @@ from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.errors import CapacityError, RequestRefusedError
-from vgpu_agent.families.family import Question
+from vgpu_agent.families.family import Ownership, Question
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Inventory, Resource, Share
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
@@ -30,8 +30,8 @@ LATE = BindingMode(late=True, by_annotation=False, reason="containerd was upgrad
 class RenamedFamily(NumberFamily):
     """The number's resource has another name by now; the old name is still its own."""
 
-    def claims(self, resource: str) -> bool:
-        return super().claims(resource) or resource == "example.com/new"
+    def owns(self, resource: str) -> Ownership:
+        return Ownership.CERTAIN if resource == "example.com/new" else super().owns(resource)
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         return tuple(_changed(each, name="example.com/new") for each in super().resources(inventory))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.holdings import is_outdated, is_over, told_apart
 from vgpu_agent.allocation.questions import question
+from vgpu_agent.families.family import Ownership
 from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.allocation.dependencies import Dependencies
     from vgpu_agent.allocation.node_families import Families
-    from vgpu_agent.families.family import PodFamily
+    from vgpu_agent.families.family import Family, PodFamily
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Holding, Inventory, KubeletRecords, Owner, Resource
     from vgpu_agent.pods import Pod
@@ -95,15 +96,16 @@ class Interpretation:
         """See `Ledger.reconcile`; None when the resource is not ours, or is only there to be counted."""
         families = self._families()
         served_by = next((offer.family for offer in self._ledger.resources if offer.name == holding.resource), "")
-        for by_ids in (*families.by_ids, *families.idle):
-            # A family claims names that it may have offered before; what another offers by that name today is not meant.
-            if served_by in ("", by_ids.name) and by_ids.claims(holding.resource):
-                shares = by_ids.shares(holding.resource, holding.ids, self._inventory())
-                if shares or served_by:
-                    return Meaning(by_ids.name, shares)
-        for by_pod in (*families.by_pod, *families.unserved):
-            if by_pod.claims(holding.resource):
-                return self._by_pod(by_pod, holding)
+        for ownership in (Ownership.CERTAIN, Ownership.POSSIBLE):
+            for by_ids in (*families.by_ids, *families.idle):
+                # A family owns names that it may have offered before; what another offers by that name today is not meant.
+                if served_by in ("", by_ids.name) and _owns(by_ids, holding.resource, served_by) is ownership:
+                    shares = by_ids.shares(holding.resource, holding.ids, self._inventory())
+                    if shares or served_by:
+                        return Meaning(by_ids.name, shares)
+            for by_pod in (*families.by_pod, *families.unserved):
+                if _owns(by_pod, holding.resource, served_by) is ownership:
+                    return self._by_pod(by_pod, holding)
         return None
 
     def may_be_hidden(self, grant: Grant) -> bool:
@@ -209,6 +211,11 @@ class Interpretation:
             return None
         owner = holding.owner
         return self._around.book.get(owner.pod_uid) if owner.pod_uid else self._around.book.named(owner.namespace, owner.pod)
+
+
+def _owns(family: Family, resource: str, served_by: str) -> Ownership:
+    """Return how surely the name is the family's; the names that it offers today are, whatever they are."""
+    return Ownership.CERTAIN if family.name == served_by else family.owns(resource)
 
 
 def _as_held(held: Grant) -> Meaning:

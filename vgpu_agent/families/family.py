@@ -10,6 +10,7 @@ To add a family: write a package with a class of one of these shapes, translate 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent.families.node_lock import NodeLocks
@@ -38,6 +39,16 @@ class Shortfall:
     cautions: tuple[str, ...] = ()
 
 
+class Ownership(enum.IntEnum):
+    """How surely a resource's name belongs to a family. Where several families may own a name, the surest is asked first."""
+
+    NONE = 0
+    POSSIBLE = 1
+    """A name in the family's domain, which it may have offered under earlier settings. The ids decide."""
+    CERTAIN = 2
+    """A name of the family's vocabulary, or of today's settings."""
+
+
 class Family(Protocol):
     """Pure translation between one vocabulary and the model."""
 
@@ -46,8 +57,8 @@ class Family(Protocol):
         """The glossary's name of the family, e.g. ``nvidia``."""
         ...
 
-    def claims(self, resource: str) -> bool:
-        """Tell whether the kubelet's records of ``resource`` are about this family's devices, offered under today's or earlier settings."""
+    def owns(self, resource: str) -> Ownership:
+        """Tell how surely the kubelet's records of ``resource`` are about this family's devices, by its name alone."""
         ...
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:

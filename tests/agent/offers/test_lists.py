@@ -73,5 +73,5 @@ def test_what_ids_name_is_read_whichever_families_are_on(on: tuple[str, ...], re
     """Pods from before a change of ``families`` still hold what they hold, and kubelet's records say it in the words of then."""
     switches = {"nvidia": False, **dict.fromkeys(on, True)}
     families = build(msgspec.structs.replace(Settings(), families=FamilySettings(**switches)), Found()).families
-    readers = [family for family in (*families.by_ids, *families.idle) if family.claims(resource)]
+    readers = [family for family in (*families.by_ids, *families.idle) if family.owns(resource)]
     assert [[share.device for share in family.shares(resource, [id_], INVENTORY)] for family in readers] == [[device]]

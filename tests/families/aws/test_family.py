@@ -175,9 +175,9 @@ def test_the_name_can_be_set_and_the_old_one_is_still_understood() -> None:
     """aws:D12: an autoscaler that knows another name gets it; kubelet's records of before the change stay ours."""
     family = _family(resource="example.com/slice")
     assert _offer(family, golden_inventory()).name == "example.com/slice"
-    assert family.claims("example.com/slice")
-    assert family.claims("k8s.amazonaws.com/vgpu")
-    assert not family.claims("nvidia.com/gpu")
+    assert family.owns("example.com/slice")
+    assert family.owns("k8s.amazonaws.com/vgpu")
+    assert not family.owns("nvidia.com/gpu")
 
 
 def test_a_daemon_of_ours_has_limits_from_the_share() -> None:

@@ -10,6 +10,7 @@ from tests.families.nvidia.parts import iktos, only_resource, shared_by
 from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_slices
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.isolation.mps import MpsOptions
@@ -162,7 +163,7 @@ def test_ids_of_earlier_settings_are_read_under_any_name(id_: str, inventory: In
     """Renamed since, counted otherwise, or offered in iktos's words: its holder keeps its GPU over a restart."""
     for options in (NvidiaOptions(), shared_by(2, published="nvidia.com/other"), iktos(("gpu", "x", 2)), MPS_BY_4):
         family = NvidiaFamily(options)
-        assert family.claims("nvidia.com/of-before")
+        assert family.owns("nvidia.com/of-before") is Ownership.POSSIBLE
         (share,) = family.shares("nvidia.com/of-before", [id_], inventory)
         assert (share.device, share.exclusive) == (U0, id_ == U0)
 
@@ -174,11 +175,20 @@ def test_ids_of_other_plugins_come_to_nothing(id_: str, inventory: Inventory) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"), [(GPU, True), ("nvidia.com/gpu.shared", True), (MIG, True), ("nvidia.com/sharedgpu", True), ("amd.com/gpu", False)]
+    ("name", "ownership"),
+    [
+        (GPU, Ownership.CERTAIN),
+        ("nvidia.com/gpu.shared", Ownership.CERTAIN),
+        (MIG, Ownership.CERTAIN),
+        ("nvidia.com/sharedgpu", Ownership.POSSIBLE),
+        ("nvidia.com/vgpu-number", Ownership.NONE),
+        ("nvidia.com/vgpu-memory", Ownership.NONE),
+        ("amd.com/gpu", Ownership.NONE),
+    ],
 )
-def test_records_of_names_of_before_are_ours(name: str, ours: bool) -> None:
-    """After a rename or another MIG geometry, kubelet's records still name the old resource."""
-    assert NvidiaFamily(NvidiaOptions()).claims(name) is ours
+def test_records_of_names_of_before_are_ours_unless_another_plugin_has_the_name(name: str, ownership: Ownership) -> None:
+    """After a rename the kubelet's records still have the old resource. Ids of vgpu-manager look like replicas (vgpu-manager §2.1)."""
+    assert NvidiaFamily(NvidiaOptions()).owns(name) is ownership
 
 
 # -- what is preferred ------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from tests.families.volcano_gpushare.parts import MEMORY, NUMBER, UNHEALTHY, family_of, offer_of, view_of
 from tests.golden import golden_inventory
 from vgpu_agent.errors import ConfigError
-from vgpu_agent.families.family import NodeView
+from vgpu_agent.families.family import NodeView, Ownership
 from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
 from vgpu_agent.kubelet.codec import list_size_bytes
 from vgpu_agent.ledger import Ledger
@@ -37,7 +37,8 @@ def test_the_size_of_the_list_is_exact() -> None:
 
 def test_both_names_are_claimed() -> None:
     """After a change of strategy kubelet's records still speak of the other resource."""
-    assert [family_of().claims(name) for name in (MEMORY, NUMBER, "volcano.sh/vgpu-number")] == [True, True, False]
+    assert [family_of().owns(name) for name in (MEMORY, NUMBER)] == [Ownership.CERTAIN] * 2
+    assert family_of().owns("volcano.sh/vgpu-number") is Ownership.NONE
 
 
 def test_the_schedulers_lock_is_given_back_after_an_allocate() -> None:

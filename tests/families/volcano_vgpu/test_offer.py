@@ -16,6 +16,7 @@ from vgpu_agent.config.volcano_files import Overlay
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import ConfigError, RequestRefusedError
 from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.memory_units import list_bytes
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.requests import Names
@@ -176,8 +177,8 @@ def test_more_gpus_than_there_are_is_refused_at_once() -> None:
 def test_records_of_todays_and_of_default_names_are_ours() -> None:
     """The kubelet's checkpoint may be from before the names were changed."""
     of = family(names=Names(number="volcano.sh/gpu-share"))
-    assert [of.claims(name) for name in ("volcano.sh/gpu-share", NUMBER, MEMORY, PERCENTAGE)] == [True] * 4
-    assert not of.claims("volcano.sh/gpu-memory")
+    assert [of.owns(name) for name in ("volcano.sh/gpu-share", NUMBER, MEMORY, PERCENTAGE)] == [Ownership.CERTAIN] * 4
+    assert not of.owns("volcano.sh/gpu-memory")
 
 
 def test_the_settings_are_the_options() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Shortfall
+from vgpu_agent.families.family import Ownership, Shortfall
 from vgpu_agent.isolation.edits import Edits, Mount
 from vgpu_agent.isolation.mps import (
     PIPE_VARIABLE,
@@ -81,9 +81,9 @@ class AwsFamily:
     def __init__(self, options: AwsOptions) -> None:
         self._options = options
 
-    def claims(self, resource: str) -> bool:
+    def owns(self, resource: str) -> Ownership:
         """AWS's name, and the one that is set; the first may be in kubelet's records from before a change of settings."""
-        return resource in (RESOURCE, self._options.resource)
+        return Ownership.CERTAIN if resource in (RESOURCE, self._options.resource) else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         """``<UUID>-0`` to ``<UUID>-<n-1>`` of each GPU that can be shared (aws W1, W2)."""

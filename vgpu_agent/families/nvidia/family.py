@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.device_lists import VisibleDevice, answer_number, edits_of, visible_device
+from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.nvidia.ids import EVERY_GPU, devices_behind, has_replicas, one_by_one
 from vgpu_agent.families.nvidia.offers import FAMILY, Offers, offers
-from vgpu_agent.families.nvidia.options import DOMAIN
+from vgpu_agent.families.nvidia.options import DOMAIN, GPU_RESOURCE
 from vgpu_agent.isolation.mps import memory_share_mib, mps_edits, thread_share
 from vgpu_agent.model import Share, SharingMode
 from vgpu_agent.placement.mixing import ALONE
@@ -35,6 +36,7 @@ CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "
 
 # Under WSL: one node of the kernel's leads to all GPUs (nvidia §4).
 WSL_NODE = "/dev/dxg"
+_OF_VGPU_MANAGER = frozenset(f"{DOMAIN}vgpu-{what}" for what in ("number", "cores", "memory"))
 _EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
 
 
@@ -50,12 +52,16 @@ class NvidiaFamily:
         self._options = options
         self._last: tuple[Inventory, Offers] | None = None
 
-    def claims(self, resource: str) -> bool:
-        """Claim every name in NVIDIA's domain: one that is not offered today may have been before a rename or a change of MIG.
+    def owns(self, resource: str) -> Ownership:
+        """Own names in NVIDIA's domain: one that is not offered today may have been before a rename or a change of MIG.
 
-        `shares` decides on the ids: another plugin may offer something in the same domain.
+        `shares` decides on the ids, because another plugin may offer something in the same domain. Names of vgpu-manager are left to it:
+        its ids look like replicas (vgpu-manager §2.1).
         """
-        return resource.startswith(DOMAIN)
+        if not resource.startswith(DOMAIN) or resource in _OF_VGPU_MANAGER:
+            return Ownership.NONE
+        own = resource in (GPU_RESOURCE, f"{GPU_RESOURCE}.shared") or resource.startswith(f"{DOMAIN}mig-")
+        return Ownership.CERTAIN if own else Ownership.POSSIBLE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         """A whole device's id is its UUID (nvidia G1), a replica's is ``<UUID>::<n>`` (nvidia G8) or ``<UUID>-replica-<n>`` (iktos K1)."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision, Question
+from vgpu_agent.families.family import Decision, Ownership, Question
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.volcano_gpushare.numbers import first_units, parse_indices, units
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -108,9 +108,9 @@ class VolcanoGpushareFamily:
 
     # -- what is offered --------------------------------------------------------------------------------------------------------------
 
-    def claims(self, resource: str) -> bool:
+    def owns(self, resource: str) -> Ownership:
         """Both names: the other one may be in kubelet's records after a change of strategy."""
-        return resource in (MEMORY_RESOURCE, NUMBER_RESOURCE)
+        return Ownership.CERTAIN if resource in (MEMORY_RESOURCE, NUMBER_RESOURCE) else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         """Return one resource: ``<number>-<j>`` for each unit of a card's memory, or the cards' UUIDs (volcano-gpushare S1, S4, S5).
@@ -208,7 +208,7 @@ class VolcanoGpushareFamily:
 
         An init container alone assigns nothing, because the pod's other containers are still to come.
         """
-        served = {name: grant for name, grant in grants.items() if self.claims(grant.resource) and grant.shares}
+        served = {name: grant for name, grant in grants.items() if self.owns(grant.resource) and grant.shares}
         if failed or not served:
             return {}
         desired_state: dict[str, str | None] = {}

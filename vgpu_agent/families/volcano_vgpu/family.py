@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision
+from vgpu_agent.families.family import Decision, Ownership
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, asking_container, decided_gpus, decided_shares, refused
 from vgpu_agent.families.volcano_vgpu.node_state import (
     HANDSHAKE,
@@ -71,9 +71,11 @@ class VolcanoVgpuFamily:
 
     # -- what is offered --------------------------------------------------------------------------------------------------------------
 
-    def claims(self, resource: str) -> bool:
+    def owns(self, resource: str) -> Ownership:
         """Today's names and the default ones, which kubelet's records may have from before a change."""
-        return resource in {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())}
+        return (
+            Ownership.CERTAIN if resource in {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())} else Ownership.NONE
+        )
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         """Return what the node offers (volcano-vgpu G2); see `resources_of`.

@@ -43,15 +43,15 @@ def test_the_names_before_1_12_can_be_had() -> None:
         node(of_u1=GROUP2).gpus[1], mig_instances=(dataclasses.replace(instance(U1, 0, "2g.10gb"), profile="1g.5gb+me"),)
     )
     assert names(mixed(prefix="nvidia.com"), Inventory(version=1, gpus=(u1,))) == {"nvidia.com/mig-1g.5gb.me": ["MIG-2-0"]}
-    assert mixed(prefix="nvidia.com").claims("nvidia.com/mig-1g.5gb")
-    assert not mixed().claims("nvidia.com/mig-1g.5gb")
+    assert mixed(prefix="nvidia.com").owns("nvidia.com/mig-1g.5gb")
+    assert not mixed().owns("nvidia.com/mig-1g.5gb")
 
 
 def test_single_offers_alike_instances_by_one_name() -> None:
     """``volcano.sh/gpu``, as the replaced plugin registers it."""
     assert names(single(), node(of_u1=("3g.20gb", "3g.20gb"))) == {"volcano.sh/gpu": ["MIG-2-0", "MIG-2-1"]}
-    assert single().claims("volcano.sh/gpu")
-    assert not single().claims("volcano.sh/gpu-memory")
+    assert single().owns("volcano.sh/gpu")
+    assert not single().owns("volcano.sh/gpu-memory")
 
 
 def test_single_withholds_instances_that_differ() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Shortfall
+from vgpu_agent.families.family import Ownership, Shortfall
 from vgpu_agent.families.volcano_vgpu.offer import visible_gpus
 from vgpu_agent.model import Resource, Share
 from vgpu_agent.placement.mixing import ALONE
@@ -58,9 +58,10 @@ class VolcanoStaticMigFamily:
     def __init__(self, options: StaticMigOptions) -> None:
         self._options = options
 
-    def claims(self, resource: str) -> bool:
+    def owns(self, resource: str) -> Ownership:
         """The names of both strategies: one may be in kubelet's records from before a change."""
-        return resource == f"{self._options.prefix}/gpu" or resource.startswith(f"{self._options.prefix}/mig-")
+        ours = resource == f"{self._options.prefix}/gpu" or resource.startswith(f"{self._options.prefix}/mig-")
+        return Ownership.CERTAIN if ours else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         """The instances by name, in the order of their GPUs; what `shortfall` refuses is left out."""
