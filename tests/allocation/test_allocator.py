@@ -9,6 +9,7 @@ from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_s
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
+from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.families.volcano_vgpu.mig.static import StaticMigOptions, VolcanoStaticMigFamily
@@ -171,6 +172,37 @@ def test_ids_of_another_plugin_in_nvidias_domain_are_none_of_ours() -> None:
     records = KubeletRecords((Holding("nvidia.com/GA100_A100_PCIE_40GB", ("7",), Owner("compute", "uid-vm", "default", "vm")),))
     allocator.confirm(records, reservation_seconds=60, initial=True)
     assert ledger.grants == ()
+
+
+def test_ids_of_vgpu_manager_are_no_replicas() -> None:
+    """Where its plugin runs beside the agent, its `<UUID>::<n>` under a name in NVIDIA's domain would be booked as one."""
+    allocator, ledger, _ = make(shared_by(4))
+    records = KubeletRecords((Holding("nvidia.com/vgpu-number", (f"{U0}::1",), Owner("main", "uid-1", "default", "train")),))
+    allocator.confirm(records, reservation_seconds=60, initial=True)
+    assert ledger.grants == ()
+
+
+class OtherFamily(NvidiaFamily):
+    """A family whose only name lies in NVIDIA's domain, with the same ids."""
+
+    name = "other"
+
+    def owns(self, resource: str) -> Ownership:
+        return Ownership.CERTAIN if resource == "nvidia.com/other" else Ownership.NONE
+
+
+@pytest.mark.parametrize("nvidia_first", [True, False])
+def test_a_familys_own_name_beats_one_that_another_may_have_had(nvidia_first: bool) -> None:
+    """Both read the ids, and neither offers the name today. The order of the families decides nothing."""
+    idle = (NvidiaFamily(NvidiaOptions()), OtherFamily(NvidiaOptions()))
+    families, ledger = Families(idle=idle if nvidia_first else idle[::-1]), Ledger()
+    allocator = Allocator(ledger=ledger, families=families, inventory=golden_inventory, journal=Journal())
+    held = [
+        Holding(name, (id_,), Owner("main", name, "default", name[-5:]))
+        for name, id_ in (("nvidia.com/other", U0), ("nvidia.com/past", U1))
+    ]
+    allocator.confirm(KubeletRecords(tuple(held)), reservation_seconds=60, initial=True)
+    assert {grant.ids: grant.family for grant in ledger.grants} == {(U0,): "other", (U1,): "nvidia"}
 
 
 def test_a_name_that_another_family_offers_today_is_that_familys() -> None:
