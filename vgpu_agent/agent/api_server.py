@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.memory import load_http
 from vgpu_agent.agent.remembered import Memory, Remembered
-from vgpu_agent.allocation.desired_state import PROGRESS
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
 from vgpu_agent.cluster.credentials import credentials
@@ -25,8 +24,9 @@ from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.config.volcano_files import read_device_config, told
 from vgpu_agent.errors import ClusterError
+from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.families.volcano_vgpu.files import read_device_config, told
 from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodCache
 
@@ -61,7 +61,7 @@ class ClusterSide:
         without: why there is no connection; empty when there is one.
         origin: what the credentials are, for people; empty without any.
         remembered: what the agent before this one had read; None when there is nothing.
-        node_configs: texts of the mounted node configuration, see `volcano_files.told`; read by `offers.families`, remembered here.
+        node_configs: texts of the mounted node configuration, see `NodeFacts`; read by `offers.families`, remembered here.
     """
 
     def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor, named: NamedConfiguration | None = None) -> None:
@@ -97,7 +97,7 @@ class ClusterSide:
     @property
     def needed(self) -> bool:
         """Tell whether an enabled family needs the API server, so that pods are watched and Node and pods are written."""
-        return self._settings.families.volcano_vgpu or self._settings.families.volcano_gpushare
+        return any(family.needs_api_server and family.is_on(self._settings) for family in FAMILIES)
 
     @property
     def asked_namespace(self) -> str:
@@ -126,7 +126,7 @@ class ClusterSide:
 
     @property
     def device_configs(self) -> tuple[str, ...]:
-        """The texts of that ConfigMap that count, also from before a restart, see `volcano_files.told`."""
+        """The texts of that ConfigMap that count, also from before a restart, see `families.volcano_vgpu.files.told`."""
         self._device_configs = told(self._device_configs, self.device_config, read_device_config)
         return self._device_configs
 
@@ -220,7 +220,7 @@ class ClusterSide:
             self._journal,
             tokens=tokens,
             starting=starting,
-            progress=PROGRESS,
+            progress=frozenset().union(*(family.progress for family in FAMILIES)),
         )
         self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal)
         self.reschedule = Reschedule(

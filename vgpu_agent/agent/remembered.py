@@ -18,7 +18,7 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
     Attributes:
         node: the Node's name they belong to.
         device_config: text of the ConfigMap's device-config.yaml; None when there is no ConfigMap.
-        device_configs_before: where something in that is wrong, its earlier content, see `volcano_files.told`.
+        device_configs_before: where something in that is wrong, its earlier content, see `families.volcano_vgpu.files.told`.
         node_configs: the same of the mounted node configuration, with the newest. It is not from the API server, but can be wrong as
             easily.
         config_label: value of the Node's label that names its configuration, empty without the label; None when it was never read.

@@ -9,9 +9,6 @@ import operator
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.family import NodeView
-from vgpu_agent.families.volcano_gpushare.family import GPU_ASSIGNED
-from vgpu_agent.families.volcano_vgpu.decisions import TO_ALLOCATE
-from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
 from vgpu_agent.nodes import DesiredNode
 
 if TYPE_CHECKING:
@@ -50,10 +47,6 @@ def cleanup(families: Families, now: float) -> DesiredNode:
     for family in (*families.unserved, *families.by_pod):
         desired_state = desired_state.joined(family.cleanup(now))
     return desired_state
-
-
-PROGRESS = frozenset({PHASE, TIME, TO_ALLOCATE, GPU_ASSIGNED})
-"""The annotations that say how far a pod has come; of the others, schedulers count who has what."""
 
 
 class DesiredPods:

@@ -1,6 +1,6 @@
 """The ConfigMap in which clusters with volcano-vgpu-device-plugin keep its settings, read where that plugin reads them.
 
-Built by `agent`, which runs it as a supervised loop and passes the text to `config.volcano_files`. Nothing here
+Built by `agent`, which runs it as a supervised loop and passes the text to `families.volcano_vgpu.files`. Nothing here
 interprets the text.
 
 The namespaces are looked at in order, and the first that has the ConfigMap wins, whenever it comes: what a node offers must not depend on

@@ -1,7 +1,7 @@
 """Settings of the two Volcano families and of the isolation backend `hami-core`.
 
 Part of the schema in `settings`. Defaults are those of the plugins that are replaced (volcano-vgpu §5,
-volcano-gpushare §5); their own configuration files are read by `config/volcano_files.py` and override this.
+volcano-gpushare §5); their own configuration files are read by `families/volcano_vgpu/files.py` and override this.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.

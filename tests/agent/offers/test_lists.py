@@ -15,6 +15,7 @@ from vgpu_agent.cdi.imex import Channels
 from vgpu_agent.config.binding import Families as FamilySettings
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.settings import Settings
+from vgpu_agent.families.spec import NodeFacts
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import Share
@@ -33,7 +34,7 @@ def _edits(settings: Settings, found: Found) -> Edits:
 @pytest.mark.parametrize(("inline", "late", "by_name"), [(True, True, True), (True, False, False), (False, True, False)])
 def test_a_late_bound_grant_needs_no_nvidia_runtime_where_it_is_inlined(*, inline: bool, late: bool, by_name: bool) -> None:
     """``cdi.inline``: the card is named by CDI alone, and the carrier writes its spec; bound early, all is as configured."""
-    edits = _edits(Settings(cdi=Cdi(inline=inline)), Found(late=late))
+    edits = _edits(Settings(cdi=Cdi(inline=inline)), Found(facts=NodeFacts(late=late)))
     assert edits.cdi_names == (f"k8s.device-plugin.nvidia.com/gpu={U1}",) * by_name
     assert ("NVIDIA_VISIBLE_DEVICES" in edits.environment) is not by_name
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tests.families.volcano_vgpu.golden import CORES, INVENTORY, MEMORY, NUMBER, PERCENTAGE, U0, U1, family
 from tests.patience import quickest_call
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.config.volcano_files import Overlay
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import ConfigError, RequestRefusedError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.memory_units import list_bytes
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.files import Overlay
 from vgpu_agent.families.volcano_vgpu.requests import Names
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.ledger import Ledger

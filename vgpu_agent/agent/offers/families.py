@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.devices.cdi import NO_CDI
 from vgpu_agent.agent.offers import long_status
-from vgpu_agent.agent.offers.build import build, look
+from vgpu_agent.agent.offers.build import Library, build, look
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.agent.offers.servers import check_offer
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.collisions import without
 from vgpu_agent.errors import CarrierError, ConfigError
-from vgpu_agent.families.volcano_vgpu.offer import MIG
 from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.hami_library import HamiLibrary
 
@@ -91,18 +90,18 @@ class FamiliesInForce:
             ConfigError: the `nvidia` family would offer more than kubelet takes; nothing has changed.
         """
         async with self._changing:
-            built, missing = await self._build(settings)
+            built, library = await self._build(settings)
             self._check(built.families.by_ids)  # before anything changes
             self._settings = settings
-            self._take_over(built, missing)
+            self._take_over(built, library)
             self._offer()
 
     async def again(self) -> None:
         """Rebuild with the same settings: the Node, the ConfigMap or the library may have changed."""
         async with self._changing:
             # Not `apply`: a list that GPUs of later have made too long is withheld by itself, and stops no other family.
-            built, missing = await self._build(self._settings)
-            self._take_over(built, missing)
+            built, library = await self._build(self._settings)
+            self._take_over(built, library)
             self.refresh()
 
     async def watch_nodes(self, changed: Callable[[], Awaitable[None]], *, pause_seconds: float) -> None:
@@ -116,23 +115,22 @@ class FamiliesInForce:
         """Offer other GPUs through the same families; the readiness shows what is wrong with an offer."""
         self._offer()
 
-    async def _build(self, settings: Settings) -> tuple[Built, str]:
-        """The families of ``settings``, and what is wrong with the library; nothing changes yet."""
-        library, missing = await self._install(settings)
+    async def _build(self, settings: Settings) -> tuple[Built, Library]:
+        """The families of ``settings``, and the library; nothing changes yet."""
+        library = await self._install(settings)
         mode = choose(settings.binding.mode, self._cluster.node) or self._allocator.mode
         found = await look(
             settings,
             device_configs=self._cluster.device_configs,
             node_before=self._cluster.node_configs,
-            library_path=library,
-            library_locks=self._library.locks,
+            library=library,
             origins=self._origins,
             cdi=await self._cdi.look(settings) if self._cdi is not None else NO_CDI,
             late=mode is not None and mode.late,
         )
-        return build(settings, found), missing
+        return build(settings, found), library
 
-    def _take_over(self, built: Built, missing: str) -> None:
+    def _take_over(self, built: Built, library: Library) -> None:
         self._families = built.families
         if built.problems != self.problems:
             for problem in built.problems:
@@ -142,11 +140,11 @@ class FamiliesInForce:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
             self._allocator.revision.advance()  # the Node shows more than the ledger knows
         self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
-        hami = self._hami
         self._nodes = built.nodes
         self._choose_mode()
-        self._offering.blocked = self._blocked(missing if hami and not self._library.path else "", built)
-        self._outdated = f"{missing}; until then {self._library.path} is used, installed before" if hami and missing else ""
+        self._offering.blocked = self._blocked(built)
+        outdated = built.uses_library and library.trouble
+        self._outdated = f"{library.trouble}; until then {library.path} is used, installed before" if outdated else ""
 
     def _offer(self) -> None:
         """Offer what can be offered; what cannot stops nothing else, and is withheld with its reason."""
@@ -219,48 +217,26 @@ class FamiliesInForce:
         # Once chosen, a mode stays while the Node is not to be read.
         self._allocator.mode = mode or self._allocator.mode
 
-    def _blocked(self, missing: str, built: Built) -> dict[str, str]:
+    def _blocked(self, built: Built) -> dict[str, str]:
         """Families that must not be served now, and why."""
         waits = self._cluster.waiting_for
         if not waits and self._allocator.mode is None:
             waits = "this node's Node object has not been read yet, so it is not known how grants reach containers"
         # The GPU of a Tegra processor has no such nodes.
         blocked = {} if any(gpu.integrated for gpu in self._inventory().gpus) else dict.fromkeys(built.without_nodes, built.nodes.trouble)
-        for family in self._families.by_pod:
-            if waits:
-                blocked[family.name] = waits
-            elif missing and family.name == "volcano-vgpu":
-                blocked[family.name] = missing
-            elif family.name == "volcano-vgpu" and self._library.locks and self._hami and not self._is_late:
-                blocked[family.name] = (
-                    f"{self._library.path} makes a lock file in /tmp/vgpulock, which containers would have to share, and one could stop "
-                    "all others; deliver the library of HAMi 2.8.2 or newer, or let containers be bound late (a runtime that resolves CDI "
-                    "names, binding.mode: late), where each gets a place of its own"
-                )
-            elif family.name == "volcano-vgpu" and self.in_force.get("operating_mode") == MIG and not self._is_late:
-                blocked[family.name] = (
-                    "the operating mode mig has GPUs divided before a container starts, which takes late binding: a runtime that resolves "
-                    "CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), or binding.mode: late"
-                )
-        return blocked
+        blocked |= built.blocked
+        return blocked | ({family.name: waits for family in self._families.by_pod} if waits else {})
 
-    @property
-    def _hami(self) -> bool:
-        """Tell whether HAMi-core limits the shares."""
-        return self.in_force.get("isolation") == "hami-core" and self.in_force.get("operating_mode") != MIG
-
-    @property
-    def _is_late(self) -> bool:
-        return self._allocator.mode is not None and self._allocator.mode.late
-
-    async def _install(self, settings: Settings) -> tuple[str, str]:
-        """The path of the library, and what is wrong with it; empty strings when it is not needed."""
+    async def _install(self, settings: Settings) -> Library:
+        """Install the library where it is needed, and return it."""
         if not settings.families.volcano_vgpu or settings.volcano_vgpu.isolation != "hami-core":
-            return "", ""
+            return Library()
+        trouble = ""
         try:
-            return await self._library.install(), ""
+            await self._library.install()
         except CarrierError as err:
-            return self._library.path, str(err)
+            trouble = str(err)
+        return Library(self._library.path, trouble, self._library.locks)
 
 
 def _why_unfit(family: PodFamily, inventory: Inventory) -> list[str]:

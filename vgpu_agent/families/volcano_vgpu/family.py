@@ -73,9 +73,8 @@ class VolcanoVgpuFamily:
 
     def owns(self, resource: str) -> Ownership:
         """Today's names and the default ones, which kubelet's records may have from before a change."""
-        return (
-            Ownership.CERTAIN if resource in {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())} else Ownership.NONE
-        )
+        names = {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())}
+        return Ownership.CERTAIN if resource in names else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         """Return what the node offers (volcano-vgpu G2); see `resources_of`.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.config.volcano_files import Overlay
-    from vgpu_agent.config.volcano_geometries import ModelGeometries
+    from vgpu_agent.families.volcano_vgpu.files import Overlay
+    from vgpu_agent.families.volcano_vgpu.geometries import ModelGeometries
     from vgpu_agent.model import Gpu, Inventory
 
 FAMILY = "volcano-vgpu"

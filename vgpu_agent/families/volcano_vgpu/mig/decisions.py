@@ -31,8 +31,8 @@ from vgpu_agent.placement.mixing import OTHERS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vgpu_agent.config.volcano_geometries import MigGroup, ModelGeometries
     from vgpu_agent.families.family import Question
+    from vgpu_agent.families.volcano_vgpu.geometries import MigGroup, ModelGeometries
     from vgpu_agent.families.volcano_vgpu.mig.layouts import Slot
     from vgpu_agent.families.volcano_vgpu.pod_devices import Assigned
     from vgpu_agent.model import Gpu, MigInstance

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from vgpu_agent.config.volcano_geometries import MigGroup, ModelGeometries
+    from vgpu_agent.families.volcano_vgpu.geometries import MigGroup, ModelGeometries
     from vgpu_agent.model import Gpu, Grant, MigInstance
 
 _PLACE = re.compile(r"([^\[\]]+)\[([^-\[\]]+)-([0-9]{1,4})\]\Z", re.ASCII)

@@ -1,7 +1,7 @@
 """``knownMigGeometries`` of Volcano's ConfigMap: into which groups of MIG instances a GPU of a model may be divided.
 
 Scheduler and agent read the same text, and an annotation names an instance by its position in it (volcano-vgpu §4.3, §5.1). So it
-is taken whole or not at all: half of it would be another one. Called by `volcano_files`; the family `volcano-vgpu` works with the result.
+is taken whole or not at all: half of it would be another one. Called by `files`; the family `volcano-vgpu` works with the result.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgpu_agent.config.volcano import VolcanoVgpu
-from vgpu_agent.config.volcano_files import Overlay, come_to, read_device_config, read_node_config, told
-from vgpu_agent.config.volcano_geometries import MigGroup, MigProfile, ModelGeometries
+from vgpu_agent.families.volcano_vgpu.files import Overlay, come_to, read_device_config, read_node_config, told
+from vgpu_agent.families.volcano_vgpu.geometries import MigGroup, MigProfile, ModelGeometries
 
 SHIPPED = """\
 nvidia:

@@ -1,0 +1,24 @@
+"""The declaration of the family `aws`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.aws.family import FAMILY, AwsFamily, AwsOptions
+from vgpu_agent.families.spec import BuiltFamily, FamilySpec
+
+if TYPE_CHECKING:
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.spec import NodeFacts
+
+
+def _is_on(settings: Settings) -> bool:
+    return settings.families.aws
+
+
+def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
+    family = AwsFamily(AwsOptions.from_settings(settings, lists=facts.lists))
+    return BuiltFamily(by_ids=(family,)) if _is_on(settings) else BuiltFamily(idle=(family,))
+
+
+SPEC = FamilySpec(FAMILY, _is_on, _build)

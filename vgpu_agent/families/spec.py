@@ -1,0 +1,94 @@
+"""The declaration of a family: what the rest of the agent has to know about it without knowing its name.
+
+Each family has one `FamilySpec`, in the module `spec` of its package; `registry` lists them. `agent` iterates over that list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.device_lists import ListOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.family import IdFamily, PodFamily
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """The facts, besides the settings, from which families are built.
+
+    Attributes:
+        lists: how containers get their devices, where ids name them.
+        pod_lists: the same where pods decide. Bound late, a grant's own spec has what CDI names stand for (`cdi.inline`).
+        late: grants of families whose pods decide are bound late.
+        wsl: the node is a Windows subsystem.
+        library_path: the installed libvgpu.so; empty when there is none.
+        library_trouble: why the one that was delivered last could not be installed; empty when it was, or is not needed.
+        library_locks: whether that library makes a lock file, see `isolation.hami_core.uses_lock`.
+        divides: the program that divides GPUs is there.
+        given: dotted paths of settings that a flag or a variable has set; they beat the files of a replaced plugin.
+        device_configs: texts of Volcano's ConfigMap, see `families.volcano_vgpu.files.told`.
+        node_configs: the same of the mounted node configuration.
+        node_trouble: why that exists and cannot be read; empty otherwise.
+    """
+
+    lists: ListOptions = dataclasses.field(default_factory=ListOptions)
+    pod_lists: ListOptions = dataclasses.field(default_factory=ListOptions)
+    late: bool = False
+    wsl: bool = False
+    library_path: str = ""
+    library_trouble: str = ""
+    library_locks: bool = False
+    divides: bool = True
+    given: frozenset[str] = frozenset()
+    device_configs: tuple[str, ...] = ()
+    node_configs: tuple[str, ...] = ()
+    node_trouble: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuiltFamily:
+    """A family built from its settings.
+
+    Attributes:
+        by_ids: the parts of it whose ids name devices.
+        by_pod: the parts of it whose pods decide.
+        idle: what is not offered. Ids from before it was switched off are still read, because containers hold them.
+        problems: faults of the files of the replaced plugin, one sentence each.
+        in_force: attribute of its settings → value, after the files were laid over them; empty where there are no such files.
+        origins: of those that a file has set, attribute → the file.
+        blocked: why its pods must not be served now; empty when they can be.
+        uses_library: its containers get the library of `NodeFacts`.
+    """
+
+    by_ids: tuple[IdFamily, ...] = ()
+    by_pod: tuple[PodFamily, ...] = ()
+    idle: tuple[IdFamily, ...] = ()
+    problems: tuple[str, ...] = ()
+    in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    blocked: str = ""
+    uses_library: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FamilySpec:
+    """What the agent has to know about a family.
+
+    Attributes:
+        name: the glossary's name, e.g. ``volcano-vgpu``.
+        is_on: whether the settings offer it on this node.
+        build: builds it; called whether it is on or off. Never an error: problems of foreign files are named.
+        needs_api_server: it cannot be offered before the API server was read, so pods are watched and Node and pods are written.
+        progress: annotations of pods that only show how far a start has come; others, by which schedulers count, are written first.
+    """
+
+    name: str
+    is_on: Callable[[Settings], bool]
+    build: Callable[[Settings, NodeFacts], BuiltFamily]
+    needs_api_server: bool = False
+    progress: frozenset[str] = frozenset()

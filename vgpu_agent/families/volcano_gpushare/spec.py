@@ -1,0 +1,25 @@
+"""The declaration of the family `volcano-gpushare`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.spec import BuiltFamily, FamilySpec
+from vgpu_agent.families.volcano_gpushare.family import FAMILY, GPU_ASSIGNED, VolcanoGpushareFamily, VolcanoGpushareOptions
+
+if TYPE_CHECKING:
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.spec import NodeFacts
+
+
+def _is_on(settings: Settings) -> bool:
+    return settings.families.volcano_gpushare
+
+
+def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
+    if not _is_on(settings):
+        return BuiltFamily()
+    return BuiltFamily(by_pod=(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings, lists=facts.pod_lists)),))
+
+
+SPEC = FamilySpec(FAMILY, _is_on, _build, needs_api_server=True, progress=frozenset({GPU_ASSIGNED}))

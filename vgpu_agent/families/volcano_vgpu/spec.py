@@ -1,0 +1,154 @@
+"""The declaration of the family `volcano-vgpu`: GPUs that HAMi-core shares, or that are divided for pods, and existing MIG instances."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.config.collisions import static_mig_strategy
+from vgpu_agent.families.spec import BuiltFamily, FamilySpec
+from vgpu_agent.families.volcano_vgpu.decisions import TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
+from vgpu_agent.families.volcano_vgpu.files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config
+from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
+from vgpu_agent.families.volcano_vgpu.mig.static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.families.volcano_vgpu.offer import FAMILY, MIG, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
+from vgpu_agent.isolation.backend import NoIsolation
+from vgpu_agent.isolation.hami_core import HamiCore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.config.volcano import VolcanoVgpu
+    from vgpu_agent.families.family import IdFamily
+    from vgpu_agent.families.spec import NodeFacts
+    from vgpu_agent.families.volcano_vgpu.files import Overlay
+    from vgpu_agent.isolation.backend import Backend
+
+_CONFIG_MAPS = {DEVICE_CONFIG: "volcano-vgpu-device-config", NODE_CONFIG: "volcano-vgpu-node-config"}
+_HAMI_CORE = "hami-core"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Files:
+    """The settings with the files of the replaced plugin laid over them.
+
+    Attributes:
+        settings: the result.
+        device_config: what the ConfigMap came to; None without one.
+        node_config: the same of the node configuration.
+        origins: attribute → the file that has set it.
+        problems: the faults of the files.
+    """
+
+    settings: VolcanoVgpu
+    device_config: Overlay | None
+    node_config: Overlay | None
+    origins: dict[str, str]
+    problems: tuple[str, ...]
+
+
+def _is_on(settings: Settings) -> bool:
+    return settings.families.volcano_vgpu
+
+
+def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
+    # Existing instances that are not offered may still be held.
+    off = (VolcanoStaticMigFamily(StaticMigOptions(MIXED, settings.volcano_vgpu.mig_resource_prefix)),)
+    if not _is_on(settings):
+        return BuiltFamily(idle=off)
+    files = _files(settings, facts)
+    vgpu, problems = files.settings, list(files.problems)
+    names = {field.name: field.encode_name for field in msgspec.structs.fields(type(vgpu))}
+    options = VolcanoVgpuOptions.from_settings(
+        msgspec.structs.replace(settings, volcano_vgpu=vgpu),
+        lists=facts.pod_lists,
+        node_config=files.node_config,
+        geometries=files.device_config.geometries if files.device_config else (),
+    )
+    set_in = tuple((names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(files.origins.items()))
+    options = dataclasses.replace(options, set_in=set_in)
+    strategy, problem = static_mig_strategy(settings, vgpu)
+    problems += [f"volcanoVgpu.migStrategy: {problem}"] if problem else []
+    if vgpu.operating_mode == MIG and not facts.divides:
+        problems.append(
+            f"volcanoVgpu.migParted: there is no program {vgpu.mig_parted} here, so no GPU can be divided, and pods that need one divided "
+            "wait; install nvidia-mig-parted where the agent runs (manifests/components/mig)"
+        )
+    static: tuple[IdFamily, ...] = ()
+    if strategy != "none":
+        lists = dataclasses.replace(facts.lists, enabled=options.lists.enabled)
+        hidden = options.hidden_uuids, options.hidden_indices
+        static = (VolcanoStaticMigFamily(StaticMigOptions(strategy, vgpu.mig_resource_prefix, *hidden, lists)),)
+    backend: Backend = NoIsolation()
+    if vgpu.isolation == _HAMI_CORE:
+        hami = settings.hami_core
+        backend = HamiCore(hami.host_directory, facts.library_path, facts.library_locks, hami.disable_variable, late=facts.late)
+    return BuiltFamily(
+        by_ids=static,
+        by_pod=(VolcanoVgpuMigFamily(options) if options.mode == MIG else VolcanoVgpuFamily(options, backend),),
+        idle=() if static else off,
+        problems=tuple(problems),
+        in_force=msgspec.structs.asdict(vgpu),
+        origins=files.origins,
+        blocked=_blocked(vgpu, facts),
+        uses_library=vgpu.isolation == _HAMI_CORE and vgpu.operating_mode != MIG,
+    )
+
+
+def _files(settings: Settings, facts: NodeFacts) -> _Files:
+    """Lay the files over the settings: the node configuration beats the ConfigMap, and flags and variables beat that."""
+    problems: list[str] = []
+    origins: dict[str, str] = {}
+    vgpu, device_config, node_config = settings.volcano_vgpu, None, None
+    if facts.device_configs:
+        device_config = come_to(facts.device_configs, read_device_config)
+        prefix = "volcanoVgpu."
+        attributes = {field.encode_name: field.name for field in msgspec.structs.fields(type(vgpu))}
+        given = {attributes[path.removeprefix(prefix)] for path in facts.given if path.startswith(prefix)}
+        vgpu = device_config.over(vgpu, but=given)
+        origins |= dict.fromkeys(device_config.values.keys() - given, DEVICE_CONFIG)
+        problems += device_config.problems
+    if facts.node_configs:
+        node_config = come_to(facts.node_configs, node_reader(settings))
+        vgpu = node_config.over(vgpu)
+        origins |= dict.fromkeys(node_config.values, NODE_CONFIG)
+        problems += node_config.problems
+    if facts.node_trouble:
+        problems.append(f"{NODE_CONFIG}: cannot be read: {facts.node_trouble}; what stood there before stays in force")
+    return _Files(vgpu, device_config, node_config, origins, tuple(problems))
+
+
+def node_reader(settings: Settings) -> Callable[[str], Overlay]:
+    """Return the reader of this node's part of the node configuration."""
+    name = settings.node_name_or_hostname
+    return lambda text: read_node_config(text, name)
+
+
+def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
+    """Explain why pods must not be served now; empty when they can be."""
+    if vgpu.operating_mode == MIG:
+        if facts.late:
+            return ""
+        return (
+            "the operating mode mig has GPUs divided before a container starts, which takes late binding: a runtime that resolves "
+            "CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), or binding.mode: late"
+        )
+    if vgpu.isolation != _HAMI_CORE:
+        return ""
+    if not facts.library_path and facts.library_trouble:
+        return facts.library_trouble
+    if facts.library_locks and not facts.late:
+        return (
+            f"{facts.library_path} makes a lock file in /tmp/vgpulock, which containers would have to share, and one could stop "
+            "all others; deliver the library of HAMi 2.8.2 or newer, or let containers be bound late (a runtime that resolves CDI "
+            "names, binding.mode: late), where each gets a place of its own"
+        )
+    return ""
+
+
+SPEC = FamilySpec(FAMILY, _is_on, _build, needs_api_server=True, progress=frozenset({PHASE, TIME, TO_ALLOCATE}))
