@@ -10,7 +10,7 @@ import pytest
 
 from tests.agent.offers.test_control_nodes import make_node, on_node
 from vgpu_agent.agent.offers.control_nodes import find_control_nodes
-from vgpu_agent.families.nvidia.family import CONTROL_NODES
+from vgpu_agent.families.device_lists import CONTROL_NODES
 
 DISK = (8, 0)
 

@@ -106,15 +106,16 @@ def test_a_tenant_cannot_hide_a_variable_behind_many_others() -> None:
     assert decode.pod(msgspec.json.encode(thing)).containers[0].environment == {"CUDA_DISABLE_CONTROL"}
 
 
-def test_a_tenant_cannot_hide_what_it_asks_for_behind_junk() -> None:
+@pytest.mark.parametrize("resource", ["volcano.sh/vgpu-number", "volcano.sh/gpu-memory", "k8s.amazonaws.com/vgpu", "nvidia.com/gpu"])
+def test_a_tenant_cannot_hide_what_it_asks_for_behind_junk(resource: str) -> None:
     """A container that seems to ask for nothing could be taken for another's in early mode."""
     thing = json_pod("p")
     junk = {f"a{number}.example.com/r": "1" for number in range(5000)}
     thing["spec"]["containers"] = [{"name": f"c{number}"} for number in range(500)]
-    thing["spec"]["containers"] += [{"name": "main", "resources": {"limits": {**junk, "volcano.sh/vgpu-number": "2"}}}]
+    thing["spec"]["containers"] += [{"name": "main", "resources": {"limits": {**junk, resource: "2"}}}]
     container = decode.pod(msgspec.json.encode(thing)).container("main")
     assert container is not None
-    assert container.limits["volcano.sh/vgpu-number"] == 2
+    assert container.limits[resource] == 2
 
 
 def test_a_tenant_cannot_push_others_out_of_the_book() -> None:

@@ -13,8 +13,7 @@ from tests.manifests.documents import COMPONENTS, DEFAULTS, MANIFESTS, NAME, ROO
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.config import load
-from vgpu_agent.families.aws.family import PIPE_DIRECTORY
-from vgpu_agent.isolation.mps import SHARED_MEMORY, MpsOptions
+from vgpu_agent.isolation.mps import DEFAULT_PIPE_DIRECTORY, SHARED_MEMORY, MpsOptions
 
 
 def test_the_kustomization_offers_every_component(kustomization: Any) -> None:
@@ -73,7 +72,7 @@ def test_what_mps_needs_lies_where_daemons_and_containers_look(container: Any) -
     assert {folders[name]: place for name, place in places.items()} == {
         mps.root: (mps.container_root, "Bidirectional"),
         mps.host_shared_memory: (SHARED_MEMORY, "HostToContainer"),
-        PIPE_DIRECTORY: (PIPE_DIRECTORY, None),
+        DEFAULT_PIPE_DIRECTORY: (DEFAULT_PIPE_DIRECTORY, None),
     }
     assert (patched["hostPID"], agent["securityContext"]["privileged"]) == (True, True)
     capabilities = next(entry["value"] for entry in container["env"] if entry["name"] == "NVIDIA_DRIVER_CAPABILITIES")
@@ -87,7 +86,7 @@ def test_the_pipe_of_a_daemon_of_the_host_is_seen_and_nothing_else_changes() -> 
     mps = documents_of("components/mps/daemonset.yaml")[0]["spec"]["template"]["spec"]
     (mount,) = agent["volumeMounts"]
     assert mount in mps["containers"][0]["volumeMounts"]
-    assert (mount["mountPath"], volumes) == (PIPE_DIRECTORY, [one for one in mps["volumes"] if one["name"] == mount["name"]])
+    assert (mount["mountPath"], volumes) == (DEFAULT_PIPE_DIRECTORY, [one for one in mps["volumes"] if one["name"] == mount["name"]])
     assert set(agent) == {"name", "volumeMounts"}
 
 

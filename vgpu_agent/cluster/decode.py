@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-import re
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +20,7 @@ import msgspec
 
 from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import ClusterError, quoted, shortened
-from vgpu_agent.families.pod_annotations import ANNOTATIONS, VARIABLES
+from vgpu_agent.families.pod_annotations import ANNOTATIONS, RESOURCE_PREFIXES, VARIABLES
 from vgpu_agent.nodes import Node
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer, is_container_name, is_object_name, is_uid
 
@@ -40,8 +39,6 @@ _LONGEST_AMOUNT = 64
 _MOST_CONTAINERS = 64
 _MOST_RESOURCES = 128  # of all containers together
 _ANNOTATION_BYTES = 32 * 1024  # of all values that are kept
-# Resources that families serve under their usual names.
-_KNOWN = re.compile(r"(volcano\.sh/(vgpu-(number|memory|cores|memory-percentage)|gpu-(memory|number))|nvidia\.com/|aws\.amazon\.com/)")
 _LONGEST_SAID = 1000  # characters of a Status
 _LONGEST_TOKEN = 8 * 1024  # of the next page of a list
 # A Node or a ConfigMap; etcd takes 1.5 MiB.
@@ -433,7 +430,7 @@ def _extended(amounts: _Amounts | None) -> dict[str, str]:
     """Those with a slash in their name, the names of GPU vendors and schedulers first, so that junk cannot displace them."""
     found = [(name, amount) for name, amount in (amounts or {}).items() if "/" in name and len(name) <= _LONGEST_RESOURCE]
     if len(found) > _MOST_RESOURCES:
-        found.sort(key=lambda each: not _KNOWN.match(each[0]))
+        found.sort(key=lambda each: not each[0].startswith(RESOURCE_PREFIXES))
     return {name: _amount(value) for name, value in found[:_MOST_RESOURCES]}
 
 

@@ -27,6 +27,11 @@ ENABLED = "enabled"
 # Mounts below this directory name the devices; writing there takes the right to mount, while any image can set a variable.
 VOLUME_MOUNTS = "/var/run/nvidia-container-devices"
 
+# NVIDIA's device nodes that belong to no GPU, in the order in which its plugin lists them (nvidia §7, pass-device-specs); each only where
+# the node has it.
+CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+WSL_NODE = "/dev/dxg"  # under WSL one node of the kernel's leads to all GPUs (nvidia §4)
+
 GENERATED_KIND = "k8s.device-plugin.nvidia.com/gpu"  # of the specs that the agent generates
 TOOLKIT_KIND = "nvidia.com/gpu"  # of a spec that the container toolkit keeps
 

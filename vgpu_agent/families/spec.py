@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily, PodFamily
+    from vgpu_agent.isolation.mps import MpsOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +85,11 @@ class FamilySpec:
         is_on: whether the settings offer it on this node.
         build: builds it; called whether it is on or off. Never an error: problems of foreign files are named.
         needs_api_server: it cannot be offered before the API server was read, so pods are watched and Node and pods are written.
+        resource_prefixes: the beginnings of the names of its resources, as they are without renaming.
+        annotations: those of pods that it reads or writes, the most important first. All others are skipped unread.
+        variables: a pattern of the variables of containers that it has to know of; empty for none. Names and not prefixes: a tenant could
+            invent any number below a prefix.
+        mps: the settings → where its containers meet the MPS control daemons that it has; None where it shares nothing by MPS.
         progress: annotations of pods that only show how far a start has come; others, by which schedulers count, are written first.
     """
 
@@ -91,4 +97,8 @@ class FamilySpec:
     is_on: Callable[[Settings], bool]
     build: Callable[[Settings, NodeFacts], BuiltFamily]
     needs_api_server: bool = False
+    resource_prefixes: tuple[str, ...] = ()
+    annotations: tuple[str, ...] = ()
+    variables: str = ""
+    mps: Callable[[Settings], MpsOptions] | None = None
     progress: frozenset[str] = frozenset()

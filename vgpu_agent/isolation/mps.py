@@ -25,6 +25,9 @@ THREADS_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 # CUDA finds its shared memory segments here; daemon and clients must see the same ones.
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the path that containers see, no file of ours
 
+# Where CUDA looks for a daemon's pipe without the variable, and where a daemon puts it; so that of a daemon of the host's.
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - a path that others have chosen
+
 EXCLUSIVE = "EXCLUSIVE_PROCESS"
 DEFAULT = "DEFAULT"
 PROBE = "get_default_active_thread_percentage"

@@ -256,7 +256,7 @@ async def test_daemons_whose_files_containers_could_change_are_not_started(tmp_p
 async def test_virtual_gpus_of_aws_get_a_daemon_where_their_old_clients_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """aws:D1, aws:D2: supervised, with limits from the share, and its pipe in the directory that pods with hostIPC mount."""
     pipe = tmp_path / "tmp/nvidia-mps"
-    monkeypatch.setattr("vgpu_agent.families.aws.family.PIPE_DIRECTORY", str(pipe))
+    monkeypatch.setattr("vgpu_agent.isolation.mps.DEFAULT_PIPE_DIRECTORY", str(pipe))
     async with running(tmp_path) as node:
         family = AwsFamily(AwsOptions.from_settings(node.settings, lists=ListOptions()))
         await node.offers.offer(*family.resources(node.inventory))
@@ -272,7 +272,7 @@ async def test_virtual_gpus_with_a_daemon_of_the_host_are_served_and_cautioned_w
 ) -> None:
     """Pods of AWS's plugin ran without the daemon, too, so nothing is withheld. A setting of `host` is reported as not fulfilled."""
     pipe, name = tmp_path / "tmp/nvidia-mps", "k8s.amazonaws.com/vgpu"
-    monkeypatch.setattr("vgpu_agent.families.aws.family.PIPE_DIRECTORY", str(pipe))
+    monkeypatch.setattr("vgpu_agent.isolation.mps.DEFAULT_PIPE_DIRECTORY", str(pipe))
     async with running(tmp_path) as node:
         settings = msgspec.structs.replace(node.settings, aws=Aws(mps="host"))
         node.side.apply(settings)

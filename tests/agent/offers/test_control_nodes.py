@@ -12,7 +12,7 @@ import pytest
 from vgpu_agent.agent.offers.control_nodes import ControlNodes, find_control_nodes
 from vgpu_agent.config.device_answers import Cdi
 from vgpu_agent.config.settings import Gpu, Settings
-from vgpu_agent.families.nvidia.family import CONTROL_NODES, WSL_NODE
+from vgpu_agent.families.device_lists import CONTROL_NODES, WSL_NODE
 
 UVM_MAJOR = 511
 NUMBERS = dict(zip(CONTROL_NODES, [(195, 255), (UVM_MAJOR, 0), (UVM_MAJOR, 1), (195, 254)], strict=True))

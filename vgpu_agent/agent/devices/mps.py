@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 from vgpu_agent import log
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.config import collisions
-from vgpu_agent.families.aws import family as aws
-from vgpu_agent.families.aws.family import AwsOptions
-from vgpu_agent.families.device_lists import ListOptions
-from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.isolation import mps as isolation
 from vgpu_agent.isolation.mps import daemon_plan, why_not
 from vgpu_agent.model import SharingMode
 from vgpu_agent.mps import directories
@@ -78,11 +76,9 @@ class MpsSide:
 
     def apply(self, settings: Settings) -> None:
         """Go by these settings from the next look on."""
-        lists = ListOptions()
-        self._of_aws: MpsOptions = AwsOptions.from_settings(settings, lists=lists).paths
-        self._of_others: MpsOptions = NvidiaOptions.from_settings(settings, lists=lists).mps
+        self._options: dict[str, MpsOptions] = {family.name: family.mps(settings) for family in FAMILIES if family.mps}
         self._exposed = collisions.exposed_mps_directory(settings)
-        self._of_host, self._probe_seconds = HostDaemon(aws.PIPE_DIRECTORY, settings.mps), settings.mps.probe_seconds
+        self._of_host, self._probe_seconds = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY, settings.mps), settings.mps.probe_seconds
         if self._started:  # the ledger need not change with it
             self._refresh()
 
@@ -133,7 +129,7 @@ class MpsSide:
             for name in names | self._offering.cautions.keys():
                 self._offering.caution(name, f"{name}: {_without_host(reason)}" if reason and name in names else "")
             for name in set() if reason else names - found:
-                self._journal.record("mps.host_daemon_found", resource=name, pipe=aws.PIPE_DIRECTORY)
+                self._journal.record("mps.host_daemon_found", resource=name, pipe=isolation.DEFAULT_PIPE_DIRECTORY)
             found = set() if reason else names
             if names:
                 await asyncio.sleep(self._probe_seconds)
@@ -147,7 +143,7 @@ class MpsSide:
 
     def _unfit(self, resource: Resource) -> str:
         """Explain why no daemon can run for the resource, regardless of the other resources."""
-        if not self._of_others.root:
+        if not self._options[resource.family].root:
             return "mps.root is empty, so there is no place for an MPS control daemon; set it, or share by time-slicing"
         if self._exposed:
             return ": ".join(self._exposed)
@@ -168,8 +164,7 @@ class MpsSide:
         return (resource for resource in self._ledger.resources if resource.sharing is SharingMode.MPS)
 
     def _plan(self, resource: Resource) -> DaemonPlan:
-        options = self._of_aws if resource.family == aws.FAMILY else self._of_others
-        return daemon_plan(resource, self._inventory(), options)
+        return daemon_plan(resource, self._inventory(), self._options[resource.family])
 
     def _holders(self, resource: str) -> tuple[str, ...]:
         if not self._ledger.rebuilt:

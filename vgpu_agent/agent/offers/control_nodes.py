@@ -17,7 +17,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vgpu_agent.families.nvidia.family import CONTROL_NODES, WSL_NODE
+from vgpu_agent.families.device_lists import CONTROL_NODES, WSL_NODE
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings

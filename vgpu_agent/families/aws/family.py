@@ -16,6 +16,7 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Ownership, Shortfall
+from vgpu_agent.isolation import mps
 from vgpu_agent.isolation.edits import Edits, Mount
 from vgpu_agent.isolation.mps import (
     PIPE_VARIABLE,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 FAMILY = "aws"
 RESOURCE = "k8s.amazonaws.com/vgpu"
-# MPS's default place for its pipes, and the place from which pods written for AWS's plugin mount them (aws §II.3).
-PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - a path that others have chosen
 
 _ID = re.compile(r"(GPU-[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12})-(0|[1-9][0-9]{0,5})")
 
@@ -56,20 +55,21 @@ class AwsOptions:
         vgpus: how many containers share a GPU.
         mps: a key of `_JOINING`.
         lists: how containers get their devices.
-        paths: where containers meet a daemon of ours; its pipe is in `PIPE_DIRECTORY`, for old clients.
+        paths: where containers meet a daemon of ours; its pipe is in `isolation.mps.DEFAULT_PIPE_DIRECTORY`, for old clients.
     """
 
     resource: str = RESOURCE
     vgpus: int = 10
     mps: str = "none"
     lists: ListOptions = dataclasses.field(default_factory=ListOptions)
-    paths: MpsOptions = dataclasses.field(default_factory=lambda: MpsOptions(pipe_directory=PIPE_DIRECTORY))
+    paths: MpsOptions = dataclasses.field(default_factory=lambda: MpsOptions(pipe_directory=mps.DEFAULT_PIPE_DIRECTORY))
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> AwsOptions:
         """The options that the configuration asks for."""
-        mps = settings.mps
-        paths = MpsOptions(mps.root, mps.container_root, mps.per_container_limits, pipe_directory=PIPE_DIRECTORY)
+        roots = settings.mps
+        pipes = mps.DEFAULT_PIPE_DIRECTORY  # pods written for AWS's plugin mount them from there (aws §II.3)
+        paths = MpsOptions(roots.root, roots.container_root, roots.per_container_limits, pipe_directory=pipes)
         return cls(settings.aws.resource_name, settings.aws.vgpus, settings.aws.mps, lists, paths)
 
 
@@ -189,8 +189,8 @@ def _join_nobody(resource: Resource, devices: Sequence[str], inventory: Inventor
 def _join_host(resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions) -> Edits:
     """Join the host's own daemon: its pipe and the host's shared memory, so that the pod needs neither mount nor hostIPC."""
     del resource, devices, inventory, paths
-    mounts = (Mount(PIPE_DIRECTORY, PIPE_DIRECTORY), Mount(SHARED_MEMORY, SHARED_MEMORY))
-    return Edits(environment={PIPE_VARIABLE: PIPE_DIRECTORY}, mounts=mounts)
+    mounts = (Mount(mps.DEFAULT_PIPE_DIRECTORY, mps.DEFAULT_PIPE_DIRECTORY), Mount(SHARED_MEMORY, SHARED_MEMORY))
+    return Edits(environment={PIPE_VARIABLE: mps.DEFAULT_PIPE_DIRECTORY}, mounts=mounts)
 
 
 _SHARING: Mapping[str, SharingMode] = {

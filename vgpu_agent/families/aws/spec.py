@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.aws.family import FAMILY, AwsFamily, AwsOptions
+from vgpu_agent.families.aws.family import FAMILY, RESOURCE, AwsFamily, AwsOptions
+from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.spec import NodeFacts
+    from vgpu_agent.isolation.mps import MpsOptions
 
 
 def _is_on(settings: Settings) -> bool:
@@ -21,4 +23,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     return BuiltFamily(by_ids=(family,)) if _is_on(settings) else BuiltFamily(idle=(family,))
 
 
-SPEC = FamilySpec(FAMILY, _is_on, _build)
+def _mps(settings: Settings) -> MpsOptions:
+    return AwsOptions.from_settings(settings, lists=ListOptions()).paths
+
+
+SPEC = FamilySpec(FAMILY, _is_on, _build, mps=_mps, resource_prefixes=(RESOURCE,))

@@ -11,7 +11,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
-from vgpu_agent.families.device_lists import VisibleDevice, answer_number, edits_of, visible_device
+from vgpu_agent.families.device_lists import WSL_NODE, VisibleDevice, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.nvidia.ids import EVERY_GPU, devices_behind, has_replicas, one_by_one
 from vgpu_agent.families.nvidia.offers import FAMILY, Offers, offers
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory, Resource
     from vgpu_agent.placement.mixing import Neighbours
 
-# In the order in which NVIDIA's plugin lists them (nvidia §7, pass-device-specs); each only where the node has it.
-CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
-
-
-# Under WSL: one node of the kernel's leads to all GPUs (nvidia §4).
-WSL_NODE = "/dev/dxg"
 _OF_VGPU_MANAGER = frozenset(f"{DOMAIN}vgpu-{what}" for what in ("number", "cores", "memory"))
 _EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
 

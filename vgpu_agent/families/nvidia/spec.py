@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.offers import FAMILY
-from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.families.nvidia.options import DOMAIN, NvidiaOptions
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.spec import NodeFacts
+    from vgpu_agent.isolation.mps import MpsOptions
 
 
 def _is_on(settings: Settings) -> bool:
@@ -23,4 +25,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     return BuiltFamily(by_ids=(family,)) if _is_on(settings) else BuiltFamily(idle=(family,))
 
 
-SPEC = FamilySpec(FAMILY, _is_on, _build)
+def _mps(settings: Settings) -> MpsOptions:
+    return NvidiaOptions.from_settings(settings, lists=ListOptions()).mps
+
+
+SPEC = FamilySpec(FAMILY, _is_on, _build, mps=_mps, resource_prefixes=(DOMAIN,))

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
-from vgpu_agent.families.volcano_gpushare.family import FAMILY, GPU_ASSIGNED, VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_gpushare.family import (
+    FAMILY,
+    GPU_ASSIGNED,
+    GPU_INDEX,
+    MEMORY_RESOURCE,
+    NUMBER_RESOURCE,
+    PREDICATE_TIME,
+    VolcanoGpushareFamily,
+    VolcanoGpushareOptions,
+)
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
@@ -22,4 +31,13 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     return BuiltFamily(by_pod=(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings, lists=facts.pod_lists)),))
 
 
-SPEC = FamilySpec(FAMILY, _is_on, _build, needs_api_server=True, progress=frozenset({GPU_ASSIGNED}))
+SPEC = FamilySpec(
+    FAMILY,
+    _is_on,
+    _build,
+    needs_api_server=True,
+    resource_prefixes=(MEMORY_RESOURCE, NUMBER_RESOURCE),
+    annotations=(GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
+    variables="VOLCANO_GPU_(ALLOCATED|MEMORY_TOTAL)",
+    progress=frozenset({GPU_ASSIGNED}),
+)

@@ -9,8 +9,8 @@ import msgspec
 
 from vgpu_agent.config.collisions import static_mig_strategy
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
-from vgpu_agent.families.volcano_vgpu.decisions import TO_ALLOCATE
-from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
+from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu.family import NO_TYPE, NO_UUID, USE_TYPE, USE_UUID, WANTED_MODE, VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu.files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
 from vgpu_agent.families.volcano_vgpu.mig.static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
@@ -151,4 +151,14 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
     return ""
 
 
-SPEC = FamilySpec(FAMILY, _is_on, _build, needs_api_server=True, progress=frozenset({PHASE, TIME, TO_ALLOCATE}))
+SPEC = FamilySpec(
+    FAMILY,
+    _is_on,
+    _build,
+    needs_api_server=True,
+    resource_prefixes=("volcano.sh/vgpu-",),
+    annotations=(NODE, PHASE, TIME, WANTED_MODE, IDS, TO_ALLOCATE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID, "volcano.sh/bind-time"),
+    variables="CUDA_(DISABLE_CONTROL|REDIRECT|DEVICE_MEMORY_LIMIT(_\\d{1,2})?|DEVICE_SM_LIMIT(_\\d{1,2})?|DEVICE_MEMORY_SHARED_CACHE|OVERSUBSCRIBE"
+    "|TASK_PRIORITY)|GPU_CORE_UTILIZATION_POLICY|ACTIVE_OOM_KILLER|LIBCUDA_LOG_LEVEL|VGPU_(DEVICE|RESOURCE)",
+    progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
+)
