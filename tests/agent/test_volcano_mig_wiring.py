@@ -37,7 +37,7 @@ def test_the_strategy_of_the_plugin_counts_for_volcano() -> None:
     """``MIG_STRATEGY`` of the replaced plugin; the node configuration may say it, too."""
     assert offered(settings(strategy="mixed")) == (MIXED, ())
     text = json.dumps({"nodeconfig": [{"name": "node-a", "migstrategy": "mixed"}]})
-    assert offered(settings(), Found(facts=NodeFacts(node_configs=(text,)))) == (MIXED, ())
+    assert offered(settings(), Found(facts=NodeFacts(texts={"config.json": (text,)}))) == (MIXED, ())
     assert offered(settings()) == (set(), ())
 
 
@@ -56,7 +56,7 @@ def test_beside_the_nvidia_family_the_strategy_is_its_own() -> None:
 
 def test_in_the_mode_mig_instances_have_no_names_of_their_own() -> None:
     """They are given through the count resource. A configuration that asks for both gets a warning."""
-    found = Found(facts=NodeFacts(device_configs=(DEVICE_CONFIG,)))
+    found = Found(facts=NodeFacts(texts={"device-config.yaml": (DEVICE_CONFIG,)}))
     names, (problem,) = offered(settings(msgspec.structs.replace(HAMI, operating_mode="mig", mig_strategy="mixed")), found)
     assert names == set()
     assert "in the operating mode mig" in problem
@@ -65,7 +65,7 @@ def test_in_the_mode_mig_instances_have_no_names_of_their_own() -> None:
 def test_a_tool_that_is_missing_is_named_before_a_pod_needs_it() -> None:
     """GPUs that are divided already can be given all the same, so nothing is withheld. In the other mode the tool is not needed."""
     mode = settings(msgspec.structs.replace(HAMI, operating_mode="mig", mig_parted="/nowhere/nvidia-mig-parted"))
-    built = build(mode, Found(facts=NodeFacts(device_configs=(DEVICE_CONFIG,), divides=False)))
+    built = build(mode, Found(facts=NodeFacts(texts={"device-config.yaml": (DEVICE_CONFIG,)}, divides=False)))
     (problem,) = built.problems
     assert problem.startswith("volcanoVgpu.migParted: there is no program /nowhere/nvidia-mig-parted here")
     assert len(built.families.by_pod) == 1
@@ -77,7 +77,7 @@ def test_the_mode_of_the_node_chooses_the_family(entry: dict[str, str]) -> None:
     """With the geometries of the ConfigMap; the factor of the ConfigMap counts as ever."""
     text = json.dumps({"nodeconfig": [{"name": "node-a", **entry}]})
     coarse = DEVICE_CONFIG.replace("gpuMemoryFactor: 1", "gpuMemoryFactor: 64")
-    built = build(settings(), Found(facts=NodeFacts(device_configs=(coarse,), node_configs=(text,))))
+    built = build(settings(), Found(facts=NodeFacts(texts={"device-config.yaml": (coarse,), "config.json": (text,)})))
     (family,) = built.families.by_pod
     is_mig = entry["operatingmode"] == "mig"
     assert isinstance(family, VolcanoVgpuMigFamily) is is_mig

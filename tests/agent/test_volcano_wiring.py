@@ -13,10 +13,11 @@ from blockbuster import BlockBuster
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.golden import U1
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.cluster.config_map import KEY, NAME
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.binding import Families as Switches
 from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
+from vgpu_agent.families.volcano_vgpu.files import CONFIG_MAP as NAME
+from vgpu_agent.families.volcano_vgpu.files import DEVICE_CONFIG as KEY
 from vgpu_agent.sim.api.server import ApiServer
 
 
@@ -72,8 +73,8 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
         settings = await volcano_settings(tmp_path, server)
 
         async def edited(parts: Wired, text: str | None) -> dict[str, int]:
-            assert parts.cluster.config_map is not None
-            seen = parts.cluster.config_map.text
+            assert KEY in parts.cluster.config_maps
+            seen = parts.cluster.config_maps[KEY].text
             version = seen.version
             server.objects.patch("configmaps", NAME, {"data": {KEY: text}}, "kube-system")
             await asyncio.wait_for(seen.newer_than(version), PATIENCE_SECONDS)
@@ -97,6 +98,24 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
             assert parts.families.problems == ()
 
 
+async def test_a_config_map_that_is_no_longer_read_has_no_effect(tmp_path: Path) -> None:
+    """The agent remembers its text for an outage. It must not count after a restart with `readConfigMap: false`."""
+    async with ApiServer() as server:
+        server.objects.create("nodes", node())
+        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5}\n"), "kube-system")
+        settings = await volcano_settings(tmp_path, server)
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            assert parts.offered[NUMBER] == 10
+            await parts.cluster.remember()
+        vgpu = msgspec.structs.replace(settings.volcano_vgpu, read_config_map=False)
+        settings = msgspec.structs.replace(settings, volcano_vgpu=vgpu)
+        async with wired(settings) as parts:
+            await parts.families.apply(settings)
+            assert parts.offered[NUMBER] == 20
+            assert parts.families.origins == {}
+
+
 async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_path: Path) -> None:
     """volcano-vgpu:D23 The right half of the first edit counts, then nothing of the second, and of the node's own file neither."""
     async with ApiServer() as server:
@@ -110,9 +129,9 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             memory = parts.offered[MEMORY]
-            assert parts.cluster.config_map is not None
+            assert KEY in parts.cluster.config_maps
             for text in ("nvidia: {deviceSplitCount: 6, gpuMemoryFactor: ten}", "nvidia: {"):
-                seen = parts.cluster.config_map.text
+                seen = parts.cluster.config_maps[KEY].text
                 version = seen.version
                 server.objects.patch("configmaps", NAME, {"data": {KEY: text}}, "kube-system")
                 await asyncio.wait_for(seen.newer_than(version), PATIENCE_SECONDS)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.scripted import QUICK, running, until
 from vgpu_agent.cluster.client import ApiClient
-from vgpu_agent.cluster.config_map import KEY, NAME, ConfigMapWatch, namespaces
+from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
@@ -16,6 +16,7 @@ from vgpu_agent.pods import PodCache
 from vgpu_agent.sim.api.faults import Fault, FaultKind
 from vgpu_agent.sim.api.server import ApiServer
 
+NAME, KEY = "volcano-vgpu-device-config", "device-config.yaml"
 _NODE = "volcano.sh/vgpu-node"
 _SELECTOR = "spec.nodeName=n1,status.phase!=Succeeded,status.phase!=Failed"
 
@@ -45,7 +46,7 @@ def node(client: ApiClient, journal: Journal) -> NodeWatch:
 @pytest.fixture
 def config_map(client: ApiClient, journal: Journal) -> ConfigMapWatch:
     """With the contract's names."""
-    return ConfigMapWatch(client, settings=QUICK, journal=journal)
+    return ConfigMapWatch(client, NAME, KEY, namespaces=("kube-system", "volcano-system"), settings=QUICK, journal=journal)
 
 
 def _names(book: PodCache) -> list[str]:
@@ -229,27 +230,13 @@ async def test_the_config_map_of_the_first_namespace_wins_whenever_it_comes(serv
 
 async def test_a_namespace_of_the_operators_own_is_looked_at_first(server: ApiServer, client: ApiClient, journal: Journal) -> None:
     """volcano-vgpu-device-plugin's DEVICE_CONFIG_NAMESPACE; the two known ones come after it, as there."""
-    config_map = ConfigMapWatch(client, settings=QUICK, journal=journal, namespaces=namespaces("volcano"))
+    config_map = ConfigMapWatch(client, NAME, KEY, namespaces=("volcano", "kube-system"), settings=QUICK, journal=journal)
     server.objects.create("configmaps", _config("kube-system", "second"))
     async with running(config_map.run):
         await until(lambda: config_map.text.value == "second")
         server.objects.create("configmaps", _config("volcano", "first"))
         await until(lambda: config_map.text.value == "first")
     assert config_map.namespace == "volcano"
-
-
-@pytest.mark.parametrize(
-    ("first", "looked_in"),
-    [
-        ("", ("kube-system", "volcano-system")),
-        ("volcano", ("volcano", "kube-system", "volcano-system")),
-        ("kube-system", ("kube-system", "volcano-system")),
-        ("volcano-system", ("volcano-system", "kube-system")),
-    ],
-)
-def test_no_namespace_is_looked_at_twice(first: str, looked_in: tuple[str, ...]) -> None:
-    """Two watches of one object would be one too many."""
-    assert namespaces(first) == looked_in
 
 
 async def test_config_maps_are_got_and_watched_by_name_and_never_listed(server: ApiServer, config_map: ConfigMapWatch) -> None:

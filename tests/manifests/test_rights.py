@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
-from vgpu_agent.cluster import config_map
 from vgpu_agent.families.volcano_gpushare import family as volcano_gpushare
 from vgpu_agent.families.volcano_vgpu import decisions, node_state, pod_state
 from vgpu_agent.families.volcano_vgpu import family as volcano_vgpu
+from vgpu_agent.families.volcano_vgpu.files import CONFIG_MAP, NAMESPACES
 
 READ_ONE = {("configmaps", "get"), ("configmaps", "list"), ("configmaps", "watch")}
 
@@ -26,13 +26,13 @@ def test_nothing_is_granted_that_is_not_used(objects: dict[str, Any]) -> None:
 
 
 def test_one_config_map_is_readable_in_each_namespace_the_agent_looks_at(objects: dict[str, Any]) -> None:
-    """The base grants it in kube-system and the component in volcano-system. That is where `cluster.config_map` looks, and by this name."""
+    """The base grants it in kube-system and the component in volcano-system. That is where the family looks, and by this name."""
     component = {document["kind"]: document for document in documents_of("components/volcano/rbac.yaml")}
     roles = [objects["Role"], component["Role"]]
-    assert tuple(role["metadata"]["namespace"] for role in roles) == config_map.NAMESPACES
+    assert tuple(role["metadata"]["namespace"] for role in roles) == NAMESPACES
     for role in roles:
         assert rights_of(role) == READ_ONE
-        assert [rule["resourceNames"] for rule in role["rules"]] == [[config_map.NAME]]
+        assert [rule["resourceNames"] for rule in role["rules"]] == [[CONFIG_MAP]]
 
 
 def test_evicting_must_be_asked_for() -> None:

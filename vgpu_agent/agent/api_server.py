@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.agent.memory import load_http
 from vgpu_agent.agent.remembered import Memory, Remembered
 from vgpu_agent.cluster.allocatable import AllocatableWriter
-from vgpu_agent.cluster.config_map import ConfigMapWatch, namespaces
+from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.failed_pods import FailedPods
@@ -25,8 +25,8 @@ from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import ClusterError
+from vgpu_agent.families.plugin_files import told
 from vgpu_agent.families.registry import FAMILIES
-from vgpu_agent.families.volcano_vgpu.files import read_device_config, told
 from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodCache
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vgpu_agent.cluster.client import ApiClient
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.plugin_files import PluginFile
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
     from vgpu_agent.pods import Pod
@@ -61,7 +62,6 @@ class ClusterSide:
         without: why there is no connection; empty when there is one.
         origin: what the credentials are, for people; empty without any.
         remembered: what the agent before this one had read; None when there is nothing.
-        node_configs: texts of the mounted node configuration, see `NodeFacts`; read by `offers.families`, remembered here.
     """
 
     def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor, named: NamedConfiguration | None = None) -> None:
@@ -85,24 +85,18 @@ class ClusterSide:
         self._settings = settings
         self._journal = journal
         self._supervisor = supervisor
-        self.config_map: ConfigMapWatch | None = None
+        self.config_maps: dict[str, ConfigMapWatch] = {}  # by the file in it
         self._memory = Memory(settings.state_directory)
         self.remembered: Remembered | None = None
-        self.node_configs: tuple[str, ...] = ()
         self._named = named
         if named is not None:
             named.follow(lambda: self.config_label)
-        self._device_configs: tuple[str, ...] = ()
+        self._texts: dict[str, tuple[str, ...]] = {}
 
     @property
     def needed(self) -> bool:
         """Tell whether an enabled family needs the API server, so that pods are watched and Node and pods are written."""
         return any(family.needs_api_server and family.is_on(self._settings) for family in FAMILIES)
-
-    @property
-    def asked_namespace(self) -> str:
-        """The configured namespace of Volcano's ConfigMap; empty for the usual places only."""
-        return self._settings.volcano_vgpu.config_map_namespace
 
     @property
     def node(self) -> Node | None:
@@ -118,25 +112,27 @@ class ClusterSide:
         return None if node is None else node.labels.get(self._settings.named_config.label, "")
 
     @property
-    def device_config(self) -> str | None:
-        """The text of Volcano's ConfigMap; None when there is none."""
-        if self.config_map is not None and self.config_map.synced.is_set():
-            return self.config_map.text.value
-        return self.remembered.device_config if self.remembered else None
+    def texts(self) -> Mapping[str, tuple[str, ...]]:
+        """The texts of the files of replaced plugins that count, by file, also from before a restart, see `plugin_files.told`."""
+        for file in _config_map_files(self._settings):
+            watch = self.config_maps.get(file.name)
+            if watch is not None and watch.synced.is_set():
+                is_sound = functools.partial(file.is_sound, self._settings)
+                self._texts[file.name] = told(self._texts.get(file.name, ()), watch.text.value, is_sound)
+        return self._texts
 
-    @property
-    def device_configs(self) -> tuple[str, ...]:
-        """The texts of that ConfigMap that count, also from before a restart, see `families.volcano_vgpu.files.told`."""
-        self._device_configs = told(self._device_configs, self.device_config, read_device_config)
-        return self._device_configs
+    def keep_texts(self, texts: Mapping[str, tuple[str, ...]]) -> None:
+        """Take over the texts of files on the node, which are remembered with the others."""
+        self._texts |= texts
 
     @property
     def waiting_for(self) -> str:
         """The data that must be read before families that need the API server can be offered; empty when it is all there."""
         if not self.connected:
             return self.without
-        if self.remembered is None and self.config_map is not None and not self.config_map.synced.is_set():
-            return "the ConfigMap volcano-vgpu-device-config has not been read yet, because the API server does not answer"
+        unread = [watch.name for watch in self.config_maps.values() if not watch.synced.is_set()]
+        if self.remembered is None and unread:
+            return f"the ConfigMap {unread[0]} has not been read yet, because the API server does not answer"
         if self.node is None:
             return "this node's Node object has not been read yet, because the API server does not answer or does not know it"
         return ""
@@ -159,9 +155,7 @@ class ClusterSide:
         name, cluster = self._settings.node_name_or_hostname, self._settings.cluster
         self.remembered = await self._memory.recall(name)
         if self.remembered is not None:
-            newest = self.remembered.device_config
-            self._device_configs = () if newest is None else (*self.remembered.device_configs_before, newest)
-            self.node_configs = self.remembered.node_configs
+            self._texts = {file.name: self.remembered.texts.get(file.name, ()) for file in _read_files(self._settings)}
         self.origin = found.origin
         await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
         from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415 - aiohttp, which most nodes need for metrics only
@@ -172,10 +166,18 @@ class ClusterSide:
         if self.needed:  # a label is read without reading any pods
             self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
             watches.append(("watch of pods", self.pods))
-        if self._settings.families.volcano_vgpu and self._settings.volcano_vgpu.read_config_map:
-            looked_in = namespaces(self.asked_namespace)
-            self.config_map = ConfigMapWatch(client, settings=cluster, journal=self._journal, namespaces=looked_in)
-            watches.append(("watch of volcano-vgpu-device-config", self.config_map))
+        for file in _config_map_files(self._settings):
+            config_map = ConfigMapWatch(
+                client,
+                file.config_map,
+                file.name,
+                settings=cluster,
+                journal=self._journal,
+                namespaces=file.namespaces(self._settings),
+                expected_in=file.asked_namespace(self._settings),
+            )
+            self.config_maps[file.name] = config_map
+            watches.append((f"watch of {file.config_map}", config_map))
         for task, watch in watches:
             self._loop(task, watch.run, watch.longest_silence_seconds)
         self.connected, self.without = True, ""
@@ -274,7 +276,7 @@ class ClusterSide:
         while True:
             versions = (
                 self.nodes.node.version,
-                self.config_map.text.version if self.config_map else 0,
+                [(watch, watch.text.version) for watch in self.config_maps.values()],
                 self._named.revision.version if self._named else 0,
             )
             facts = self._facts()
@@ -285,7 +287,7 @@ class ClusterSide:
                 await apply()
             await first_of(
                 self.nodes.node.newer_than(versions[0]),
-                *([self.config_map.text.newer_than(versions[1])] if self.config_map else []),
+                *(watch.text.newer_than(version) for watch, version in versions[1]),
                 *([self._named.revision.newer_than(versions[2])] if self._named else []),
                 timeout_seconds=self._settings.cluster.backoff_max_seconds,
             )
@@ -328,9 +330,7 @@ class ClusterSide:
             node=self._settings.node_name_or_hostname if node else "",
             kubelet_version=node.kubelet_version if node else "",
             runtime_version=node.runtime_version if node else "",
-            device_config=self.device_config,
-            device_configs_before=self.device_configs[:-1],
-            node_configs=self.node_configs,
+            texts=dict(self.texts),
             config_label=self._named.label if self._named and self.config_label is None else self.config_label,
             named_config=named.key if named else None,
             named_text=named.text if named else "",
@@ -340,8 +340,7 @@ class ClusterSide:
         waiting = [self.book.synced.wait()] if self.pods is not None else []
         if self.nodes is not None:
             waiting.append(self.nodes.synced.wait())
-        if self.config_map is not None:
-            waiting.append(self.config_map.synced.wait())
+        waiting += [watch.synced.wait() for watch in self.config_maps.values()]
         try:
             async with asyncio.timeout(seconds):
                 await asyncio.gather(*waiting)
@@ -362,3 +361,12 @@ class ClusterSide:
             functools.partial(run, functools.partial(self._supervisor.beat, name)),
             stuck_after_seconds=longest + self._settings.tasks.stuck_seconds,
         )
+
+
+def _read_files(settings: Settings) -> list[PluginFile]:
+    """List the files of replaced plugins that the settings want to be read."""
+    return [file for family in FAMILIES for file in family.files if file.path(settings) or file.namespaces(settings)]
+
+
+def _config_map_files(settings: Settings) -> list[PluginFile]:
+    return [file for file in _read_files(settings) if file.config_map]

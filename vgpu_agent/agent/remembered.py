@@ -17,10 +17,8 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
 
     Attributes:
         node: the Node's name they belong to.
-        device_config: text of the ConfigMap's device-config.yaml; None when there is no ConfigMap.
-        device_configs_before: where something in that is wrong, its earlier content, see `families.volcano_vgpu.files.told`.
-        node_configs: the same of the mounted node configuration, with the newest. It is not from the API server, but can be wrong as
-            easily.
+        texts: configuration file of a replaced plugin → those of its texts that count, see `plugin_files.told`. Some are not from the
+            API server, but can be wrong as easily.
         config_label: value of the Node's label that names its configuration, empty without the label; None when it was never read.
         named_config: the named configuration that was in force, empty for none; None when none was ever chosen.
         named_text: its content.
@@ -29,9 +27,7 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
     node: str = ""
     kubelet_version: str = ""
     runtime_version: str = ""
-    device_config: str | None = None
-    device_configs_before: tuple[str, ...] = ()
-    node_configs: tuple[str, ...] = ()
+    texts: dict[str, tuple[str, ...]] = {}
     config_label: str | None = None
     named_config: str | None = None
     named_text: str = ""

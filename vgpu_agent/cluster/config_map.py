@@ -25,16 +25,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
 
-# volcano-vgpu §5.1; the second namespace is where Volcano's own manifests put it.
-NAME, KEY = "volcano-vgpu-device-config", "device-config.yaml"
-NAMESPACES = ("kube-system", "volcano-system")
-
 _FORBIDDEN = 403
-
-
-def namespaces(first: str) -> tuple[str, ...]:
-    """List the namespaces to search, in order. ``first`` is the operator's own (``DEVICE_CONFIG_NAMESPACE``), or empty."""
-    return tuple(dict.fromkeys(namespace for namespace in (first, *NAMESPACES) if namespace))
 
 
 class ConfigMapWatch:
@@ -45,22 +36,26 @@ class ConfigMapWatch:
             ConfigMap, and before the first answer.
         namespace: where ``text`` is from; empty for nowhere.
         synced: it is known where ``text`` is from, or that there is none.
+        name: the ConfigMap's name.
+        expected_in: the namespace in which the operator says that it is; empty without.
     """
 
     def __init__(
         self,
         source: Source,
+        name: str,
+        key: str,
         *,
+        namespaces: Sequence[str],
         settings: Cluster,
         journal: Journal,
-        name: str = NAME,
-        key: str = KEY,
-        namespaces: Sequence[str] = NAMESPACES,
+        expected_in: str = "",
     ) -> None:
         self.text: Latest[str | None] = Latest(None)
         self.namespace = ""
         self.synced = asyncio.Event()
-        self._name, self._key = name, key
+        self.name, self._key = name, key
+        self.expected_in = expected_in
         self._journal = journal
         self._said: tuple[str, tuple[str, ...]] | None = None
         self._places = [_Place(source, namespace, name, settings, journal) for namespace in namespaces]
@@ -110,7 +105,7 @@ class ConfigMapWatch:
         self.namespace = place.namespace if found else ""
         self._say()
         if found and text is None:
-            where = f"{self.namespace}/{self._name}"
+            where = f"{self.namespace}/{self.name}"
             error = f"the ConfigMap {where} has no key {self._key!r}; add it, or delete the ConfigMap"
             self._journal.record("cluster.config_map_without_key", level="warning", config_map=where, error=error)
             text = ""
@@ -125,7 +120,7 @@ class ConfigMapWatch:
             return
         self._said = self.namespace, hidden
         if self.namespace:
-            self._journal.record("cluster.config_map", config_map=f"{self.namespace}/{self._name}")
+            self._journal.record("cluster.config_map", config_map=f"{self.namespace}/{self.name}")
         else:
             self._journal.record(
                 "cluster.no_config_map",
@@ -133,7 +128,7 @@ class ConfigMapWatch:
                 namespaces=[place.namespace for place in self._places if not place.forbidden],
                 forbidden_namespaces=list(hidden),
                 in_force="the agent's own settings",
-                remedy=f"if there is a {self._name} in {' or '.join(hidden)}, allow to read it (components/volcano)" if hidden else "",
+                remedy=f"if there is a {self.name} in {' or '.join(hidden)}, allow to read it (components/volcano)" if hidden else "",
             )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily, PodFamily
+    from vgpu_agent.families.plugin_files import PluginFile
     from vgpu_agent.isolation.mps import MpsOptions
 
 
@@ -32,9 +33,8 @@ class NodeFacts:
         library_locks: whether that library makes a lock file, see `isolation.hami_core.uses_lock`.
         divides: the program that divides GPUs is there.
         given: dotted paths of settings that a flag or a variable has set; they beat the files of a replaced plugin.
-        device_configs: texts of Volcano's ConfigMap, see `families.volcano_vgpu.files.told`.
-        node_configs: the same of the mounted node configuration.
-        node_trouble: why that exists and cannot be read; empty otherwise.
+        texts: file of a replaced plugin → those of its texts that count, see `plugin_files.told`.
+        unreadable: such a file that exists and cannot be read → why.
     """
 
     lists: ListOptions = dataclasses.field(default_factory=ListOptions)
@@ -46,9 +46,8 @@ class NodeFacts:
     library_locks: bool = False
     divides: bool = True
     given: frozenset[str] = frozenset()
-    device_configs: tuple[str, ...] = ()
-    node_configs: tuple[str, ...] = ()
-    node_trouble: str = ""
+    texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +84,7 @@ class FamilySpec:
         is_on: whether the settings offer it on this node.
         build: builds it; called whether it is on or off. Never an error: problems of foreign files are named.
         needs_api_server: it cannot be offered before the API server was read, so pods are watched and Node and pods are written.
+        files: the configuration files of the plugin that it replaces.
         resource_prefixes: the beginnings of the names of its resources, as they are without renaming.
         annotations: those of pods that it reads or writes, the most important first. All others are skipped unread.
         variables: a pattern of the variables of containers that it has to know of; empty for none. Names and not prefixes: a tenant could
@@ -97,6 +97,7 @@ class FamilySpec:
     is_on: Callable[[Settings], bool]
     build: Callable[[Settings, NodeFacts], BuiltFamily]
     needs_api_server: bool = False
+    files: tuple[PluginFile, ...] = ()
     resource_prefixes: tuple[str, ...] = ()
     annotations: tuple[str, ...] = ()
     variables: str = ""

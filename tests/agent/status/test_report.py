@@ -33,7 +33,6 @@ from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
@@ -315,15 +314,27 @@ class Source:
         raise AssertionError(path)
 
 
+def _config_map(expected_in: str = "") -> ConfigMapWatch:
+    namespaces = ("kube-system", "volcano-system")
+    return ConfigMapWatch(
+        Source(),
+        "volcano-vgpu-device-config",
+        "device-config.yaml",
+        namespaces=namespaces,
+        settings=Cluster(),
+        journal=Journal(),
+        expected_in=expected_in,
+    )
+
+
 @pytest.mark.parametrize(("asked", "complained_of"), [("", False), ("volcano-system", False), ("kube-system", True)])
 async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_problem(
     tmp_path: Path, asked: str, complained_of: bool
 ) -> None:
     """In the two usual namespaces a missing role is as it should be. Where the ConfigMap is configured it is a mistake."""
-    settings = Settings(state_directory=str(tmp_path), volcano_vgpu=VolcanoVgpu(config_map_namespace=asked))
-    cluster = ClusterSide(settings, Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
-    cluster.config_map = ConfigMapWatch(Source(), settings=Cluster(), journal=Journal())
-    cluster.config_map.statuses["kube-system"].errors = 1
+    cluster = ClusterSide(Settings(state_directory=str(tmp_path)), Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
+    cluster.config_maps["device-config.yaml"] = _config_map(asked)
+    cluster.config_maps["device-config.yaml"].statuses["kube-system"].errors = 1
     (watch,) = ClusterReport(cluster).status().watches
     assert watch.essential is complained_of
 
@@ -334,9 +345,11 @@ async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
         cluster, journal, settings = node.cluster, Journal(), Cluster()
         cluster.pods = PodWatch(Source(), "node-a", cluster.book, settings=settings, journal=journal)
         cluster.nodes = NodeWatch(Source(), "node-a", settings=settings, journal=journal)
-        cluster.config_map = ConfigMapWatch(Source(), settings=settings, journal=journal)
-        cluster.config_map.statuses["kube-system"].lists = 1
-        cluster.remembered = Remembered("node-a", "v1.30.0", "containerd://2.0.1", "version: v1")
+        cluster.config_maps["device-config.yaml"] = _config_map()
+        cluster.config_maps["device-config.yaml"].statuses["kube-system"].lists = 1
+        cluster.remembered = Remembered(
+            "node-a", "v1.30.0", "containerd://2.0.1", {"device-config.yaml": ("version: v1",), "config.json": ()}
+        )
         cluster.pods.status.failing, cluster.pods.status.failing_since = True, 17.0
         cluster.nodes.status.failing_since = 3.0  # it is over
         found = node.report.status().cluster
@@ -348,6 +361,6 @@ async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
     assert found.remembered == {
         "kubelet_version": "v1.30.0",
         "runtime_version": "containerd://2.0.1",
-        "device_config": True,
+        "files": ["device-config.yaml"],
         "in_use": True,
     }

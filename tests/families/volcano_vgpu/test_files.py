@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgpu_agent.config.volcano import VolcanoVgpu
-from vgpu_agent.families.volcano_vgpu.files import Overlay, come_to, read_device_config, read_node_config, told
+from vgpu_agent.families.plugin_files import told
+from vgpu_agent.families.volcano_vgpu.files import Overlay, come_to, read_device_config, read_node_config
 from vgpu_agent.families.volcano_vgpu.geometries import MigGroup, MigProfile, ModelGeometries
 
 SHIPPED = """\
@@ -298,16 +299,20 @@ def test_a_wrong_value_leaves_what_stood_there_before() -> None:
 
 def test_wrong_edits_in_a_row_are_remembered_back_to_the_last_right_one() -> None:
     """Each leaves its right part in force. The oldest that count stay few, however often the file changes."""
+
+    def is_sound(text: str) -> bool:
+        return read_device_config(text).sound
+
     texts: tuple[str, ...] = ()
     for text in (GOOD, *(f"nvidia: {{deviceSplitCount: {number}, gpuMemoryFactor: ten}}" for number in range(30, 60)), "nvidia: 3"):
-        texts = told(texts, text, read_device_config)
-        assert told(texts, text, read_device_config) == texts
+        texts = told(texts, text, is_sound)
+        assert told(texts, text, is_sound) == texts
     assert (texts[0], texts[-1], len(texts)) == (GOOD, "nvidia: 3", 8)
     overlay = come_to(texts, read_device_config)
     assert overlay.values == {"device_split_count": 59, "gpu_memory_factor": 64}
     assert overlay.problems == read_device_config("nvidia: 3").problems
-    assert told(texts, GOOD, read_device_config) == (GOOD,)
-    assert told(texts, None, read_device_config) == ()
+    assert told(texts, GOOD, is_sound) == (GOOD,)
+    assert told(texts, None, is_sound) == ()
 
 
 def test_a_right_file_owes_nothing_to_the_one_before() -> None:

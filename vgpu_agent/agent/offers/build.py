@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import shutil
 from pathlib import Path
@@ -16,10 +17,9 @@ from vgpu_agent.agent.devices.cdi import NO_CDI
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.families.device_lists import GENERATED_KIND, TOOLKIT_KIND, ListOptions
+from vgpu_agent.families.plugin_files import told
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.families.spec import BuiltFamily, NodeFacts
-from vgpu_agent.families.volcano_vgpu.files import told
-from vgpu_agent.families.volcano_vgpu.spec import node_reader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Built:
     Attributes:
         in_force: attribute of the volcano-vgpu settings → its value.
         origins: of those that a file has set, attribute → the file.
-        node_configs: as in `NodeFacts`.
+        texts: as in `NodeFacts`, of the files on the node.
         nodes: as in `Found`.
         without_nodes: families whose containers would lack a device node that they need, see `ControlNodes.trouble`.
         blocked: family → why its pods must not be served now.
@@ -70,7 +70,7 @@ class Built:
     problems: tuple[str, ...] = ()
     in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    node_configs: tuple[str, ...] = ()
+    texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     nodes: ControlNodes = NONE_FOUND
     without_nodes: frozenset[str] = frozenset()
     blocked: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -80,8 +80,7 @@ class Built:
 async def look(
     settings: Settings,
     *,
-    device_configs: tuple[str, ...],
-    node_before: tuple[str, ...],
+    texts: Mapping[str, tuple[str, ...]],
     library: Library,
     origins: Mapping[str, str],
     cdi: CdiFound,
@@ -91,19 +90,21 @@ async def look(
 
     Args:
         settings: what is asked for.
-        device_configs: see `NodeFacts`.
-        node_before: `NodeFacts.node_configs` of the last look, also that of the agent before this one.
+        texts: `NodeFacts.texts` of the ConfigMaps, and of the last look at files on the node, also that of the agent before this one.
         library: the library of the limits.
         origins: dotted path → where a setting came from.
         cdi: see `Found`.
         late: see `NodeFacts`.
     """
     nodes = await asyncio.to_thread(find_control_nodes, settings)
-    node_configs: tuple[str, ...] = ()
-    trouble = ""
-    if settings.families.volcano_vgpu and settings.volcano_vgpu.node_config_file:
-        text, trouble = await asyncio.to_thread(_text, Path(settings.volcano_vgpu.node_config_file))
-        node_configs = node_before if trouble else told(node_before, text, node_reader(settings))
+    found = dict(texts)
+    unreadable: dict[str, str] = {}
+    for file in (file for family in FAMILIES for file in family.files if not file.config_map):
+        before = found.pop(file.name, ())
+        if path := file.path(settings):
+            text, trouble = await asyncio.to_thread(_text, Path(path))
+            found[file.name] = before if trouble else told(before, text, functools.partial(file.is_sound, settings))
+            unreadable |= {file.name: trouble} if trouble else {}
     facts = NodeFacts(
         late=late,
         wsl=nodes.wsl,
@@ -112,9 +113,8 @@ async def look(
         library_locks=library.locks,
         divides=await asyncio.to_thread(shutil.which, settings.volcano_vgpu.mig_parted) is not None,
         given=frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment "))),
-        device_configs=device_configs,
-        node_configs=node_configs,
-        node_trouble=trouble,
+        texts=found,
+        unreadable=unreadable,
     )
     return Found(nodes, cdi, facts)
 
@@ -138,7 +138,7 @@ def build(settings: Settings, found: Found) -> Built:
         tuple(itertools.chain.from_iterable(part.problems for part in parts)),
         with_files.in_force,
         with_files.origins,
-        found.facts.node_configs,
+        {file.name: facts.texts.get(file.name, ()) for family in FAMILIES for file in family.files if not file.config_map},
         found.nodes,
         without_nodes,
         {family.name: part.blocked for part in parts for family in part.by_pod if part.blocked},

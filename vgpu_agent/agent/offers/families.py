@@ -121,8 +121,7 @@ class FamiliesInForce:
         mode = choose(settings.binding.mode, self._cluster.node) or self._allocator.mode
         found = await look(
             settings,
-            device_configs=self._cluster.device_configs,
-            node_before=self._cluster.node_configs,
+            texts=self._cluster.texts,
             library=library,
             origins=self._origins,
             cdi=await self._cdi.look(settings) if self._cdi is not None else NO_CDI,
@@ -139,7 +138,8 @@ class FamiliesInForce:
         if built.in_force != self.in_force:
             self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
             self._allocator.revision.advance()  # the Node shows more than the ledger knows
-        self.in_force, self.origins, self._cluster.node_configs = built.in_force, built.origins, built.node_configs
+        self.in_force, self.origins = built.in_force, built.origins
+        self._cluster.keep_texts(built.texts)
         self._nodes = built.nodes
         self._choose_mode()
         self._offering.blocked = self._blocked(built)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.cluster import config_map
 from vgpu_agent.status import ClusterStatus, WatchStatus, WriterStatus
 
 if TYPE_CHECKING:
@@ -50,10 +49,11 @@ class ClusterReport:
             yield _watch("pods of this node", cluster.pods.status)
         if cluster.nodes is not None:
             yield _watch("this node", cluster.nodes.status)
-        for namespace, status in cluster.config_map.statuses.items() if cluster.config_map is not None else ():
-            if status.lists or status.errors:  # a later namespace is not watched while an earlier one has the ConfigMap
-                # In one of the two usual namespaces the role may be missing; in the one that was asked for that is a mistake.
-                yield _watch(f"ConfigMap {namespace}/{config_map.NAME}", status, essential=namespace == cluster.asked_namespace)
+        for config_map in cluster.config_maps.values():
+            for namespace, status in config_map.statuses.items():
+                if status.lists or status.errors:  # a later namespace is not watched while an earlier one has the ConfigMap
+                    # In one of the usual namespaces the role may be missing; in the one that was asked for that is a mistake.
+                    yield _watch(f"ConfigMap {namespace}/{config_map.name}", status, essential=namespace == config_map.expected_in)
 
     def _writers(self) -> Iterator[WriterStatus]:
         cluster = self._cluster
@@ -82,8 +82,7 @@ class ClusterReport:
         return {"evicted": counts.evicted, "postponed": counts.postponed, "failed": counts.failed}
 
     def _config_map(self) -> str:
-        found = self._cluster.config_map
-        return f"{found.namespace}/{config_map.NAME}" if found is not None and found.namespace else ""
+        return ", ".join(f"{found.namespace}/{found.name}" for found in self._cluster.config_maps.values() if found.namespace)
 
     def _remembered(self) -> dict[str, object]:
         facts, nodes = self._cluster.remembered, self._cluster.nodes
@@ -92,7 +91,7 @@ class ClusterReport:
         return {
             "kubelet_version": facts.kubelet_version,
             "runtime_version": facts.runtime_version,
-            "device_config": facts.device_config is not None,
+            "files": sorted(name for name, texts in facts.texts.items() if texts),
             "in_use": nodes is None or nodes.node.value is None,
         }
 

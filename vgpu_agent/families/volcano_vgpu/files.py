@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 DEVICE_CONFIG = "device-config.yaml"
 NODE_CONFIG = "config.json"
+CONFIG_MAP = "volcano-vgpu-device-config"  # with the first of the two (volcano-vgpu §5.1)
+NODE_CONFIG_MAP = "volcano-vgpu-node-config"  # from which the second is mounted
+NAMESPACES = ("kube-system", "volcano-system")  # the second one is where Volcano's own manifests put the ConfigMap
 
 HIDDEN = "filterdevices"
 GEOMETRIES = "knownMigGeometries"
@@ -32,8 +35,6 @@ _NODES = "nodeconfig"
 # As many problems as a log line can carry; a megabyte of junk must not become a megabyte of log.
 _MOST_PROBLEMS = 20
 _MOST_HIDDEN = 256
-# How many wrong edits in a row are kept apart, see `told`.
-_MOST_TEXTS = 8
 
 # Key of the file → attribute of the settings.
 _DEVICE_KEYS = {
@@ -252,21 +253,8 @@ def read_node_config(text: str, node: str) -> Overlay:
     return reading.overlay()
 
 
-def told(before: Sequence[str], text: str | None, read: Callable[[str], Overlay]) -> tuple[str, ...]:
-    """List the texts of a file that count when the newest is ``text``, oldest first; none where there is no file.
-
-    A sound text counts alone. One with an error needs those ``before`` it, back to the last sound one: several wrong
-    edits in a row each leave their right part in force.
-    """
-    if text is None:
-        return ()
-    if before and before[-1] == text:
-        return tuple(before)
-    return (text,) if read(text).sound else (*before[:1], *before[1:][2 - _MOST_TEXTS :], text)
-
-
 def come_to(texts: Sequence[str], read: Callable[[str], Overlay]) -> Overlay:
-    """Join the values of the texts of `told`, and the problems of the newest."""
+    """Join the values of the texts of `plugin_files.told`, and the problems of the newest."""
     overlay = Overlay()
     for text in texts:
         overlay = read(text).after(overlay)

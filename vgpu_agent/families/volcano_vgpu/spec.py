@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from vgpu_agent.config.collisions import static_mig_strategy
+from vgpu_agent.families.plugin_files import PluginFile
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import NO_TYPE, NO_UUID, USE_TYPE, USE_UUID, WANTED_MODE, VolcanoVgpuFamily
-from vgpu_agent.families.volcano_vgpu.files import DEVICE_CONFIG, NODE_CONFIG, come_to, read_device_config, read_node_config
+from vgpu_agent.families.volcano_vgpu.files import (
+    CONFIG_MAP,
+    DEVICE_CONFIG,
+    NAMESPACES,
+    NODE_CONFIG,
+    NODE_CONFIG_MAP,
+    come_to,
+    read_device_config,
+    read_node_config,
+)
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
 from vgpu_agent.families.volcano_vgpu.mig.static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.families.volcano_vgpu.offer import FAMILY, MIG, VolcanoVgpuOptions
@@ -20,8 +31,6 @@ from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.isolation.hami_core import HamiCore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.config.volcano import VolcanoVgpu
     from vgpu_agent.families.family import IdFamily
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.volcano_vgpu.files import Overlay
     from vgpu_agent.isolation.backend import Backend
 
-_CONFIG_MAPS = {DEVICE_CONFIG: "volcano-vgpu-device-config", NODE_CONFIG: "volcano-vgpu-node-config"}
+_CONFIG_MAPS = {DEVICE_CONFIG: CONFIG_MAP, NODE_CONFIG: NODE_CONFIG_MAP}
 _HAMI_CORE = "hami-core"
 
 
@@ -105,28 +114,41 @@ def _files(settings: Settings, facts: NodeFacts) -> _Files:
     problems: list[str] = []
     origins: dict[str, str] = {}
     vgpu, device_config, node_config = settings.volcano_vgpu, None, None
-    if facts.device_configs:
-        device_config = come_to(facts.device_configs, read_device_config)
+    if texts := facts.texts.get(DEVICE_CONFIG):
+        device_config = come_to(texts, read_device_config)
         prefix = "volcanoVgpu."
         attributes = {field.encode_name: field.name for field in msgspec.structs.fields(type(vgpu))}
         given = {attributes[path.removeprefix(prefix)] for path in facts.given if path.startswith(prefix)}
         vgpu = device_config.over(vgpu, but=given)
         origins |= dict.fromkeys(device_config.values.keys() - given, DEVICE_CONFIG)
         problems += device_config.problems
-    if facts.node_configs:
-        node_config = come_to(facts.node_configs, node_reader(settings))
+    if texts := facts.texts.get(NODE_CONFIG):
+        node_config = come_to(texts, functools.partial(_read_node_config, settings))
         vgpu = node_config.over(vgpu)
         origins |= dict.fromkeys(node_config.values, NODE_CONFIG)
         problems += node_config.problems
-    if facts.node_trouble:
-        problems.append(f"{NODE_CONFIG}: cannot be read: {facts.node_trouble}; what stood there before stays in force")
+    if trouble := facts.unreadable.get(NODE_CONFIG):
+        problems.append(f"{NODE_CONFIG}: cannot be read: {trouble}; what stood there before stays in force")
     return _Files(vgpu, device_config, node_config, origins, tuple(problems))
 
 
-def node_reader(settings: Settings) -> Callable[[str], Overlay]:
-    """Return the reader of this node's part of the node configuration."""
-    name = settings.node_name_or_hostname
-    return lambda text: read_node_config(text, name)
+def _read_node_config(settings: Settings, text: str) -> Overlay:
+    return read_node_config(text, settings.node_name_or_hostname)
+
+
+def _namespaces(settings: Settings) -> tuple[str, ...]:
+    """Return the namespaces to search, in order; the operator's own is the first (``DEVICE_CONFIG_NAMESPACE``)."""
+    if not (_is_on(settings) and settings.volcano_vgpu.read_config_map):
+        return ()
+    return tuple(dict.fromkeys(namespace for namespace in (_asked_namespace(settings), *NAMESPACES) if namespace))
+
+
+def _asked_namespace(settings: Settings) -> str:
+    return settings.volcano_vgpu.config_map_namespace
+
+
+def _node_config_path(settings: Settings) -> str:
+    return settings.volcano_vgpu.node_config_file if _is_on(settings) else ""
 
 
 def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
@@ -156,6 +178,16 @@ SPEC = FamilySpec(
     _is_on,
     _build,
     needs_api_server=True,
+    files=(
+        PluginFile(
+            DEVICE_CONFIG,
+            lambda _, text: read_device_config(text).sound,
+            config_map=CONFIG_MAP,
+            namespaces=_namespaces,
+            asked_namespace=_asked_namespace,
+        ),
+        PluginFile(NODE_CONFIG, lambda settings, text: _read_node_config(settings, text).sound, path=_node_config_path),
+    ),
     resource_prefixes=("volcano.sh/vgpu-",),
     annotations=(NODE, PHASE, TIME, WANTED_MODE, IDS, TO_ALLOCATE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID, "volcano.sh/bind-time"),
     variables="CUDA_(DISABLE_CONTROL|REDIRECT|DEVICE_MEMORY_LIMIT(_\\d{1,2})?|DEVICE_SM_LIMIT(_\\d{1,2})?|DEVICE_MEMORY_SHARED_CACHE|OVERSUBSCRIBE"

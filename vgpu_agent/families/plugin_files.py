@@ -1,0 +1,60 @@
+"""The configuration files of the plugins that families replace: where each is found, and which of its texts count.
+
+A family declares its files in its `FamilySpec`. `agent` reads them, from the node or from a ConfigMap, and passes their texts to the
+family's builder. None of them can stop the agent: what is wrong in one is named, and what it said before stays in force.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vgpu_agent.config.settings import Settings
+
+# How many wrong edits in a row are kept apart, see `told`.
+_MOST_TEXTS = 8
+
+
+def _nowhere(_: Settings) -> str:
+    return ""
+
+
+def _in_none(_: Settings) -> tuple[str, ...]:
+    return ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PluginFile:
+    """A configuration file of a replaced plugin, on the node or in a ConfigMap. The settings decide whether and where it is read.
+
+    Attributes:
+        name: the file's name, which is also its key in a ConfigMap.
+        is_sound: tells whether the part of the text for this node has no error.
+        path: where it is mounted on the node; empty for nowhere.
+        config_map: the name of the ConfigMap; empty for a file on the node.
+        namespaces: where the ConfigMap is searched, in order; none where it is not read.
+        asked_namespace: the namespace in which the operator says that it is; empty without.
+    """
+
+    name: str
+    is_sound: Callable[[Settings, str], bool]
+    path: Callable[[Settings], str] = _nowhere
+    config_map: str = ""
+    namespaces: Callable[[Settings], tuple[str, ...]] = _in_none
+    asked_namespace: Callable[[Settings], str] = _nowhere
+
+
+def told(before: Sequence[str], text: str | None, is_sound: Callable[[str], bool]) -> tuple[str, ...]:
+    """List the texts of a file that count when the newest is ``text``, oldest first; none where there is no file.
+
+    A sound text counts alone. One with an error needs those ``before`` it, back to the last sound one: several wrong
+    edits in a row each leave their right part in force.
+    """
+    if text is None:
+        return ()
+    if before and before[-1] == text:
+        return tuple(before)
+    return (text,) if is_sound(text) else (*before[:1], *before[1:][2 - _MOST_TEXTS :], text)
