@@ -107,6 +107,23 @@ class PodContainer:
     started: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DesiredPod:
+    """The desired state of one of our pods. The agent leaves alone what is not mentioned.
+
+    Attributes:
+        annotations: key → value; None for a key that must not be there.
+        labels: the same.
+    """
+
+    annotations: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    labels: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+
+    def joined(self, other: DesiredPod) -> DesiredPod:
+        """Merge both; for a key that is in both, ``other`` wins."""
+        return DesiredPod({**self.annotations, **other.annotations}, {**self.labels, **other.labels})
+
+
 _POD_BYTES = 2048  # a pod without annotations and containers
 _CONTAINER_BYTES = 400
 _RESOURCE_BYTES = 500
@@ -127,6 +144,7 @@ class Pod:
         reported: the kubelet has written its status, which only the kubelet may. It never does so for a pod that imitates a mirror pod.
         scheduled: a scheduler has bound it, or kubelet has reported it; otherwise its author has chosen the node (``spec.nodeName``).
         static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodCache` once the mirror is confirmed.
+        labels: those that families read or write.
     """
 
     uid: str
@@ -144,6 +162,7 @@ class Pod:
     reported: bool = False
     scheduled: bool = False
     static_uid: str = ""
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def full_name(self) -> str:
@@ -177,7 +196,7 @@ class Pod:
     @property
     def size_bytes(self) -> int:
         """About what it takes in memory."""
-        texts = sum(map(sys.getsizeof, self.annotations.values()))
+        texts = sum(map(sys.getsizeof, (*self.annotations.values(), *self.labels.values())))
         resources = sum([len(one.limits) + len(one.unreadable) for one in self.containers])
         return _POD_BYTES + texts + _CONTAINER_BYTES * len(self.containers) + _RESOURCE_BYTES * resources
 

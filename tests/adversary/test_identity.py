@@ -69,7 +69,7 @@ async def test_a_tenant_cannot_take_over_another_pods_record() -> None:
     place.allocator.confirm(KubeletRecords((), entries=()), reservation_seconds=60)
     place.book.remove(liar)
     assert place.book.get(VICTIM) is not None
-    assert place.allocator.desired_pod().keys() == {VICTIM}
+    assert place.allocator.desired_pods().keys() == {VICTIM}
 
 
 async def test_a_tenants_pod_that_ends_cannot_free_what_another_pod_holds() -> None:

@@ -32,7 +32,7 @@ from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode, Node
-from vgpu_agent.pods import Pod, PodCache
+from vgpu_agent.pods import DesiredPod, Pod, PodCache
 from vgpu_agent.redaction import HIDDEN, conceal, redacted
 from vgpu_agent.web import debug
 
@@ -133,7 +133,7 @@ class Agent:
         book.put(Pod("uid-a", "default", "a", node="n1"))
         nodes: Latest[Node | None] = Latest(node)
         watches = [PodWatch(self.api, "n1", PodCache(), settings=IMPATIENT, journal=self.journal)]
-        pods = PodPublisher(self.api, book, lambda: {"uid-a": {"a": "b"}}, Revision(), IMPATIENT, self.journal)
+        pods = PodPublisher(self.api, book, lambda: {"uid-a": DesiredPod({"a": "b"})}, Revision(), IMPATIENT, self.journal)
         conditions = {"Vgpu": ("True", "r", "m")}
         desired_state = DesiredNode(annotations={"a": "b", "c": None}, capacity={"volcano.sh/x": "1"}, conditions=conditions)
         publisher = NodePublisher(self.api, "n1", nodes, lambda *_: desired_state, Revision(), IMPATIENT, self.journal)

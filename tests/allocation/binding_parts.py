@@ -23,7 +23,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Grant, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 from vgpu_agent.nodes import DesiredNode
-from vgpu_agent.pods import ContainerKind, Pod, PodCache, PodContainer
+from vgpu_agent.pods import ContainerKind, DesiredPod, Pod, PodCache, PodContainer
 
 NUMBER, MEMORY = "example.com/number", "example.com/memory"
 NODE = "node-a"
@@ -89,8 +89,8 @@ class NumberFamily:
         environment = {"GPU": ",".join(share.device for share in shares), "MIB": ",".join(str(share.memory_mib) for share in shares)}
         return Provision(Edits(environment, (Mount("/own", own),)), collected=own)
 
-    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
-        return {"example.com/done": ",".join(sorted(grants)) or ("failed" if failed else "")}
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
+        return DesiredPod({"example.com/done": ",".join(sorted(grants)) or ("failed" if failed else "")})
 
     def cleanup(self, now: float) -> DesiredNode:
         return DesiredNode(annotations={"example.com/allocated": None})

@@ -9,7 +9,7 @@ from tests.allocation.binding_parts import IDS, NumberFamily, Place, a_pod, want
 from tests.golden import U0, U1
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.model import Grant
-from vgpu_agent.pods import Pod
+from vgpu_agent.pods import DesiredPod, Pod
 
 TRAIN, SERVE = (a_pod(name, annotations=wants(main=f"{gpu} 100")) for name, gpu in (("train", U0), ("serve", U1)))
 
@@ -20,7 +20,7 @@ class AskedFamily(NumberFamily):
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
         self.asked.append(pod.name)
         return super().desired_pod(pod, grants, failed=failed)
 
@@ -39,7 +39,7 @@ async def two_started() -> tuple[Place, AskedFamily]:
     for pod, ids in ((TRAIN, IDS[:1]), (SERVE, IDS[1:2])):
         await place.admit(pod, "main", ids)
         await place.start(ids)
-    assert place.allocator.desired_pod().keys() == {"uid-train", "uid-serve"}
+    assert place.allocator.desired_pods().keys() == {"uid-train", "uid-serve"}
     assert family.news == ["serve", "train"]
     return place, family
 
@@ -47,8 +47,8 @@ async def two_started() -> tuple[Place, AskedFamily]:
 async def test_the_desired_state_is_remembered_while_nothing_changes() -> None:
     """A hundred pods, and a publisher that looks after each change of one of them."""
     place, family = await two_started()
-    first = place.allocator.desired_pod()
-    assert place.allocator.desired_pod() == first == {uid: {"example.com/done": "main"} for uid in ("uid-train", "uid-serve")}
+    first = place.allocator.desired_pods()
+    assert place.allocator.desired_pods() == first == {uid: DesiredPod({"example.com/done": "main"}) for uid in ("uid-train", "uid-serve")}
     assert family.news == []
 
 
@@ -56,7 +56,7 @@ async def test_only_the_pod_that_changed_is_asked_about() -> None:
     """The watch shows its next state. The other pod's desired state stays."""
     place, family = await two_started()
     place.book.put(dataclasses.replace(TRAIN, phase="Running"))
-    assert place.allocator.desired_pod().keys() == {"uid-train", "uid-serve"}
+    assert place.allocator.desired_pods().keys() == {"uid-train", "uid-serve"}
     assert family.news == ["train"]
 
 
@@ -64,7 +64,7 @@ async def test_a_refusal_for_good_is_a_change() -> None:
     """A scheduler has to learn that the pod will never start, although pod and grant are what they were."""
     place, family = await two_started()
     place.refusals.refuse(SERVE, "main", "example.com/number", "the answer is another pod's", final=True)
-    place.allocator.desired_pod()
+    place.allocator.desired_pods()
     assert family.news == ["serve"]
 
 
@@ -74,7 +74,7 @@ async def test_a_new_grant_is_a_change() -> None:
     (number,) = (grant.number for grant in place.ledger.grants if grant.decided_for == ("uid-train", "main"))
     place.ledger.release(number)
     await place.start(IDS[:1])
-    assert place.allocator.desired_pod()["uid-train"] == {"example.com/done": "main"}
+    assert place.allocator.desired_pods()["uid-train"] == DesiredPod({"example.com/done": "main"})
     assert family.news == ["train"]
 
 
@@ -83,7 +83,7 @@ async def test_other_families_are_asked_anew_about_everybody() -> None:
     place, family = await two_started()
     other = AskedFamily()
     place.allocator.use_families(Families(by_pod=(other,)))
-    place.allocator.desired_pod()
+    place.allocator.desired_pods()
     assert (family.news, other.news) == ([], ["serve", "train"])
 
 
@@ -91,5 +91,5 @@ async def test_a_pod_that_is_gone_has_no_desired_state() -> None:
     """Its grant stays until kubelet has forgotten it. The other pod is not asked about again for that."""
     place, family = await two_started()
     place.book.remove(TRAIN)
-    assert place.allocator.desired_pod().keys() == {"uid-serve"}
+    assert place.allocator.desired_pods().keys() == {"uid-serve"}
     assert family.news == []

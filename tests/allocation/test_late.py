@@ -16,7 +16,7 @@ from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import CapacityError, CarrierError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import GrantState, Holding, KubeletRecords, Owner, Share
-from vgpu_agent.pods import PodContainer
+from vgpu_agent.pods import DesiredPod, PodContainer
 
 
 def given(place: Place, ids: tuple[str, ...]) -> dict[str, str]:
@@ -319,13 +319,13 @@ async def test_the_desired_state_of_pods_is_what_was_done() -> None:
     pod = a_pod("train", annotations=wants(main=f"{U0} 1"))
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
-    assert place.allocator.desired_pod() == {}
+    assert place.allocator.desired_pods() == {}
     await place.start(IDS[:1])
     place.ledger.release(place.ledger.grants[0].number)
-    assert place.allocator.desired_pod() == {"uid-train": {"example.com/done": "main"}}
+    assert place.allocator.desired_pods() == {"uid-train": DesiredPod({"example.com/done": "main"})}
     place.book.replace([])
     place.allocator.confirm(KubeletRecords(()), reservation_seconds=60)
-    assert place.allocator.desired_pod() == {}
+    assert place.allocator.desired_pods() == {}
 
 
 async def test_a_lock_from_before_the_start_is_given_back() -> None:

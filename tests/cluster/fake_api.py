@@ -191,7 +191,8 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
     """Return the pod as the watch would decode it."""
     metadata = thing["metadata"]
     reported = "startTime" in thing.get("status", {})
-    return Pod(metadata["uid"], metadata["namespace"], metadata["name"], annotations=metadata.get("annotations", {}), reported=reported)
+    annotations, labels = metadata.get("annotations", {}), metadata.get("labels", {})
+    return Pod(metadata["uid"], metadata["namespace"], metadata["name"], annotations=annotations, labels=labels, reported=reported)
 
 
 @contextlib.asynccontextmanager

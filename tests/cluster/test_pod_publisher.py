@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
-from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, DesiredPod, Pod
 
 PHASE, TIME, TODO = "volcano.sh/bind-phase", "volcano.sh/vgpu-time", "volcano.sh/devices-to-allocate"
 DONE: dict[str, str | None] = {PHASE: "success", TODO: None}
@@ -29,7 +30,7 @@ class World:
     def __init__(self, *names: str, delay_seconds: float = 0.05) -> None:
         self.api, self.journal, self.wake = FakeApi(), Journal(), Revision()
         self.watched = WatchedPods(self.api, delay_seconds=delay_seconds)
-        self.desired_state: dict[str, Mapping[str, str | None]] = {f"uid-{name}": DONE for name in names}
+        self.desired_state: dict[str, DesiredPod] = {f"uid-{name}": DesiredPod(DONE) for name in names}
         self.publisher = self.another()
         for name in names:
             self.api.put(pod_at(name), pod(name, **{PHASE: "allocating", TODO: "U0,NVIDIA,1,0:;"}))
@@ -40,7 +41,7 @@ class World:
 
     def desire(self, name: str, **annotations: str | None) -> None:
         """Change the families' desired state from now on. Dots and slashes are as they are in ``annotations``."""
-        self.desired_state[f"uid-{name}"] = annotations
+        self.desired_state[f"uid-{name}"] = DesiredPod(annotations)
         self.wake.advance()
 
     def annotations(self, name: str) -> dict[str, str]:
@@ -60,12 +61,48 @@ def _ignore() -> None:
 async def test_only_what_differs_is_written_and_only_to_that_pod() -> None:
     """volcano-vgpu §3.3: the phase changes, the todo list goes. What is already there and what is not ours is not sent."""
     world = World("a")
-    world.desired_state["uid-a"] = {**DONE, TIME: None}
+    world.desired_state["uid-a"] = DesiredPod({**DONE, TIME: None})
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
     (request,) = world.api.requests
     assert request.body == {"metadata": {"uid": "uid-a", "annotations": {PHASE: "success", TODO: None}}}
     assert world.annotations("a") == {PHASE: "success"}
+
+
+async def test_labels_are_written_with_the_annotations_and_only_when_they_differ() -> None:
+    """One request has both, and labels of others stay."""
+    world = World("a")
+    labelled = pod("a", **{PHASE: "allocating"})
+    labelled["metadata"]["labels"] = {"app": "train", "example.com/old": "x", "example.com/same": "y"}
+    world.api.put(pod_at("a"), labelled)
+    labels: dict[str, str | None] = {"example.com/state": "done", "example.com/old": None, "example.com/same": "y"}
+    world.desired_state["uid-a"] = DesiredPod({PHASE: "success"}, labels)
+    async with running(world.publisher.run(_ignore)):
+        await asyncio.sleep(60)
+    (request,) = world.api.requests
+    written = {"example.com/state": "done", "example.com/old": None}
+    assert request.body == {"metadata": {"uid": "uid-a", "annotations": {PHASE: "success"}, "labels": written}}
+    assert world.api.objects[pod_at("a")]["metadata"]["labels"] == {"app": "train", "example.com/state": "done", "example.com/same": "y"}
+    assert world.events("pods.written")[0]["labels"] == ["example.com/old", "example.com/state"]
+
+
+async def test_a_label_that_another_writer_keeps_changing_is_named() -> None:
+    """A label and an annotation of one name are two things."""
+    world = World("a")
+    world.desired_state["uid-a"] = DesiredPod({PHASE: "success"}, {PHASE: "done"})
+
+    async def meddler() -> None:
+        while True:
+            await asyncio.sleep(5)
+            changed = copy.deepcopy(world.api.objects[pod_at("a")])
+            changed["metadata"]["labels"] = {PHASE: "other"}
+            world.api.put(pod_at("a"), changed)
+
+    async with running(world.publisher.run(_ignore), meddler()):
+        await asyncio.sleep(120)
+    (contested,) = world.events("pods.contested")
+    assert f"the label {PHASE} of pod default/a" in contested["error"]
+    assert world.annotations("a")[PHASE] == "success"
 
 
 async def test_the_last_line_about_a_start_bears_the_tokens_of_the_pods_grants() -> None:
@@ -177,7 +214,7 @@ async def test_each_pod_waits_for_starts_once() -> None:
     world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
     async with running(patient(world, lambda: True).run(_ignore)):
         await asyncio.sleep(2)
-        world.desire("b", **second)
+        world.desire("b", **second.annotations)
         await asyncio.sleep(2.5)
         assert world.annotations("a") == {PHASE: "success"}
         assert world.annotations("b")[PHASE] == "allocating"
@@ -186,7 +223,7 @@ async def test_each_pod_waits_for_starts_once() -> None:
 async def test_what_schedulers_count_by_waits_for_no_start() -> None:
     """Until it is written, they would give away again what the pod has; also when the first write fails, and beside pods that wait."""
     world = World("a", "b")
-    world.desired_state["uid-a"] = {**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
+    world.desired_state["uid-a"] = DesiredPod({**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"})
     world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
     async with running(patient(world, lambda: True).run(_ignore)):
         await asyncio.sleep(2)
@@ -200,7 +237,7 @@ async def test_writes_of_one_pod_are_in_order() -> None:
     world.api.request_seconds = 5
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
-        world.desired_state["uid-a"] = {PHASE: "failed", TODO: None}
+        world.desired_state["uid-a"] = DesiredPod({PHASE: "failed", TODO: None})
         world.wake.publish(1)
         await asyncio.sleep(15)
     assert world.api.most_under_way == 1
@@ -215,7 +252,7 @@ async def test_a_hung_pod_does_not_hold_up_the_others() -> None:
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
         world.api.request_seconds = 0.02
-        world.desired_state["uid-quick"] = DONE
+        world.desired_state["uid-quick"] = DesiredPod(DONE)
         world.api.put(pod_at("quick"), pod("quick"))
         await asyncio.sleep(1)
         assert world.annotations("quick") == {PHASE: "success"}
@@ -317,7 +354,7 @@ async def test_what_the_api_server_refuses_is_said_once_and_tried_again_when_it_
 async def test_a_static_pod_is_known_by_its_hash_and_written_by_its_uid() -> None:
     """The kubelet and ledger know it by the hash of its file, the API server's mirror of it has a UID of its own."""
     world = World()
-    world.desired_state["hash"] = {PHASE: "success"}
+    world.desired_state["hash"] = DesiredPod({PHASE: "success"})
     mirror = pod("static", uid="mirror-uid", **{MIRROR_POD: "hash", STATIC_POD_HASH: "hash"})
     world.api.put(pod_at("static"), mirror | {"status": {"startTime": "2026-01-01T00:00:00Z"}})
     async with running(world.publisher.run(_ignore)):
@@ -407,7 +444,7 @@ async def test_a_desired_state_that_raises_is_reported_once_and_asked_for_again(
     world = World("a")
     beats: list[int] = []
 
-    def broken() -> Mapping[str, Mapping[str, str | None]]:
+    def broken() -> Mapping[str, DesiredPod]:
         raise KeyError("minor")
 
     world.publisher._desired_state = broken

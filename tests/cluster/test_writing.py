@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode
-from vgpu_agent.pods import PodCache
+from vgpu_agent.pods import DesiredPod, PodCache
 from vgpu_agent.sim.api.server import ApiServer
 
 REGISTER, LOCK, GPUS = "volcano.sh/node-vgpu-register", "hamivgpu", "volcano.sh/gpu-number"
@@ -67,14 +66,14 @@ async def test_the_desired_state_outlives_a_deletion_of_the_node(server: ApiServ
 async def test_a_pods_annotations_stand_after_an_outage(server: ApiServer, client: ApiClient, journal: Journal) -> None:
     """The container was let go while the API server was away. What is written later is one patch of this very pod."""
     book, wake = PodCache(), Revision()
-    desired_state: dict[str, Mapping[str, str | None]] = {}
+    desired_state: dict[str, DesiredPod] = {}
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
     publisher = PodPublisher(client, book, lambda: desired_state, wake, QUICK, journal)
     pod = server.objects.create("pods", _pod("a"))
     async with running(watch.run), running(publisher.run):
         await until(lambda: len(book.pods) == 1)
         await server.down()
-        desired_state[pod["metadata"]["uid"]] = {"volcano.sh/bind-phase": "success", "volcano.sh/devices-to-allocate": None}
+        desired_state[pod["metadata"]["uid"]] = DesiredPod({"volcano.sh/bind-phase": "success", "volcano.sh/devices-to-allocate": None})
         wake.publish(1)
         await until(lambda: publisher.counts.failed > 0)
         await server.up()

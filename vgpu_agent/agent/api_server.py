@@ -216,7 +216,7 @@ class ClusterSide:
         self.pod_publisher = PodPublisher(
             self.client,
             self.book,
-            allocator.desired_pod,
+            allocator.desired_pods,
             wake,
             settings.cluster,
             self._journal,

@@ -25,10 +25,10 @@ from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRef
 from vgpu_agent.families.node_lock import NodeLocks
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, GrantState
-from vgpu_agent.pods import ContainerKind
+from vgpu_agent.pods import ContainerKind, DesiredPod
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.allocation.dependencies import Dependencies
@@ -70,7 +70,7 @@ class Allocator:
         self._around = dependencies
         self._clock = clock
         self._siblings = early.Siblings()
-        self._desired_pod = desired_state.DesiredPods()
+        self._desired_pods = desired_state.DesiredPods()
         self._tokens: tuple[int, dict[str, Grant]] | None = None  # the ledger's version, and its grants by token
         self._interpretation = Interpretation(
             ledger=ledger, families=lambda: self._families, inventory=inventory, dependencies=dependencies
@@ -287,12 +287,12 @@ class Allocator:
         """Return the desired state of our Node after the agent has left it for good."""
         return desired_state.cleanup(self._families, now)
 
-    def desired_pod(self) -> dict[str, Mapping[str, str | None]]:
-        """Return the desired state of our pods, by the kubelet's UID; only pods with desired annotations."""
+    def desired_pods(self) -> dict[str, DesiredPod]:
+        """Return the desired state of our pods, by the kubelet's UID; only pods of which something is desired."""
         if self._around is None or self.binder is None:
             return {}
         failed = {refusal.pod.kubelet_uid for refusal in self._around.refusals.current if refusal.final}
-        return self._desired_pod(self._families, self._ledger, self._around.book, self.binder.served.values(), failed)
+        return self._desired_pods(self._families, self._ledger, self._around.book, self.binder.served.values(), failed)
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
         """See `Binder.deliveries`; none in early mode, where kubelet keeps the answers itself."""

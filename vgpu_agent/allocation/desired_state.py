@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.families.family import NodeView
 from vgpu_agent.nodes import DesiredNode
+from vgpu_agent.pods import DesiredPod
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -53,12 +54,12 @@ class DesiredPods:
     """The desired state of our pods. A change concerns one pod, so the results of the others are kept."""
 
     def __init__(self) -> None:
-        self._said: dict[str, tuple[tuple[object, ...], Mapping[str, str | None]]] = {}
+        self._said: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
 
     def __call__(
         self, families: Families, ledger: Ledger, book: PodCache, served_before: Collection[Grant], failed: Collection[str]
-    ) -> dict[str, Mapping[str, str | None]]:
-        """Return the annotations by the kubelet's UID; only pods with desired annotations.
+    ) -> dict[str, DesiredPod]:
+        """Return the desired state by the kubelet's UID; only pods of which something is desired.
 
         Args:
             families: the families whose vocabularies they are.
@@ -72,7 +73,7 @@ class DesiredPods:
             if grant.decided_for:
                 uid, container = grant.decided_for
                 served.setdefault(uid, {})[grant.family, container] = grant
-        said: dict[str, tuple[tuple[object, ...], Mapping[str, str | None]]] = {}
+        said: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
         for uid in served.keys() | set(failed):
             if (pod := book.get(uid)) is None:
                 continue
@@ -89,10 +90,10 @@ def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
-def _said_of(families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool) -> Mapping[str, str | None]:
-    desired_state: dict[str, str | None] = {}
+def _said_of(families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool) -> DesiredPod:
+    desired_state = DesiredPod()
     for family in families.by_pod:
         grants = {container: grant for (name, container), grant in served.items() if name == family.name}
         if grants or failed:
-            desired_state.update(family.desired_pod(pod, grants, failed=failed))
+            desired_state = desired_state.joined(family.desired_pod(pod, grants, failed=failed))
     return desired_state

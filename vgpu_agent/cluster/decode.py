@@ -20,7 +20,7 @@ import msgspec
 
 from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import ClusterError, quoted, shortened
-from vgpu_agent.families.pod_annotations import ANNOTATIONS, RESOURCE_PREFIXES, VARIABLES
+from vgpu_agent.families.pod_annotations import ANNOTATIONS, LABELS, RESOURCE_PREFIXES, VARIABLES
 from vgpu_agent.nodes import Node
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer, is_container_name, is_object_name, is_uid
 
@@ -57,6 +57,11 @@ _Annotations = msgspec.defstruct(
     [(f"a{place}", str | None, msgspec.field(default=None, name=key)) for place, key in enumerate(ANNOTATIONS)],
     namespace={"__doc__": "The annotations of a pod that are of use to anybody here."},
 )
+_Labels = msgspec.defstruct(
+    "_Labels",
+    [(f"a{place}", str | None, msgspec.field(default=None, name=key)) for place, key in enumerate(LABELS)],
+    namespace={"__doc__": "The same of its labels."},
+)
 
 
 class _PodMetadata(_Struct):
@@ -65,6 +70,7 @@ class _PodMetadata(_Struct):
     uid: str = ""
     resource_version: str = ""
     annotations: _Annotations | None = None  # type: ignore[valid-type]  # made above from the families' keys
+    labels: _Labels | None = None  # type: ignore[valid-type]  # the same
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
 
@@ -235,7 +241,8 @@ def pod(raw: Json) -> Pod:
         name=metadata.name,
         node=(spec.node_name or "")[:_LONGEST_NAME],
         phase=(status.phase or "Pending")[:_LONGEST_NAME],
-        annotations=_kept(metadata.annotations),
+        annotations=_kept(ANNOTATIONS, metadata.annotations),
+        labels=_kept(LABELS, metadata.labels),
         containers=_containers(spec, started),
         deleting=bool(metadata.deletion_timestamp),
         created_at=_unix_seconds(metadata.creation_timestamp),
@@ -368,12 +375,12 @@ def _refuse_large(raw: Json, what: str) -> None:
         )
 
 
-def _kept(annotations: Any) -> dict[str, str]:
-    """Those that are there, as much of them as a pod may have."""
+def _kept(keys: Sequence[str], texts: Any) -> dict[str, str]:
+    """Those of ``keys`` that are there, as much of their texts as a pod may have."""
     kept: dict[str, str] = {}
     left = _ANNOTATION_BYTES
-    for place, key in enumerate(ANNOTATIONS if annotations is not None else ()):
-        text: str | None = getattr(annotations, f"a{place}")
+    for place, key in enumerate(keys if texts is not None else ()):
+        text: str | None = getattr(texts, f"a{place}")
         if text is None:
             continue
         if sys.getsizeof(text) > left:

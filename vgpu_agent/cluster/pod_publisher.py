@@ -1,4 +1,4 @@
-"""Keeps the annotations of our pods in the families' desired state, which shows a scheduler whether its decision was carried out.
+"""Keeps annotations and labels of our pods in the families' desired state, which shows a scheduler whether its decision was carried out.
 
 No container waits for these writes. They come after its start, are tried until done, and need no memory: a value that
 is missing after a restart is a difference between the pods as the watch shows them and the state that the families
@@ -31,14 +31,19 @@ from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
-    from vgpu_agent.pods import Pod, PodCache
+    from vgpu_agent.pods import DesiredPod, Pod, PodCache
+
+    Changes = Mapping["Entry", str | None]
 
 PERMISSION = "patch pods"
+ANNOTATIONS, LABELS = "annotations", "labels"  # the parts of ``metadata`` that are written
+
+Entry = tuple[str, str]  # one of them, and a key in it
 _SHORTEST_WAIT_SECONDS = 0.01
 # The wait for the next change of a burst, or before looking again whether pods are being started; and for a burst's end.
 _GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS = 0.1, 1.0
@@ -53,7 +58,7 @@ class _Writing:
     pending_since: float | None = None
     busy: bool = False  # a request is under way; there is never a second one, so writes of one pod are in order
     gone: bool = False  # nothing more is to be written: the API server has no such pod any more, or it has ended and has it all
-    unwanted: Mapping[str, str | None] | None = None  # the changes that the API server refused for good
+    unwanted: Changes | None = None  # the changes that the API server refused for good
 
 
 class _Metadata(msgspec.Struct):
@@ -65,7 +70,7 @@ class _PodAnswer(msgspec.Struct):
 
 
 class PodPublisher:
-    """The writer of our pods' annotations; one for the process.
+    """The writer of our pods' annotations and labels; one for the process.
 
     State: the current write to each pod, dropped with the pod. A crash between two writes leaves a difference, which
     the next start sees.
@@ -78,7 +83,7 @@ class PodPublisher:
         self,
         api: Api,
         book: PodCache,
-        desired_state: Callable[[], Mapping[str, Mapping[str, str | None]]],
+        desired_state: Callable[[], Mapping[str, DesiredPod]],
         wake: Revision,
         settings: Cluster,
         journal: Journal,
@@ -94,7 +99,7 @@ class PodPublisher:
         Args:
             api: the API server.
             book: our pods as the watch shows them.
-            desired_state: the kubelet's UID of a pod → annotation → value, None for one that must be absent.
+            desired_state: the kubelet's UID of a pod → its desired state.
             wake: moves on whenever the desired state may have changed.
             settings: the pauses.
             journal: troubles and their end are recorded there, and that a pod has all its annotations.
@@ -107,7 +112,7 @@ class PodPublisher:
         self._api, self._book, self._desired_state, self._wake = api, book, desired_state, wake
         self._settings, self._journal = settings, journal
         self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
-        self._starting, self._progress = starting, frozenset(progress)
+        self._starting, self._progress = starting, frozenset((ANNOTATIONS, key) for key in progress)
         self._complaints = Complaints(journal, "pods")
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff(settings)  # shared by all pods, beside the one of each
@@ -149,7 +154,7 @@ class PodPublisher:
             requests.create_task(self._write(pod, changes, writing), name=f"annotate {pod.full_name}")
         return max(pause, _SHORTEST_WAIT_SECONDS)
 
-    def _due(self) -> tuple[float, list[tuple[Pod, dict[str, str | None], _Writing]]]:
+    def _due(self) -> tuple[float, list[tuple[Pod, Changes, _Writing]]]:
         """Return the seconds after which more may be due, and the writes due now: the pod and its changes."""
         try:
             desired_state = self._desired_state()
@@ -180,13 +185,14 @@ class PodPublisher:
         since = now if writing.pending_since is None else writing.pending_since
         return max(0.0, min(_GATHERING_SECONDS, since + self._settings.starts_first_seconds - now))
 
-    def _compared(self, pod: Pod, desired_state: Mapping[str, str | None], writing: _Writing) -> tuple[float, dict[str, str | None]]:
+    def _compared(self, pod: Pod, desired_state: DesiredPod, writing: _Writing) -> tuple[float, Changes]:
         """Return the changes to write to ``pod`` now. Without changes, return the seconds until there may be some (0: unknown)."""
-        changes, wait = {}, 0.0
-        for key, desired in desired_state.items():
-            seconds = writing.written.seconds_until_due(key, pod.annotations.get(key), desired)
+        changes: dict[Entry, str | None] = {}
+        wait = 0.0
+        for entry, present, desired in _entries(pod, desired_state):
+            seconds = writing.written.seconds_until_due("/".join(entry), present, desired)
             if seconds == 0.0:
-                changes[key] = desired
+                changes[entry] = desired
             elif seconds is not None:
                 wait = min(wait or seconds, seconds)
         if not changes or writing.gone:
@@ -201,11 +207,11 @@ class PodPublisher:
             writing.backoff.succeeded()
         return writing.backoff.seconds_left, changes
 
-    async def _write(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing) -> None:
-        """One merge patch of the annotations that differ, of this very pod and not of another that took its name."""
+    async def _write(self, pod: Pod, changes: Changes, writing: _Writing) -> None:
+        """One merge patch of what differs, of this very pod and not of another that took its name."""
         path = pod_path(pod.namespace, pod.name)
         try:
-            await self._api.patch(path, {"metadata": {"uid": pod.uid, "annotations": dict(changes)}})
+            await self._api.patch(path, {"metadata": {"uid": pod.uid, **_by_section(changes)}})
         except ClusterError as err:
             await self._failed(pod, changes, writing, err)
         else:
@@ -219,30 +225,31 @@ class PodPublisher:
             self._note(pod, changes, writing)
             # The watch leaves out pods that have ended, so it will never show this write, which would be repeated for ever.
             writing.gone = writing.gone or pod.ended
-            # All differences went into one request, so now the pod has all its annotations.
-            self._journal.record("pods.written", **self._about(pod), annotations=sorted(changes), seconds=round(waited, 3))
+            # All differences went into one request, so now the pod has all that it should have.
+            self._journal.record("pods.written", **self._about(pod), **_keys(changes), seconds=round(waited, 3))
         finally:
             writing.busy = False
             self._done.advance()
 
-    def _note(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing) -> None:
-        for key, value in changes.items():
-            if writing.written.note(key, pod.annotations.get(key), value):
-                text = f"somebody keeps changing the annotation {key} of pod {pod.full_name}; find out who else writes it"
+    def _note(self, pod: Pod, changes: Changes, writing: _Writing) -> None:
+        for entry, value in changes.items():
+            section, key = entry
+            if writing.written.note("/".join(entry), _present(pod, section).get(key), value):
+                text = f"somebody keeps changing the {section[:-1]} {key} of pod {pod.full_name}; find out who else writes it"
                 self._complaints.say(f"contest of {pod.uid}/{key}", "pods.contested", text, level="warning", **self._about(pod), error=text)
 
-    async def _failed(self, pod: Pod, changes: Mapping[str, str | None], writing: _Writing, err: ClusterError) -> None:
+    async def _failed(self, pod: Pod, changes: Changes, writing: _Writing, err: ClusterError) -> None:
         self.counts.failed += 1
         # The API server calls another UID a conflict, or, in a patch, an attempt to change what cannot be changed.
         if err.status == 404 or (err.status in {409, 422} and await self._replaced(pod)):
             writing.gone = True
             self.counts.dropped += 1
-            self._journal.record("pods.gone", level="debug", **self._about(pod), uid=pod.uid, unwritten=sorted(changes))
+            self._journal.record("pods.gone", level="debug", **self._about(pod), uid=pod.uid, unwritten=sorted(key for _, key in changes))
             return
         writing.backoff.failed(err)
         if lasting(err) and err.status != 403:
             writing.unwanted = changes
-            self._complaints.failed(f"pod {pod.uid}", err, PERMISSION, **self._about(pod), annotations=sorted(changes))
+            self._complaints.failed(f"pod {pod.uid}", err, PERMISSION, **self._about(pod), **_keys(changes))
         else:
             if err.status != 409:
                 self._outage.failed(err)
@@ -272,3 +279,27 @@ class PodPublisher:
         since = [writing.pending_since for writing in self._writings.values() if writing.pending_since is not None]
         self.counts.pending = len(since)
         self.counts.oldest_pending_seconds = now - min(since, default=now)
+
+
+def _present(pod: Pod, section: str) -> Mapping[str, str]:
+    return pod.annotations if section == ANNOTATIONS else pod.labels
+
+
+def _entries(pod: Pod, desired_state: DesiredPod) -> Iterator[tuple[Entry, str | None, str | None]]:
+    """Each desired entry with its present and its desired value."""
+    for section, desired in ((ANNOTATIONS, desired_state.annotations), (LABELS, desired_state.labels)):
+        for key, value in desired.items():
+            yield (section, key), _present(pod, section).get(key), value
+
+
+def _by_section(changes: Changes) -> dict[str, dict[str, str | None]]:
+    """The changes as the API server takes them."""
+    sections: dict[str, dict[str, str | None]] = {}
+    for (section, key), value in changes.items():
+        sections.setdefault(section, {})[key] = value
+    return sections
+
+
+def _keys(changes: Changes) -> dict[str, Any]:
+    """The keys of each section, for the log."""
+    return {section: sorted(values) for section, values in _by_section(changes).items()}

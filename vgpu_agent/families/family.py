@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import DeviceRoom, Grant, Inventory, Resource, Share
     from vgpu_agent.nodes import DesiredNode, Node
     from vgpu_agent.placement.mixing import Neighbours
-    from vgpu_agent.pods import Pod
+    from vgpu_agent.pods import DesiredPod, Pod
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,8 +231,8 @@ class PodFamily(Family, Protocol):
         """Return what puts ``shares`` in force: the container's edits, and what must be on the host before it starts."""
         ...
 
-    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
-        """Return the desired annotations of the pod, None for those to be removed.
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
+        """Return the desired state of the pod.
 
         Args:
             pod: as the API server has it.

@@ -1,4 +1,4 @@
-"""The annotations, variables and resources of pods that any family reads or writes. `cluster` keeps these of each pod and skips all others.
+"""The annotations, labels, variables and resources of pods that any family reads or writes. `cluster` skips all others unread.
 
 A pod may bring 256 KiB of annotations and a megabyte of variables, and a node has some hundred pods. Each family names its own in its
 `FamilySpec`.
@@ -21,6 +21,8 @@ ANNOTATIONS = (
     "kubernetes.io/config.source",
     *dict.fromkeys(key for turn in _IN_TURNS for key in turn if key),
 )
+
+LABELS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.labels))
 
 _OF_THE_DRIVER = (
     r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|MPS_(PIPE_DIRECTORY|LOG_DIRECTORY|PINNED_DEVICE_MEM_LIMIT|ACTIVE_THREAD_PERCENTAGE))",

@@ -87,6 +87,7 @@ class FamilySpec:
         files: the configuration files of the plugin that it replaces.
         resource_prefixes: the beginnings of the names of its resources, as they are without renaming.
         annotations: those of pods that it reads or writes, the most important first. All others are skipped unread.
+        labels: the same of pods' labels.
         variables: a pattern of the variables of containers that it has to know of; empty for none. Names and not prefixes: a tenant could
             invent any number below a prefix.
         mps: the settings → where its containers meet the MPS control daemons that it has; None where it shares nothing by MPS.
@@ -100,6 +101,7 @@ class FamilySpec:
     files: tuple[PluginFile, ...] = ()
     resource_prefixes: tuple[str, ...] = ()
     annotations: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
     variables: str = ""
     mps: Callable[[Settings], MpsOptions] | None = None
     progress: frozenset[str] = frozenset()

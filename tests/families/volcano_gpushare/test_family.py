@@ -69,7 +69,7 @@ def test_the_container_is_told_card_budget_and_size() -> None:
         "VOLCANO_GPU_ALLOCATED": "3000",
         "VOLCANO_GPU_MEMORY_TOTAL": "24576",
     }
-    assert family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False) == {ASSIGNED: "true"}
+    assert family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False).annotations == {ASSIGNED: "true"}
 
 
 def test_a_factor_makes_larger_units() -> None:
@@ -133,9 +133,9 @@ def test_a_pod_is_assigned_when_its_last_container_is_served() -> None:
     """volcano-gpushare:D1: nothing is written after the first of two, ``true`` after the second. One without a GPU does not count."""
     pod = pod_of(1000, 0, 2000, annotations=SCHEDULED)
     first, last = grant_of(Share(U0, 1000)), grant_of(Share(U0, 2000), number=2)
-    assert family_of().desired_pod(pod, {"c0": first}, failed=False) == {}
-    assert family_of().desired_pod(pod, {"c0": first, "c2": last}, failed=False) == {ASSIGNED: "true"}
-    assert family_of().desired_pod(pod, {"c0": first, "c2": last}, failed=True) == {}
+    assert family_of().desired_pod(pod, {"c0": first}, failed=False).annotations == {}
+    assert family_of().desired_pod(pod, {"c0": first, "c2": last}, failed=False).annotations == {ASSIGNED: "true"}
+    assert family_of().desired_pod(pod, {"c0": first, "c2": last}, failed=True).annotations == {}
 
 
 def test_two_pods_of_equal_size_get_their_own_cards() -> None:
@@ -210,7 +210,7 @@ def test_a_card_that_never_answered_is_counted_and_not_to_be_used() -> None:
 def test_only_the_one_annotation_is_written() -> None:
     """volcano-gpushare:D6: nothing else of the pod is mentioned, so no concurrent change of it can be in the way."""
     pod = pod_of(3000, annotations=SCHEDULED | {"somebody": "else"})
-    assert set(family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False)) == {ASSIGNED}
+    assert set(family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False).annotations) == {ASSIGNED}
 
 
 @pytest.mark.parametrize("capacity", [{}, {NUMBER: "0"}, {NUMBER: "2"}], ids=["dropped", "zeroed", "right"])
@@ -237,8 +237,8 @@ def test_an_init_container_is_served_and_assigns_nothing() -> None:
     pod = pod_of(1000, annotations=SCHEDULED, init=(500,))
     assert family_of().decide(question_of(pod, "i0")).shares == (Share(U0, 500),)
     init = {"i0": grant_of(Share(U0, 500))}
-    assert family_of().desired_pod(pod, init, failed=False) == {}
-    assert family_of().desired_pod(pod, init | {"c0": grant_of(Share(U0, 1000))}, failed=False) == {ASSIGNED: "true"}
+    assert family_of().desired_pod(pod, init, failed=False).annotations == {}
+    assert family_of().desired_pod(pod, init | {"c0": grant_of(Share(U0, 1000))}, failed=False).annotations == {ASSIGNED: "true"}
 
 
 def test_a_list_that_is_too_long_is_refused_with_the_factor_that_fits() -> None:
@@ -278,7 +278,7 @@ def test_a_pod_without_a_gpu_scheduler_is_placed_by_the_agent() -> None:
     decision = family_of().decide(question_of(pod))
     assert decision.shares == (Share(U0, 3000),)
     assert decision.by == "the agent, the first GPU with room (no volcano.sh/gpu-index)"
-    assert family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False) == {
+    assert family_of().desired_pod(pod, {"c0": grant_of(Share(U0, 3000))}, failed=False).annotations == {
         INDEX: "0",
         PREDICATE_TIME: "1795200990250000000",
         ASSIGNED: "true",

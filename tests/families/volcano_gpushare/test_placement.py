@@ -86,9 +86,9 @@ def test_whole_cards_are_placed_by_the_agent_on_idle_ones() -> None:
 
     family = family_of(BY_NUMBER, THREE)
     first = {"c0": grant_of(Share(U1), resource=NUMBER)}
-    assert family.desired_pod(pod, first, failed=False) == {}
+    assert family.desired_pod(pod, first, failed=False).annotations == {}
     both = first | {"c1": grant_of(Share(U2), resource=NUMBER)}
-    assert family.desired_pod(pod, both, failed=False)[INDEX] == "1,2"
+    assert family.desired_pod(pod, both, failed=False).annotations[INDEX] == "1,2"
 
 
 def test_too_few_idle_cards_are_refused_with_the_reason() -> None:
@@ -103,7 +103,7 @@ def test_too_few_idle_cards_are_refused_with_the_reason() -> None:
 def test_what_stands_in_the_pod_is_not_written_again() -> None:
     """The scheduler's choice and time are never replaced by ours."""
     pod = pod_of(3000, annotations={INDEX: "1"})
-    assert family_of().desired_pod(pod, {"c0": grant_of(Share(U1, 3000))}, failed=False) == {ASSIGNED: "true"}
+    assert family_of().desired_pod(pod, {"c0": grant_of(Share(U1, 3000))}, failed=False).annotations == {ASSIGNED: "true"}
 
 
 def test_a_running_container_is_recalled_from_its_pod() -> None:

@@ -113,7 +113,7 @@ def test_pods_that_the_agent_placed_are_in_the_schedulers_book(strategy: Strateg
     node = _NodeOfOurs(strategy, TWO)
     shares = node.decided(limits, {})
     grants = {name: Grant(1, "volcano-gpushare", node.resource.name, ("x",), each) for name, each in shares.items()}
-    written = node.family.desired_pod(node.seen(limits, {}), grants, failed=False)
+    written = node.family.desired_pod(node.seen(limits, {}), grants, failed=False).annotations
     pod = node.pod(*limits)
     pod["metadata"]["annotations"] = dict(written)
     book = node.scheduler(pod)

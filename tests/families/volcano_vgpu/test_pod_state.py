@@ -25,7 +25,7 @@ TWO = pod(main("side"), main("a", number=1, memory=3000), main("b", number=1, me
 def _desired_state(about: Pod, held: Mapping[str, Grant], *, failed: bool = False) -> Mapping[str, str | None]:
     of = family()
     of.resources(INVENTORY)
-    return of.desired_pod(about, held, failed=failed)
+    return of.desired_pod(about, held, failed=failed).annotations
 
 
 def _written(about: Pod, desired_state: Mapping[str, str | None]) -> Pod:
@@ -113,7 +113,7 @@ def test_memory_is_written_in_units() -> None:
     """With 4 MiB a unit, 12000 MiB are 3000."""
     of = family(factor=4)
     about = pod(main(number=1, memory=3000, cores=50))
-    assert of.desired_pod(about, grants(main=(Share(U1, 12000, 50),)), failed=False)[IDS] == G3
+    assert of.desired_pod(about, grants(main=(Share(U1, 12000, 50),)), failed=False).annotations[IDS] == G3
 
 
 @pytest.mark.parametrize("text", ["", ";;;;", "junk", "\x00", "x" * 100_000])

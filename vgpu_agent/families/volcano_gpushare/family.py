@@ -25,7 +25,7 @@ from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Resource, Share
 from vgpu_agent.nodes import DesiredNode
 from vgpu_agent.placement.whole_pod import first_idle, first_with_room
-from vgpu_agent.pods import ContainerKind
+from vgpu_agent.pods import ContainerKind, DesiredPod
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -203,14 +203,14 @@ class VolcanoGpushareFamily:
 
     # -- state of pod and node --------------------------------------------------------------------------------------------------------
 
-    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
         """Return ``gpu-assigned`` once the last container has started; if we placed the pod, also its cards, for the scheduler's count.
 
         An init container alone assigns nothing, because the pod's other containers are still to come.
         """
         served = {name: grant for name, grant in grants.items() if self.owns(grant.resource) and grant.shares}
         if failed or not served:
-            return {}
+            return DesiredPod()
         desired_state: dict[str, str | None] = {}
         if GPU_INDEX not in pod.annotations and (indices := self._indices(pod, served)):
             desired_state[GPU_INDEX] = indices
@@ -223,7 +223,7 @@ class VolcanoGpushareFamily:
         ]
         if lasting and all(name in served for name in lasting):
             desired_state[GPU_ASSIGNED] = "true"
-        return desired_state
+        return DesiredPod(desired_state)
 
     def cleanup(self, now: float) -> DesiredNode:
         """Leave no card for a scheduler to choose; the amount of memory goes with the kubelet's own list."""

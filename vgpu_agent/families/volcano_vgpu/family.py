@@ -35,6 +35,7 @@ from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Share
 from vgpu_agent.nodes import DesiredNode
 from vgpu_agent.placement.rooms import Want, choose_rooms, type_refusal, uuid_refusal
+from vgpu_agent.pods import DesiredPod
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -173,10 +174,10 @@ class VolcanoVgpuFamily:
 
     # -- state in the cluster ---------------------------------------------------------------------------------------------------------
 
-    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
         """The state machine's annotations (volcano-vgpu G5, G8), and the scheduler's where the agent has placed it."""
         ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
-        return desired_annotations(pod, ours, self._options.names, failed=failed, factor=self._factor or 1)
+        return DesiredPod(desired_annotations(pod, ours, self._options.names, failed=failed, factor=self._factor or 1))
 
     def cleanup(self, now: float) -> DesiredNode:
         """Nothing that makes a scheduler send pods (volcano-vgpu D24), and none of our labels."""

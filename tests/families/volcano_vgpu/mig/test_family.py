@@ -212,7 +212,7 @@ def desired_for(place: str, device: str, *, instead: str = "") -> dict[str, str 
     written = decided(instead) if instead else decided(f"{place},NVIDIA,8000,0:")
     about = pod(ASKED, annotations=written if place else None)
     grant = Grant(1, "volcano-vgpu", NUMBER, (f"{U0}-0",), (held_share(device, 9856),), decided_for=("uid-p1", "main"))
-    return dict(family.desired_pod(about, {"main": grant}, failed=False))
+    return dict(family.desired_pod(about, {"main": grant}, failed=False).annotations)
 
 
 def test_what_is_held_stands_on_the_pod() -> None:

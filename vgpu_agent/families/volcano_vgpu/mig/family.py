@@ -26,6 +26,7 @@ from vgpu_agent.families.volcano_vgpu.pod_state import desired_annotations
 from vgpu_agent.families.volcano_vgpu.requests import read_ask
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Inventory
+from vgpu_agent.pods import DesiredPod
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,13 +107,13 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
 
     # -- state in the cluster ---------------------------------------------------------------------------------------------------------
 
-    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> Mapping[str, str | None]:
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
         """The state machine's annotations (volcano-vgpu G5), with the instances that the containers really have.
 
         A scheduler counts instances by these annotations. With one that is not held left in them, it would give the other one away again.
         """
         ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
-        return desired_annotations(
+        annotations = desired_annotations(
             pod,
             ours,
             self._options.names,
@@ -120,6 +121,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             factor=self._factor or 1,
             segment_of=lambda container, grant, standing: self._segment(pod, container, grant, standing),
         )
+        return DesiredPod(annotations)
 
     def desired_node(self, view: NodeView) -> DesiredNode:
         """Return the same as in the other mode. A GPU that a container still has as a whole is announced as full."""
