@@ -14,7 +14,6 @@ import msgspec
 
 from vgpu_agent.config import difference, options, schema
 from vgpu_agent.config.problems import shown
-from vgpu_agent.config.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +32,7 @@ _NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off"}  # we read the l
 
 def example() -> str:
     """A complete YAML file that loads to the defaults."""
-    lines = [*_comment(_HEADER, ""), "version: v1", *_section(Settings, "", "")]
+    lines = [*_comment(_HEADER, ""), "version: v1", *_section(schema.root(), "", "")]
     return "\n".join(lines) + "\n"
 
 

@@ -15,11 +15,12 @@ import msgspec
 from vgpu_agent.config import checks, collisions, nvidia_plugin, options, schema, yaml
 from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
 from vgpu_agent.config.resource_names import complete_resource_name, resource_name_problem
-from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.suggestions import suggestion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from vgpu_agent.config.settings import Settings
 
 VERSION = "v1"
 DEFAULT_ORIGIN = "default"
@@ -74,7 +75,7 @@ class Reading:
         self._file, self._keys = file, document.keys
         for fault in document.faults:
             self._problems.add(f"{file}:{fault.line}", fault.path, fault.text, line=fault.line)
-        self._accepted = self._section(Settings, document.members, "")
+        self._accepted = self._section(schema.root(), document.members, "")
         self._keys = None
 
     def take_file(self, file: str, root: yaml.Node | None, faults: Sequence[yaml.Fault]) -> None:
@@ -95,7 +96,7 @@ class Reading:
             return
         members = {name: node for name, node in root.value.items() if name != nvidia_plugin.SECTION}
         self._check_version(members.pop("version", None), root.line)
-        _lay_over(self._accepted, self._section(Settings, members, ""))
+        _lay_over(self._accepted, self._section(schema.root(), members, ""))
 
     def take_environment(self, environment: Mapping[str, str]) -> None:
         """Accept the variables of `options.OPTIONS`; an empty one counts as not set."""
@@ -134,7 +135,7 @@ class Reading:
         Raises:
             ConfigError: anything was wrong.
         """
-        settings = msgspec.convert(self._accepted, Settings)
+        settings = msgspec.convert(self._accepted, schema.root())
         for conflict in checks.conflicts(settings):
             if not any(path in self._refused for path, _ in conflict.blame):  # one mistake, one sentence
                 path, text = self._blamed(conflict)

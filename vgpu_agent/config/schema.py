@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
+from msgspec import Meta
 
 from vgpu_agent.config.settings import Settings
 
@@ -120,6 +121,10 @@ def keys(section: Struct) -> dict[str, Key]:
     return {field.encode_name: _key(field) for field in msgspec.structs.fields(section)}
 
 
+_root: type[Settings] = Settings
+_STRICT: dict[str, Any] = {"frozen": True, "rename": "camel", "forbid_unknown_fields": True}
+
+
 @functools.cache
 def value_paths() -> dict[str, Key]:
     """Every key that holds a value, by its dotted path; list items are not entered."""
@@ -132,7 +137,37 @@ def value_paths() -> dict[str, Key]:
             else:
                 yield from below(key.section, path + ".")
 
-    return dict(below(Settings, ""))
+    return dict(below(root(), ""))
+
+
+def root() -> type[Settings]:
+    """Return the type of the whole configuration: `Settings`, with the sections that `add_family` has added."""
+    return _root
+
+
+def add_family(switch: str, description: str, section: tuple[str, Struct] | None) -> None:
+    """Add a switch to the section ``families``, off by default, and a section of that family's own settings.
+
+    Called by `families.registry` for a family that does not come with this package, before any configuration is read.
+
+    Args:
+        switch: the name of the switch, as in Python.
+        description: the text of the switch in the example file.
+        section: the name of the section, as in Python, and its type; None for a family without settings.
+    """
+    global _root  # noqa: PLW0603 - one schema for the process, complete before it is used
+    described = Annotated[bool, Meta(description=description)]
+    before = type(_root().families)
+    families = msgspec.defstruct(
+        "Families", [(switch, described, False)], bases=(before,), namespace={"__doc__": before.__doc__}, **_STRICT
+    )
+    fields: list[Any] = [("families", families, msgspec.field(default_factory=families))]
+    if section is not None:
+        name, kind = section
+        fields.append((name, kind, msgspec.field(default_factory=kind)))
+    extended = msgspec.defstruct("Settings", fields, bases=(_root,), namespace={"__doc__": _root.__doc__}, **_STRICT)
+    _root = cast("type[Settings]", extended)
+    value_paths.cache_clear()
 
 
 def values(settings: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ A Struct does not check itself when it is built by hand (a test may use any numb
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,8 @@ from vgpu_agent.config.named_config import NamedConfig
 from vgpu_agent.config.sharing import Iktos, Resources, Sharing
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
 from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
+
+Section = TypeVar("Section", bound=msgspec.Struct)
 
 # kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the stream that carried it.
 MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
@@ -284,6 +286,11 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     hami_core: HamiCore = msgspec.field(default_factory=HamiCore)
     tasks: Tasks = msgspec.field(default_factory=Tasks)
     web: Web = msgspec.field(default_factory=Web)
+
+    def section(self, kind: type[Section]) -> Section:
+        """Return the section of that type, which belongs to one family; its defaults where that family was not added."""
+        found = (getattr(self, field) for field in self.__struct_fields__)
+        return next((section for section in found if isinstance(section, kind)), kind())
 
     @property
     def node_name_or_hostname(self) -> str:

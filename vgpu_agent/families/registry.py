@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vgpu_agent.config import schema
 from vgpu_agent.families.aws.spec import SPEC as AWS
 from vgpu_agent.families.nvidia.spec import SPEC as NVIDIA
 from vgpu_agent.families.volcano_gpushare.spec import SPEC as VOLCANO_GPUSHARE
@@ -12,4 +13,18 @@ from vgpu_agent.families.volcano_vgpu.spec import SPEC as VOLCANO_VGPU
 if TYPE_CHECKING:
     from vgpu_agent.families.spec import FamilySpec
 
-FAMILIES: tuple[FamilySpec, ...] = (NVIDIA, AWS, VOLCANO_VGPU, VOLCANO_GPUSHARE)
+FAMILIES: list[FamilySpec] = [NVIDIA, AWS, VOLCANO_VGPU, VOLCANO_GPUSHARE]
+
+
+def register(family: FamilySpec) -> None:
+    """Add a family that does not come with this package.
+
+    Call it before any other module of the package is imported: the decoder of pods, for one, is made from the families once.
+
+    Raises:
+        ValueError: there is a family of that name.
+    """
+    if any(family.name == other.name for other in FAMILIES):
+        raise ValueError(f"there is a family {family.name} already")
+    schema.add_family(family.name.replace("-", "_"), family.switch, family.settings)
+    FAMILIES.append(family)

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 from vgpu_agent.families.device_lists import ListOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import msgspec
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.families.plugin_files import PluginFile
     from vgpu_agent.isolation.mps import MpsOptions
+    from vgpu_agent.model import Grant, Inventory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +79,23 @@ class BuiltFamily:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FamilyMetric:
+    """A gauge about the grants of one family, which exists while the family is on.
+
+    Attributes:
+        name: as scraped.
+        labels: label names, in the order of a row's label values.
+        help: one sentence, with the unit where the name does not have it.
+        rows: the family's live grants and the inventory → label values and a number.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    help: str
+    rows: Callable[[Sequence[Grant], Inventory], Iterable[tuple[tuple[str, ...], float]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FamilySpec:
     """What the agent has to know about a family.
 
@@ -90,6 +110,9 @@ class FamilySpec:
         labels: the same of pods' labels.
         variables: a pattern of the variables of containers that it has to know of; empty for none. Names and not prefixes: a tenant could
             invent any number below a prefix.
+        settings: the section of its own settings, by its name in Python; None for a family whose section is in `config`.
+        switch: the text of its switch in ``families``; empty for a family whose switch is in `config`.
+        metrics: its own metrics.
         mps: the settings → where its containers meet the MPS control daemons that it has; None where it shares nothing by MPS.
         progress: annotations of pods that only show how far a start has come; others, by which schedulers count, are written first.
     """
@@ -103,5 +126,8 @@ class FamilySpec:
     annotations: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     variables: str = ""
+    settings: tuple[str, type[msgspec.Struct]] | None = None
+    switch: str = ""
+    metrics: tuple[FamilyMetric, ...] = ()
     mps: Callable[[Settings], MpsOptions] | None = None
     progress: frozenset[str] = frozenset()

@@ -49,6 +49,7 @@ class AgentProcess:
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         through: Sequence[str] = (),
+        module: str = "vgpu_agent",
         opener: urllib.request.OpenerDirector | None = None,
     ) -> None:
         """Build it.
@@ -63,10 +64,11 @@ class AgentProcess:
             flags: more flags of `run`.
             environment: its variables besides ours.
             through: a command that becomes the one behind it, such as ``nsenter``, for an agent in another network.
+            module: the Python module that is run: the agent, or one that adds to it.
             opener: how its HTTP servers are reached from here; directly by default.
         """
         self.log_path = log_path
-        self._through, self._opener = tuple(through), opener or _DIRECT
+        self._through, self._module, self._opener = tuple(through), module, opener or _DIRECT
         self.public_address = self.debug_address = ""
         self._listen, self._debug_listen = listen, debug_listen
         self._flags = ["--kubelet-dir", str(kubelet), "--log-format", "json", *flags]
@@ -94,7 +96,7 @@ class AgentProcess:
                 *self._through,
                 sys.executable,
                 "-m",
-                "vgpu_agent",
+                self._module,
                 "run",
                 *self._flags,
                 *listen,

@@ -1,0 +1,12 @@
+"""The agent's real command line, with one more family."""
+
+import sys
+
+from tests.families.slot.spec import SPEC
+from vgpu_agent.families import registry
+
+registry.register(SPEC)
+
+from vgpu_agent.cli.main import main  # noqa: E402 - the family comes before everything that is made from the families
+
+sys.exit(main())

@@ -1,0 +1,31 @@
+"""The declaration of the family `example-slot`."""
+
+from __future__ import annotations
+
+from tests.families.slot.family import FAMILY, GPU, RESOURCE, SERVED, STATE, SlotFamily, slots_in_use
+from tests.families.slot.settings import Slot
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.families.spec import BuiltFamily, FamilyMetric, FamilySpec, NodeFacts
+
+
+def _is_on(settings: Settings) -> bool:
+    return bool(getattr(settings.families, "example_slot", False))
+
+
+def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
+    del facts
+    return BuiltFamily(by_pod=(SlotFamily(settings.section(Slot).per_gpu),)) if _is_on(settings) else BuiltFamily()
+
+
+SPEC = FamilySpec(
+    FAMILY,
+    _is_on,
+    _build,
+    needs_api_server=True,
+    settings=("example_slot", Slot),
+    switch="`example.com/slot`, for tests.",
+    resource_prefixes=(RESOURCE,),
+    annotations=(GPU, SERVED),
+    labels=(STATE,),
+    metrics=(FamilyMetric("example_slots_in_use", ("gpu",), "Slots of the GPU that have a holder.", slots_in_use),),
+)
