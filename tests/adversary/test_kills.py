@@ -150,12 +150,14 @@ async def test_killed_before_each_file_operation_the_agent_recovers_and_leaves_n
     operations: list[str] = []
     left: set[str] = set()
     numbers: list[int] = []
+    kills: list[bool] = []
 
     async def node(place: int) -> None:
         directory = folder / str(place)
         async with volcano_stage(directory, of=MortalStage) as stage:
             assert isinstance(stage, MortalStage)
             if place == 0:
+                await stage.live("first", 1_000_000)  # on a fresh checkout, where Python writes its compiled modules
                 assert not await stage.live("whole", 1_000_000)
                 operations.extend((await asyncio.to_thread(stage.count_file.read_text)).splitlines())
                 left.update(await asyncio.to_thread(stage.files))
@@ -168,7 +170,10 @@ async def test_killed_before_each_file_operation_the_agent_recovers_and_leaves_n
                     killed = await stage.live(f"pod-{number}", number)
                 except (AssertionError, SimulationError, TimeoutError) as err:
                     raise AssertionError(f"killed before {operations[number - 1]}: {err}") from err
-                assert killed or number > len(operations) - 3, f"no kill at {operations[number - 1]}"
+                # On a busy machine a life may write some files fewer times than the first one did; then it ended before that number.
+                made = len((await asyncio.to_thread(stage.count_file.read_text)).splitlines())
+                assert killed or made < number, f"no kill at {operations[number - 1]}, although {made} operations were made"
+                kills.append(killed)
                 files = await asyncio.to_thread(stage.files)
                 assert files == left, f"killed before {operations[number - 1]}: {files ^ left}"
 
@@ -177,3 +182,4 @@ async def test_killed_before_each_file_operation_the_agent_recovers_and_leaves_n
         for place in range(_NODES):
             group.create_task(node(place))
     assert len(operations) > 15
+    assert sum(kills) > 0.75 * len(operations)
