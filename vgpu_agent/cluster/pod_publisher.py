@@ -235,7 +235,9 @@ class PodPublisher:
         for entry, value in changes.items():
             section, key = entry
             if writing.written.note("/".join(entry), _present(pod, section).get(key), value):
-                text = f"somebody keeps changing the {section[:-1]} {key} of pod {pod.full_name}; find out who else writes it"
+                text = f"somebody keeps changing the annotation {key} of pod {pod.full_name}; find out who else writes it"
+                if section == LABELS:
+                    text = f"somebody keeps changing the label {key} of pod {pod.full_name}; find out who else writes it"
                 self._complaints.say(f"contest of {pod.uid}/{key}", "pods.contested", text, level="warning", **self._about(pod), error=text)
 
     async def _failed(self, pod: Pod, changes: Changes, writing: _Writing, err: ClusterError) -> None:
