@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from vgpu_agent.redaction import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
 MOST_QUOTED = 200  # characters of a foreign value in one message
 
@@ -35,6 +35,11 @@ def listed(values: Collection[str], most: int = 16) -> str:
     """List the first ``most`` of ``values`` for a message, each cut like `quoted`, and how many there are when that is not all."""
     shown = ", ".join(shortened(value, MOST_QUOTED) for value in itertools.islice(values, most))
     return shown if len(values) <= most else f"{shown}, … ({len(values)} in all)"
+
+
+def shown_ids(ids: Sequence[str], most: int = 16) -> list[str]:
+    """Shorten ids for a log line; thousands of them add nothing to the first."""
+    return list(ids) if len(ids) <= most else [*ids[:most], f"… {len(ids)} in all"]
 
 
 def with_advice(text: str, advice: str) -> str:

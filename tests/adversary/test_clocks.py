@@ -64,8 +64,7 @@ async def test_a_clock_that_is_set_back_does_not_change_which_container_started_
     """By that order an init container has ended, and its share is given on. The records keep it over restarts."""
     now = [1_000_000.0]
     place = Place()
-    assert place.allocator.binder is not None
-    place.allocator.binder._clock = lambda: now[0]
+    place.allocator._context.clock = lambda: now[0]
     pod = a_pod("train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 30000", main=f"{U0} 1000"))
     place.book.replace([dataclasses.replace(pod, phase="Running")])
     await place.admit(pod, "prepare", IDS[:2], listed=False)

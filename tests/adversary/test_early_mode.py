@@ -13,7 +13,7 @@ import pytest
 
 from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, Place, a_pod, wants
 from tests.golden import U0, U1
-from vgpu_agent.allocation.early_proof import WrongPodError
+from vgpu_agent.allocation.early.binding import WrongPodError
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod, PodContainer

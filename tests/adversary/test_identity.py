@@ -13,7 +13,7 @@ import pytest
 from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, init, wants
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.proof import NotProvenError
+from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod, PodCache
 

@@ -15,9 +15,8 @@ from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.allocation.allocator import Allocator
-from vgpu_agent.allocation.dependencies import Dependencies
-from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.allocation.proof import KubeletEvidence
+from vgpu_agent.allocation.context import Context, Families
+from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config import settings as schema
@@ -65,19 +64,19 @@ class Wired:
             str(Path(settings.state_directory).parent / "cdi"), self.journal, kept_directory=f"{settings.state_directory}/grants"
         )
         self.allocator = Allocator(
-            ledger=self.ledger,
-            families=Families(),
-            inventory=lambda: self.inventory,
-            journal=self.journal,
-            dependencies=Dependencies(
+            Context(
+                ledger=self.ledger,
+                families=Families(),
+                inventory=lambda: self.inventory,
+                journal=self.journal,
                 node=NODE,
-                book=self.cluster.book,
+                pods=self.cluster.book,
                 read_records=self._nothing,
                 fetch=self.cluster.fetch,
                 carrier=self.directory,
                 refusals=self.refusals,
                 settings=settings.binding,
-            ),
+            )
         )
         kubelet = settings.kubelet
         self.offering = Offering(

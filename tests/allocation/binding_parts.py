@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
-from vgpu_agent.allocation.dependencies import Dependencies
+from vgpu_agent.allocation.context import Context, Families
+from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.overcommits import Overcommits
-from vgpu_agent.allocation.proof import KubeletEvidence
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
@@ -154,22 +153,22 @@ class Place:
         self.resource = resource  # of which kubelet gives out ids
         self.overcommits = Overcommits()
         self.allocator = Allocator(
-            ledger=self.ledger,
-            families=Families(by_pod=(family or self.family,)),
-            inventory=golden_inventory,
-            journal=self.journal,
-            dependencies=Dependencies(
+            Context(
+                ledger=self.ledger,
+                families=Families(by_pod=(family or self.family,)),
+                inventory=golden_inventory,
+                journal=self.journal,
                 node=NODE,
-                book=self.book,
+                pods=self.book,
                 read_records=self.read_evidence,
                 fetch=self.fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
                 settings=binding or Binding(),
                 overcommits=self.overcommits,
-            ),
+            )
         )
-        self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
+        self.allocator.use_mode(BindingMode(late=late, by_annotation=False, reason="a test"))
         self.allocator.refresh_offer()
         # the kubelet has reported that nothing is held
         self.ledger.reconcile(KubeletRecords(entries=()), lambda _: None, reservation_seconds=60)

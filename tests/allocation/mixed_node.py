@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from tests.allocation.binding_parts import NODE, MemoryCarrier
 from vgpu_agent.allocation.allocator import Allocator
-from vgpu_agent.allocation.dependencies import Dependencies
+from vgpu_agent.allocation.context import Context, Families
+from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.allocation.proof import KubeletEvidence
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import AgentError
@@ -96,21 +95,21 @@ class MixedNode:
         self.refusals = Refusals()
         self.ledger, self.journal = Ledger(clock=lambda: self.now), Journal()
         self.allocator = Allocator(
-            ledger=self.ledger,
-            families=self.families,
-            inventory=lambda: self.inventory,
-            journal=self.journal,
-            dependencies=Dependencies(
+            Context(
+                ledger=self.ledger,
+                families=self.families,
+                inventory=lambda: self.inventory,
+                journal=self.journal,
                 node=NODE,
-                book=self.book,
+                pods=self.book,
                 read_records=self._read_evidence,
                 fetch=self._fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
                 settings=Binding(),
-            ),
+            )
         )
-        self.allocator.mode = BindingMode(late=True, by_annotation=False, reason="a test")
+        self.allocator.use_mode(BindingMode(late=True, by_annotation=False, reason="a test"))
         self.look()
         self.verify(initial=True)
 

@@ -15,8 +15,7 @@ from tests.families.nvidia.parts import shared_by
 from tests.families.volcano_vgpu.golden import decided
 from tests.golden import U0
 from vgpu_agent.allocation import advice
-from vgpu_agent.allocation.binder import Binder
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import AgentError, CapacityError, UnhealthyDeviceError
 from vgpu_agent.families.nvidia.family import NvidiaFamily
@@ -180,7 +179,6 @@ async def test_the_reason_stays_the_same_while_the_node_around_it_changes() -> N
     await hold(node, f"{GPUS[0]}::1", f"{GPUS[2]}::0")
     second = await refused(node, name)
     assert first != second
-    assert isinstance(node.allocator.binder, Binder)
     told = [entry for entry in node.journal.entries if entry.event == "start.refused"]
     assert [entry.facts["reason"] for entry in told] == [
         f"{GPUS[0]} is not available: the GPU serves nvidia until its last share is returned"

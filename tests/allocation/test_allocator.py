@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.allocation.without_pods import without_pods
 from tests.families.nvidia.parts import iktos, shared_by
 from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_slices
 from vgpu_agent.allocation.allocator import Allocator
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.nvidia.family import NvidiaFamily
@@ -24,7 +25,9 @@ def make(options: NvidiaOptions | None = None, inventory: Inventory | None = Non
     """An allocator over the golden node."""
     ledger, journal = Ledger(), Journal()
     family = NvidiaFamily(options or shared_by(4))
-    allocator = Allocator(ledger=ledger, families=Families((family,)), inventory=lambda: inventory or golden_inventory(), journal=journal)
+    allocator = Allocator(
+        without_pods(ledger=ledger, families=Families((family,)), inventory=lambda: inventory or golden_inventory(), journal=journal)
+    )
     allocator.refresh_offer()
     return allocator, ledger, journal
 
@@ -196,7 +199,7 @@ def test_a_familys_own_name_beats_one_that_another_may_have_had(nvidia_first: bo
     """Both read the ids, and neither offers the name today. The order of the families decides nothing."""
     idle = (NvidiaFamily(NvidiaOptions()), OtherFamily(NvidiaOptions()))
     families, ledger = Families(idle=idle if nvidia_first else idle[::-1]), Ledger()
-    allocator = Allocator(ledger=ledger, families=families, inventory=golden_inventory, journal=Journal())
+    allocator = Allocator(without_pods(ledger=ledger, families=families, inventory=golden_inventory, journal=Journal()))
     held = [
         Holding(name, (id_,), Owner("main", name, "default", name[-5:]))
         for name, id_ in (("nvidia.com/other", U0), ("nvidia.com/past", U1))
@@ -210,7 +213,7 @@ def test_a_name_that_another_family_offers_today_is_that_familys() -> None:
     inventory = with_slices(golden_inventory(), U1=golden_slices())
     families = Families((NvidiaFamily(NvidiaOptions()), VolcanoStaticMigFamily(StaticMigOptions("mixed", prefix="nvidia.com"))))
     ledger = Ledger()
-    allocator = Allocator(ledger=ledger, families=families, inventory=lambda: inventory, journal=Journal())
+    allocator = Allocator(without_pods(ledger=ledger, families=families, inventory=lambda: inventory, journal=Journal()))
     allocator.refresh_offer()
     held = Holding("nvidia.com/mig-1g.5gb", (SLICES[0],), Owner("main", "uid-1", "default", "train"))
     allocator.confirm(KubeletRecords((held,)), reservation_seconds=60, initial=True)

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
+from tests.allocation.without_pods import without_pods
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.allocator import Allocator
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.errors import UnhealthyDeviceError
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
@@ -22,7 +23,7 @@ async def test_a_device_that_went_away_since_the_last_offer_is_refused() -> None
     inventory = whole
     ledger = Ledger()
     families = Families((NvidiaFamily(NvidiaOptions()),))
-    allocator = Allocator(ledger=ledger, families=families, inventory=lambda: inventory, journal=Journal())
+    allocator = Allocator(without_pods(ledger=ledger, families=families, inventory=lambda: inventory, journal=Journal()))
     allocator.refresh_offer()
     inventory = dataclasses.replace(whole, gpus=whole.gpus[:1])
 

@@ -14,7 +14,7 @@ from tests.families.volcano_vgpu.golden import U0, U1, main, pod
 from tests.families.volcano_vgpu.mig.parts import GROUP2, ask, mig_family
 from tests.families.volcano_vgpu.mig.parts import node as divided
 from vgpu_agent.allocation.claims import Claims
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions

@@ -12,8 +12,8 @@ import pytest
 from tests.allocation.binding_parts import NODE
 from tests.allocation.mixed_node import MixedNode
 from tests.golden import U0, U1, golden_inventory
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.family import NvidiaFamily
@@ -394,7 +394,7 @@ async def test_a_booking_by_ids_is_made_although_a_pod_waits_for_the_gpu(node: N
 async def test_an_early_answer_is_given_and_its_start_refused_while_an_older_claim_waits() -> None:
     """In early mode the shares are booked in Allocate, which must not fail the pod. What is not booked then is tried again at the start."""
     node = Node()
-    node.allocator.mode = BindingMode(late=False, by_annotation=False, reason="a test")
+    node.allocator.use_mode(BindingMode(late=False, by_annotation=False, reason="a test"))
     first = node.bind(SHARE_LIMITS, share_on(0))
     second = node.bind(VGPU_LIMITS, vgpu_on(U0))
     assert await node.admit({NUMBER: 1}, bound=second)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tests.allocation.binding_parts import IDS, NumberFamily, Place, a_pod, wants
 from tests.golden import U0, U1
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.model import Grant
 from vgpu_agent.pods import DesiredPod, Pod
 

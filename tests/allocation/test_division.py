@@ -13,10 +13,9 @@ from tests.families.volcano_vgpu.golden import MEMORY, NODE, NUMBER, U0, U1, dec
 from tests.families.volcano_vgpu.mig.parts import GEOMETRIES, GROUP2, a_gpu
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.dependencies import Dependencies
+from vgpu_agent.allocation.context import Context, Families
 from vgpu_agent.allocation.division import Division
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import CapacityError, LedgerError, MigError, RequestRefusedError
 from vgpu_agent.families.family import MigLayout
@@ -39,22 +38,22 @@ class MigPlace(Place):
         self.asked: list[MigLayout] = []
         self._waiting: dict[str, Callable[[str], None]] = {}
         self.allocator = Allocator(
-            ledger=self.ledger,
-            families=Families(by_pod=(VolcanoVgpuMigFamily(VolcanoVgpuOptions(factor=64, mode=MIG, geometries=GEOMETRIES)),)),
-            inventory=lambda: self.inventory,
-            journal=self.journal,
-            dependencies=Dependencies(
+            Context(
+                ledger=self.ledger,
+                families=Families(by_pod=(VolcanoVgpuMigFamily(VolcanoVgpuOptions(factor=64, mode=MIG, geometries=GEOMETRIES)),)),
+                inventory=lambda: self.inventory,
+                journal=self.journal,
                 node=NODE,
-                book=self.book,
+                pods=self.book,
                 read_records=self.read_evidence,
                 fetch=self.fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
                 settings=Binding(start_seconds=start_seconds),
                 divider=self if divider else None,
-            ),
+            )
         )
-        self.allocator.mode = BindingMode(late=late, by_annotation=False, reason="a test")
+        self.allocator.use_mode(BindingMode(late=late, by_annotation=False, reason="a test"))
         self.allocator.refresh_offer()
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
@@ -203,7 +202,7 @@ async def test_a_gpu_that_is_kept_for_another_family_is_not_divided() -> None:
     """It would come to that family's pod in pieces, which it cannot use."""
     place = MigPlace()
     place.ledger.claim([Claim(U1, "volcano-gpushare", "default/first", "uid-first", 0.0, 1)])
-    division = Division(ledger=place.ledger, inventory=lambda: place.inventory, journal=place.journal, divider=place)
+    division = Division(place.allocator._context)
     with pytest.raises(MigError, match="kept for a pod to which"):
         await division.bring_about([MigLayout(U1, GROUP3)], "volcano-vgpu", "default/b", asyncio.get_running_loop().time() + 5)
     assert (place.asked, place.cordoned) == ([], [])
@@ -215,7 +214,7 @@ async def test_a_gpu_that_somebody_has_is_not_divided_whatever_a_family_says() -
     place.show(U1, *GROUP2)
     ids = await place.admitted("a", f"{U1}[group2-0]")
     await place.allocator.pre_start(NUMBER, ids)
-    division = Division(ledger=place.ledger, inventory=lambda: place.inventory, journal=place.journal, divider=place)
+    division = Division(place.allocator._context)
     with pytest.raises(MigError, match="default/a has a part of it"):
         await division.bring_about([MigLayout(U1, GROUP3)], "volcano-vgpu", "default/b", asyncio.get_running_loop().time() + 5)
     assert (place.asked, place.cordoned) == ([], [])

@@ -14,8 +14,7 @@ import pytest
 from tests.allocation.binding_parts import IDS, NUMBER, MemoryCarrier, Place, a_pod, wants
 from tests.allocation.later_parts import booked, confirm, restarted
 from tests.golden import U0, U1
-from vgpu_agent.allocation import proof
-from vgpu_agent.allocation.proof import NotProvenError
+from vgpu_agent.allocation.identification import KubeletEvidence, NotProvenError
 from vgpu_agent.model import Holding, Owner
 from vgpu_agent.pods import Pod
 
@@ -35,7 +34,7 @@ class DeletedSpecs(MemoryCarrier):
 class SilentPlace(Place):
     """The kubelet's records cannot be read for a very long time."""
 
-    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> proof.KubeletEvidence:
+    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
         await asyncio.sleep(3600)
         return await super().read_evidence(resource, ids, whole=whole)
 

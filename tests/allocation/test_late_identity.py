@@ -9,7 +9,7 @@ import pytest
 from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, wants
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.proof import NotProvenError
+from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.model import Holding, Owner
 
 
@@ -113,8 +113,7 @@ async def test_ids_in_two_live_pods_are_refused_and_counted() -> None:
     place.pod_resources = None
     with pytest.raises(NotProvenError, match="names several pods for the same ids"):
         await place.start(IDS[:1])
-    assert place.allocator.binder is not None
-    assert place.allocator.binder.ambiguities == 2
+    assert place.allocator.late_start.ambiguities == 2
     assert place.carrier.specs == {}
 
 

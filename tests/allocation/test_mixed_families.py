@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.allocation.binding_parts import NODE
 from tests.allocation.mixed_node import MixedNode
 from tests.families.nvidia.parts import shared_by
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import IdFamily, PodFamily

@@ -13,10 +13,10 @@ from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, MemoryCarrier, N
 from tests.allocation.later_parts import booked, confirm, restarted, running
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
-from vgpu_agent.allocation.early_proof import WrongPodError
+from vgpu_agent.allocation.context import Families
+from vgpu_agent.allocation.early.binding import WrongPodError
+from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.family import Ownership, Question
 from vgpu_agent.isolation.edits import Provision
@@ -99,7 +99,7 @@ async def test_a_refuted_early_answer_stays_refused_when_the_node_binds_late() -
     assert answer.environment["GPU"] == U0  # the guess took the first
     with pytest.raises(WrongPodError):
         await place.start(IDS[:1])
-    place.allocator.mode = LATE
+    place.allocator.use_mode(LATE)
     with pytest.raises(WrongPodError):
         await place.start(IDS[:1])
     assert place.carrier.specs == {}
@@ -109,7 +109,7 @@ async def test_a_late_answer_stays_good_when_the_node_binds_early() -> None:
     """The container crashes after ``early`` was set: the kubelet keeps our CDI name, and the spec behind it is the container's own."""
     place = Place()
     await started(place, a_pod("train", annotations=wants(main=f"{U0} 100")), IDS[:1])
-    place.allocator.mode = EARLY
+    place.allocator.use_mode(EARLY)
     await place.start(IDS[:1])
     assert booked(place) == {U0: 100}
     assert place.carrier.prepared == {}  # bound late again, not proven as a guess
@@ -122,7 +122,7 @@ async def test_what_kubelet_counted_while_binding_was_late_says_nothing_about_ea
     small = a_pod("a-small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1}), annotations=wants(main=f"{U0} 1"))
     large = a_pod("b-large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2}), annotations=wants(main=f"{U1} 2"))
     place.book.replace([small, large])
-    place.allocator.mode = EARLY
+    place.allocator.use_mode(EARLY)
     answer = await place.allocator.allocate(NUMBER, IDS[:1])
     assert answer.environment["GPU"] == U0
 
@@ -165,7 +165,7 @@ async def test_one_spec_that_cannot_be_made_keeps_nobody_elses_from_being_made()
         await started(place, a_pod(name, annotations=wants(main=f"{U0} 100")), ids)
     place.carrier.specs.clear()
     place.allocator.use_families(Families(by_pod=(PickyFamily(),)))
-    assert [record.owner.pod for record, _ in place.allocator.deliveries()] == ["lucky"]
+    assert [record.owner.pod for record, _ in place.allocator.late_start.deliveries()] == ["lucky"]
 
 
 # -- the agent restarts --------------------------------------------------------------------------------------------------------------

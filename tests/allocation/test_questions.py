@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from tests.allocation.binding_parts import IDS, NODE, NUMBER, NumberFamily
+from tests.allocation.binding_parts import IDS, NUMBER, NumberFamily
+from tests.allocation.without_pods import without_pods
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.families.family import Question
+from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Grant, Owner, Share
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
@@ -22,7 +24,8 @@ def _node(*held: tuple[str, str, int, Share]) -> tuple[Ledger, list[Grant]]:
 
 
 def _ask(ledger: Ledger, container: str, place: int) -> Question:
-    return question(ledger, ledger.resource(NUMBER), POD, container, [IDS[place]], node=NODE, inventory=golden_inventory())
+    context = without_pods(ledger=ledger, inventory=golden_inventory, journal=Journal())
+    return question(context, ledger.resource(NUMBER), POD, container, [IDS[place]])
 
 
 def _used(asked: Question) -> dict[str, int]:

@@ -19,7 +19,7 @@ from vgpu_agent.errors import CapacityError
 from vgpu_agent.pods import Pod
 
 if TYPE_CHECKING:
-    from vgpu_agent.allocation.proof import KubeletEvidence  # a class that pytest would take for tests
+    from vgpu_agent.allocation.identification import KubeletEvidence  # a class that pytest would take for tests
 
 GPU_MIB = 40960
 

@@ -18,7 +18,7 @@ from tests.torture.kubelet_model import KubeletModel
 from tests.torture.node_files import NodeFiles
 from tests.torture.plan import NUMBER, Card
 from tests.torture.story import Story
-from vgpu_agent.allocation.proof import KubeletEvidence
+from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.isolation.edits import Edits
 
 

@@ -13,9 +13,8 @@ from tests.torture.api_model import NODE
 from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, SPLIT
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
-from vgpu_agent.allocation.dependencies import Dependencies
+from vgpu_agent.allocation.context import Context, Families
 from vgpu_agent.allocation.mode import choose
-from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
@@ -71,22 +70,22 @@ class RealAgent:
         options = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
         family = VolcanoVgpuFamily(options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so"))
         self.allocator = Allocator(
-            ledger=self.ledger,
-            families=Families(by_pod=(family,)),
-            inventory=lambda: self._inventory,
-            journal=_QuietJournal(world),
-            dependencies=Dependencies(
+            Context(
+                ledger=self.ledger,
+                families=Families(by_pod=(family,)),
+                inventory=lambda: self._inventory,
+                journal=_QuietJournal(world),
+                clock=clock,
                 node=NODE,
-                book=self._book,
+                pods=self._book,
                 read_records=world.read_records,
                 fetch=world.api.fetch,
                 carrier=world.files,
                 refusals=Refusals(clock),
                 settings=settings,
-            ),
-            clock=clock,
+            )
         )
-        self.allocator.mode = choose(settings.mode, None)
+        self.allocator.use_mode(choose(settings.mode, None))
         self._kubelet_restarted_at = -1e9
         self._registrations = 0
 

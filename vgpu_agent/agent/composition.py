@@ -41,8 +41,7 @@ from vgpu_agent.agent.status.cluster import ClusterReport
 from vgpu_agent.agent.status.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
-from vgpu_agent.allocation.dependencies import Dependencies
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Context
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
@@ -127,7 +126,7 @@ class Agent:
             ledger=self._ledger,
             journal=self._journal,
             supervisor=self._supervisor,
-            is_late=lambda: self._allocator.mode is not None and self._allocator.mode.late,
+            is_late=lambda: self._allocator.is_late,
         )
         grants_in = containers_directory(settings.hami_core.host_directory), directory_before(settings.hami_core.host_directory)
         self._regions = RegionGuard(grants_in[0], self._journal, size=hami_region.SIZE, pause_seconds=settings.gpu.usage_seconds)
@@ -147,21 +146,20 @@ class Agent:
         self._starting = StartingPods(
             self._cluster.book,
             self._ledger,
-            served=lambda: self._allocator.binder.served if self._allocator.binder else (),
+            served=lambda: self._allocator.late_start.served,
             longest_seconds=settings.cluster.starts_first_seconds,
         )
         self._allocator = Allocator(
-            ledger=self._ledger,
-            families=Families(),
-            inventory=lambda: self._watch.inventory.value,
-            journal=self._journal,
-            dependencies=Dependencies(
+            Context(
+                ledger=self._ledger,
+                inventory=lambda: self._watch.inventory.value,
+                journal=self._journal,
                 node=settings.node_name_or_hostname,
-                book=self._cluster.book,
+                pods=self._cluster.book,
                 read_records=KubeletRecordsReader(
                     self._pod_resources,
                     kubelet.checkpoint_path,
-                    with_answers=lambda: self._allocator.mode is not None and not self._allocator.mode.late,
+                    with_answers=lambda: self._allocator.mode is not None and not self._allocator.is_late,
                     pods=self._starting,
                 ),
                 fetch=self._cluster.fetch,
@@ -411,7 +409,7 @@ class Agent:
 
     def _tokens(self, pod_uid: str) -> tuple[str, ...]:
         """The tokens of a pod's grants, also of those that ended before its annotations were written."""
-        served = self._allocator.binder.served.values() if self._allocator.binder else ()
+        served = self._allocator.late_start.served.values()
         return tokens_of(pod_uid, (*self._ledger.grants, *served))
 
     async def _look_again(self) -> None:

@@ -15,7 +15,6 @@ scheduler has bound it or kubelet has admitted it.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation.demand import Demand, is_expected
@@ -23,14 +22,12 @@ from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from vgpu_agent.allocation.node_families import Families
-    from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.allocation.context import Context
     from vgpu_agent.families.family import PodFamily
-    from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Inventory, Resource
-    from vgpu_agent.pods import Pod, PodCache, PodContainer
+    from vgpu_agent.pods import Pod, PodContainer
 
 _AHEAD = 2**40  # more pods than a process ever sees: the claims of pods that have a part of what they need come before all others
 
@@ -44,22 +41,9 @@ class Claims:
     last. `refresh` costs next to nothing when none of that has changed, so it is called before every decision.
     """
 
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        book: PodCache,
-        refusals: Refusals,
-        families: Callable[[], Families],
-        inventory: Callable[[], Inventory],
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._ledger = ledger
-        self._book = book
-        self._refusals = refusals
-        self._families = families
-        self._inventory = inventory
-        self._wall_clock = wall_clock
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._ledger = context.ledger
         self._made_from: tuple[object, ...] = ()
         self._known_with: tuple[object, ...] = ()
         self._known: dict[str, tuple[Pod, _Named]] = {}  # by kubelet's UID
@@ -74,21 +58,21 @@ class Claims:
 
     def _versions(self) -> tuple[object, ...]:
         return (
-            self._book.revision.version,
+            self._context.pods.revision.version,
             self._ledger.revision.version,
-            self._refusals.revision.version,
-            self._inventory().version,
-            self._families(),
+            self._context.refusals.revision.version,
+            self._context.inventory().version,
+            self._context.families,
         )
 
     def _claims(self) -> list[Claim]:
         named = self._named_claims()
         if not self._ledger.serves_several_families:
             return named  # whatever is free is theirs
-        expected = [pod for pod in self._book.pods if is_expected(pod)]
+        expected = [pod for pod in self._context.pods.pods if is_expected(pod)]
         if not expected:
             return named
-        demand = Demand(self._ledger, named, ahead=_AHEAD, now=self._wall_clock())
+        demand = Demand(self._ledger, named, ahead=_AHEAD, now=self._context.clock())
         return named + [claim for pod in expected for claim in demand.claims(pod)]
 
     def _named_claims(self) -> list[Claim]:
@@ -98,8 +82,8 @@ class Claims:
         since = {(claim.pod_uid, claim.family, claim.gpu): claim.since for claim in self._ledger.claims}
         served = {grant.decided_for for grant in self._ledger.grants if grant.decided_for and grant.shares}
         partly = {uid for uid, _ in served}
-        lost = {refusal.pod.kubelet_uid for refusal in self._refusals.current if refusal.final}
-        now, claims = self._wall_clock(), []
+        lost = {refusal.pod.kubelet_uid for refusal in self._context.refusals.current if refusal.final}
+        now, claims = self._context.clock(), []
         for pod, named in waiting:
             uid = pod.kubelet_uid
             if uid in lost:
@@ -113,7 +97,7 @@ class Claims:
 
     def _waiting(self) -> list[tuple[Pod, _Named]]:
         """The pods that may claim something, with what their containers that have not started are given."""
-        families, inventory = self._families(), self._inventory()
+        families, inventory = self._context.families, self._context.inventory()
         unserved = {family.name for family in families.unserved}
         by_pod = tuple(family for family in families.by_pod if family.name not in unserved)
         resources = self._ledger.resources
@@ -121,7 +105,7 @@ class Claims:
         if known_with != self._known_with:
             self._known_with, self._known = known_with, {}
         known, waiting = {}, []
-        for pod in self._book.pods if by_pod else ():
+        for pod in self._context.pods.pods if by_pod else ():
             before = self._known.get(pod.kubelet_uid)
             entry = before if before is not None and before[0] is pod else (pod, _named(pod, by_pod, inventory, resources))
             known[pod.kubelet_uid] = entry

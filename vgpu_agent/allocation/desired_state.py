@@ -15,24 +15,16 @@ from vgpu_agent.pods import DesiredPod
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from vgpu_agent.allocation.node_families import Families
+    from vgpu_agent.allocation.context import Context, Families
     from vgpu_agent.families.node_lock import NodeLocks
-    from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Grant, Inventory
+    from vgpu_agent.model import Grant
     from vgpu_agent.nodes import Node
-    from vgpu_agent.pods import Pod, PodCache
+    from vgpu_agent.pods import Pod
 
 
-def desired_node(
-    families: Families,
-    ledger: Ledger,
-    node: Node,
-    inventory: Inventory,
-    allocated_at: Mapping[str, float],
-    now: float,
-    locks: NodeLocks,
-) -> DesiredNode:
+def desired_node(context: Context, node: Node, allocated_at: Mapping[str, float], now: float, locks: NodeLocks) -> DesiredNode:
     """Return the desired state of our Node. A family that serves no container now announces that nothing is free."""
+    families, ledger, inventory = context.families, context.ledger, context.inventory()
     desired_state = DesiredNode()
     unserved = {family.name for family in families.unserved}
     for name, family in {family.name: family for family in (*families.unserved, *families.by_pod)}.items():
@@ -56,26 +48,23 @@ class DesiredPods:
     def __init__(self) -> None:
         self._said: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
 
-    def __call__(
-        self, families: Families, ledger: Ledger, book: PodCache, served_before: Collection[Grant], failed: Collection[str]
-    ) -> dict[str, DesiredPod]:
+    def __call__(self, context: Context, served_before: Collection[Grant], failed: Collection[str]) -> dict[str, DesiredPod]:
         """Return the desired state by the kubelet's UID; only pods of which something is desired.
 
         Args:
-            families: the families whose vocabularies they are.
-            ledger: the grants.
-            book: the pods.
+            context: the families, the grants and the pods.
             served_before: grants that were put in force since the start; some of their pods ended before it was written.
             failed: UIDs of pods that will never start here.
         """
+        families = context.families
         served: dict[str, dict[tuple[str, str], Grant]] = {}
-        for grant in (*served_before, *(grant for grant in ledger.grants if grant.proven and grant.shares)):
+        for grant in (*served_before, *(grant for grant in context.ledger.grants if grant.proven and grant.shares)):
             if grant.decided_for:
                 uid, container = grant.decided_for
                 served.setdefault(uid, {})[grant.family, container] = grant
         said: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
         for uid in served.keys() | set(failed):
-            if (pod := book.get(uid)) is None:
+            if (pod := context.pods.get(uid)) is None:
                 continue
             grants = served.get(uid, {})
             facts: tuple[object, ...] = (families, pod, uid in failed, *grants.values())

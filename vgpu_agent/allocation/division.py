@@ -2,7 +2,7 @@
 
 A GPU is divided into other MIG instances only while it has no holder of any family. From that check until the end the ledger has it
 cordoned. The work itself belongs to a loop of `agent`. It goes on when a waiting call is cancelled or has waited long enough: the kubelet
-retries in a moment and finds the GPU divided. Called by `binder`; a `Divider` does the work.
+retries in a moment and finds the GPU divided. Called by `late_start`; a `Divider` does the work.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING
 from vgpu_agent.errors import MigError, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from vgpu_agent.allocation.dependencies import Divider
+    from vgpu_agent.allocation.context import Context, Divider
     from vgpu_agent.families.family import MigLayout
-    from vgpu_agent.journal import Journal
-    from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Inventory
 
 _KEEPER = "division"  # of cordons in the ledger
 
@@ -42,11 +39,11 @@ class Division:
     GPU as it is then.
     """
 
-    def __init__(self, *, ledger: Ledger, inventory: Callable[[], Inventory], journal: Journal, divider: Divider | None) -> None:
-        self._ledger = ledger
-        self._inventory = inventory
-        self._journal = journal
-        self._divider = divider
+    def __init__(self, context: Context) -> None:
+        self._ledger = context.ledger
+        self._inventory = context.inventory
+        self._journal = context.journal
+        self._divider = context.divider
         self._under_way: dict[str, _Change] = {}
 
     async def bring_about(self, layouts: Sequence[MigLayout], family: str, pod: str, until: float) -> None:

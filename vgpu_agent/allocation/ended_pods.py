@@ -1,8 +1,8 @@
 """Release the room of ended pods in the ledger for a start that needs it now.
 
 An ended pod is released a moment later, or up to a minute later without the API server. A start that is refused meanwhile would get an
-event and wait until the kubelet retries. So `binder` decides and books through `EndedPods.with_room`, which asks the kubelet for the live
-pods, releases the others, and tries again.
+event and wait until the kubelet retries. So `late_start` decides and books through `EndedPods.with_room`, which asks the kubelet for the
+live pods, releases the others, and tries again.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
-from vgpu_agent.allocation.proof import NotProvenError
+from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vgpu_agent.allocation.dependencies import Dependencies
-    from vgpu_agent.allocation.proof import KubeletEvidence
-    from vgpu_agent.allocation.starting import Start
-    from vgpu_agent.journal import Journal
-    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.allocation.context import Context
+    from vgpu_agent.allocation.identification import KubeletEvidence, Start
     from vgpu_agent.model import Grant, Holding
 
 T = TypeVar("T")
@@ -51,10 +48,9 @@ class _Listed:
 class EndedPods:
     """The release of grants of ended pods; no state of its own."""
 
-    def __init__(self, *, ledger: Ledger, journal: Journal, dependencies: Dependencies) -> None:
-        self._ledger = ledger
-        self._journal = journal
-        self._around = dependencies
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._ledger = context.ledger
 
     async def with_room(self, start: Start, attempt: Callable[[], T]) -> T:
         """Return the result of ``attempt``, which is repeated after ended pods were released.
@@ -99,7 +95,7 @@ class EndedPods:
                 return attempt()
             except _NO_ROOM as err:
                 raise NotProvenError(
-                    f"no room, and kubelet has not said within {self._around.settings.start_seconds:g} s which pods have ended; "
+                    f"no room, and kubelet has not said within {self._context.settings.start_seconds:g} s which pods have ended; "
                     f"kubelet will ask again ({err})"
                 ) from err
         return await self._tried_again(start, attempt, kubelet_evidence, before)
@@ -112,8 +108,8 @@ class EndedPods:
         The API server may show the end of a pod a moment after kubelet has let go of it, so such a pod is waited for.
         """
         now = asyncio.get_running_loop().time
-        until = min(start.until, now() + self._around.settings.pod_wait_seconds)
-        listed, pods = self._listed(start, kubelet_evidence.pod_resources), self._around.book.revision
+        until = min(start.until, now() + self._context.settings.pod_wait_seconds)
+        listed, pods = self._listed(start, kubelet_evidence.pod_resources), self._context.pods.revision
         while True:
             version, ending = pods.version, self._release(listed, before)
             try:
@@ -130,7 +126,7 @@ class EndedPods:
         """Kubelet's records about every pod, read now; None when it has not answered in time."""
         try:
             async with asyncio.timeout_at(start.until):
-                return await self._around.read_records(start.offered.name, start.ids, whole=True)
+                return await self._context.read_records(start.offered.name, start.ids, whole=True)
         except TimeoutError:
             return None
 
@@ -156,7 +152,7 @@ class EndedPods:
         Returns:
             Whether there are pods that the kubelet does not list and whose end the API server has not shown.
         """
-        if listed is None or not self._around.book.synced.is_set():
+        if listed is None or not self._context.pods.synced.is_set():
             return False
         ending = False
         for grant in self._ledger.grants:
@@ -165,12 +161,12 @@ class EndedPods:
                 continue
             if before.get(grant.number) != grant:
                 continue  # booked or proven since kubelet was asked, so its answer does not cover it
-            pod = self._around.book.get(owner.pod_uid)
-            if pod is None and self._around.book.may_have(owner.pod_uid):
+            pod = self._context.pods.get(owner.pod_uid)
+            if pod is None and self._context.pods.may_have(owner.pod_uid):
                 continue
             if pod is None or pod.ended:
                 self._ledger.release(grant.number)
-                self._journal.record("ledger.released", grant=grant.number, pod=owner.pod_name, reason="the pod has ended")
+                self._context.journal.record("ledger.released", grant=grant.number, pod=owner.pod_name, reason="the pod has ended")
                 continue
             container = pod.container(owner.container)
             # pod-resources hides init containers, whose pod may well be alive.

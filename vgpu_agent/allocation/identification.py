@@ -1,7 +1,11 @@
-"""Identify the pod and container about to start: the proof of `proof`, with everything that has to be waited for.
+"""Identify the container about to start, from the kubelet's own records and the known pods; never guess.
 
-Called by `binder` for each start. Kubelet's records are read after the question; a pod that our watch does not show yet is waited for and
-then requested once. Without an answer of the API server, a container that has started here before is known by its spec.
+There are two records. The checkpoint names the pod's UID and the container (plain init containers too); pod-resources names namespace, pod
+and container of what is alive. One alone counts where it is enough. Where they contradict each other, or two pods could be meant, the start
+is refused and the kubelet retries.
+
+The records are read after the question was asked. A pod that our watch does not show yet is waited for and then requested once. Without an
+answer of the API server, a container that has started here before is known by its spec.
 """
 
 from __future__ import annotations
@@ -10,116 +14,354 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.allocation.proof import NotProvenError, claim, holder, suspects
-from vgpu_agent.errors import ClusterError
+from vgpu_agent.errors import AgentError, ClusterError
+from vgpu_agent.model import Owner
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
-    from vgpu_agent.allocation.dependencies import Dependencies
-    from vgpu_agent.allocation.proof import Claim, KubeletEvidence
-    from vgpu_agent.model import Owner
+    from vgpu_agent.allocation.context import Context
+    from vgpu_agent.families.family import PodFamily
+    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.model import Holding, Resource
     from vgpu_agent.pods import Pod, PodCache
 
 _REREAD_SECONDS = 0.05  # kubelet writes its records before it calls us; once in a while a reader is quicker than the disk
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Identified:
-    """The container that has the ids, proven, and what proves it."""
+class NotProvenError(AgentError):
+    """The owner of the ids is not known yet, or not without doubt; the text is shown in the pod's status and the kubelet retries.
 
+    Attributes:
+        ambiguous: the records name two holders, which must not be; anything else is a matter of time.
+        suspects: (pod, container) that may be the one, for an event when it stays so.
+    """
+
+    def __init__(self, text: str, *, ambiguous: bool = False) -> None:
+        self.ambiguous = ambiguous
+        self.suspects: tuple[tuple[Pod, str], ...] = ()
+        super().__init__(text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KubeletEvidence:
+    """The kubelet's records at one moment, after the question was asked.
+
+    Attributes:
+        checkpoint: the holders of the ids in question, by UID and container; None when it could not be read or understood.
+        pod_resources: all holders, by namespace, pod and container; None when it did not answer.
+        answers: (UID, container, resource) → the answer of our Allocate, as far as the checkpoint kept it; for the ids in question
+            always, for all others in early mode.
+        trouble: why a record is missing.
+        whole: whether ``pod_resources`` covers every pod; otherwise only those that the checkpoint names for the ids in question.
+    """
+
+    checkpoint: tuple[Holding, ...] | None
+    pod_resources: tuple[Holding, ...] | None
+    answers: Mapping[tuple[str, str, str], Edits] = dataclasses.field(default_factory=dict)
+    trouble: str = ""
+    whole: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IdRecords:
+    """The records about one set of ids.
+
+    Attributes:
+        uids: the pods that may be meant, by kubelet's UID; several only when the checkpoint still names ended pods.
+        named: (namespace, name) from pod-resources; None when it does not list these ids (an init container's) or did not answer.
+        containers: by UID, the containers that have exactly these ids, in the order of the records; under "" when no UID is known.
+        evidence: one sentence for each record.
+    """
+
+    uids: tuple[str, ...]
+    named: tuple[str, str] | None
+    containers: Mapping[str, tuple[str, ...]]
+    evidence: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """One container about to start, proven.
+
+    Attributes:
+        offered: the resource.
+        ids: of the resource, as the kubelet named them.
+        token: the name of the ids, see `carrier.grant_token`.
+        family: the resource's family.
+        until: the loop's time by which kubelet must have an answer.
+        pod: the container's pod.
+        owner: the container.
+        found: what the kubelet's records say about the ids.
+        kubelet_evidence: the records themselves.
+    """
+
+    offered: Resource
+    ids: tuple[str, ...]
+    token: str
+    family: PodFamily
+    until: float
     pod: Pod
     owner: Owner
-    found: Claim
+    found: IdRecords
     kubelet_evidence: KubeletEvidence
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Kubelet's UID of the pod, and the container."""
+        return self.owner.pod_uid, self.owner.container
 
 
 class Identification:
     """The identification of containers; no state of its own."""
 
-    def __init__(self, dependencies: Dependencies) -> None:
-        self._around = dependencies
+    def __init__(self, context: Context) -> None:
+        self._context = context
 
-    async def identify(self, resource: str, ids: Sequence[str], token: str) -> Identified | GrantRecord:
-        """The container that is about to start with ``ids``, or the record of its earlier start when its pod cannot be asked about.
+    async def identify(self, offered: Resource, ids: Sequence[str], token: str, family: PodFamily) -> Start | GrantRecord:
+        """Return the container that is about to start, or the record of its earlier start when its pod cannot be asked about.
+
+        Args:
+            offered: the resource.
+            ids: of the resource.
+            token: their name, see `carrier.grant_token`.
+            family: the resource's family.
 
         Raises:
             NotProvenError: it is not certain (yet).
         """
-        seconds = self._around.settings.start_seconds
+        seconds = self._context.settings.start_seconds
+        until = asyncio.get_running_loop().time() + seconds
         try:
-            async with asyncio.timeout(seconds):
-                return await self._identify(resource, ids, token)
+            async with asyncio.timeout_at(until):
+                who = await self._identify(offered.name, ids, token)
         except TimeoutError:
             raise NotProvenError(
                 f"kubelet's records and the API server have not answered within {seconds:g} s; kubelet will ask again"
             ) from None
+        return Start(offered, tuple(ids), token, family, until, *who) if isinstance(who, tuple) else who
 
-    async def _identify(self, resource: str, ids: Sequence[str], token: str) -> Identified | GrantRecord:
-        loop, book = asyncio.get_running_loop(), self._around.book
-        until = loop.time() + self._around.settings.pod_wait_seconds
+    async def _identify(self, resource: str, ids: Sequence[str], token: str) -> tuple[Pod, Owner, IdRecords, KubeletEvidence] | GrantRecord:
+        loop, pods = asyncio.get_running_loop(), self._context.pods
+        until = loop.time() + self._context.settings.pod_wait_seconds
         fetched: Pod | None = None
         while True:
-            version = book.revision.version
-            kubelet_evidence = await self._around.read_records(resource, ids)
+            version = pods.revision.version
+            kubelet_evidence = await self._context.read_records(resource, ids)
             try:
-                found = claim(resource, ids, kubelet_evidence)
+                found = records_about(resource, ids, kubelet_evidence)
             except NotProvenError as err:
                 if err.ambiguous or loop.time() + _REREAD_SECONDS >= until:
-                    err.suspects = suspects(resource, ids, kubelet_evidence, book)
+                    err.suspects = suspects(resource, ids, kubelet_evidence, pods)
                     raise
                 await asyncio.sleep(_REREAD_SECONDS)
                 continue
             try:
-                if named := holder(found, book, fetched):
-                    return Identified(*named, found, kubelet_evidence)
+                if named := holder(found, pods, fetched):
+                    return *named, found, kubelet_evidence
                 if fetched is None:
                     record = self._before(found, token)
                     # While the first list is read, which takes seconds with the largest pods, this one may appear at any time.
-                    reading = record is None and not book.synced.is_set()
-                    if not reading and await _newer(book, version, until - loop.time()):
+                    reading = record is None and not pods.synced.is_set()
+                    if not reading and await _newer(pods, version, until - loop.time()):
                         continue
-                    if record and await self._around.carrier.stands(token):
+                    if record and await self._context.carrier.stands(token):
                         return record
                     fetched = await self._ask_for(found)
             except NotProvenError as err:
-                err.suspects = suspects(resource, ids, kubelet_evidence, book)
+                err.suspects = suspects(resource, ids, kubelet_evidence, pods)
                 raise
 
-    def _before(self, found: Claim, token: str) -> GrantRecord | None:
+    def _before(self, found: IdRecords, token: str) -> GrantRecord | None:
         """The record of the very container that kubelet's records name for these ids, from an earlier start of it."""
-        for record in self._around.carrier.records:
+        for record in self._context.carrier.records:
             owner = record.owner
             if record.token == token and found.uids == (owner.pod_uid,) and owner.container in found.containers[owner.pod_uid]:
                 return record if found.named in {None, (owner.namespace, owner.pod)} else None
         return None
 
-    async def _ask_for(self, found: Claim) -> Pod:
+    async def _ask_for(self, found: IdRecords) -> Pod:
         """The pod from the API server itself, because our watch does not know it."""
-        seconds, book = self._around.settings.pod_wait_seconds, self._around.book
-        known = next((pod for uid in found.uids if (pod := book.get(uid))), None)
+        seconds, pods = self._context.settings.pod_wait_seconds, self._context.pods
+        known = next((pod for uid in found.uids if (pod := pods.get(uid))), None)
         name = found.named or ((known.namespace, known.name) if known else None)
         missing = f"pod {'/'.join(name)}" if name else f"the pod with UID {' or '.join(found.uids)}"
         if name is None:
             raise NotProvenError(f"{missing} did not appear in the watch within {seconds:g} s; kubelet will ask again")
         try:
-            pod = await self._around.fetch(*name)
+            pod = await self._context.fetch(*name)
         except ClusterError as err:
             raise NotProvenError(f"{missing} did not appear in the watch within {seconds:g} s, and {err}; kubelet will ask again") from err
-        if pod is None or pod.node != self._around.node:
+        if pod is None or pod.node != self._context.node:
             where = f"is bound to {pod.node or 'no node'}" if pod else "does not exist any more"
             raise NotProvenError(f"{missing} {where}; kubelet will notice")
         return pod
 
 
-async def _newer(book: PodCache, version: int, seconds: float) -> bool:
+async def _newer(pods: PodCache, version: int, seconds: float) -> bool:
     """Wait for a change of the pod cache; return False when there is none in time."""
     if seconds <= 0:
         return False
     try:
         async with asyncio.timeout(seconds):
-            await book.revision.newer_than(version)
+            await pods.revision.newer_than(version)
     except TimeoutError:
         return False
     return True
+
+
+def records_about(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence) -> IdRecords:
+    """Return the kubelet's records about exactly these ids.
+
+    Raises:
+        NotProvenError: they do not contain them, or name two live pods at once.
+    """
+    wanted = set(ids)
+    if kubelet_evidence.checkpoint is None and kubelet_evidence.pod_resources is None:
+        raise NotProvenError(f"neither of kubelet's records can be read ({kubelet_evidence.trouble}); kubelet will ask again")
+    exact = [entry for entry in kubelet_evidence.checkpoint or () if _has_exactly(entry, resource, wanted)]
+    listed = [entry for entry in kubelet_evidence.pod_resources or () if entry.resource == resource and not wanted.isdisjoint(entry.ids)]
+    live = {(entry.owner.namespace, entry.owner.pod) for entry in listed}
+    if len(live) > 1:
+        pods = " and ".join(sorted("/".join(pod) for pod in live))
+        raise NotProvenError(f"kubelet lists ids of {resource} in two pods at once, {pods}; the start is refused", ambiguous=True)
+    named = next(iter(live), None)
+    containers: dict[str, tuple[str, ...]] = {}
+    for entry in exact:
+        containers[entry.owner.pod_uid] = (*containers.get(entry.owner.pod_uid, ()), entry.owner.container)
+    whole = [entry.owner.container for entry in listed if _has_exactly(entry, resource, wanted)]
+    evidence = []
+    if containers:
+        evidence.append("checkpoint: " + ", ".join(f"pod {uid} container {'/'.join(names)}" for uid, names in containers.items()))
+    if named:
+        evidence.append(f"pod-resources: {'/'.join(named)}" + (f" container {whole[0]}" if whole else ""))
+    if kubelet_evidence.trouble:
+        evidence.append(f"silent: {kubelet_evidence.trouble}")
+    if whole and containers:
+        # What is listed alive by name must be what the checkpoint has by UID.
+        containers = {uid: names for uid, names in containers.items() if set(whole) <= set(names)}
+    if not containers:
+        if kubelet_evidence.checkpoint is not None or not whole:
+            raise NotProvenError(
+                f"kubelet's records do not say yet who holds {_some(ids)} of {resource}"
+                + (f" ({kubelet_evidence.trouble})" if kubelet_evidence.trouble else "")
+                + "; kubelet will ask again"
+            )
+        _refuse_namesakes(resource, wanted, named, kubelet_evidence)
+        containers = {"": tuple(whole)}
+    return IdRecords(tuple(uid for uid in containers if uid), named, containers, tuple(evidence))
+
+
+def holder(found: IdRecords, pods: PodCache, fetched: Pod | None = None) -> tuple[Pod, Owner] | None:
+    """Return the pod and container of ``found``; None while the pod is not known.
+
+    Args:
+        found: see `records_about`.
+        pods: the pods of this node.
+        fetched: the pod that the API server has under the name of the records now, if it was queried.
+
+    Raises:
+        NotProvenError: more than one pod can be meant, or the name belongs to another pod by now.
+    """
+    if not found.uids:
+        return _holder_by_name(found, pods, fetched) if fetched is not None else None
+    known = {uid: pod for uid in found.uids if (pod := _known(uid, found.named, pods, fetched)) is not None}
+    strangers = [uid for uid in found.uids if uid not in known]
+    if strangers and fetched is None:
+        return None  # with a pod unseen, even a known one may be the predecessor that had these ids
+    candidates = {uid: pod for uid, pod in known.items() if not pod.ended}
+    if found.named:
+        candidates = {uid: pod for uid, pod in candidates.items() if (pod.namespace, pod.name) == found.named}
+    if fetched is not None:
+        # One name, one pod: an earlier pod of the name that the API server has now is gone.
+        same_name = {uid for uid, pod in candidates.items() if (pod.namespace, pod.name) == (fetched.namespace, fetched.name)}
+        candidates = {uid: pod for uid, pod in candidates.items() if uid not in same_name or pod.uid == fetched.uid}
+    if len(candidates) > 1 or (candidates and strangers and not found.named):
+        several = ", ".join(sorted([*(f"{pod.full_name} ({uid})" for uid, pod in candidates.items()), *strangers]))
+        raise NotProvenError(f"kubelet's checkpoint names several pods for the same ids: {several}; the start is refused", ambiguous=True)
+    if not candidates:
+        if fetched is not None:
+            raise NotProvenError(
+                f"kubelet starts pod {fetched.full_name} with UID {', '.join(found.uids)}, but the API server has UID "
+                f"{fetched.claimed_uid or fetched.uid} under that name; the pod was replaced, kubelet will notice"
+            )
+        return None
+    uid, pod = next(iter(candidates.items()))
+    return pod, _owner(pod, found.containers[uid], uid)
+
+
+def _holder_by_name(found: IdRecords, pods: PodCache, fetched: Pod) -> tuple[Pod, Owner]:
+    """The same without the checkpoint: only a pod that the API server has just named is certain to be the one of that name.
+
+    Raises:
+        NotProvenError: there has been another pod of that name.
+    """
+    if not pods.one_of_its_name(fetched):
+        raise NotProvenError(
+            f"there has been another pod named {fetched.full_name}, and without kubelet's checkpoint it is not certain which of them "
+            "starts; kubelet will ask again"
+        )
+    # pod-resources names it, and kubelet runs no pod that claims to be a mirror, so it runs the static pod of that name.
+    pod = fetched.as_static(fetched.claimed_uid)
+    return pod, _owner(pod, found.containers[""])
+
+
+def suspects(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence, pods: PodCache) -> tuple[tuple[Pod, str], ...]:
+    """The pods and containers that the records name for any of ``ids``, as far as they are known and have not ended."""
+    wanted, found = set(ids), {}
+    for entry in (*(kubelet_evidence.checkpoint or ()), *(kubelet_evidence.pod_resources or ())):
+        if entry.resource == resource and not wanted.isdisjoint(entry.ids):
+            owner = entry.owner
+            pod = pods.get(owner.pod_uid) if owner.pod_uid else pods.named(owner.namespace, owner.pod)
+            if pod is not None and not pod.ended:
+                found[pod.kubelet_uid, owner.container] = (pod, owner.container)
+    return tuple(found.values())
+
+
+def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | None, kubelet_evidence: KubeletEvidence) -> None:
+    """Refuse when two pods have one name, the older deleted by force: without UIDs they cannot be distinguished."""
+    mine = [entry for entry in kubelet_evidence.pod_resources or () if entry.resource == resource and set(entry.ids) == wanted]
+    same = {(entry.owner.namespace, entry.owner.pod, entry.owner.container) for entry in mine}
+    for entry in kubelet_evidence.pod_resources or ():
+        owner = entry.owner
+        if entry.resource == resource and (owner.namespace, owner.pod, owner.container) in same and set(entry.ids) != wanted:
+            raise NotProvenError(
+                f"kubelet lists two pods named {'/'.join(named or ())}, and without its checkpoint it is not certain which of them starts",
+                ambiguous=True,
+            )
+
+
+def _known(uid: str, named: tuple[str, str] | None, pods: PodCache, fetched: Pod | None) -> Pod | None:
+    """Return the pod that the kubelet knows as ``uid``; for a static pod, its mirror.
+
+    A pod's own annotations are no proof. A mirror counts when the kubelet has written its status, as the pod cache shows, or when
+    pod-resources has named it: the kubelet runs no pod of the API server that claims to be a mirror, so that name is a static pod's.
+    """
+    known = pods.get(uid)
+    if fetched is None:
+        return known or (pods.static(uid, *named) if named else None)
+    if fetched.uid == uid:
+        return fetched
+    name = (fetched.namespace, fetched.name)
+    # A mirror that was made anew has another UID of the API server's, and the name of the one before.
+    believed = known is not None and known.uid != uid and (known.namespace, known.name) == name
+    return fetched.as_static(uid) if fetched.claimed_uid == uid and (believed or (known is None and named == name)) else known
+
+
+def _owner(pod: Pod, names: Iterable[str], uid: str = "") -> Owner:
+    """Return, of containers with the same ids, the one that has them last: the ids are for it, and the others come before it."""
+    in_pod = {container.name: (container.kind is not ContainerKind.INIT, place) for place, container in enumerate(pod.containers)}
+    known = [name for name in names if name in in_pod]
+    if not known:
+        raise NotProvenError(f"pod {pod.full_name} has no container {', '.join(names)}, which kubelet names; the start is refused")
+    return Owner(max(known, key=lambda name: in_pod[name]), uid or pod.kubelet_uid, pod.namespace, pod.name)
+
+
+def _has_exactly(entry: Holding, resource: str, wanted: set[str]) -> bool:
+    return entry.resource == resource and len(entry.ids) == len(wanted) and set(entry.ids) == wanted
+
+
+def _some(ids: Sequence[str]) -> str:
+    return f"{ids[0]} and {len(ids) - 1} more ids" if len(ids) > 1 else f"id {ids[0]}"

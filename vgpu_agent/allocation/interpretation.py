@@ -19,14 +19,12 @@ from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
-    from vgpu_agent.allocation.dependencies import Dependencies
-    from vgpu_agent.allocation.node_families import Families
+    from vgpu_agent.allocation.context import Context
     from vgpu_agent.families.family import Family, PodFamily
-    from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Grant, Holding, Inventory, KubeletRecords, Owner, Resource
+    from vgpu_agent.model import Grant, Holding, KubeletRecords, Owner, Resource
     from vgpu_agent.pods import Pod
 
 
@@ -36,29 +34,18 @@ _Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
 class Interpretation:
     """The reading of holdings with the facts of families, pods and grant records. Its only state is an index of the records."""
 
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        families: Callable[[], Families],
-        inventory: Callable[[], Inventory],
-        dependencies: Dependencies | None,
-    ) -> None:
-        self._ledger = ledger
-        self._families = families
-        self._inventory = inventory
-        self._around = dependencies
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._ledger = context.ledger
         self._index: tuple[tuple[GrantRecord, ...], _Index] | None = None
 
     def sorted_out(self, records: KubeletRecords) -> KubeletRecords:
         """``records`` with one holder for each id, see `holdings.told_apart`."""
-        if self._around is None:
-            return records
         names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
         names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
-            record.resource for record in self._around.carrier.records
+            record.resource for record in self._context.carrier.records
         }
-        found = told_apart(records, names, self._around.book, self._at_work())
+        found = told_apart(records, names, self._context.pods, self._at_work())
         return dataclasses.replace(
             found, holdings=tuple(self._named(holding) if holding.resource in names else holding for holding in found.holdings)
         )
@@ -68,12 +55,10 @@ class Interpretation:
 
         A restart of an earlier sidecar proves nothing: it runs beside them.
         """
-        if self._around is None:
-            return set()
-        _, by_uid = self._indexed(self._around.carrier.records)
+        _, by_uid = self._indexed(self._context.carrier.records)
         found = set()
         for uid, records in by_uid.items():
-            if (pod := self._around.book.get(uid)) is None:
+            if (pod := self._context.pods.get(uid)) is None:
                 continue
             inits = {container.name for container in pod.containers if container.kind is ContainerKind.INIT}
             starts = [record for record in records if record.owner.container in inits]
@@ -84,9 +69,9 @@ class Interpretation:
 
     def _named(self, holding: Holding) -> Holding:
         """``holding`` in the hands of the container that the spec of its ids was made for, where a pod's containers share them."""
-        if self._around is None or not holding.owner.pod_uid:
+        if not holding.owner.pod_uid:
             return holding
-        by_token, _ = self._indexed(self._around.carrier.records)
+        by_token, _ = self._indexed(self._context.carrier.records)
         for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
             if record.owner.pod_uid == holding.owner.pod_uid:
                 return dataclasses.replace(holding, owner=dataclasses.replace(holding.owner, container=record.owner.container))
@@ -94,13 +79,13 @@ class Interpretation:
 
     def __call__(self, holding: Holding) -> Meaning | None:
         """See `Ledger.reconcile`; None when the resource is not ours, or is only there to be counted."""
-        families = self._families()
+        families = self._context.families
         served_by = next((offer.family for offer in self._ledger.resources if offer.name == holding.resource), "")
         for ownership in (Ownership.CERTAIN, Ownership.POSSIBLE):
             for by_ids in (*families.by_ids, *families.idle):
                 # A family owns names that it may have offered before; what another offers by that name today is not meant.
                 if served_by in ("", by_ids.name) and _owns(by_ids, holding.resource, served_by) is ownership:
-                    shares = by_ids.shares(holding.resource, holding.ids, self._inventory())
+                    shares = by_ids.shares(holding.resource, holding.ids, self._context.inventory())
                     if shares or served_by:
                         return Meaning(by_ids.name, shares)
             for by_pod in (*families.by_pod, *families.unserved):
@@ -110,10 +95,10 @@ class Interpretation:
 
     def may_be_hidden(self, grant: Grant) -> bool:
         """Tell whether the grant's container may run unseen in the kubelet's records: pod-resources hides plain init containers."""
-        if self._around is None or grant.owner is None or not grant.shares:
+        if grant.owner is None or not grant.shares:
             return False
-        pod = self._around.book.get(grant.owner.pod_uid)
-        if pod is None and self._around.book.may_have(grant.owner.pod_uid):
+        pod = self._context.pods.get(grant.owner.pod_uid)
+        if pod is None and self._context.pods.may_have(grant.owner.pod_uid):
             return True
         container = pod.container(grant.owner.container) if pod else None
         if pod is None or container is None or pod.ended:
@@ -122,7 +107,7 @@ class Interpretation:
 
     def _by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
         offered = next((offer for offer in self._ledger.resources if offer.name == holding.resource), None)
-        if self._around is None or (offered is not None and offered.decided_by is not Decider.POD):
+        if offered is not None and offered.decided_by is not Decider.POD:
             return None
         pod = self._pod_of(holding)
         record = self._record(holding, pod)
@@ -145,9 +130,9 @@ class Interpretation:
         """Return what a container that has started must have got; undecided for others, which PreStartContainer decides."""
         name = holding.owner.container
         container = pod.container(name) if pod else None
-        if pod is None or container is None or not container.started or self._around is None:
+        if pod is None or container is None or not container.started:
             return Meaning(family.name, (), by_pod=True)
-        asked = question(self._ledger, offered, pod, name, holding.ids, node=self._around.node, inventory=self._inventory())
+        asked = question(self._context, offered, pod, name, holding.ids)
         decision = family.recall(asked)
         if decision is None:
             return Meaning(family.name, (), by_pod=True)
@@ -160,10 +145,8 @@ class Interpretation:
         By the ids where it has all of them; a container that shares its ids with another is found by its name. The youngest counts: a
         static pod keeps its UID when it is made anew.
         """
-        if self._around is None:
-            return None
         owner, token = holding.owner, grant_token(holding.resource, holding.ids)
-        by_token, by_uid = self._indexed(self._around.carrier.records)
+        by_token, by_uid = self._indexed(self._context.carrier.records)
         whole = [record for record in by_token.get(token, ()) if record.owner.may_be(owner)]
         parts = [record for record in by_uid.get(owner.pod_uid, ()) if record.ids > len(holding.ids) and _alike(pod, record.owner, owner)]
         fitting = [record for record in (*whole, *parts) if record.resource == holding.resource]
@@ -176,9 +159,9 @@ class Interpretation:
         container that has no record.
         """
         container = pod.container(name)
-        if self._around is None or container is None or container.kind is not ContainerKind.INIT:
+        if container is None or container.kind is not ContainerKind.INIT:
             return False
-        _, by_uid = self._indexed(self._around.carrier.records)
+        _, by_uid = self._indexed(self._context.carrier.records)
         started: dict[str, float] = {}
         for record in by_uid.get(pod.kubelet_uid, ()):  # the youngest counts, see `_record`
             started[record.owner.container] = max(record.decided_at, started.get(record.owner.container, 0.0))
@@ -188,7 +171,7 @@ class Interpretation:
         return any(started.get(later, 0.0) > started[name] for later in names[names.index(name) + 1 :])
 
     def _of_pod(self, uid: str) -> Sequence[GrantRecord]:
-        return self._indexed(self._around.carrier.records)[1].get(uid, ()) if self._around else ()
+        return self._indexed(self._context.carrier.records)[1].get(uid, ())
 
     def _indexed(self, records: Sequence[GrantRecord]) -> _Index:
         """The records by token and by UID; a hundred holdings ask in a row."""
@@ -207,10 +190,8 @@ class Interpretation:
         return self._index[1]
 
     def _pod_of(self, holding: Holding) -> Pod | None:
-        if self._around is None:
-            return None
         owner = holding.owner
-        return self._around.book.get(owner.pod_uid) if owner.pod_uid else self._around.book.named(owner.namespace, owner.pod)
+        return self._context.pods.get(owner.pod_uid) if owner.pod_uid else self._context.pods.named(owner.namespace, owner.pod)
 
 
 def _owns(family: Family, resource: str, served_by: str) -> Ownership:

@@ -1,7 +1,7 @@
 """Starts on a GPU of which a scheduler has given out more compute, or more places, than it has.
 
 Volcano's scheduler forgets a second container of a pod on the same GPU, in compute and in slots, never in memory. It counts such a pod as
-placed, so a refusal would never end. `binder` asks here whether a decision may go beyond the device, and records each start that does.
+placed, so a refusal would never end. `late_start` asks here whether a decision may go beyond the device, and records each start that does.
 `cluster` notifies the pods, `web` counts.
 """
 

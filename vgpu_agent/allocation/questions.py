@@ -15,15 +15,15 @@ from vgpu_agent.placement.mixing import ALONE, Neighbours, neighbours
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from vgpu_agent.allocation.context import Context
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Grant, Inventory, Resource
+    from vgpu_agent.model import Grant, Resource
     from vgpu_agent.pods import Pod
 
 
-def question(
-    ledger: Ledger, offered: Resource, pod: Pod, container: str, ids: Sequence[str], *, node: str, inventory: Inventory
-) -> Question:
+def question(context: Context, offered: Resource, pod: Pod, container: str, ids: Sequence[str]) -> Question:
     """Return the question to a family about one container; what it or its ids hold now is not counted against it."""
+    ledger = context.ledger
     uid, wanted, name = pod.kubelet_uid, set(ids), offered.name
     holding, besides, of_pod = [], [], []
     for grant in ledger.grants:  # hundreds, most of them of other pods
@@ -41,7 +41,7 @@ def question(
     gone = {*besides, *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ())}
     taken = {share.device: grant for grant in holding if grant.number not in gone for share in grant.shares}
     around = neighbours_of(ledger, offered.family, taken.values())
-    return Question(offered, pod, container, tuple(ids), node, inventory, rooms, siblings, taken, around)
+    return Question(offered, pod, container, tuple(ids), context.node, context.inventory(), rooms, siblings, taken, around)
 
 
 def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neighbours:

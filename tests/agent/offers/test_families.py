@@ -14,7 +14,7 @@ from blockbuster import BlockBuster
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.families.volcano_vgpu.mig.parts import a_gpu, mig_family
 from tests.golden import SLICES, U1, golden_inventory, golden_slices, with_slices
-from vgpu_agent.allocation.node_families import Families as AllFamilies
+from vgpu_agent.allocation.context import Families as AllFamilies
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Families
 from vgpu_agent.config.collisions import without

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tests.allocation.without_pods import without_pods
 from tests.golden import U0, golden_inventory
 from vgpu_agent.allocation.allocator import Allocator
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.journal import Journal
@@ -19,7 +20,7 @@ def test_a_grant_of_a_gpu_that_came_later_knows_its_memory_and_keeps_its_place()
     inventory = Inventory()
     ledger = Ledger()
     allocator = Allocator(
-        ledger=ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=lambda: inventory, journal=Journal()
+        without_pods(ledger=ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=lambda: inventory, journal=Journal())
     )
     records = KubeletRecords((Holding(GPU, (U0,), Owner("main", "uid", "default", "train")),))
     allocator.refresh_offer()

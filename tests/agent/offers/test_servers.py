@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.allocation.without_pods import without_pods
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.allocation.allocator import Allocator
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import DeviceId, ListedDevice
@@ -41,7 +42,7 @@ class Node:
         settings = Kubelet(directory=str(directory), message_budget_bytes=4096)
         self.offering = Offering(
             ledger=self.ledger,
-            allocator=Allocator(ledger=self.ledger, families=Families(), inventory=Inventory, journal=self.journal),
+            allocator=Allocator(without_pods(ledger=self.ledger, families=Families(), inventory=Inventory, journal=self.journal)),
             settings=settings,
             directory=DirectoryWatch(settings.device_plugin_directory, poll_seconds=5, journal=self.journal, status=KubeletStatus()),
             supervisor=supervisor,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.allocation.without_pods import without_pods
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent.records.pod_ends import PodEnds
 from vgpu_agent.allocation.allocator import Allocator
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.journal import Journal
@@ -30,7 +31,9 @@ class Node:
         self.now = 1000.0
         self.ledger, self.book = Ledger(clock=lambda: self.now), PodCache(lambda: self.now)
         allocator = Allocator(
-            ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=Journal()
+            without_pods(
+                ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=Journal()
+            )
         )
         allocator.refresh_offer()
         self.ends = PodEnds(self.ledger, self.book, lambda: self.now)

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.agent.offers.fake_server import FakeServer
+from tests.allocation.without_pods import without_pods
 from tests.golden import U0, U1, golden_inventory
 from tests.patience import eventually
 from vgpu_agent.agent.records import verification
 from vgpu_agent.agent.records.pod_ends import PodEnds
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
@@ -62,7 +63,9 @@ class Parts:
         self.book = PodCache(self._clock)
         self.ledger, self.journal, self.kubelet = Ledger(clock=self._clock), Journal(), KubeletStatus()
         self.allocator = Allocator(
-            ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=self.journal
+            without_pods(
+                ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=self.journal
+            )
         )
         self.allocator.refresh_offer()
         self.allocator.confirm(KubeletRecords(entries=()), reservation_seconds=60, initial=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.allocation.without_pods import without_pods
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.lag import LoopLag
@@ -23,8 +24,8 @@ from vgpu_agent.agent.status.binding import BindingReport
 from vgpu_agent.agent.status.cluster import ClusterReport
 from vgpu_agent.agent.status.report import Report
 from vgpu_agent.allocation.allocator import Allocator
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.config_map import ConfigMapWatch
@@ -62,7 +63,9 @@ class Parts:
         journal, self.ledger, self.kubelet = Journal(), Ledger(), KubeletStatus()
         self.supervisor, self.watch = supervisor, GpuWatch(settings.gpu, journal)
         self.allocator = Allocator(
-            ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=journal
+            without_pods(
+                ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=journal
+            )
         )
         path = settings.kubelet.device_plugin_directory
         self.offering = Offering(
@@ -269,10 +272,10 @@ async def test_what_the_ledger_offers_is_counted_once_for_each_change(tmp_path: 
 
 
 async def test_refusals_and_the_binding_mode_are_reported(tmp_path: Path) -> None:
-    """With the counters of the binder, which is not there where ids name GPUs."""
+    """With the counters of starts, which are 0 where ids name GPUs."""
     async with parts(tmp_path) as node:
         node.refusals.refuse(Pod("uid-1", "default", "train"), "main", VGPU, "no GPU has 8000 MiB left")
-        node.allocator.mode = BindingMode(late=False, by_annotation=False, reason="binding.mode is early")
+        node.allocator.use_mode(BindingMode(late=False, by_annotation=False, reason="binding.mode is early"))
         binding = node.report.status().binding
     assert [refusal.reason for refusal in binding.refusals] == ["no GPU has 8000 MiB left"]
     assert binding.mode == node.allocator.mode

@@ -22,9 +22,8 @@ from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
-from vgpu_agent.allocation.dependencies import Dependencies
+from vgpu_agent.allocation.context import Context, Families
 from vgpu_agent.allocation.mode import choose
-from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.api import Api
@@ -143,22 +142,22 @@ class MixedAgent:
         )
         journal = _QuietJournal(world)
         self.allocator = Allocator(
-            ledger=self.ledger,
-            families=families,
-            inventory=lambda: self._inventory,
-            journal=journal,
-            dependencies=Dependencies(
+            Context(
+                ledger=self.ledger,
+                families=families,
+                inventory=lambda: self._inventory,
+                journal=journal,
+                clock=clock,
                 node=NODE,
-                book=self._book,
+                pods=self._book,
                 read_records=world.read_records,
                 fetch=world.api.fetch,
                 carrier=world.files,
                 refusals=self._refusals,
                 settings=settings,
-            ),
-            clock=clock,
+            )
         )
-        self.allocator.mode = choose(settings.mode, None)
+        self.allocator.use_mode(choose(settings.mode, None))
         self._settings = Kubelet()
         self._kubelet = KubeletStatus()
         self._verification = Verification(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent.agent.devices.cdi import NO_CDI
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.families.device_lists import GENERATED_KIND, TOOLKIT_KIND, ListOptions
 from vgpu_agent.families.plugin_files import told
 from vgpu_agent.families.registry import FAMILIES

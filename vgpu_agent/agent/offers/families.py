@@ -14,8 +14,8 @@ from vgpu_agent.agent.offers import long_status
 from vgpu_agent.agent.offers.build import Library, build, look
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.agent.offers.servers import check_offer
+from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import choose
-from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.collisions import without
 from vgpu_agent.errors import CarrierError, ConfigError
 from vgpu_agent.ledger.offers import Offers, alike
@@ -215,7 +215,7 @@ class FamiliesInForce:
             how = "late" if mode.late else "early"
             self._journal.record("binding.mode", mode=how, by_annotation=mode.by_annotation, reason=mode.reason)
         # Once chosen, a mode stays while the Node is not to be read.
-        self._allocator.mode = mode or self._allocator.mode
+        self._allocator.use_mode(mode or self._allocator.mode)
 
     def _blocked(self, built: Built) -> dict[str, str]:
         """Families that must not be served now, and why."""

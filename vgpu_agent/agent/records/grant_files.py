@@ -65,7 +65,7 @@ class GrantKeeping:
 
     async def restore(self) -> None:
         """Write what is missing, as after a reboot; each only while the grant is still the one that it was decided for."""
-        await self._directory.restore(self._allocator.deliveries(), self._allocator.is_current)
+        await self._directory.restore(self._allocator.late_start.deliveries(), self._allocator.late_start.is_current)
 
     async def withdraw_strangers(self) -> None:
         """Remove specs under a name that the kubelet has given to another container by now.
@@ -74,7 +74,7 @@ class GrantKeeping:
         registered again after its restart, and after the last registration of an orderly stop.
         """
         for record in self._directory.records:
-            if self._allocator.is_foreign(record):
+            if self._allocator.late_start.is_foreign(record):
                 await self._directory.withdraw(record)
 
     async def run(self, beat: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from vgpu_agent.allocation.proof import KubeletEvidence
+from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.errors import CheckpointError, KubeletError
 from vgpu_agent.kubelet import codec
 from vgpu_agent.kubelet.checkpoint import read_checkpoint

@@ -42,14 +42,13 @@ class BindingReport:
 
     def status(self) -> BindingStatus:
         """Everything at this moment."""
-        binder = self._allocator.binder
         return BindingStatus(
             mode=self._allocator.mode,
             families=tuple(self._family(name, by_pod=by_pod) for name, by_pod in self._families.on),
             refusals=self._refusals.current,
-            ambiguities=binder.ambiguities if binder else 0,
-            wrong_guesses=binder.early.wrong_guesses if binder else 0,
-            exchanges=binder.early.exchanges if binder else 0,
+            ambiguities=self._allocator.late_start.ambiguities,
+            wrong_guesses=self._allocator.early.wrong_guesses,
+            exchanges=self._allocator.early.exchanges,
             overcommitted_starts=self._overcommits.total,
             volcano_vgpu=dict(self._families.in_force),
             volcano_vgpu_origins=dict(self._families.origins),

@@ -1,21 +1,17 @@
-"""Guess the pod of an Allocate, for runtimes without CDI.
+"""Guess the container that an Allocate is for.
 
-`allocator` asks in early mode only. The answer must be complete in Allocate, and the kubelet does not name the pod. So the pods are
-narrowed down to those whose next container asks for as many ids, and the one that was bound first is taken. It stays a guess until
-PreStartContainer has proven it: a wrong one is exchanged or refused there, never started.
+The pods are narrowed down to those whose next container asks for as many ids, and the one that was bound first is taken. It stays a guess
+until PreStartContainer has proven it: a wrong one is exchanged or refused there, never started.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
-    from vgpu_agent.allocation.dependencies import Dependencies
-    from vgpu_agent.allocation.guesses import Guesses
     from vgpu_agent.pods import Pod, PodContainer
 
 
@@ -123,66 +119,3 @@ class Siblings:
 def likeliest(found: list[Candidate], siblings: Siblings) -> Candidate | None:
     """The candidate to decide for; None when there is none."""
     return next((candidate for candidate in found if siblings.fits(candidate)), found[0] if found else None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Guess:
-    """The candidate to decide for.
-
-    Attributes:
-        alone: no other container fits.
-    """
-
-    candidate: Candidate
-    alone: bool
-
-
-async def awaited_guess(
-    around: Dependencies,
-    guesses: Guesses,
-    siblings: Siblings,
-    resource: str,
-    count: int,
-    *,
-    offered: Mapping[str, int],
-    is_refused: Callable[[Candidate], bool],
-) -> Guess | None:
-    """Return the candidate to decide for; wait up to ``binding.allocateWaitSeconds`` for a pod that the watch has not shown yet.
-
-    The kubelet may have rejected a pod and gone on to the next one; the status follows within that time. It is waited for where the
-    likeliest pod would be refused, and where no scheduler has placed it while others fit as well.
-
-    Args:
-        around: the source of pods.
-        guesses: the containers that earlier answers were meant for.
-        siblings: the further evidence.
-        resource: what is allocated.
-        count: how many ids.
-        offered: see `candidates`.
-        is_refused: whether a candidate cannot get what it asks for.
-    """
-    book, until = around.book, asyncio.get_running_loop().time() + around.settings.allocate_wait_seconds
-    while True:
-        version = book.revision.version
-        found = candidates(
-            book.pods,
-            guesses.answered,
-            resource,
-            count,
-            around.node,
-            offered=offered,
-            admitted_up_to=guesses.admitted_up_to,
-        )
-        likely, left = likeliest(found, siblings), until - asyncio.get_running_loop().time()
-        if likely is not None:
-            alone = len(found) == 1
-            if left <= 0 or not (is_refused(likely) or (not alone and not likely.pod.scheduled)):
-                return Guess(likely, alone)
-        elif left <= 0:
-            return None
-        try:
-            async with asyncio.timeout(max(left, 0)):
-                await book.revision.newer_than(version)
-        except TimeoutError:
-            if likely is None:
-                return None

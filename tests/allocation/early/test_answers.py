@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tests.golden import U0, U1
-from vgpu_agent.allocation.guesses import Evidence, Given, Guesses, Verdict
+from vgpu_agent.allocation.early.answers import Answers, Evidence, Given, Verdict
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.model import Grant, Owner, Share
 
@@ -32,31 +32,31 @@ def alive(_: str) -> bool:
 
 def test_the_answer_that_it_should_have_is_right_whoever_remembers_it() -> None:
     """After a restart nothing is remembered, and kubelet's copy is enough."""
-    assert Guesses().judge("t", evidence(A, provision(A).edits), alive) is Verdict.RIGHT
+    assert Answers().judge("t", evidence(A, provision(A).edits), alive) is Verdict.RIGHT
 
 
 def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
     """An init container and the one behind it get their own answers. A third one's answer to either is wrong."""
     expected = {"init": provision(("uid-a", "init")), "main": provision(A)}
     right = evidence(A, None, expected=expected, answers={name: each.edits for name, each in expected.items()}, handed_on=True)
-    assert Guesses().judge("t", right, alive) is Verdict.RIGHT
+    assert Answers().judge("t", right, alive) is Verdict.RIGHT
     wrong = dataclasses.replace(right, answers={"init": provision(B).edits, "main": provision(A).edits})
-    assert Guesses().judge("t", wrong, alive) is Verdict.WRONG
+    assert Answers().judge("t", wrong, alive) is Verdict.WRONG
 
 
 def test_without_the_checkpoint_memory_speaks_but_not_for_init_containers() -> None:
     """Memory holds one answer for the ids. Which of the pod's containers starts with it would be a guess."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t", Given(A, SHARES, provision(A)))
     assert guesses.judge("t", evidence(A, None), alive) is Verdict.RIGHT
     assert guesses.judge("t", evidence(A, None, handed_on=True), alive) is Verdict.LATER
-    assert Guesses().judge("t", evidence(A, None), alive) is Verdict.WRONG
+    assert Answers().judge("t", evidence(A, None), alive) is Verdict.WRONG
     assert guesses.judge("t", evidence(B, None), lambda _: True) is Verdict.LATER  # another pod may have this answer, too
 
 
 def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> None:
     """Before the other is admitted, its share of the answer is unknown. Afterwards both are right."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.LATER
     guesses.made("t2", Given(B, SHARES, provision(B)))
@@ -68,14 +68,14 @@ def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> Non
 
 def test_what_was_meant_for_a_pod_that_is_gone_is_not_kept() -> None:
     """Deleted by force, its container may still run in the folder that the answer names."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     assert guesses.judge("t1", evidence(B, provision(A).edits), lambda uid: uid == "uid-a") is Verdict.WRONG
 
 
 def test_an_answer_that_somebody_else_has_is_not_shared() -> None:
     """Two containers would have one folder."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     guesses.made("t2", Given(B, SHARES, provision(B)))
     crowded = evidence(B, provision(A).edits, elsewhere=(provision(A).edits,))
@@ -87,7 +87,7 @@ def test_a_directory_is_never_shared_even_if_the_answers_differ() -> None:
     own = Mount("/own", "/own/a/cache")
     before = Provision(Edits({"GPU": U1}, (own,)), collected="/own/a")
     again = Provision(Edits({"GPU": U0}, (own,)), collected="/own/a")
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, SHARES, again))
     guesses.made("t2", Given(B, SHARES, provision(B)))
     assert guesses.judge("t1", evidence(B, again.edits, elsewhere=(before.edits,)), alive) is Verdict.WRONG
@@ -101,18 +101,18 @@ def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
     """It mounted other things, and the kubelet keeps it: after an upgrade a container must start again. The directory names its owner."""
     now = Provision(Edits({"GPU": U0, "NEW": "1"}, (Mount("/region", "/new/a/cache"),)), collected="/new/a", before="/old/a")
     then = Edits({"GPU": U0}, (Mount("/tmp/vgpu", "/old/a"), Mount("/region", "/old/a/cache")))
-    assert Guesses().judge("t", evidence(A, then, expected={"main": now}), alive) is Verdict.RIGHT
+    assert Answers().judge("t", evidence(A, then, expected={"main": now}), alive) is Verdict.RIGHT
     another_gpu = dataclasses.replace(then, environment={"GPU": U1})
-    assert Guesses().judge("t", evidence(A, another_gpu, expected={"main": now}), alive) is Verdict.WRONG
+    assert Answers().judge("t", evidence(A, another_gpu, expected={"main": now}), alive) is Verdict.WRONG
     anothers = dataclasses.replace(then, mounts=(Mount("/tmp/vgpu", "/old/ab"),))
-    assert Guesses().judge("t", evidence(A, anothers, expected={"main": now}), alive) is Verdict.WRONG
+    assert Answers().judge("t", evidence(A, anothers, expected={"main": now}), alive) is Verdict.WRONG
     shared = evidence(A, then, expected={"main": now}, elsewhere=(then,))
-    assert Guesses().judge("t", shared, alive) is Verdict.WRONG
+    assert Answers().judge("t", shared, alive) is Verdict.WRONG
 
 
 def test_an_answer_with_another_share_is_not_left_to_somebody_else() -> None:
     """B could keep what was meant for A, but what was meant for B is not what A should have."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     guesses.made("t2", Given(B, (Share(U1, 1000),), provision(B, U1)))
     assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.WRONG
@@ -120,7 +120,7 @@ def test_an_answer_with_another_share_is_not_left_to_somebody_else() -> None:
 
 def test_unequal_shares_are_never_exchanged() -> None:
     """Another GPU, another limit: refused."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, (Share(U1, 1000),), provision(A, U1)))
     guesses.made("t2", Given(B, SHARES, provision(B)))
     assert guesses.judge("t1", evidence(B, provision(A, U1).edits), alive) is Verdict.WRONG
@@ -128,7 +128,7 @@ def test_unequal_shares_are_never_exchanged() -> None:
 
 def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:
     """It has not been answered by it, and the one that has it has."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     assert guesses.refuted("t1", B) is not None
     assert guesses.answered == {B}
@@ -137,7 +137,7 @@ def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:
 
 def test_a_container_that_has_a_wrong_answer_waits_for_no_other() -> None:
     """The kubelet asks once for each container, so a third pod's call is not taken for one that has its answer, however wrong."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     guesses.made("t2", Given(B, SHARES, provision(B)))
     guesses.refuted("t2", A)  # A has the answer that was meant for B
@@ -148,7 +148,7 @@ def test_a_container_that_has_a_wrong_answer_waits_for_no_other() -> None:
 
 def test_kubelets_records_correct_who_was_answered() -> None:
     """Verification names the holder before it starts: the one that it was taken for has nothing."""
-    guesses = Guesses()
+    guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     grant = Grant(1, "f", "r", ("x",), SHARES, owner=Owner("main", "uid-b", "ns", "b"), decided_for=A)
     guesses.learn([B], [grant])

@@ -11,9 +11,9 @@ from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, NumberFami
 from tests.allocation.later_parts import booked
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.early import Siblings, candidates, likeliest
-from vgpu_agent.allocation.early_proof import WrongPodError
-from vgpu_agent.allocation.node_families import Families
+from vgpu_agent.allocation.context import Families
+from vgpu_agent.allocation.early.binding import WrongPodError
+from vgpu_agent.allocation.early.candidates import Siblings, candidates, likeliest
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.family import Question
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -70,8 +70,7 @@ async def test_a_wrong_guess_never_starts() -> None:
         with pytest.raises(WrongPodError, match="delete the pod, so that it is created anew"):
             await place.start(ids)
     assert {(refusal.pod.name, refusal.final) for refusal in place.refusals.current} == {("train", True), ("serve", True)}
-    assert place.allocator.binder is not None
-    assert place.allocator.binder.early.wrong_guesses == 2
+    assert place.allocator.early.wrong_guesses == 2
     assert all(grant.shares == () for grant in place.ledger.grants)
     assert place.carrier.prepared == {}
 
@@ -167,8 +166,7 @@ async def test_a_container_without_any_stored_answer_does_not_start() -> None:
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
-    assert place.allocator.binder is not None
-    place.allocator.binder.guesses.given.clear()
+    place.allocator.early._answers.given.clear()
     place.answers.clear()
     with pytest.raises(WrongPodError):
         await place.start(IDS[:1])

@@ -10,8 +10,8 @@ import pytest
 from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, MemoryCarrier, Place, SlowPlace, a_pod, init, wants
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import cdi_name, grant_token
+from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import CapacityError, CarrierError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits
@@ -37,7 +37,7 @@ async def test_allocate_answers_a_name_and_nothing_else() -> None:
 async def test_an_old_kubelet_gets_the_name_as_an_annotation() -> None:
     """Before 1.29 the answer has no field for CDI names, and the runtime reads them from annotations."""
     place = Place()
-    place.allocator.mode = BindingMode(late=True, by_annotation=True, reason="old")
+    place.allocator.use_mode(BindingMode(late=True, by_annotation=True, reason="old"))
     answer = await place.allocator.allocate(NUMBER, IDS[:1])
     token = grant_token(NUMBER, IDS[:1])
     assert answer == Edits(annotations={f"cdi.k8s.io/vgpu-agent_{token}": cdi_name(token)})
@@ -339,7 +339,7 @@ async def test_a_lock_from_before_the_start_is_given_back() -> None:
 async def test_a_node_that_has_not_been_read_serves_nobody_yet() -> None:
     """The way in which grants reach containers is not known yet, so any answer might be wrong."""
     place = Place()
-    place.allocator.mode = None
+    place.allocator.use_mode(None)
     with pytest.raises(RequestRefusedError, match="Node object has not been read yet"):
         await place.allocator.allocate(NUMBER, IDS[:1])
 
@@ -354,7 +354,7 @@ async def test_a_rebooted_node_gets_its_specs_back() -> None:
     place.book.replace([pod])
     holdings = (Holding(NUMBER, IDS[:1], Owner("main", pod.uid, "default", "train")),)
     place.allocator.confirm(KubeletRecords(holdings), reservation_seconds=60, initial=True)
-    ((record, provision),) = place.allocator.deliveries()
+    ((record, provision),) = place.allocator.late_start.deliveries()
     assert record.token == grant_token(NUMBER, IDS[:1])
     assert provision.edits.environment == {"GPU": U0, "MIB": "1000"}
     assert record.owner == Owner("main", pod.uid, "default", "train")

@@ -1,6 +1,6 @@
 """The answers of early Allocates, the containers they were meant for, and whether an answer is right for the container that has it.
 
-Kept by `allocator`, judged by `binder` before each start in early mode. The proof is the answer that kubelet itself keeps: it must be the
+The proof is the answer that kubelet itself keeps: it must be the
 answer that the proven container should have got. Of two containers with equal shares that got each other's answers, each may keep what it
 got.
 """
@@ -60,7 +60,7 @@ class Evidence:
     handed_on: bool
 
 
-class Guesses:
+class Answers:
     """The answers of this process.
 
     State: `given`, by token, and `answered`, the containers that an answer was meant for or that have one, right or wrong; a restart

@@ -8,9 +8,9 @@ import pytest
 
 from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, NumberFamily, Place, a_pod, wants
 from tests.golden import U0
+from vgpu_agent.allocation.context import Families
+from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.allocation.node_families import Families
-from vgpu_agent.allocation.proof import NotProvenError
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import AgentError, CarrierError, RequestRefusedError
 from vgpu_agent.families.family import Ownership
@@ -110,8 +110,7 @@ async def test_the_journal_tells_once_what_cannot_be_proven() -> None:
         with pytest.raises(NotProvenError):
             await place.start(IDS[:1])
     assert len(place.events("start.not_proven")) == 1
-    assert place.allocator.binder is not None
-    assert place.allocator.binder.ambiguities == 3
+    assert place.allocator.late_start.ambiguities == 3
 
 
 async def test_a_full_disk_is_refused_in_the_carriers_words() -> None:
@@ -129,7 +128,7 @@ async def test_a_full_disk_is_refused_in_the_carriers_words() -> None:
 async def test_only_a_cdi_name_lets_a_container_start_unasked(mode: BindingMode | None, *, number: bool) -> None:
     """A name is its own container's or undefined. An early answer may be another pod's, and counted ids say nothing at all."""
     place = Place()
-    place.allocator.mode = mode
+    place.allocator.use_mode(mode)
     assert place.allocator.may_start_unasked(NUMBER) is number
     assert place.allocator.may_start_unasked(MEMORY)
     assert place.allocator.may_start_unasked("example.com/not-offered-any-more")

@@ -1,0 +1,140 @@
+"""The facts and services that the parts of `allocation` share. `agent` puts them together, tests replace them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.overcommits import Overcommits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vgpu_agent.allocation.carrier import Carrier
+    from vgpu_agent.allocation.identification import KubeletEvidence
+    from vgpu_agent.allocation.mode import BindingMode
+    from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.config.binding import Binding
+    from vgpu_agent.families.family import Family, IdFamily, MigLayout, PodFamily
+    from vgpu_agent.isolation.edits import Provision
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import Grant, Inventory, Owner
+    from vgpu_agent.pods import Pod, PodCache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Families:
+    """The families of this node, by kind.
+
+    Attributes:
+        by_ids: families whose ids name devices.
+        by_pod: families whose pods decide.
+        unserved: those of ``by_pod``, or besides them, that serve no container now: their schedulers see that nothing is free.
+        idle: families whose ids name devices and that are not offered now, or are switched off; their holders keep what they have.
+    """
+
+    by_ids: tuple[IdFamily, ...] = ()
+    by_pod: tuple[PodFamily, ...] = ()
+    unserved: tuple[PodFamily, ...] = ()
+    idle: tuple[IdFamily, ...] = ()
+
+    @property
+    def all(self) -> tuple[Family, ...]:
+        """Both kinds."""
+        return (*self.by_ids, *self.by_pod)
+
+
+class RecordsReader(Protocol):
+    """The reader of the kubelet's records, implemented by `agent.records.reader`."""
+
+    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
+        """Return the records about these ids, read after this call began; with ``whole`` of every pod, else possibly of more ids."""
+        ...
+
+
+class Fetch(Protocol):
+    """The request to the API server for one pod, implemented by `cluster`."""
+
+    async def __call__(self, namespace: str, name: str) -> Pod | None:
+        """Return the pod that has this name now; None when there is none.
+
+        Raises:
+            ClusterError: no answer.
+        """
+        ...
+
+
+class Divider(Protocol):
+    """The divider of GPUs into MIG instances, one after the other, implemented by `agent.devices.mig`."""
+
+    def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
+        """Begin the division; it goes on whether or not a caller waits for it.
+
+        Args:
+            layout: of a GPU without any holder.
+            done: called once, on the event loop: with "" when the inventory shows the GPU divided so, else with the reason.
+        """
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class Context:
+    """The facts and services that the parts of `allocation` share.
+
+    Attributes:
+        node: this node's name.
+        ledger: the bookings.
+        inventory: returns the GPUs as they are now.
+        journal: for what happened.
+        pods: the pods of this node.
+        read_records: see `RecordsReader`.
+        fetch: see `Fetch`.
+        carrier: brings grants to the container runtime.
+        refusals: the starts that are refused now.
+        settings: section ``binding``.
+        divider: divides GPUs; None where that is not possible.
+        overcommits: the starts that went beyond a device.
+        clock: the wall clock, unix seconds.
+        families: the families in force; `Allocator.use_families` replaces them.
+        mode: the binding mode; None until this node's Node was read. `Allocator.use_mode` sets it.
+    """
+
+    node: str
+    ledger: Ledger
+    inventory: Callable[[], Inventory]
+    journal: Journal
+    pods: PodCache
+    read_records: RecordsReader
+    fetch: Fetch
+    carrier: Carrier
+    refusals: Refusals
+    settings: Binding
+    divider: Divider | None = None
+    overcommits: Overcommits = dataclasses.field(default_factory=Overcommits)
+    clock: Callable[[], float] = time.time
+    families: Families = Families()
+    mode: BindingMode | None = None
+
+    def record(self, token: str, ids: int, owner: Owner, grant: Grant, by: str, provision: Provision) -> GrantRecord:
+        """Return the record of a decision that is made now, for the carrier.
+
+        Its time is always after that of every record: their order shows which containers of a pod have ended. The records outlive reboots,
+        so only the wall clock serves, and it may be set back.
+        """
+        latest = max((record.decided_at for record in self.carrier.records), default=0.0)
+        return GrantRecord(
+            token=token,
+            family=grant.family,
+            resource=grant.resource,
+            ids=ids,
+            owner=owner,
+            shares=grant.shares,
+            by=by,
+            decided_at=max(self.clock(), math.nextafter(latest, math.inf)),
+            collected=provision.collected,
+            may_overcommit=grant.may_overcommit,
+        )
