@@ -321,11 +321,11 @@ class Allocator:
             by_pod = {family.name for family in (*self._families.by_pod, *self._families.unserved)}
             # A change concerns one grant; the others keep their ids, and with them their tokens.
             before = self._tokens[1] if self._tokens else {}
-            known = {(grant.resource, id(grant.ids)): token for token, grant in before.items()}
+            known = {(grant.resource, grant.ids): token for token, grant in before.items()}
             self._tokens = (
                 version,
                 {
-                    known.get((grant.resource, id(grant.ids))) or grant_token(grant.resource, grant.ids): grant
+                    known.get((grant.resource, grant.ids)) or grant_token(grant.resource, grant.ids): grant
                     for grant in self._ledger.grants
                     if grant.family in by_pod
                 },
