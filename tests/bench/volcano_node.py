@@ -94,6 +94,7 @@ class VolcanoNode:
             simulate=self.gpus.directory,
             config=folder / "config.yaml",
             through=through,
+            module="tests.bench.in_cluster",
         )
         self.pods: dict[str, tuple[str, int]] = {}
         self._numbers = itertools.count()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,11 +168,53 @@ def test_a_kubeconfig_that_is_no_good_is_one_clear_error(tmp_path: Path, spoil: 
     assert "\n" not in str(raised.value)
 
 
-def test_an_empty_token_is_one_clear_error(service_account: Path) -> None:
-    """It says what the pod needs."""
-    (service_account / "token").write_text("")
-    with pytest.raises(ClusterError, match="automountServiceAccountToken"):
+def test_an_address_of_ipv6_stands_in_brackets(service_account: Path) -> None:
+    """A cluster of IPv6 only has such a service address."""
+    environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+    assert _access(credentials(_settings(), environment=environment, service_account=service_account)).server == "https://[fd00::1]:6443"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "trouble"),
+    [
+        ("token", b"", "its token is empty"),
+        ("token", b" \n", "its token is empty"),
+        ("token", b"t0k\xff", "not in the expected form"),
+        ("ca.crt", None, r"ca\.crt: No such file"),
+    ],
+)
+def test_a_service_account_that_is_no_good_is_one_clear_error(
+    service_account: Path, name: str, content: bytes | None, trouble: str
+) -> None:
+    """It says what the pod needs, and shows nothing of the token."""
+    if content is None:
+        (service_account / name).unlink()
+    else:
+        (service_account / name).write_bytes(content)
+    with pytest.raises(ClusterError, match=f"{trouble}.*automountServiceAccountToken") as raised:
         _access(credentials(_settings(), environment=_IN_CLUSTER, service_account=service_account))
+    assert "t0k" not in f"{raised.value!r}"
+
+
+def test_a_service_account_without_a_port_is_one_clear_error(service_account: Path) -> None:
+    """The kubelet sets both variables, or somebody else has set one of them."""
+    found = credentials(_settings(), environment={"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, service_account=service_account)
+    with pytest.raises(ClusterError, match="KUBERNETES_SERVICE_PORT is not set"):
+        _access(found)
+
+
+def test_a_service_account_needs_no_kubernetes_library(service_account: Path) -> None:
+    """The library takes 38 MiB, half as much as the rest of the agent; only a kubeconfig is worth that."""
+    program = f"""
+import asyncio, pathlib, sys
+from vgpu_agent.cluster.credentials import credentials
+from vgpu_agent.config.settings import Settings
+import vgpu_agent.cluster.client
+found = credentials(Settings(), environment={_IN_CLUSTER!r}, service_account=pathlib.Path({str(service_account)!r}))
+assert asyncio.run(found.access()).authorization == "Bearer t0ken"
+print("kubernetes_asyncio" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
 def test_an_access_that_is_logged_shows_no_token() -> None:

@@ -26,6 +26,7 @@ MANIFESTS = PROJECT / "manifests"
 NAMESPACE = "vgpu-agent"
 MERGE = "application/merge-patch+json"
 SLOTS = 3
+SIMULATOR = "/opt/vgpu-agent/lib/vgpu_agent/sim"
 
 
 class Deployed(NamedTuple):
@@ -52,6 +53,8 @@ def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
     agent["args"] += ["--simulate", str(folder / "gpus")]
     agent["env"].append({"name": "XDG_CACHE_HOME", "value": str(folder / "cache")})
     agent["volumeMounts"].append({"name": "simulation", "mountPath": str(folder)})
+    # The image has no simulator, so the checkout's is mounted where it would be.
+    agent["volumeMounts"].append({"name": "simulation", "mountPath": SIMULATOR, "subPath": "sim", "readOnly": True})
     named = {each["name"]: each for each in spec["initContainers"]}
     slots, library = named["region-slots"], named["hami-core-library"]
     slots["args"][slots["args"].index("--count") + 1] = str(SLOTS)
@@ -74,6 +77,7 @@ def deployed_agent(rig: Rig) -> Iterator[Deployed]:
     SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2)
     library = build()
     shutil.copytree(library.parent, folder / "cache" / "vgpu-agent" / "sim" / library.parent.name)
+    shutil.copytree(PROJECT / "vgpu_agent" / "sim", folder / "sim", ignore=shutil.ignore_patterns("__pycache__"))
     objects = kustomized(rig, folder, ["hami-core", "region-slots", "hami-core-library"])
     _on_simulated_gpus(objects, folder)
     manifest = yaml.safe_dump_all(objects)

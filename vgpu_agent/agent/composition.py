@@ -45,7 +45,7 @@ from vgpu_agent.allocation.context import Context
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import CarrierError, SimulationError
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
 from vgpu_agent.gpu.source import source
 from vgpu_agent.isolation import hami_region
@@ -390,8 +390,10 @@ class Agent:
             await self._watch.stop(self._loaded.settings.gpu.event_wait_milliseconds / 1000 * 2)
 
     async def _simulate(self, directory: Path) -> None:
-        from vgpu_agent.sim.preload import preload  # noqa: PLC0415 - a node with real GPUs never loads the simulator
-
+        try:
+            from vgpu_agent.sim.preload import preload  # noqa: PLC0415 - a node with real GPUs never loads the simulator
+        except ModuleNotFoundError as err:
+            raise SimulationError("--simulate: the simulator is part of a checkout only, not of the image; leave the flag out") from err
         _logger.warning("agent.simulated", directory=str(directory), meaning="the GPUs are simulated; no work runs on them")
         await asyncio.to_thread(preload, directory)
 

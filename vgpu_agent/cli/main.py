@@ -7,7 +7,7 @@ Exit status: 0 done, 1 it failed, 2 it was asked for wrongly (flags or configura
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 # Commands in the order of --help. A module is imported only for its own command: `status` must not pay for the agent's libraries.
+# Those of the simulator are there only where it is: in a checkout, not in a wheel or the image.
+_SIMULATOR = "vgpu_agent.sim"
 _COMMANDS = {
     "run": ("vgpu_agent.cli.run", "run the agent on this node"),
     "status": ("vgpu_agent.cli.status", "show what the running agent offers and who holds what"),
     "config": ("vgpu_agent.cli.config", "check, show, write or convert a configuration"),
     "mount-regions": ("vgpu_agent.cli.mount_regions", "mount the slots in which containers' regions cannot grow"),
-    "sim": ("vgpu_agent.cli.sim", "create simulated GPUs and make things happen to them"),
-    "demo": ("vgpu_agent.cli.demo", "play the main job on a simulated node"),
+    "sim": (f"{_SIMULATOR}.cli.sim", "create simulated GPUs and make things happen to them"),
+    "demo": (f"{_SIMULATOR}.cli.demo", "play the main job on a simulated node"),
     "version": ("vgpu_agent.cli.version", "print the version"),
 }
 
 _EXAMPLES = """\
 examples:
   vgpu-agent run --config /etc/vgpu-agent/config.yaml
-  vgpu-agent sim create /tmp/node --gpus 8 --model A100-SXM4-80GB && vgpu-agent run --simulate /tmp/node
   vgpu-agent status
   vgpu-agent config check config.yaml
-  vgpu-agent demo
 
 `vgpu-agent COMMAND --help` tells more about a command.
 """
@@ -88,6 +88,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     subparsers: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     asked = _command(words)
     for name, (module, summary) in _COMMANDS.items():
+        if module.startswith(_SIMULATOR) and importlib.util.find_spec(_SIMULATOR) is None:
+            continue
         if name == asked:
             importlib.import_module(module).add_parser(subparsers)
         else:

@@ -4,6 +4,10 @@
 request. Tokens of service accounts live an hour and their CA can be exchanged while the agent runs. The files are
 therefore read again every minute in which there is a request, and at once when the API server refuses the
 credentials.
+
+In a cluster that is one token file, one CA file and an address in the environment. A kubeconfig is read by
+kubernetes_asyncio, which knows credential plugins and the rest. It is imported only then: it takes 38 MiB and some
+tenths of a second.
 """
 
 from __future__ import annotations
@@ -14,14 +18,13 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vgpu_agent.cluster import kubernetes_parts
 from vgpu_agent.errors import ClusterError, shortened
 from vgpu_agent.redaction import conceal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from vgpu_agent.config.settings import Settings
 
@@ -123,41 +126,58 @@ def credentials(
 
 def _from_kubeconfig(path: str) -> Access:
     """Read a kubeconfig; a credential plugin that it names is run."""
-    parts = kubernetes_parts.load()
-    configuration = parts.configuration()
     if not Path(path).is_file():
         raise ClusterError(f"kubeconfig {path} does not exist; set `kubeconfig` to a file that does, or leave it empty")
+    from kubernetes_asyncio.client import Configuration  # noqa: PLC0415 - see the module's docstring
+    from kubernetes_asyncio.config import load_kube_config  # noqa: PLC0415
+
+    configuration = Configuration()
     try:
         # In a thread of its own, because the library reads files in its coroutine.
-        asyncio.run(parts.load_kube_config(config_file=path, client_configuration=configuration, persist_config=False))
-        return _access(configuration)
+        asyncio.run(load_kube_config(config_file=path, client_configuration=configuration, persist_config=False))
+        files = [configuration.ssl_ca_cert or "", configuration.cert_file or "", configuration.key_file or ""]
+        return Access(
+            server=(configuration.host or "").rstrip("/"),
+            authorization=_authorization(configuration.api_key.get("BearerToken") or ""),
+            ca_file=files[0],
+            certificate_file=files[1],
+            key_file=files[2],
+            verify=configuration.verify_ssl,
+            server_name=configuration.tls_server_name or "",
+            proxy=configuration.proxy or "",
+            tls_fingerprint=_fingerprint(files),
+        )
     except Exception as err:  # noqa: BLE001 - the library indexes and parses its way through the file: all it raises means "no good file"
         # Without its cause: its text may quote the file, or what a credential plugin wrote.
         raise ClusterError(f"kubeconfig {path} cannot be used: {_why(err)}; try it with kubectl --kubeconfig {path} get nodes") from None
 
 
 def _from_service_account(environment: Mapping[str, str], directory: Path) -> Access:
-    parts = kubernetes_parts.load()
-    configuration = parts.configuration()
+    """Read the files that the kubelet mounts into a pod; the API server's address is in the environment of every container."""
+    host, port = (environment.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
+    ca_file = str(directory / "ca.crt")
     try:
-        parts.load_incluster_config(
-            configuration,
-            try_refresh_token=False,
-            token_filename=str(directory / "token"),
-            cert_filename=str(directory / "ca.crt"),
-            environ=environment,
-        )
-        return _access(configuration)
-    except Exception as err:  # noqa: BLE001 - as above: its own exceptions, and those of reading files
+        token = (directory / "token").read_text(encoding="ascii").strip()
+        fingerprint = _fingerprint([ca_file])
+    except (OSError, UnicodeError) as err:
+        token = fingerprint = ""
+        trouble = _why(err)
+    else:
+        trouble = "its token is empty" if not token else "" if port else "KUBERNETES_SERVICE_PORT is not set"
+    if trouble:  # raised out here, so that the error knows nothing of what was read
         raise ClusterError(
-            f"the service account in {directory} cannot be used: {_why(err)}; the agent's pod needs automountServiceAccountToken: true"
-        ) from None
+            f"the service account in {directory} cannot be used: {trouble}; the agent's pod needs automountServiceAccountToken: true"
+        )
+    return Access(
+        server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
+        authorization=_authorization(f"Bearer {token}"),
+        ca_file=ca_file,
+        tls_fingerprint=fingerprint,
+    )
 
 
-# The library's error about a file with the names in it and without its values.
-_HARMLESS = re.compile(
-    r"Invalid kube-config file\.|Service |Cert file |Token file |File does not |oidc: No valid |exec: process returned -?\d+"
-)
+# Errors of kubernetes_asyncio about a kubeconfig with the names in it and without its values.
+_HARMLESS = re.compile(r"Invalid kube-config file\.|File does not |oidc: No valid |exec: process returned -?\d+")
 
 
 def _why(err: Exception) -> str:
@@ -173,23 +193,16 @@ def _why(err: Exception) -> str:
     return shortened(text, _LONGEST_REASON) if _HARMLESS.match(text) else f"it is not in the expected form ({type(err).__name__})"
 
 
-def _access(configuration: Any) -> Access:
-    """Translate the library's findings. Reads the TLS files for their fingerprint."""
-    files = [configuration.ssl_ca_cert or "", configuration.cert_file or "", configuration.key_file or ""]
+def _authorization(value: str) -> str:
+    """Return ``value`` as a header can carry it, hidden in every log line from now on; editors end files of tokens with newlines."""
+    authorization = " ".join(value.split())
+    conceal(authorization)
+    return authorization
+
+
+def _fingerprint(files: Iterable[str]) -> str:
+    """Return a digest of what is in ``files``; empty names are left out."""
     digest = hashlib.sha256()
     for path in filter(None, files):
         digest.update(Path(path).read_bytes() + b"\0")
-    # A token file that an editor ended with a newline is still a token file.
-    authorization = " ".join((configuration.api_key.get("BearerToken") or "").split())
-    conceal(authorization)
-    return Access(
-        server=configuration.host.rstrip("/"),
-        authorization=authorization,
-        ca_file=files[0],
-        certificate_file=files[1],
-        key_file=files[2],
-        verify=configuration.verify_ssl,
-        server_name=configuration.tls_server_name or "",
-        proxy=configuration.proxy or "",
-        tls_fingerprint=digest.hexdigest(),
-    )
+    return digest.hexdigest()

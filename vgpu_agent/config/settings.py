@@ -244,7 +244,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         OptionalPath,
         Meta(
             description="Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a driver. "
-            "driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. Empty: real GPUs."
+            "driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. Empty: real GPUs. "
+            "The simulator is part of a checkout, not of the image."
         ),
     ] = ""
     state_directory: Annotated[

@@ -30,9 +30,8 @@ NORMAL = ABSENT | {NOT_FOUND, TIMEOUT}
 
 def remedy(code: int, driver_root: Path) -> str:
     """Advise an administrator about a driver that could not be initialised, in one sentence without its full stop."""
-    simulate = "or use --simulate DIR for simulated GPUs"
     if code == _VERSION_MISMATCH:
         return "The driver was updated under a running agent: restart the agent, and the node if that does not help"
     if code == _LIBRARY_NOT_FOUND:
-        return f"Install the NVIDIA driver, set driverRoot (now {driver_root}) to where it is installed, {simulate}"
-    return f"Check that the nvidia kernel module is loaded (lsmod) and /dev/nvidiactl can be opened, {simulate}"
+        return f"Install the NVIDIA driver, or set driverRoot (now {driver_root}) to where it is installed"
+    return "Check that the nvidia kernel module is loaded (lsmod) and /dev/nvidiactl can be opened"

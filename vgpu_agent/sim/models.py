@@ -1,6 +1,6 @@
 """The GPU models that can be simulated: typed access to models.toml.
 
-`creation` fills a state file from a model, `cli.sim` lists them. Adding a model means adding a table to the file.
+`creation` fills a state file from a model, `sim.cli.sim` lists them. Adding a model means adding a table to the file.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from vgpu_agent.kubelet.checkpoint import read_checkpoint
 from vgpu_agent.kubelet.records import as_holding
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
     from pathlib import Path
 
     from vgpu_agent.agent.records.starting_pods import StartingPods
@@ -70,29 +70,31 @@ class SharedReading(Generic[Read]):
 class _Checkpoint:
     """One reading of the file; ``entries`` is None when it could not be read.
 
-    ``decoded`` keeps the answers that were looked at, ``holders`` by resource and id the entries of those resources that were asked about.
+    ``decoded`` keeps the answers that were looked at, by their encoded form. ``holders`` has, by resource and id, places in
+    ``entries``, for those resources that were asked about.
     """
 
     entries: tuple[CheckpointEntry, ...] | None
     trouble: str = ""
-    decoded: dict[int, Edits] = dataclasses.field(default_factory=dict)
-    holders: dict[str, dict[str, list[CheckpointEntry]]] = dataclasses.field(default_factory=dict)
+    decoded: dict[str, Edits] = dataclasses.field(default_factory=dict)
+    holders: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
 
     def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
         """The entries that name any of ``ids``, a few of hundreds, in the order of the ids and of the file."""
-        holders = self.of(resource)
-        return list({id(entry): entry for each in sorted(ids) for entry in holders.get(each, ())}.values())
-
-    def of(self, resource: str) -> Mapping[str, list[CheckpointEntry]]:
-        """The entries about ``resource`` by id; an init container's ids are also those of the container that takes them over."""
+        entries = self.entries or ()
         if resource not in self.holders:
-            holders: dict[str, list[CheckpointEntry]] = {}
-            for entry in self.entries or ():
+            holders: dict[str, list[int]] = {}
+            for place, entry in enumerate(entries):
                 if entry.resource_name == resource:
-                    for each in entry.ids:
-                        holders.setdefault(each, []).append(entry)
+                    for each in entry.ids:  # an init container's ids are also those of the container that takes them over
+                        holders.setdefault(each, []).append(place)
             self.holders[resource] = holders
-        return self.holders[resource]
+        places = self.holders[resource]
+        return [entries[place] for place in dict.fromkeys(place for each in sorted(ids) for place in places.get(each, ()))]
+
+    def containers_with(self, resource: str) -> frozenset[tuple[str, str]]:
+        """UID and container of all that have any of ``resource``."""
+        return frozenset((entry.pod_uid, entry.container_name) for entry in self.entries or () if entry.resource_name == resource)
 
     def answer(self, entry: CheckpointEntry) -> Edits:
         """Return the answer that our Allocate gave for ``entry``, which is one of these.
@@ -100,9 +102,10 @@ class _Checkpoint:
         Raises:
             CheckpointError: that cannot be understood.
         """
-        if id(entry) not in self.decoded:
-            self.decoded[id(entry)] = codec.decode_answer(entry.answer)
-        return self.decoded[id(entry)]
+        encoded = entry.alloc_resp or ""
+        if encoded not in self.decoded:
+            self.decoded[encoded] = codec.decode_answer(entry.answer)
+        return self.decoded[encoded]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +199,7 @@ class KubeletRecordsReader:
             return None, frozenset()
         uids = {entry.pod_uid for entry in last.about(resource, ids)}
         had = self._pods.name(uids.pop(), live=True) if len(uids) == 1 else None
-        return had, frozenset([(entry.pod_uid, entry.container_name) for holders in last.of(resource).values() for entry in holders])
+        return had, last.containers_with(resource)
 
     async def _get(self, pods: Collection[tuple[str, str]]) -> tuple[Holding, ...] | None:
         """Return pod-resources' records of ``pods``; None when it cannot answer for single pods."""

@@ -18,7 +18,7 @@ from vgpu_agent.sim.agent_process import AgentProcess
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vgpu_agent.cli.narrator import Narrator
+    from vgpu_agent.sim.cli.narrator import Narrator
     from vgpu_agent.sim.cluster import SimulatedCluster
 
 _NUMBER, _MEMORY, _CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/vgpu-cores"

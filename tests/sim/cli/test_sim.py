@@ -14,8 +14,8 @@ import pytest
 
 from tests.patience import PATIENCE_SECONDS
 from tests.simulated import nvml_on
-from vgpu_agent.cli.sim import add_parser
 from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim.cli.sim import add_parser
 from vgpu_agent.sim.models import models
 from vgpu_agent.sim.state import SimulatedNode
 

@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from vgpu_agent.cli.demo_mps import play_mps
-from vgpu_agent.cli.demo_volcano import play_volcano
-from vgpu_agent.cli.narrator import Narrator
 from vgpu_agent.errors import AgentError, SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
+from vgpu_agent.sim.cli.demo_mps import play_mps
+from vgpu_agent.sim.cli.demo_volcano import play_volcano
+from vgpu_agent.sim.cli.narrator import Narrator
 
 if TYPE_CHECKING:
     from vgpu_agent.sim.kubelet.kubelet import Pod, SimulatedKubelet
@@ -72,9 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         import grpc as _grpc  # noqa: F401, PLC0415 - asked for here, to say what to install instead of a traceback
     except ImportError as err:
-        raise SimulationError(
-            "the demo needs the extra packages of the simulation: pip install 'vgpu-agent[sim]', or scripts/demo"
-        ) from err
+        raise SimulationError("the demo needs more packages than the agent; scripts/demo installs and runs it") from err
     # A short path: sockets lie below it, and their names are limited to 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="vgpu-demo-", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108
     try:

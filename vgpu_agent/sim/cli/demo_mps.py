@@ -17,7 +17,7 @@ from vgpu_agent.sim.agent_process import AgentProcess
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vgpu_agent.cli.narrator import Narrator
+    from vgpu_agent.sim.cli.narrator import Narrator
     from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
     from vgpu_agent.sim.mps_tools import MpsTools
 
