@@ -13,8 +13,7 @@ from vgpu_agent.families.device_lists import ListOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import msgspec
-
+    from vgpu_agent.config.families import FamilySettings
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.families.plugin_files import PluginFile
@@ -79,6 +78,25 @@ class BuiltFamily:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MigTool:
+    """How GPUs are divided into MIG instances for the pods of a family.
+
+    Attributes:
+        program: nvidia-mig-parted, or a script that calls it.
+        setting: the key of the program, for messages; that of the timeout has ``TimeoutSeconds`` behind it.
+        timeout_seconds: how long one call of the program may take.
+        settle_seconds: how long after its success the driver may take to show the new instances.
+        retry_seconds: for how long a change that has failed is not tried again.
+    """
+
+    program: str
+    setting: str
+    timeout_seconds: float
+    settle_seconds: float
+    retry_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FamilyMetric:
     """A gauge about the grants of one family, which exists while the family is on.
 
@@ -100,8 +118,7 @@ class FamilySpec:
     """What the agent has to know about a family.
 
     Attributes:
-        name: the glossary's name, e.g. ``volcano-vgpu``.
-        is_on: whether the settings offer it on this node.
+        settings: its part in the configuration, which has its name.
         build: builds it; called whether it is on or off. Never an error: problems of foreign files are named.
         needs_api_server: it cannot be offered before the API server was read, so pods are watched and Node and pods are written.
         files: the configuration files of the plugin that it replaces.
@@ -110,15 +127,16 @@ class FamilySpec:
         labels: the same of pods' labels.
         variables: a pattern of the variables of containers that it has to know of; empty for none. Names and not prefixes: a tenant could
             invent any number below a prefix.
-        settings: the section of its own settings, by its name in Python; None for a family whose section is in `config`.
-        switch: the text of its switch in ``families``; empty for a family whose switch is in `config`.
         metrics: its own metrics.
         mps: the settings → where its containers meet the MPS control daemons that it has; None where it shares nothing by MPS.
+        mig_tool: the settings → how GPUs are divided for its pods; None where none is.
+        device_modes: the settings → the kinds of other devices that its containers get, of `config.types.DEVICE_MODES`.
+        uses_library: the settings → whether its containers get the library of `isolation.hami_core`; None where they never do. Where they
+            may, the library is installed, and what containers use is read.
         progress: annotations of pods that only show how far a start has come; others, by which schedulers count, are written first.
     """
 
-    name: str
-    is_on: Callable[[Settings], bool]
+    settings: FamilySettings
     build: Callable[[Settings, NodeFacts], BuiltFamily]
     needs_api_server: bool = False
     files: tuple[PluginFile, ...] = ()
@@ -126,8 +144,18 @@ class FamilySpec:
     annotations: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     variables: str = ""
-    settings: tuple[str, type[msgspec.Struct]] | None = None
-    switch: str = ""
     metrics: tuple[FamilyMetric, ...] = ()
     mps: Callable[[Settings], MpsOptions] | None = None
+    mig_tool: Callable[[Settings], MigTool] | None = None
+    device_modes: Callable[[Settings], tuple[str, ...]] | None = None
+    uses_library: Callable[[Settings], bool] | None = None
     progress: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The glossary's name, e.g. ``volcano-vgpu``."""
+        return self.settings.name
+
+    def is_on(self, settings: Settings) -> bool:
+        """Tell whether the settings offer it on this node."""
+        return settings.is_on(self.name)

@@ -111,7 +111,7 @@ async def look(
         library_path=library.path,
         library_trouble=library.trouble,
         library_locks=library.locks,
-        divides=await asyncio.to_thread(shutil.which, settings.volcano_vgpu.mig_parted) is not None,
+        divides=await asyncio.to_thread(_divides, settings),
         given=frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment "))),
         texts=found,
         unreadable=unreadable,
@@ -169,6 +169,11 @@ def _of_pods(settings: Settings, found: Found) -> ListOptions:
     """Return the same for families whose pods decide: bound late, a grant's own spec has what CDI names stand for (`cdi.inline`)."""
     lists = list_options(settings, found)
     return dataclasses.replace(lists, strategies=("cdi-cri",)) if settings.cdi.inline and found.facts.late else lists
+
+
+def _divides(settings: Settings) -> bool:
+    """Tell whether the program is there that divides GPUs for a family."""
+    return any(shutil.which(family.mig_tool(settings).program) for family in FAMILIES if family.mig_tool)
 
 
 def _text(path: Path) -> tuple[str | None, str]:

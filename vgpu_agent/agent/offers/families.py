@@ -18,6 +18,7 @@ from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.config.collisions import without
 from vgpu_agent.errors import CarrierError, ConfigError
+from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.hami_library import HamiLibrary
 
@@ -229,7 +230,7 @@ class FamiliesInForce:
 
     async def _install(self, settings: Settings) -> Library:
         """Install the library where it is needed, and return it."""
-        if not settings.families.volcano_vgpu or settings.volcano_vgpu.isolation != "hami-core":
+        if not any(family.uses_library and family.is_on(settings) and family.uses_library(settings) for family in FAMILIES):
             return Library()
         trouble = ""
         try:
