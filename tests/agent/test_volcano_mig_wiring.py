@@ -84,4 +84,4 @@ def test_the_mode_of_the_node_chooses_the_family(entry: dict[str, str]) -> None:
     assert isinstance(family, VolcanoVgpuMigFamily) is is_mig
     names = {resource.name: len(resource.ids) for resource in family.resources(node(of_u1=GROUP2))}
     assert names["volcano.sh/vgpu-number"] == (20 if is_mig else 10)  # a divided card is shared in the mode mig only
-    assert built.origins["operating_mode"] == "config.json"
+    assert built.origins["volcano-vgpu"]["operating_mode"] == "config.json"

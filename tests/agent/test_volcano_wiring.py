@@ -86,7 +86,7 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             before = parts.offered
-            assert parts.families.origins == {"device_split_count": KEY, "gpu_memory_factor": KEY}
+            assert parts.families.origins["volcano-vgpu"] == {"device_split_count": KEY, "gpu_memory_factor": KEY}
             assert await edited(parts, "nvidia: {deviceSplitCount: many, gpuMemoryFactor: ten}") == before
             assert await edited(parts, "nvidia: {") == before
             assert "what stood there before stays in force" in parts.families.problems[0]
@@ -115,7 +115,7 @@ async def test_a_config_map_that_is_no_longer_read_has_no_effect(tmp_path: Path)
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             assert parts.offered[NUMBER] == 20
-            assert parts.families.origins == {}
+            assert parts.families.origins == {"volcano-vgpu": {}}
 
 
 async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ class Agent:
                 functools.partial(self._grants.run, self._beat("grants")),
                 stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds,
             )
-            if any(family.uses_library and family.is_on(settings) for family in FAMILIES):
+            if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # It gives no sign of life: a restart of the agent does not repair a disk that hangs.
                 self._supervisor.start("container usage", self._usages.run)
                 self._supervisor.start("region sizes", self._regions.run)

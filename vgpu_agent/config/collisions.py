@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.config import schema
 from vgpu_agent.config.checks import Conflict
-from vgpu_agent.config.families import switched_on
+from vgpu_agent.config.families import DECLARED, switched_on
 from vgpu_agent.config.problems import shown
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.families import OfferedName
     from vgpu_agent.config.settings import Settings
-
-ONE_DAEMON = "takes one only; offer it by one of the two (families, aws.mps, sharing.mps)"
 
 
 def collisions(settings: Settings) -> Iterator[Conflict]:
@@ -46,6 +44,12 @@ def crowding(settings: Settings) -> Iterator[str]:
                     f"{path}: {value} spreads pods of {family.name} over all GPUs, and a GPU with one of them is no use to {others}; "
                     f"set {instead} to keep {family.name} on few GPUs"
                 )
+
+
+def by_one_of_two() -> str:
+    """The remedy where two MPS control daemons would meet on a GPU, as the end of a sentence."""
+    keys = ", ".join(["families", *sorted(family.mps for family in DECLARED if family.mps)])
+    return f"offer it by one of the two ({keys})"
 
 
 def without(family: str) -> str:

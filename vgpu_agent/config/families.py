@@ -75,8 +75,8 @@ def _no_names(_: Settings) -> tuple[OfferedName, ...]:
     return ()
 
 
-def _no_daemons(_: Settings) -> str:
-    return ""
+def _no_daemons(_: Settings) -> bool:
+    return False
 
 
 def _nothing_exposed(_: Settings) -> tuple[str, str]:
@@ -101,7 +101,8 @@ class FamilySettings:
         names: the names of its resources. Asked only while it is on, as the rest is.
         collisions: the rules about this family beside others that the settings break. An agent starts, and withholds what is in conflict.
         spreading: see there.
-        daemons: the section by which MPS control daemons run on its GPUs; empty where none does.
+        mps: the key by which its GPUs are shared with MPS; empty where they never are.
+        daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
         exposed: the directory for MPS that its containers have mounted, and the setting with its value that says so; empty for none.
         offers_mig: it offers existing MIG instances, as ``plugin.migStrategy`` says.
     """
@@ -119,7 +120,8 @@ class FamilySettings:
     names: Callable[[Settings], Iterable[OfferedName]] = _no_names
     collisions: Callable[[Settings], Iterable[Conflict]] = _no_conflicts
     spreading: tuple[Spreading, ...] = ()
-    daemons: Callable[[Settings], str] = _no_daemons
+    mps: str = ""
+    daemons: Callable[[Settings], bool] = _no_daemons
     exposed: Callable[[Settings], tuple[str, str]] = _nothing_exposed
     offers_mig: bool = False
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.families.plugin_files import PluginFile
+    from vgpu_agent.isolation.backend import LibraryLimits
     from vgpu_agent.isolation.mps import MpsOptions
-    from vgpu_agent.model import Grant, Inventory
+    from vgpu_agent.model import ContainerUsage, GpuUsage, Grant, Inventory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class BuiltFamily:
         origins: of those that a file has set, attribute → the file.
         blocked: why its pods must not be served now; empty when they can be.
         uses_library: its containers get the library of `NodeFacts`.
+        limits: how that library limits them; None where it never does.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
@@ -75,6 +77,7 @@ class BuiltFamily:
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     blocked: str = ""
     uses_library: bool = False
+    limits: LibraryLimits | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,20 +100,52 @@ class MigTool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LibraryUse:
+    """The use that a family makes of the library of `isolation.hami_core`.
+
+    Attributes:
+        is_wanted: the settings → whether its containers get the library.
+        instead: what else can be done where there is none, as the end of a sentence.
+    """
+
+    is_wanted: Callable[[Settings], bool]
+    instead: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Readings:
+    """The values that a family's metrics are made of.
+
+    Attributes:
+        grants: the family's live grants.
+        inventory: the GPUs.
+        usage: of each GPU that could be read.
+        containers: the use that containers make of their devices.
+        now: unix seconds.
+    """
+
+    grants: Sequence[Grant]
+    inventory: Inventory
+    usage: Sequence[GpuUsage]
+    containers: Sequence[ContainerUsage]
+    now: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FamilyMetric:
-    """A gauge about the grants of one family, which exists while the family is on.
+    """A gauge of one family, which exists while the family is on.
 
     Attributes:
         name: as scraped.
         labels: label names, in the order of a row's label values.
         help: one sentence, with the unit where the name does not have it.
-        rows: the family's live grants and the inventory → label values and a number.
+        rows: label values and a number.
     """
 
     name: str
     labels: tuple[str, ...]
     help: str
-    rows: Callable[[Sequence[Grant], Inventory], Iterable[tuple[tuple[str, ...], float]]]
+    rows: Callable[[Readings], Iterable[tuple[tuple[str, ...], float]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,8 +166,9 @@ class FamilySpec:
         mps: the settings → where its containers meet the MPS control daemons that it has; None where it shares nothing by MPS.
         mig_tool: the settings → how GPUs are divided for its pods; None where none is.
         device_modes: the settings → the kinds of other devices that its containers get, of `config.types.DEVICE_MODES`.
-        uses_library: the settings → whether its containers get the library of `isolation.hami_core`; None where they never do. Where they
-            may, the library is installed, and what containers use is read.
+        library: its use of the library of `isolation.hami_core`; None where its containers never get it. Where they may, what they use is
+            read.
+        node_annotations: annotations of the Node that are taken back at the agent's removal, as patterns for people.
         progress: annotations of pods that only show how far a start has come; others, by which schedulers count, are written first.
     """
 
@@ -148,7 +184,8 @@ class FamilySpec:
     mps: Callable[[Settings], MpsOptions] | None = None
     mig_tool: Callable[[Settings], MigTool] | None = None
     device_modes: Callable[[Settings], tuple[str, ...]] | None = None
-    uses_library: Callable[[Settings], bool] | None = None
+    library: LibraryUse | None = None
+    node_annotations: tuple[str, ...] = ()
     progress: frozenset[str] = frozenset()
 
     @property

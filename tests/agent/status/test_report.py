@@ -42,11 +42,11 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.claims import Claim
-from vgpu_agent.model import Decider, Inventory, Resource, Share
+from vgpu_agent.model import ContainerUsage, Decider, Inventory, Resource, Share
 from vgpu_agent.pods import Pod, PodCache
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.region_guard import RegionGuard
-from vgpu_agent.status import ContainerUsage, FamilyStatus, KubeletStatus, NvmlState, PluginState
+from vgpu_agent.status import FamilyStatus, KubeletStatus, NvmlState, PluginState
 
 VGPU = "volcano.sh/vgpu-number"
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from vgpu_agent.config.checks import Conflict
-from vgpu_agent.config.collisions import ONE_DAEMON
+from vgpu_agent.config.collisions import by_one_of_two
 from vgpu_agent.config.families import FamilySettings, OfferedName, switched_on
 from vgpu_agent.config.mps import MOST_MPS_CLIENTS
 from vgpu_agent.config.options import Option
@@ -45,12 +45,12 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
 
 def _collisions(settings: Settings) -> Iterator[Conflict]:
     mps = settings.section(Aws).mps
-    other = next((section for family in switched_on(settings) if (section := family.daemons(settings))), "")
+    other = next((family.mps for family in switched_on(settings) if family.daemons(settings)), "")
     if mps != "none" and other:
-        text = f"supervised starts an MPS control daemon on GPUs that {other} has one for already, and a GPU {ONE_DAEMON}"
+        text = f"supervised starts an MPS control daemon on GPUs that {other} has one for already"
         if mps == "host":
-            text = f"host needs somebody else's MPS control daemon on GPUs that {other} starts one for, and a GPU {ONE_DAEMON}"
-        yield Conflict((("aws.mps", text),))
+            text = f"host needs somebody else's MPS control daemon on GPUs that {other} starts one for"
+        yield Conflict((("aws.mps", f"{text}, and a GPU takes one only; {by_one_of_two()}"),))
 
 
 def _exposed(settings: Settings) -> tuple[str, str]:
@@ -66,6 +66,7 @@ SETTINGS = FamilySettings(
     # As AWS's virtual GPU device plugin names it.
     options=(Option("aws.vgpus", "--vgpu", "VGPU_AGENT_VGPU", "COUNT", "how many containers may share one GPU, with families.aws"),),
     names=_names,
+    mps="aws.mps",
     collisions=_collisions,
     exposed=_exposed,
 )

@@ -236,8 +236,8 @@ def _without_effect(settings: Settings) -> Iterator[str]:
                 )
 
 
-def _daemons(settings: Settings) -> str:
-    return "sharing.mps" if settings.section(Sharing).mps.resources and not settings.section(Iktos).resource_config else ""
+def _daemons(settings: Settings) -> bool:
+    return bool(settings.section(Sharing).mps.resources) and not settings.section(Iktos).resource_config
 
 
 SETTINGS = FamilySettings(
@@ -260,6 +260,7 @@ SETTINGS = FamilySettings(
     without_effect=_without_effect,
     names=offered_names,
     spreading=(Spreading("plugin.sharedDevicesAllocationPolicy", "distributed", "auto"),),
+    mps="sharing.mps",
     daemons=_daemons,
     offers_mig=True,
 )

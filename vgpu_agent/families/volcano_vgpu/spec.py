@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.families.plugin_files import PluginFile
-from vgpu_agent.families.spec import BuiltFamily, FamilySpec, MigTool
+from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import NO_TYPE, NO_UUID, USE_TYPE, USE_UUID, WANTED_MODE, VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu.files import (
@@ -22,12 +22,13 @@ from vgpu_agent.families.volcano_vgpu.files import (
     read_device_config,
     read_node_config,
 )
+from vgpu_agent.families.volcano_vgpu.metrics import METRICS
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
 from vgpu_agent.families.volcano_vgpu.mig.static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
 from vgpu_agent.families.volcano_vgpu.settings import FAMILY, HAMI_CORE, MIG, SETTINGS, VolcanoVgpu, static_mig_strategy
-from vgpu_agent.isolation.backend import NoIsolation
+from vgpu_agent.isolation.backend import LibraryLimits, NoIsolation
 from vgpu_agent.isolation.hami_core import HamiCore
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         in_force=msgspec.structs.asdict(vgpu),
         origins=files.origins,
         blocked=_blocked(vgpu, facts),
+        limits=_limits(vgpu),
         uses_library=vgpu.isolation == HAMI_CORE and vgpu.operating_mode != MIG,
     )
 
@@ -146,6 +148,15 @@ def _node_config_path(settings: Settings) -> str:
     return settings.section(VolcanoVgpu).node_config_file if settings.is_on(FAMILY) else ""
 
 
+def _limits(vgpu: VolcanoVgpu) -> LibraryLimits:
+    return LibraryLimits(
+        "" if vgpu.isolation == HAMI_CORE else "volcanoVgpu.isolation is none",
+        cores=not vgpu.disable_core_limit,
+        oversubscribed=max(vgpu.device_memory_scaling, vgpu.device_core_scaling) > 1,
+        unit_mib=vgpu.gpu_memory_factor or 1,
+    )
+
+
 def _mig_tool(settings: Settings) -> MigTool:
     vgpu = settings.section(VolcanoVgpu)
     return MigTool(
@@ -157,7 +168,7 @@ def _device_modes(settings: Settings) -> tuple[str, ...]:
     return settings.section(VolcanoVgpu).device_modes
 
 
-def _uses_library(settings: Settings) -> bool:
+def _wants_library(settings: Settings) -> bool:
     return settings.section(VolcanoVgpu).isolation == HAMI_CORE
 
 
@@ -203,6 +214,8 @@ SPEC = FamilySpec(
     "|TASK_PRIORITY)|GPU_CORE_UTILIZATION_POLICY|ACTIVE_OOM_KILLER|LIBCUDA_LOG_LEVEL|VGPU_(DEVICE|RESOURCE)",
     mig_tool=_mig_tool,
     device_modes=_device_modes,
-    uses_library=_uses_library,
+    library=LibraryUse(_wants_library, "or set volcanoVgpu.isolation to none, which shares without any limit"),
+    metrics=METRICS,
+    node_annotations=("volcano.sh/node-vgpu-*",),
     progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
 )
