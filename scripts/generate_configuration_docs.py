@@ -18,7 +18,7 @@ import msgspec  # noqa: E402 - likewise
 
 from vgpu_agent.config import difference, options, schema  # noqa: E402 - the path comes first
 from vgpu_agent.config.example import example, yaml_value  # noqa: E402 - likewise
-from vgpu_agent.config.settings import Settings  # noqa: E402 - likewise
+from vgpu_agent.families import registry  # noqa: E402, F401 - their sections belong to the page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,15 +102,15 @@ stay in force; so they do when the file vanishes.
 
 def document() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, *_options(), "\n", RULES, *_section(Settings, ""), "## The example file\n\n```yaml\n", example(), "```\n"]
+    parts = [INTRODUCTION, *_options(), "\n", RULES, *_section(schema.root(), ""), "## The example file\n\n```yaml\n", example(), "```\n"]
     return "".join(parts)
 
 
 def _options() -> Iterator[str]:
     yield "| flag | environment variable | key |\n|---|---|---|\n"
     yield f"| `{options.CONFIG_FLAG}` | `{options.CONFIG_VARIABLE}` | the file itself |\n"
-    for option in options.OPTIONS:
-        yield f"| {_names(option.flags)} | {_names(option.variables)} | {_names((option.path, *option.also))} |\n"
+    for option in options.options():
+        yield f"| {_names(option.flags)} | {_names(option.variables)} | {_names((option.path, *options.also(option.path)))} |\n"
 
 
 def _names(names: tuple[str, ...]) -> str:

@@ -15,6 +15,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 from tests.golden import golden_inventory
 from vgpu_agent import log
 from vgpu_agent.config import options
+from vgpu_agent.families import registry  # noqa: F401 - the families bring their sections and flags
 from vgpu_agent.model import Inventory
 
 # Some tests import grpcio before the simulator, which says the same and why.
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _nobody_configures_the_tests() -> None:
     """Remove the shell's settings for an agent, which are not meant for the ones under test."""
-    for option in options.OPTIONS:
+    for option in options.options():
         os.environ.pop(option.variable, None)
     for name in [name for name in os.environ if name.startswith("VGPU_AGENT_")]:
         del os.environ[name]

@@ -30,7 +30,7 @@ def test_the_example_of_the_page_is_a_configuration_without_collisions() -> None
     loaded = load_contents(
         Sources({}, {}, "c.yaml"), Contents("\n".join(["version: v1", *(line[4:] for line in example.splitlines())]).encode())
     )
-    assert (loaded.settings.families.nvidia, loaded.settings.families.volcano_vgpu) == (True, True)
+    assert [loaded.settings.is_on(family) for family in ("nvidia", "volcano-vgpu")] == [True, True]
     assert loaded.collisions == loaded.warnings == ()
 
 

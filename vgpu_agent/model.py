@@ -387,3 +387,31 @@ class KubeletRecords:
     complete: bool = True
     trouble: str = ""
     entries: tuple[Holding, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContainerUsage:
+    """The use that one container makes of one of its devices, as counted by the container's own library.
+
+    Attributes:
+        index: the device's place in the container.
+        limit_bytes: 0 when nothing limits it.
+        cores_percent: compute in use, by the library's own measurement.
+        last_kernel_at: when the container launched a kernel last, unix seconds; 0 when it never did, or its library does not report it.
+        cores_limit_percent: 100 when nothing limits compute.
+        processes: how many live processes of the container have the library open.
+        limits_cores: the region's switch for the limit of compute is on.
+    """
+
+    namespace: str
+    pod: str
+    container: str
+    index: int
+    uuid: str
+    used_bytes: int
+    limit_bytes: int
+    cores_percent: int = 0
+    last_kernel_at: int = 0
+    cores_limit_percent: int = 100
+    processes: int = 0
+    limits_cores: bool = True

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 from vgpu_agent.model import Inventory
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vgpu_agent.allocation.mode import BindingMode
     from vgpu_agent.allocation.refusals import Refusal
     from vgpu_agent.concurrency import TaskReport
+    from vgpu_agent.isolation.backend import LibraryLimits
     from vgpu_agent.journal import Entry
     from vgpu_agent.ledger.accounting import Overcommit
     from vgpu_agent.ledger.uses import GpuUse, HeldBack
-    from vgpu_agent.model import DeviceRoom, GpuUsage, Grant
+    from vgpu_agent.model import ContainerUsage, DeviceRoom, GpuUsage, Grant
     from vgpu_agent.pods import Pod
 
 
@@ -137,34 +140,6 @@ class LedgerStatus:
     held_back: dict[str, tuple[HeldBack, ...]] = dataclasses.field(default_factory=dict)  # ids that are not given out, by resource
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ContainerUsage:
-    """The use that one container makes of one of its devices, as counted by the container's own library.
-
-    Attributes:
-        index: the device's place in the container.
-        limit_bytes: 0 when nothing limits it.
-        cores_percent: compute in use, by the library's own measurement.
-        last_kernel_at: when the container launched a kernel last, unix seconds; 0 when it never did, or its library does not report it.
-        cores_limit_percent: 100 when nothing limits compute.
-        processes: how many live processes of the container have the library open.
-        limits_cores: the region's switch for the limit of compute is on.
-    """
-
-    namespace: str
-    pod: str
-    container: str
-    index: int
-    uuid: str
-    used_bytes: int
-    limit_bytes: int
-    cores_percent: int = 0
-    last_kernel_at: int = 0
-    cores_limit_percent: int = 100
-    processes: int = 0
-    limits_cores: bool = True
-
-
 class MpsState(enum.StrEnum):
     """The state of an MPS control daemon."""
 
@@ -223,9 +198,11 @@ class BindingStatus:
     wrong_guesses: int = 0  # early answers that were another pod's, and whose start was refused
     exchanges: int = 0  # early answers that were another pod's with an equal share, and were exchanged
     overcommitted_starts: int = 0  # containers that were started on a device of which a scheduler had given out too much
-    volcano_vgpu: dict[str, Any] = dataclasses.field(default_factory=dict)  # its settings after ConfigMap and node config
-    volcano_vgpu_origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of those that one of the two has set: which
-    file_problems: tuple[str, ...] = ()  # what is wrong with those two
+    # Of families with files of a replaced plugin, the settings after those were laid over them, and of those set by a file which it was.
+    in_force: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    origins: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, LibraryLimits] = dataclasses.field(default_factory=dict)  # of families that the library of hami-core limits
+    file_problems: tuple[str, ...] = ()  # what is wrong with those files
     cautions: tuple[str, ...] = ()  # what will go wrong for some pods with what is offered
     left_over: dict[str, str] = dataclasses.field(default_factory=dict)  # directories of ended containers that cannot be removed → why
     regions_cut: int = 0  # how often a region that its container had made larger was cut back to its size

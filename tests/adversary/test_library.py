@@ -34,12 +34,14 @@ REGION = f"""
 long open_region(int file) {{ return getenv("CUDA_DEVICE_MEMORY_SHARED_CACHE") ? lseek(file, {REGION_BYTES}, SEEK_SET) : -1; }}
 """
 
+INSTEAD = "or set volcanoVgpu.isolation to none"
+
 
 def refusal(content: bytes, folder: Path) -> str:
     """The reason for which a library of this content is not installed."""
     source = folder / "libvgpu.so"
     source.write_bytes(content)
-    library = HamiLibrary(str(folder / "host"), str(source), Journal())
+    library = HamiLibrary(str(folder / "host"), str(source), Journal(), instead=INSTEAD)
     with pytest.raises(CarrierError) as refused:
         asyncio.run(library.install())
     assert library.path == ""
@@ -59,7 +61,7 @@ def compiled(source: str, folder: Path, *flags: str) -> bytes:
 def test_a_library_from_a_real_linker_is_understood(style: str, tmp_path: Path) -> None:
     """The counterpart of every attack below: what a linker makes of HAMi-core's functions is installed, whatever its hash table."""
     (tmp_path / "libvgpu.so").write_bytes(compiled(HOOKS + REGION, tmp_path, f"-Wl,--hash-style={style}"))
-    library = HamiLibrary(str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal())
+    library = HamiLibrary(str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal(), instead=INSTEAD)
     assert asyncio.run(library.install()).startswith(f"{tmp_path}/host/libvgpu.so.")
 
 
@@ -172,7 +174,7 @@ def test_no_damaged_file_costs_more_than_a_line(damage: str, tmp_path: Path) -> 
             assert "deliver HAMi-core's libvgpu.so there" in refusal(content, tmp_path)
         else:
             (tmp_path / "libvgpu.so").write_bytes(content)
-            asyncio.run(HamiLibrary(str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal()).install())
+            asyncio.run(HamiLibrary(str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal(), instead=INSTEAD).install())
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
@@ -183,7 +185,7 @@ def test_no_bit_that_is_flipped_raises_anything_else(tmp_path: Path) -> None:
     source = tmp_path / "libvgpu.so"
     for place in range(len(GOOD)):
         source.write_bytes(GOOD[:place] + bytes([GOOD[place] ^ 0xFF]) + GOOD[place + 1 :])
-        library = HamiLibrary(str(tmp_path / "host"), str(source), Journal())
+        library = HamiLibrary(str(tmp_path / "host"), str(source), Journal(), instead=INSTEAD)
         try:
             library._install()
         except CarrierError:
@@ -198,13 +200,13 @@ def test_no_huge_file_is_read(tmp_path: Path) -> None:
         file.truncate(64 << 30)
     tracemalloc.start()
     with pytest.raises(CarrierError, match="larger than 16 MiB"):
-        HamiLibrary(str(tmp_path / "host"), str(source), Journal())._install()
+        HamiLibrary(str(tmp_path / "host"), str(source), Journal(), instead=INSTEAD)._install()
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     source.unlink()
     os.mkfifo(source)
     with pytest.raises(CarrierError, match="is no file"):
-        HamiLibrary(str(tmp_path / "host"), str(source), Journal())._install()
+        HamiLibrary(str(tmp_path / "host"), str(source), Journal(), instead=INSTEAD)._install()
 
 
 @pytest.mark.component

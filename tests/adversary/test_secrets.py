@@ -19,6 +19,7 @@ from blockbuster import BlockBuster
 
 from tests.adversary.api_server_parts import CHUNKED, Answer, always, answer, asked, send_chunk, served
 from tests.cluster.scripted import IMPATIENT, json_event, json_pod, running, until
+from tests.settings import settings as settings_of
 from vgpu_agent import log
 from vgpu_agent.cluster import credentials as credentials_module
 from vgpu_agent.cluster.client import ApiClient
@@ -28,7 +29,6 @@ from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest, Revision, Supervisor
-from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode, Node
@@ -275,7 +275,7 @@ _EXPECTED = {
 def test_no_kubeconfig_that_is_no_good_shows_what_is_in_it(case: str, tmp_path: Path, lines: io.StringIO) -> None:
     """Parsers quote the line at which they stumble, credential plugins write what they like, and the library logs it."""
     path = _spoiled(tmp_path, case)
-    found = credentials(Settings(kubeconfig=str(path)))
+    found = credentials(settings_of(kubeconfig=str(path)))
     assert found is not None
 
     async def ask() -> ClusterError:
@@ -298,7 +298,7 @@ def test_no_kubeconfig_that_is_no_good_shows_what_is_in_it(case: str, tmp_path: 
 async def test_no_service_account_shows_its_token(service_account: Path, lines: io.StringIO) -> None:
     """Its CA is no certificate."""
     environment = {**os.environ, "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
-    found = await asyncio.to_thread(lambda: credentials(Settings(), environment=environment, service_account=service_account))
+    found = await asyncio.to_thread(lambda: credentials(settings_of(), environment=environment, service_account=service_account))
     assert found is not None
     api = ApiClient(found, IMPATIENT)
     with pytest.raises(ClusterError) as caught:

@@ -15,11 +15,11 @@ from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, volcano_settings
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
+from tests.settings import switches
 from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.named_configuration import NamedConfiguration
 from vgpu_agent.agent.status.cluster import ClusterReport
 from vgpu_agent.concurrency import Revision, Supervisor
-from vgpu_agent.config.binding import Families
 from vgpu_agent.config.load import load, load_sources
 from vgpu_agent.config.named_config import NamedConfig
 from vgpu_agent.config.settings import Settings
@@ -47,7 +47,7 @@ async def server() -> AsyncIterator[ApiServer]:
 async def settings(tmp_path: Path, server: ApiServer) -> Settings:
     """Return the settings of a node that offers nvidia.com/gpu by a named configuration."""
     return await volcano_settings(
-        tmp_path, server, families=Families(), named_config=NamedConfig(directory=str(tmp_path)), listen=":0", debug_listen=":0"
+        tmp_path, server, families=switches(), named_config=NamedConfig(directory=str(tmp_path)), listen=":0", debug_listen=":0"
     )
 
 

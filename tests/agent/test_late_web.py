@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 
-import msgspec
 import pytest
 
 from tests.cli.test_status import Node
 from tests.patience import PATIENCE_SECONDS
+from tests.settings import settings as settings_of
 from vgpu_agent.agent.late_web import LateWeb
-from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import ListenError
 
 
@@ -24,7 +23,7 @@ def port() -> int:
 
 def on(port: int) -> LateWeb:
     """A server that is to listen there."""
-    return LateWeb(Node(), msgspec.structs.replace(Settings(), listen=f"127.0.0.1:{port}", debug_listen="127.0.0.1:0"))
+    return LateWeb(Node(), settings_of(listen=f"127.0.0.1:{port}", debug_listen="127.0.0.1:0"))
 
 
 async def answers(port: int) -> bool:

@@ -19,6 +19,7 @@ from vgpu_agent.config.load import Loaded, load, load_sources
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.watch import changes
 from vgpu_agent.errors import ConfigError
+from vgpu_agent.families.nvidia.settings import Sharing
 from vgpu_agent.sim.api.server import ApiServer
 
 NODE, LABEL = "node-a", "nvidia.com/device-plugin.config"
@@ -83,7 +84,7 @@ async def begun(tmp_path: Path, server: ApiServer | None, *, more: str = "") -> 
 
 def replicas(loaded: Loaded) -> int:
     """Return the replicas of the one shared resource; 1 when none is shared."""
-    shared = loaded.settings.sharing.time_slicing.resources
+    shared = loaded.settings.section(Sharing).time_slicing.resources
     return shared[0].replicas if shared else 1
 
 
@@ -281,7 +282,7 @@ async def test_a_wrong_one_where_none_was_in_force_leaves_it_at_none(tmp_path: P
     await remember(tmp_path, named_config="", named_text="")
     await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
     loaded, named = await begun(tmp_path, server)
-    assert loaded.settings.sharing.time_slicing.resources == ()
+    assert loaded.settings.section(Sharing).time_slicing.resources == ()
     assert named.in_force == InForce("", "")
 
 

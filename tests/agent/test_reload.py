@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from tests.settings import settings as settings_of
 from vgpu_agent import log
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.config.load import Contents, Loaded, Sources, load_contents
@@ -109,7 +110,7 @@ async def test_only_what_takes_effect_at_once_is_applied(applied: Applied) -> No
     reload = Reload(loaded(), apply=applied, journal=Journal())
     await reload.take(loaded("gpu: {pollSeconds: 1, recovery: {quietSeconds: 7}}\n"))
     (settings,) = applied.settings
-    assert settings.gpu.poll_seconds == Settings().gpu.poll_seconds
+    assert settings.gpu.poll_seconds == settings_of().gpu.poll_seconds
     assert settings.gpu.recovery.quiet_seconds == 7
     assert reload.needs_restart == ("gpu.pollSeconds",)
 

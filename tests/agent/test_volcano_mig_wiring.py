@@ -8,19 +8,20 @@ import msgspec
 import pytest
 
 from tests.families.volcano_vgpu.mig.parts import DEVICE_CONFIG, GROUP2, node
+from tests.settings import settings as settings_of
+from tests.settings import switches
 from vgpu_agent.agent.offers.build import Found, build
-from vgpu_agent.config.binding import Families as Switches
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.families.spec import NodeFacts
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 
 HAMI = VolcanoVgpu(isolation="none", gpu_memory_factor=64)
 
 
 def settings(vgpu: VolcanoVgpu = HAMI, *, nvidia: bool = False, strategy: str = "none") -> Settings:
     """A node that serves volcano-vgpu."""
-    known = Settings(node_name="node-a", families=Switches(nvidia=nvidia, volcano_vgpu=True), volcano_vgpu=vgpu)
+    known = settings_of(node_name="node-a", families=switches(nvidia=nvidia, volcano_vgpu=True), volcano_vgpu=vgpu)
     return msgspec.structs.replace(known, plugin=msgspec.structs.replace(known.plugin, mig_strategy=strategy))
 
 
@@ -83,4 +84,4 @@ def test_the_mode_of_the_node_chooses_the_family(entry: dict[str, str]) -> None:
     assert isinstance(family, VolcanoVgpuMigFamily) is is_mig
     names = {resource.name: len(resource.ids) for resource in family.resources(node(of_u1=GROUP2))}
     assert names["volcano.sh/vgpu-number"] == (20 if is_mig else 10)  # a divided card is shared in the mode mig only
-    assert built.origins["operating_mode"] == "config.json"
+    assert built.origins["volcano-vgpu"]["operating_mode"] == "config.json"

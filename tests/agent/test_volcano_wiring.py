@@ -13,11 +13,13 @@ from blockbuster import BlockBuster
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.golden import U1
 from tests.patience import PATIENCE_SECONDS
+from tests.settings import switches
 from vgpu_agent.config.binding import Cluster
-from vgpu_agent.config.binding import Families as Switches
-from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
+from vgpu_agent.config.hami_core import HamiCore
+from vgpu_agent.families.volcano_gpushare.settings import VolcanoGpushare
 from vgpu_agent.families.volcano_vgpu.files import CONFIG_MAP as NAME
 from vgpu_agent.families.volcano_vgpu.files import DEVICE_CONFIG as KEY
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 from vgpu_agent.sim.api.server import ApiServer
 
 
@@ -84,7 +86,7 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             before = parts.offered
-            assert parts.families.origins == {"device_split_count": KEY, "gpu_memory_factor": KEY}
+            assert parts.families.origins["volcano-vgpu"] == {"device_split_count": KEY, "gpu_memory_factor": KEY}
             assert await edited(parts, "nvidia: {deviceSplitCount: many, gpuMemoryFactor: ten}") == before
             assert await edited(parts, "nvidia: {") == before
             assert "what stood there before stays in force" in parts.families.problems[0]
@@ -108,12 +110,12 @@ async def test_a_config_map_that_is_no_longer_read_has_no_effect(tmp_path: Path)
             await parts.families.apply(settings)
             assert parts.offered[NUMBER] == 10
             await parts.cluster.remember()
-        vgpu = msgspec.structs.replace(settings.volcano_vgpu, read_config_map=False)
+        vgpu = msgspec.structs.replace(settings.section(VolcanoVgpu), read_config_map=False)
         settings = msgspec.structs.replace(settings, volcano_vgpu=vgpu)
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             assert parts.offered[NUMBER] == 20
-            assert parts.families.origins == {}
+            assert parts.families.origins == {"volcano-vgpu": {}}
 
 
 async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
         server.objects.create("nodes", node())
         server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
         settings = await volcano_settings(tmp_path, server)
-        own = Path(settings.volcano_vgpu.node_config_file)
+        own = Path(settings.section(VolcanoVgpu).node_config_file)
         hiding = msgspec.json.encode({"nodeconfig": [{"name": NODE, "filterdevices": {"uuid": [U1]}}]})
         await asyncio.to_thread(own.write_bytes, hiding)
 
@@ -215,7 +217,7 @@ async def test_a_factor_that_does_not_fit_is_refused_with_the_one_that_does(tmp_
             tmp_path,
             server,
             volcano_vgpu=VolcanoVgpu(isolation="none", gpu_memory_factor=1, node_config_file=""),
-            families=Switches(nvidia=True, volcano_vgpu=True),
+            families=switches(nvidia=True, volcano_vgpu=True),
         )
         async with wired(settings) as parts:
             await parts.families.apply(settings)
@@ -237,7 +239,7 @@ async def test_two_families_with_the_same_ids_stand_on_one_node(tmp_path: Path) 
         settings = await volcano_settings(
             tmp_path,
             server,
-            families=Switches(nvidia=True, volcano_gpushare=True),
+            families=switches(nvidia=True, volcano_gpushare=True),
             volcano_gpushare=VolcanoGpushare(strategy="number"),
         )
         async with wired(settings) as parts:

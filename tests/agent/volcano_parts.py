@@ -11,6 +11,8 @@ import msgspec
 
 from tests.golden import golden_inventory
 from tests.patience import PATIENCE_SECONDS
+from tests.settings import settings as settings_of
+from tests.settings import switches
 from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
@@ -21,8 +23,7 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config import settings as schema
 from vgpu_agent.config.binding import Cluster
-from vgpu_agent.config.binding import Families as Switches
-from vgpu_agent.config.volcano import VolcanoVgpu
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.ledger import Ledger
@@ -40,11 +41,11 @@ QUICK = Cluster(
 async def volcano_settings(folder: Path, server: ApiServer | None, **changes: object) -> schema.Settings:
     """Settings with volcano-vgpu alone, without isolation, and quick about everything."""
     kubeconfig = str(await asyncio.to_thread(server.kubeconfig, folder / "kubeconfig")) if server else ""
-    settings = schema.Settings(
+    settings = settings_of(
         node_name=NODE,
         kubeconfig=kubeconfig,
         state_directory=str(folder / "state"),
-        families=Switches(nvidia=False, volcano_vgpu=True),
+        families=switches(nvidia=False, volcano_vgpu=True),
         volcano_vgpu=VolcanoVgpu(isolation="none", node_config_file=str(folder / "config.json")),
         cluster=QUICK,
         kubelet=schema.Kubelet(directory=str(folder / "kubelet")),

@@ -13,10 +13,10 @@ from tests.families.nvidia.parts import shared_by
 from tests.families.volcano_vgpu.golden import U0, U1, main, pod
 from tests.families.volcano_vgpu.mig.parts import GROUP2, ask, mig_family
 from tests.families.volcano_vgpu.mig.parts import node as divided
+from tests.settings import settings as settings_of
 from vgpu_agent.allocation.claims import Claims
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.config.load import Contents, Sources, load_contents
-from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import IdFamily, PodFamily
@@ -167,5 +167,5 @@ def test_the_setting_auto_is_the_default_and_any_other_is_a_choice() -> None:
     written = load_contents(
         Sources({}, {}, "c.yaml"), Contents(b"version: v1\nplugin: {sharedDevicesAllocationPolicy: distributed}\n")
     ).settings
-    read = [NvidiaOptions.from_settings(settings, lists=ListOptions()) for settings in (Settings(), written)]
+    read = [NvidiaOptions.from_settings(settings, lists=ListOptions()) for settings in (settings_of(), written)]
     assert [(options.policy, options.policy_is_set) for options in read] == [("distributed", False), ("distributed", True)]

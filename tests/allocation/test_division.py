@@ -20,7 +20,8 @@ from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import CapacityError, LedgerError, MigError, RequestRefusedError
 from vgpu_agent.families.family import MigLayout
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
-from vgpu_agent.families.volcano_vgpu.offer import MIG, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.settings import MIG
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.ledger.reconciliation import Meaning
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner, Share

@@ -6,13 +6,14 @@ import pytest
 
 from tests.config.conftest import Load
 from tests.config.test_load import RESOURCES
-from vgpu_agent.config.settings import Settings
+from tests.settings import settings as settings_of
+from vgpu_agent.families.nvidia.settings import Sharing
 
 
 @pytest.mark.parametrize("text", ["version: v1\n", "version: v1\nlog:\ngpu:\n  recovery:\n", "\ufeffversion: v1\r\n"])
 def test_a_file_that_says_nothing_means_the_defaults(load_text: Load, text: str) -> None:
     """Sections whose keys are all commented out change nothing."""
-    assert load_text(text).settings == Settings()
+    assert load_text(text).settings == settings_of()
 
 
 @pytest.mark.parametrize(("name", "complete"), [("gpu", "nvidia.com/gpu"), ("nvidia.com/gpu", "nvidia.com/gpu")])
@@ -20,7 +21,7 @@ def test_a_shared_resource_gets_nvidias_domain_when_it_has_none(load_text: Load,
     """nvidia §2: ``gpu`` means ``nvidia.com/gpu``."""
     loaded = load_text(f"version: v1\n{RESOURCES}    - {{name: {name}, replicas: 4}}\n")
 
-    assert [(resource.name, resource.replicas) for resource in loaded.settings.sharing.time_slicing.resources] == [(complete, 4)]
+    assert [(resource.name, resource.replicas) for resource in loaded.settings.section(Sharing).time_slicing.resources] == [(complete, 4)]
 
 
 def test_devices_are_all_a_number_or_a_list_of_words(load_text: Load) -> None:
@@ -29,7 +30,7 @@ def test_devices_are_all_a_number_or_a_list_of_words(load_text: Load) -> None:
     given = ["all", "3", f'[0, "1:0", {uuid}]']
     text = "".join(f"    - {{name: gpu{number}, replicas: 2, devices: {devices}}}\n" for number, devices in enumerate(given))
 
-    resources = load_text(f"version: v1\n{RESOURCES}{text}").settings.sharing.time_slicing.resources
+    resources = load_text(f"version: v1\n{RESOURCES}{text}").settings.section(Sharing).time_slicing.resources
 
     assert [resource.devices for resource in resources] == ["all", 3, ("0", "1:0", uuid)]
 
@@ -38,7 +39,7 @@ def test_one_replica_is_sharing_too(load_text: Load) -> None:
     """nvidia G16 refuses it; users asked for it (its issues 1548 and 1655), so here the least is 1."""
     loaded = load_text(f"version: v1\n{RESOURCES}    - {{name: gpu, replicas: 1}}\n")
 
-    assert loaded.settings.sharing.time_slicing.resources[0].replicas == 1
+    assert loaded.settings.section(Sharing).time_slicing.resources[0].replicas == 1
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from tests.config.conftest import Load
 from tests.golden import golden_inventory, golden_slices, with_slices
-from vgpu_agent.config import collisions
+from vgpu_agent.config.families import OfferedName
 from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.config.problems import Problems
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
+from vgpu_agent.families.nvidia.settings import offered_names
 
 CHOOSE = "choose another name, or turn one of the families off"
 COUNTED = "and volcano-gpushare counts GPUs under it in the Node's capacity"
@@ -212,8 +213,8 @@ def test_every_name_that_nvidia_offers_is_known_beforehand(
     settings = load_contents(Sources({}, {}, "c.yaml"), Contents("\n".join(lines).encode())).settings
     inventory = with_slices(golden_inventory(), U0=golden_slices()) if divided else golden_inventory()
     offered = {each.name for each in NvidiaFamily(NvidiaOptions.from_settings(settings, lists=ListOptions())).resources(inventory)}
-    known = list(collisions._nvidia_names(settings))
-    assert [name for name in offered if not any(each.meets(collisions._Name(name, "aws", "")) for each in known)] == []
+    known = list(offered_names(settings))
+    assert [name for name in offered if not any(each.meets(OfferedName(name, "aws", "")) for each in known)] == []
 
 
 def test_problems_can_be_read_without_an_error() -> None:

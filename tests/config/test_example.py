@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.config.conftest import Load
+from tests.settings import settings as settings_of
 from vgpu_agent.config import yaml
 from vgpu_agent.config.example import example, yaml_value
-from vgpu_agent.config.settings import Settings
+from vgpu_agent.families.nvidia.settings import Sharing
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_example_loads_to_the_defaults(load_text: Load) -> None:
     """A person may start from it and change single lines."""
-    assert load_text(example()).settings == Settings()
+    assert load_text(example()).settings == settings_of()
 
 
 def test_the_example_sets_every_key_but_the_sharing(load_text: Load) -> None:
@@ -36,7 +37,7 @@ def test_the_sharing_of_the_example_works_when_its_comment_is_removed(load_text:
     commented, after = block.split("\n\n", 1)
     text = f"{before}    {kind}:\n" + re.sub(r"(?m)^  #", "  ", commented) + "\n\n" + after
 
-    sharing = load_text(text).settings.sharing
+    sharing = load_text(text).settings.section(Sharing)
 
     used = sharing.mps if kind == "mps" else sharing.time_slicing
     assert [(resource.name, resource.replicas) for resource in used.resources] == [("nvidia.com/gpu", 4)]

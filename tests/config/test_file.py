@@ -182,8 +182,8 @@ def test_no_mixture_of_known_keys_raises_anything_but_a_config_error(members: li
 
 @given(
     st.text(alphabet=st.characters(codec=None)),
-    st.sampled_from([*sorted(name for option in options.OPTIONS for name in option.variables), "VGPU_AGENT_X"]),
-    st.sampled_from([option.flag for option in options.OPTIONS if option.flag]),
+    st.sampled_from([*sorted(name for option in options.options() for name in option.variables), "VGPU_AGENT_X"]),
+    st.sampled_from([option.flag for option in options.options() if option.flag]),
 )
 @settings(max_examples=200, deadline=None)
 def test_no_variable_or_flag_raises_anything_but_a_config_error(text: str, variable: str, flag: str) -> None:

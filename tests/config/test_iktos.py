@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.config.conftest import Load, Problems
-from vgpu_agent.config.iktos import AUTOMATIC, IktosEntry, entries, problems
+from vgpu_agent.families.nvidia.iktos import AUTOMATIC, IktosEntry, entries, problems
 
 
 @pytest.mark.parametrize(

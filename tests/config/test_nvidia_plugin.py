@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.settings import settings as settings_of
 from vgpu_agent.config import load, options
 from vgpu_agent.config.load import Contents, Loaded, Sources
-from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import ConfigError
+from vgpu_agent.families.nvidia.settings import Resources, Sharing
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 
 EVERYTHING = """\
 version: v1
@@ -68,7 +70,7 @@ def test_every_key_of_the_schema_becomes_a_setting_with_its_line() -> None:
     """nvidia §2, the whole of it but what belongs to gpu-feature-discovery."""
     loaded = read(EVERYTHING)
 
-    plugin, sharing = loaded.settings.plugin, loaded.settings.sharing.time_slicing
+    plugin, sharing = loaded.settings.plugin, loaded.settings.section(Sharing).time_slicing
     assert loaded.warnings == ()
     assert (plugin.mig_strategy, plugin.pass_device_specs, plugin.device_list_strategy) == ("single", True, ("envvar", "cdi-cri"))
     assert (plugin.device_id_strategy, plugin.cdi_annotation_prefix) == ("index", "example.com/")
@@ -79,7 +81,7 @@ def test_every_key_of_the_schema_becomes_a_setting_with_its_line() -> None:
     assert (loaded.settings.gpu.fail_on_init_error, loaded.settings.mps.root) == (False, "/run/mps")
     assert (loaded.settings.gpu.driver_root, loaded.settings.gpu.dev_root) == ("/run/nvidia/driver", "/host")
     assert (loaded.settings.cdi.hook_path, loaded.settings.cdi.container_driver_root) == ("/opt/nvidia-ctk", "/host-driver")
-    assert [(one.pattern, one.name) for one in loaded.settings.resources.gpus] == [("*", "nvidia.com/gpu")]
+    assert [(one.pattern, one.name) for one in loaded.settings.section(Resources).gpus] == [("*", "nvidia.com/gpu")]
     assert (sharing.rename_by_default, sharing.fail_requests_greater_than_one) == (True, True)
     assert [(one.name, one.replicas, one.devices) for one in sharing.resources] == [("nvidia.com/gpu", 4, "all")]
     assert loaded.origins["plugin.migStrategy"] == "v1.yaml:3"
@@ -90,7 +92,7 @@ def test_every_key_of_the_schema_becomes_a_setting_with_its_line() -> None:
 @pytest.mark.parametrize("text", ["version: v1\n", "version:\n", 'version: ""\n', "{}", '{"version": "v1"}', "flags:\n  plugin:\nimex:\n"])
 def test_a_file_that_says_nothing_means_the_defaults(text: str) -> None:
     """nvidia §2: no version is v1; YAML or JSON."""
-    assert read(text).settings == Settings()
+    assert read(text).settings == settings_of()
 
 
 @pytest.mark.parametrize(
@@ -100,14 +102,14 @@ def test_what_two_families_read_is_set_for_both(said: str, enabled: tuple[bool, 
     """volcano-vgpu §5.3: that plugin takes the same file, with another default."""
     settings = read(f"flags: {{{said}}}\n").settings
 
-    assert (settings.plugin.gds_enabled, settings.volcano_vgpu.gds_enabled) == enabled
+    assert (settings.plugin.gds_enabled, settings.section(VolcanoVgpu).gds_enabled) == enabled
 
 
 def test_an_empty_file_means_the_defaults_and_says_so() -> None:
     """Upstream reads it so, and a named configuration may be empty on purpose."""
     loaded = read("\n")
 
-    assert (loaded.settings, loaded.warnings) == (Settings(), ("v1.yaml:1: is empty, so it changes nothing",))
+    assert (loaded.settings, loaded.warnings) == (settings_of(), ("v1.yaml:1: is empty, so it changes nothing",))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,9 @@ def test_our_list_replaces_theirs() -> None:
 
     loaded = read(theirs, own="version: v1\n" + SHARED + "    - {name: gpu, replicas: 8}\n")
 
-    assert [(one.name, one.replicas, one.rename) for one in loaded.settings.sharing.time_slicing.resources] == [("nvidia.com/gpu", 8, "")]
+    assert [(one.name, one.replicas, one.rename) for one in loaded.settings.section(Sharing).time_slicing.resources] == [
+        ("nvidia.com/gpu", 8, "")
+    ]
     assert loaded.origins["sharing.timeSlicing.resources[0].rename"] == "default"
 
 
@@ -143,8 +147,8 @@ def test_our_file_may_add_to_a_list_of_theirs_what_is_beside_it() -> None:
     """Only then ``resources`` may be missing in our file."""
     loaded = read(SHARED + "    - {name: gpu, replicas: 2}\n", own="version: v1\nsharing: {timeSlicing: {renameByDefault: true}}\n")
 
-    assert loaded.settings.sharing.time_slicing.rename_by_default
-    assert loaded.settings.sharing.time_slicing.resources[0].replicas == 2
+    assert loaded.settings.section(Sharing).time_slicing.rename_by_default
+    assert loaded.settings.section(Sharing).time_slicing.resources[0].replicas == 2
 
 
 def test_the_section_of_our_file_is_the_same() -> None:
@@ -256,7 +260,7 @@ def test_with_mps_more_than_one_replica_is_refused_unless_said_otherwise(said: s
     """nvidia §2: a nullable switch. An explicit false is honoured."""
     text = f"sharing:\n  mps:\n    resources: [{{name: gpu, replicas: 2}}]\n    {said}\n"
 
-    assert read(text).settings.sharing.mps.fail_requests_greater_than_one is refused
+    assert read(text).settings.section(Sharing).mps.fail_requests_greater_than_one is refused
 
 
 @pytest.mark.parametrize(
@@ -270,7 +274,7 @@ def test_with_mps_more_than_one_replica_is_refused_unless_said_otherwise(said: s
 )
 def test_devices_are_taken_as_upstream_parses_them(devices: str, taken: object) -> None:
     """nvidia §2; and, other than upstream, they are not dropped."""
-    (shared,) = read(f"{SHARED}    - {{name: gpu, replicas: 2, devices: {devices}}}\n").settings.sharing.time_slicing.resources
+    (shared,) = read(f"{SHARED}    - {{name: gpu, replicas: 2, devices: {devices}}}\n").settings.section(Sharing).time_slicing.resources
 
     assert shared.devices == taken
 

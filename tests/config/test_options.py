@@ -68,9 +68,9 @@ def test_flags_may_be_written_as_for_go(parser: argparse.ArgumentParser, words: 
 
 def test_every_flag_has_a_key_and_a_variable_of_its_own() -> None:
     """Nothing can be set in two ways by one name."""
-    variables = [variable for option in options.OPTIONS for variable in option.variables]
-    flags = [flag for option in options.OPTIONS for flag in option.flags]
-    paths = [path for option in options.OPTIONS if option.taken_from is None for path in (option.path, *option.also)]
+    variables = [variable for option in options.options() for variable in option.variables]
+    flags = [flag for option in options.options() for flag in option.flags]
+    paths = [path for option in options.options() if option.taken_from is None for path in (option.path, *options.also(option.path))]
 
     assert set(paths) <= set(schema.value_paths())
     assert [name for name in (variables, flags, paths) if len(set(name)) != len(name)] == []

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.settings import settings as settings_of
 from vgpu_agent.config import schema
-from vgpu_agent.config.settings import Gpu, Kubelet, Settings, split_address
+from vgpu_agent.config.settings import Gpu, Kubelet, split_address
 
 
 def test_the_kubelets_sockets_and_records_lie_below_its_directory() -> None:
@@ -29,12 +30,12 @@ def test_device_nodes_lie_in_the_driver_root_unless_said_otherwise(dev_root: str
 
 def test_a_node_without_a_name_is_called_like_its_host() -> None:
     """In lower case, as kubelet does it."""
-    assert Settings().node_name_or_hostname == os.uname().nodename.lower()
+    assert settings_of().node_name_or_hostname == os.uname().nodename.lower()
 
 
 def test_a_node_with_a_name_keeps_it() -> None:
     """The host's name does not matter then."""
-    assert Settings(node_name="gpu-7").node_name_or_hostname == "gpu-7"
+    assert settings_of(node_name="gpu-7").node_name_or_hostname == "gpu-7"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from tests.config.conftest import Load, Problems
 from vgpu_agent.config import schema
 from vgpu_agent.config.load import Contents, load
-from vgpu_agent.config.options import OPTIONS, Option
+from vgpu_agent.config.options import Option, also, options
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 
 FILE = "version: v1\nlog:\n  level: warning\n"
 VARIABLE = {"VGPU_AGENT_LOG_LEVEL": "error"}
@@ -82,7 +83,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize(("option", "variable"), [(option, name) for option in OPTIONS for name in option.variables])
+@pytest.mark.parametrize(("option", "variable"), [(option, name) for option in options() for name in option.variables])
 def test_every_variable_reaches_its_key(load_text: Load, option: Option, variable: str) -> None:
     """The table of options names keys that exist, and each can be given as text."""
     text = "/k/device-plugins/kubelet.sock" if option.taken_from else TEXTS.get(option.path, "/some/where")
@@ -90,7 +91,7 @@ def test_every_variable_reaches_its_key(load_text: Load, option: Option, variabl
     loaded = load_text(environment={variable: text})
 
     assert loaded.origins[option.path] == f"environment {variable}"
-    assert {path for path, origin in loaded.origins.items() if origin.startswith("environment")} == {option.path, *option.also}
+    assert {path for path, origin in loaded.origins.items() if origin.startswith("environment")} == {option.path, *also(option.path)}
 
 
 def test_the_kubelets_socket_says_where_its_directory_is(load_text: Load, problems_of: Problems) -> None:
@@ -109,7 +110,7 @@ def test_a_variable_that_two_plugins_know_sets_both(load_text: Load, text: str, 
     """nvidia §1 and volcano-vgpu §5.3: one name, two defaults."""
     settings = load_text(environment={"GDRCOPY_ENABLED": text}).settings
 
-    assert (settings.plugin.gdrcopy_enabled, settings.volcano_vgpu.gdrcopy_enabled) == enabled
+    assert (settings.plugin.gdrcopy_enabled, settings.section(VolcanoVgpu).gdrcopy_enabled) == enabled
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("T", True), ("False", False), ("0", False), ("f", False)])

@@ -7,20 +7,21 @@ import dataclasses
 import msgspec
 import pytest
 
+from tests.settings import settings as settings_of
+from tests.settings import switches
 from vgpu_agent.agent.offers.build import Found, build
-from vgpu_agent.config.binding import Families as FamilySettings
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.pod_annotations import ANNOTATIONS, VARIABLES
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.families.spec import FamilySpec, NodeFacts
 
-SWITCHES = [field.name for field in msgspec.structs.fields(FamilySettings)]
+SWITCHES = [field.name for field in msgspec.structs.fields(type(switches()))]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 
 
-def with_only(*switches: str) -> Settings:
+def with_only(*on: str) -> Settings:
     """The settings with just these families switched on."""
-    return msgspec.structs.replace(Settings(), families=FamilySettings(**{name: name in switches for name in SWITCHES}))
+    return settings_of(families=switches(**{name: name in on for name in SWITCHES}))
 
 
 def switch_of(family: FamilySpec) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-from vgpu_agent.config.settings import Settings
+from tests.settings import settings as settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "manifests"
-DEFAULTS = Settings()
+DEFAULTS = settings_of()
 NAME = "vgpu-agent"
 COMPONENTS = MANIFESTS / "components"
 # Why each folder of the node is there: the setting whose default it is. (path, type, may be written) per component, "" for the base.

@@ -13,6 +13,8 @@ from vgpu_agent import __version__
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.config import load
 from vgpu_agent.config.settings import split_address
+from vgpu_agent.families.nvidia.settings import Sharing
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 
 
 def _host_folders(pod: Any) -> set[tuple[str, str, bool]]:
@@ -65,7 +67,7 @@ def test_the_config_map_holds_a_configuration_that_the_agent_accepts(objects: di
 
     assert loaded.warnings == ()
     assert loaded.settings.node_name == "node-1"
-    assert loaded.settings.sharing == DEFAULTS.sharing
+    assert loaded.settings.section(Sharing) == DEFAULTS.section(Sharing)
 
 
 def test_the_commented_sharing_is_accepted_once_the_hashes_are_gone(objects: dict[str, Any], tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_the_commented_sharing_is_accepted_once_the_hashes_are_gone(objects: dic
     file = tmp_path / "config.yaml"
     file.write_text(opened)
 
-    (shared,) = load.load({"--config": str(file)}, {}).settings.sharing.time_slicing.resources
+    (shared,) = load.load({"--config": str(file)}, {}).settings.section(Sharing).time_slicing.resources
 
     assert (shared.name, shared.replicas) == ("nvidia.com/gpu", 4)
 
@@ -119,8 +121,8 @@ def test_nothing_else_can_be_written(pod: Any, container: Any) -> None:
 
 def test_the_node_configuration_may_be_missing(pod: Any, container: Any) -> None:
     """Mounted where the setting looks, and a pod without that ConfigMap starts all the same."""
-    assert DEFAULTS.volcano_vgpu.node_config_file is not None
-    volume = _folder(pod, container, str(Path(DEFAULTS.volcano_vgpu.node_config_file).parent))
+    assert DEFAULTS.section(VolcanoVgpu).node_config_file is not None
+    volume = _folder(pod, container, str(Path(DEFAULTS.section(VolcanoVgpu).node_config_file).parent))
     assert volume["configMap"] == {"name": "volcano-vgpu-node-config", "optional": True}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
 from vgpu_agent.families.volcano_gpushare import family as volcano_gpushare
+from vgpu_agent.families.volcano_gpushare.settings import MEMORY_RESOURCE, NUMBER_RESOURCE
 from vgpu_agent.families.volcano_vgpu import decisions, node_state, pod_state
 from vgpu_agent.families.volcano_vgpu import family as volcano_vgpu
 from vgpu_agent.families.volcano_vgpu.files import CONFIG_MAP, NAMESPACES
@@ -91,6 +92,6 @@ def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
     assert listed("ownAnnotations") == on_node + on_pods
     assert listed("removedAnnotations") == [node_state.LOCK, volcano_gpushare.NODE_LOCK]
     assert listed("ownLabels") == [volcano_vgpu.UNIT_LABEL, volcano_vgpu.ISOLATION_LABEL]
-    assert listed("ownCapacity") == [volcano_gpushare.NUMBER_RESOURCE, volcano_gpushare.MEMORY_RESOURCE]
+    assert listed("ownCapacity") == [NUMBER_RESOURCE, MEMORY_RESOURCE]
     assert "removedAnnotations" not in variables["foreignLabels"]
     assert not re.search(r"startsWith", variables["foreignLabels"])

@@ -20,6 +20,8 @@ from vgpu_agent.mig.parted import MigParted
 from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
 from vgpu_agent.sim.state import ProcessUse, SimulatedNode
 
+SETTING = "volcanoVgpu.migParted"
+
 
 @pytest.fixture
 def node(tmp_path: Path) -> SimulatedNode:
@@ -31,7 +33,10 @@ def node(tmp_path: Path) -> SimulatedNode:
 def parted(node: SimulatedNode, tmp_path: Path) -> MigParted:
     """The tool, which may take its time."""
     return MigParted(
-        str(deliver(node.directory, tmp_path / "nvidia-mig-parted")), tmp_path / "state" / "mig", timeout_seconds=PATIENCE_SECONDS
+        str(deliver(node.directory, tmp_path / "nvidia-mig-parted")),
+        tmp_path / "state" / "mig",
+        timeout_seconds=PATIENCE_SECONDS,
+        setting=SETTING,
     )
 
 
@@ -87,7 +92,7 @@ async def test_it_shows_and_divides(node: SimulatedNode, parted: MigParted, tmp_
 async def test_a_tool_that_is_missing_is_named_with_its_setting(tmp_path: Path) -> None:
     """volcano-vgpu:D16: the replaced plugin ends itself. Here it is a reason."""
     with pytest.raises(MigError, match=r"cannot run /nowhere/nvidia-mig-parted: No such file.*volcanoVgpu\.migParted"):
-        await MigParted("/nowhere/nvidia-mig-parted", tmp_path, timeout_seconds=1).export(1)
+        await MigParted("/nowhere/nvidia-mig-parted", tmp_path, timeout_seconds=1, setting=SETTING).export(1)
 
 
 async def test_a_failure_has_its_last_words(node: SimulatedNode, parted: MigParted) -> None:
@@ -121,7 +126,7 @@ async def test_an_endless_output_ends_it(tmp_path: Path) -> None:
     await asyncio.to_thread(script.write_text, "#!/bin/sh\nhead -c 3000000 /dev/zero\n")
     await asyncio.to_thread(script.chmod, 0o755)
     with pytest.raises(MigError, match="printed more than 262144 bytes"):
-        await MigParted(str(script), tmp_path / "mig", timeout_seconds=PATIENCE_SECONDS).export(1)
+        await MigParted(str(script), tmp_path / "mig", timeout_seconds=PATIENCE_SECONDS, setting=SETTING).export(1)
 
 
 async def test_a_tool_of_an_earlier_agent_is_waited_for_by_nobody(parted: MigParted, tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ _AN_AGENT = """
 import asyncio, sys
 from pathlib import Path
 from vgpu_agent.mig.parted import MigParted
-asyncio.run(MigParted(sys.argv[1], Path(sys.argv[2]), timeout_seconds=60).export(2))
+asyncio.run(MigParted(sys.argv[1], Path(sys.argv[2]), timeout_seconds=60, setting="").export(2))
 """
 
 

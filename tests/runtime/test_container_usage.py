@@ -12,9 +12,9 @@ from tests.regions import Device, Slot, v0, v1
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.isolation.hami_usage import read_region
 from vgpu_agent.journal import Journal
+from vgpu_agent.model import ContainerUsage
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod, PodCache, PodContainer
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
-from vgpu_agent.status import ContainerUsage
 
 MIB = 1 << 20
 NOW = 1_795_200_000

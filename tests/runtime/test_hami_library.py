@@ -14,6 +14,8 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.runtime.hami_library import HamiLibrary
 from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_VARIABLE, region_code, shared_object
 
+INSTEAD = "or set volcanoVgpu.isolation to none"
+
 
 def elf(content: bytes = b"", *, size: int = 2_008_952, kind: int = 3, word: int = 2, machine: int = 62, missing: int = 0) -> bytes:
     """A library that exports HAMi-core's functions, with the region's size in its code as a compiler leaves it there."""
@@ -45,7 +47,7 @@ def host(tmp_path: Path) -> Path:
 @pytest.fixture
 def library(host: Path, tmp_path: Path, journal: Journal) -> HamiLibrary:
     """Return an installer of the library that the operator delivers."""
-    return HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal)
+    return HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD)
 
 
 async def test_a_library_is_installed_under_a_name_made_of_its_content(
@@ -64,7 +66,7 @@ async def test_a_library_is_installed_under_a_name_made_of_its_content(
 async def test_without_a_setting_it_is_taken_from_the_host_directory(host: Path, journal: Journal) -> None:
     """The replaced plugin's image copies the library there."""
     lay(host / "libvgpu.so", elf())
-    assert (await HamiLibrary(str(host), "", journal).install()).startswith(f"{host}/libvgpu.so.")
+    assert (await HamiLibrary(str(host), "", journal, instead=INSTEAD).install()).startswith(f"{host}/libvgpu.so.")
 
 
 async def test_installing_again_writes_nothing(library: HamiLibrary, tmp_path: Path, host: Path, journal: Journal) -> None:
@@ -74,7 +76,7 @@ async def test_installing_again_writes_nothing(library: HamiLibrary, tmp_path: P
     os.utime(path, (1, 1))
     os.utime(host / "ld.so.preload", (1, 1))
     assert await library.refresh() == path
-    assert await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal).install() == path
+    assert await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install() == path
     assert (os.stat(path).st_mtime, os.stat(host / "ld.so.preload").st_mtime) == (1, 1)
 
 
@@ -102,9 +104,9 @@ async def test_what_somebody_deleted_or_changed_comes_back(name: str, library: H
 async def test_an_installed_library_that_was_damaged_is_replaced(host: Path, tmp_path: Path, journal: Journal) -> None:
     """Its name promises its content."""
     lay(tmp_path / "libvgpu.so", elf())
-    path = await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal).install()
+    path = await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install()
     lay(Path(path), b"damaged")
-    await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal).install()
+    await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install()
     assert read(path) == elf()
 
 
@@ -202,7 +204,7 @@ async def test_a_host_directory_that_cannot_be_written_is_an_error(tmp_path: Pat
     lay(tmp_path / "libvgpu.so", elf())
     lay(tmp_path / "file", b"")
     with pytest.raises(CarrierError, match="move away what stands in the place of a directory"):
-        await HamiLibrary(str(tmp_path / "file"), str(tmp_path / "libvgpu.so"), journal).install()
+        await HamiLibrary(str(tmp_path / "file"), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install()
 
 
 def read(path: str | Path) -> bytes:

@@ -17,13 +17,25 @@ from vgpu_agent.concurrency import TaskReport
 from vgpu_agent.journal import Entry
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.ledger.uses import GpuUse, HeldBack
-from vgpu_agent.model import DeviceRoom, Gpu, GpuUsage, Grant, GrantState, Health, Inventory, Link, MigInstance, Owner, Share
+from vgpu_agent.model import (
+    ContainerUsage,
+    DeviceRoom,
+    Gpu,
+    GpuUsage,
+    Grant,
+    GrantState,
+    Health,
+    Inventory,
+    Link,
+    MigInstance,
+    Owner,
+    Share,
+)
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
 from vgpu_agent.status import (
     AgentStatus,
     BindingStatus,
     ClusterStatus,
-    ContainerUsage,
     FamilyStatus,
     KubeletStatus,
     LedgerStatus,
@@ -231,7 +243,7 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
         ambiguities=1,
         wrong_guesses=2,
         exchanges=3,
-        volcano_vgpu={"split": 10},
+        in_force={"volcano-vgpu": {"split": 10}},
         file_problems=("device-config.yaml: nvidia.deviceMemoryScaling is no number",),
     )
     node.containers = (ContainerUsage("ml", "served", "main", 0, "GPU-0", 1 << 30, 4 << 30, 25, int(NOW) - 8, 30, 1),)

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from tests.web.conftest import NOW, VGPU
-from vgpu_agent.model import Grant, Share, SharingMode
+from vgpu_agent.isolation.backend import LibraryLimits
+from vgpu_agent.model import ContainerUsage, Grant, Share, SharingMode
 from vgpu_agent.pods import Pod, PodContainer
-from vgpu_agent.status import AgentStatus, ContainerUsage, MpsState, MpsStatus
+from vgpu_agent.status import AgentStatus, MpsState, MpsStatus
 from vgpu_agent.web import allocations
 from vgpu_agent.web.limits import Limit, Limits
 
@@ -19,7 +20,7 @@ GIB = 1 << 30
 @pytest.fixture
 def volcano_node(volcano_node: AgentStatus) -> AgentStatus:
     """The node, whose shares are limited by HAMi-core."""
-    volcano_node.binding.volcano_vgpu = {"isolation": "hami-core"}
+    volcano_node.binding.limits = {"volcano-vgpu": LibraryLimits()}
     return volcano_node
 
 
@@ -70,7 +71,7 @@ def test_a_region_that_allows_less_holds_the_limit(volcano_node: AgentStatus) ->
 
 def test_compute_that_the_operator_does_not_limit_is_not_missed(volcano_node: AgentStatus) -> None:
     """disableCoreLimit: booked, and not limited."""
-    volcano_node.binding.volcano_vgpu = {"isolation": "hami-core", "disable_core_limit": True}
+    volcano_node.binding.limits = {"volcano-vgpu": LibraryLimits(cores=False)}
     assert limit_of(region(volcano_node, cores_limit_percent=100, limits_cores=False)).state == "in force"
 
 
@@ -87,7 +88,7 @@ def test_a_pod_that_may_switch_its_limit_off_has_none(volcano_node: AgentStatus)
 
 def test_without_isolation_there_is_no_limit(volcano_node: AgentStatus) -> None:
     """This holds also where the shares say how many MiB were booked."""
-    volcano_node.binding.volcano_vgpu = {"isolation": "none"}
+    volcano_node.binding.limits = {"volcano-vgpu": LibraryLimits("volcanoVgpu.isolation is none")}
     assert limit_of(dataclasses.replace(volcano_node, containers=())).state == "no limit"
 
 

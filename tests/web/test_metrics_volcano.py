@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from tests.web.test_metrics import scrape
-from vgpu_agent.status import AgentStatus, ContainerUsage
+from vgpu_agent.model import ContainerUsage
+from vgpu_agent.status import AgentStatus
 
 SERVED = ("ctrname=main", "deviceuuid=GPU-0", "podname=served", "podnamespace=ml", "vdeviceid=0", "zone=vGPU")
 CARD = ("deviceidx=0", "deviceuuid=GPU-0", "zone=vGPU")

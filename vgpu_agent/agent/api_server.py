@@ -307,12 +307,13 @@ class ClusterSide:
             async with asyncio.timeout(seconds):
                 await self.node_publisher.publish_all()
         except TimeoutError:
+            patterns = (pattern for family in FAMILIES for pattern in family.node_annotations)
             self._journal.record(
                 "cluster.cleanup_failed",
                 level="warning",
                 gave_up_after_seconds=seconds,
                 error="the API server did not take it",
-                remedy="take annotations volcano.sh/node-vgpu-* and labels vgpu-agent.internal/* off the Node with kubectl",
+                remedy=f"take annotations {', '.join(patterns)} and labels vgpu-agent.internal/* off the Node with kubectl",
             )
         else:
             self._journal.record("cluster.cleaned_up")

@@ -46,6 +46,7 @@ from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import CarrierError, SimulationError
+from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
 from vgpu_agent.gpu.source import source
 from vgpu_agent.isolation import hami_region
@@ -325,7 +326,7 @@ class Agent:
         self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
         self._supervisor.start("offering", self._follow_inventory)
         self._supervisor.start("claims", self._follow_pods)
-        if settings.families.volcano_vgpu:
+        if self._mig is not None:
             self._supervisor.start("mig", self._mig.run)
         self._supervisor.start("cdi devices", functools.partial(self._cdi.watch, self._watch.inventory))
         self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
@@ -348,7 +349,7 @@ class Agent:
                 functools.partial(self._grants.run, self._beat("grants")),
                 stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds,
             )
-            if settings.families.volcano_vgpu:
+            if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # It gives no sign of life: a restart of the agent does not repair a disk that hangs.
                 self._supervisor.start("container usage", self._usages.run)
                 self._supervisor.start("region sizes", self._regions.run)

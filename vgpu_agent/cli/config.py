@@ -16,6 +16,7 @@ from vgpu_agent.config import load, options, schema
 from vgpu_agent.config.convert import convert
 from vgpu_agent.config.example import example, yaml_value
 from vgpu_agent.errors import ConfigError
+from vgpu_agent.families import registry  # noqa: F401 - the families bring their sections and flags
 
 _DESCRIPTION = """\
 examples:

@@ -11,6 +11,7 @@ import signal
 
 from vgpu_agent import log
 from vgpu_agent.config import load, options
+from vgpu_agent.families import registry  # noqa: F401 - the families bring their sections and flags
 
 _EXAMPLES = """\
 examples:

@@ -17,14 +17,7 @@ from vgpu_agent.config.types import Directory, OptionalSeconds, Seconds
 class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The resource names that this node offers. While a GPU serves one family, the others see it Unhealthy."""
 
-    nvidia: Annotated[bool, Meta(description="`nvidia.com/gpu` and `nvidia.com/mig-*`, as NVIDIA's device plugin offers them.")] = True
-    volcano_vgpu: Annotated[
-        bool, Meta(description="`volcano.sh/vgpu-number`, `-memory` and `-cores`, as volcano-vgpu-device-plugin offers them.")
-    ] = False
-    volcano_gpushare: Annotated[
-        bool, Meta(description="`volcano.sh/gpu-memory` or `volcano.sh/gpu-number`, as Volcano's own device plugin offers them.")
-    ] = False
-    aws: Annotated[bool, Meta(description="`k8s.amazonaws.com/vgpu`, as AWS's virtual GPU device plugin offers it.")] = False
+    # Each family brings its switch, see `schema.root`.
 
 
 class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Rules that tie several settings together, or that need more than a type: pairs, addresses, resource names, XID lists.
+"""Rules that tie several settings together, or that need more than a type: pairs, addresses, XID lists, and those of each family.
 
 `load` calls them after every value has been accepted by itself; they use dotted paths and do not depend on files and
 flags.
@@ -6,15 +6,14 @@ flags.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from vgpu_agent.config import iktos, schema
+from vgpu_agent.config import families, schema
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.settings import split_address
-from vgpu_agent.config.sharing import NVIDIA_GPU
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
     from vgpu_agent.config.settings import Settings
 
@@ -27,7 +26,6 @@ _ORDERED = (
     ("mps.backoffMinSeconds", "mps.backoffMaxSeconds"),
     ("tasks.backoffMinSeconds", "tasks.backoffMaxSeconds"),
 )
-_MIG_PREFIX = "nvidia.com/mig-"
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 
 
@@ -48,9 +46,8 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
                     (high, f"expected at least {low} ({shown(values[low])}), got {shown(values[high])}"),
                 )
             )
-    yield from _mps_conflicts(settings)
-    for problem in iktos.problems(settings.iktos.resource_config):
-        yield Conflict((("iktos.resourceConfig", problem),))
+    for family in families.DECLARED:
+        yield from family.conflicts(settings)
     if _collide(settings.listen, settings.debug_listen):
         text = "expected another port than {} ({}), got {}"
         yield Conflict(
@@ -61,58 +58,10 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         )
 
 
-def _mps_conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield the settings that conflict with MPS sharing (nvidia §1)."""
-    if not settings.sharing.mps.resources:
-        return
-    if settings.plugin.mig_strategy == "mixed":
-        text = "MPS cannot share MIG slices"
-        yield Conflict(
-            (
-                ("plugin.migStrategy", f'{text}; expected none or single with sharing.mps, got "mixed"'),
-                ("sharing.mps.resources", f"{text}; leave sharing.mps out with plugin.migStrategy: mixed"),
-            )
-        )
-    if not settings.mps.root:
-        text = "sharing.mps needs a directory on the node"
-        yield Conflict((("mps.root", f'{text}; expected an absolute path such as /run/nvidia/mps, got ""'),))
-
-
-class SharedTwice(NamedTuple):
-    """The earlier entry that shares the same devices: its position, the key to blame, and a sentence with a place for its line."""
-
-    position: int
-    key: str
-    text: str
-
-
-def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> SharedTwice | None:
-    """The entry before ``entry`` that takes devices of the same resource; two may share a resource when both list their devices."""
-    for index, other in enumerate(earlier):
-        if "name" not in entry or other.get("name") != entry["name"]:
-            continue
-        devices, others = entry.get("devices", "all"), other.get("devices", "all")
-        if not isinstance(devices, tuple) or not isinstance(others, tuple):
-            return SharedTwice(index, "name", f"{shown(entry['name'])} stands twice, first on line {{line}}; keep one of them")
-        if both := [word for word in devices if word in others]:
-            return SharedTwice(index, "devices", f"{shown(both[0])} is shared twice, first on line {{line}}; keep it in one of them")
-    return None
-
-
 def without_effect(settings: Settings) -> Iterator[str]:
     """A sentence for each setting that another one takes the effect from."""
-    if settings.sharing.mps.resources and settings.sharing.time_slicing.resources:
-        yield "sharing.timeSlicing: has no effect beside sharing.mps, which wins as in NVIDIA's plugin; leave one of them out"
-    if settings.iktos.resource_config and (settings.sharing.mps.resources or settings.sharing.time_slicing.resources):
-        yield "sharing: has no effect beside iktos.resourceConfig; leave one of them out"
-    known = {NVIDIA_GPU} | {pattern.name for pattern in (*settings.resources.gpus, *settings.resources.mig)}
-    for kind, block in (("timeSlicing", settings.sharing.time_slicing), ("mps", settings.sharing.mps)):
-        for index, entry in enumerate(block.resources):
-            if entry.name not in known and not entry.name.startswith(_MIG_PREFIX):
-                yield (
-                    f"sharing.{kind}.resources[{index}].name: {shown(entry.name)} is no resource of any node; expected {NVIDIA_GPU}, "
-                    f"{_MIG_PREFIX}<profile>, or a name from resources:"
-                )
+    for family in families.DECLARED:
+        yield from family.without_effect(settings)
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from vgpu_agent.config import load, schema
 from vgpu_agent.config.example import yaml_value
 from vgpu_agent.config.reading import DEFAULT_ORIGIN, VERSION
-from vgpu_agent.config.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +31,7 @@ def convert(file: str, content: bytes) -> str:
         f"# Made from {name}, a configuration of NVIDIA's device plugin.",
         *(f"# warning: {warning}" for warning in loaded.warnings),
         f"version: {VERSION}",
-        *_section(Settings, loaded.settings, given, "", ""),
+        *_section(schema.root(), loaded.settings, given, "", ""),
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from vgpu_agent.config import schema
+from vgpu_agent.config import families, schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# Everything else is a path, an address or a time limit that a running part was built with.
-AT_ONCE = (
+# Beside those of the families. Everything else is a path, an address or a time limit that a running part was built with.
+_AT_ONCE = (
     "nvidiaConfigFile",
-    "resources.",
-    "sharing.",
-    "iktos.",
     "plugin.",
     "gpu.recovery.",
     "gpu.disableHealthChecks",
@@ -57,7 +54,7 @@ def in_force(running: Section, new: Section, prefix: str = "") -> Section:
 
 def takes_effect_at_once(path: str) -> bool:
     """Tell whether a running agent follows a change of the value at ``path``."""
-    return path.startswith(AT_ONCE)
+    return path.startswith((*_AT_ONCE, *(beginning for family in families.DECLARED for beginning in family.live)))
 
 
 def _differing(old: msgspec.Struct, new: msgspec.Struct, path: str) -> Iterator[str]:

@@ -85,7 +85,12 @@ def _item(items: schema.Struct) -> Iterator[str]:
 def _outside(path: str) -> str:
     """Name the flags and variables of the key, and tell whether a change takes effect at once."""
     live = " [live]" if difference.takes_effect_at_once(path) else ""
-    names = [name for option in options.OPTIONS if path in (option.path, *option.also) for name in (*option.flags, *option.variables)]
+    names = [
+        name
+        for option in options.options()
+        if path in (option.path, *options.also(option.path))
+        for name in (*option.flags, *option.variables)
+    ]
     return f" ({', '.join(names)}){live}" if names else live
 
 

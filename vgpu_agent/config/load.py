@@ -12,7 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from vgpu_agent.config import checks, collisions, foreign_variables, nvidia_plugin, options, yaml
+from vgpu_agent.config import checks, collisions, families, foreign_variables, nvidia_plugin, options, yaml
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.reading import Reading
 from vgpu_agent.config.suggestions import nearest
@@ -229,7 +229,9 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
         yield f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or "xids"'
     yield from checks.without_effect(settings)
     yield from collisions.crowding(settings)
-    if options.VGPU_FLAG in sources.flags and not settings.families.aws:
-        yield f"{options.VGPU_FLAG}: has no effect without the family; set families.aws: true"
+    for family in families.DECLARED:
+        for flag in (flag for option in family.options for flag in option.flags if flag in sources.flags):
+            if not settings.is_on(family.name):
+                yield f"{flag}: has no effect without the family; set {family.key}: true"
     if settings.nvidia_config_file and not contents.nvidia_file:
         yield f"nvidiaConfigFile: {settings.nvidia_config_file} is not read, a configuration from namedConfig.directory takes its place"

@@ -1,12 +1,12 @@
-"""Settings of the MPS control daemons that the agent runs and of AWS's resource, which needs them: sections ``mps`` and ``aws``.
+"""Settings of the MPS control daemons that the agent runs: the section ``mps``.
 
-Part of the schema in `settings`. The resources that are shared with MPS are in ``sharing.mps``, the way of sharing is
-here. Paths: nvidia §11.1; counts: aws §II.1.
+Part of the schema in `settings`. Which resources are shared with MPS is a setting of their family, the way of sharing is here. Paths:
+nvidia §11.1; counts: aws §II.1.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -15,8 +15,6 @@ from vgpu_agent.config.types import Directory, OptionalPath, Program, Seconds
 
 # MPS serves at most so many clients on one GPU (nvidia §11.2; aws §II.1).
 MOST_MPS_CLIENTS = 48
-
-_AWS_NAME = r"\A[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
 
 
 class Mps(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -49,23 +47,3 @@ class Mps(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
     shm_size_mib: Annotated[
         int, Meta(ge=0, le=16777216, description="MiB of shared memory for all clients of the node. 0: half of the node's memory.")
     ] = 0
-
-
-class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The family `aws`."""
-
-    resource_name: Annotated[
-        str,
-        Meta(pattern=_AWS_NAME, extra={"expected": "a resource name with a DNS name before the slash"}, description="What it is called."),
-    ] = "k8s.amazonaws.com/vgpu"
-    vgpus: Annotated[
-        int, Meta(ge=1, le=MOST_MPS_CLIENTS, description="How many containers may share one GPU; MPS serves no more than 48 clients.")
-    ] = 10
-    mps: Annotated[
-        Literal["none", "host", "supervised"],
-        Meta(
-            description="none: the agent does nothing about MPS. host: a daemon that somebody else runs at `/tmp/nvidia-mps`, with "
-            "hostIPC; the agent looks for it every `mps.probeSeconds`. supervised: the agent runs the daemon, containers need no "
-            "hostIPC."
-        ),
-    ] = "none"

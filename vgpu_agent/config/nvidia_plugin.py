@@ -16,7 +16,7 @@ import functools
 import itertools
 from typing import TYPE_CHECKING, Final
 
-from vgpu_agent.config import schema, yaml
+from vgpu_agent.config import options, schema, yaml
 from vgpu_agent.config.problems import shown, shown_key
 from vgpu_agent.config.suggestions import nearest
 
@@ -27,34 +27,34 @@ SECTION = "nvidiaConfig"
 VERSION = "v1"
 ONLY_THERE = ("flags", "imex")  # at the top of such a document, and never of ours
 
-# Their key → ours; two where two families of this agent read it.
-_VALUES: Final[dict[str, tuple[str, ...]]] = {
-    "flags.migStrategy": ("plugin.migStrategy",),
-    "flags.failOnInitError": ("gpu.failOnInitError",),
-    "flags.deviceDiscoveryStrategy": ("gpu.discovery",),
-    "flags.mpsRoot": ("mps.root",),
-    "flags.nvidiaDriverRoot": ("gpu.driverRoot",),
-    "flags.nvidiaDevRoot": ("gpu.devRoot",),
-    "flags.gdrcopyEnabled": ("plugin.gdrcopyEnabled", "volcanoVgpu.gdrcopyEnabled"),
-    "flags.gdsEnabled": ("plugin.gdsEnabled", "volcanoVgpu.gdsEnabled"),
-    "flags.mofedEnabled": ("plugin.mofedEnabled", "volcanoVgpu.mofedEnabled"),
-    "flags.plugin.passDeviceSpecs": ("plugin.passDeviceSpecs",),
-    "flags.plugin.deviceListStrategy": ("plugin.deviceListStrategy",),
-    "flags.plugin.deviceIDStrategy": ("plugin.deviceIdStrategy",),
-    "flags.plugin.cdiAnnotationPrefix": ("plugin.cdiAnnotationPrefix",),
-    "flags.plugin.nvidiaCTKPath": ("cdi.hookPath",),
-    "flags.plugin.containerDriverRoot": ("cdi.containerDriverRoot",),
-    "flags.plugin.sharedDevicesAllocationPolicy": ("plugin.sharedDevicesAllocationPolicy",),
-    "resources.gpus": ("resources.gpus",),
-    "resources.mig": ("resources.mig",),
-    "sharing.timeSlicing.renameByDefault": ("sharing.timeSlicing.renameByDefault",),
-    "sharing.timeSlicing.failRequestsGreaterThanOne": ("sharing.timeSlicing.failRequestsGreaterThanOne",),
-    "sharing.timeSlicing.resources": ("sharing.timeSlicing.resources",),
-    "sharing.mps.renameByDefault": ("sharing.mps.renameByDefault",),
-    "sharing.mps.failRequestsGreaterThanOne": ("sharing.mps.failRequestsGreaterThanOne",),
-    "sharing.mps.resources": ("sharing.mps.resources",),
-    "imex.channelIDs": ("plugin.imexChannelIds",),
-    "imex.required": ("plugin.imexRequired",),
+# Their key → ours.
+_VALUES: Final = {
+    "flags.migStrategy": "plugin.migStrategy",
+    "flags.failOnInitError": "gpu.failOnInitError",
+    "flags.deviceDiscoveryStrategy": "gpu.discovery",
+    "flags.mpsRoot": "mps.root",
+    "flags.nvidiaDriverRoot": "gpu.driverRoot",
+    "flags.nvidiaDevRoot": "gpu.devRoot",
+    "flags.gdrcopyEnabled": "plugin.gdrcopyEnabled",
+    "flags.gdsEnabled": "plugin.gdsEnabled",
+    "flags.mofedEnabled": "plugin.mofedEnabled",
+    "flags.plugin.passDeviceSpecs": "plugin.passDeviceSpecs",
+    "flags.plugin.deviceListStrategy": "plugin.deviceListStrategy",
+    "flags.plugin.deviceIDStrategy": "plugin.deviceIdStrategy",
+    "flags.plugin.cdiAnnotationPrefix": "plugin.cdiAnnotationPrefix",
+    "flags.plugin.nvidiaCTKPath": "cdi.hookPath",
+    "flags.plugin.containerDriverRoot": "cdi.containerDriverRoot",
+    "flags.plugin.sharedDevicesAllocationPolicy": "plugin.sharedDevicesAllocationPolicy",
+    "resources.gpus": "resources.gpus",
+    "resources.mig": "resources.mig",
+    "sharing.timeSlicing.renameByDefault": "sharing.timeSlicing.renameByDefault",
+    "sharing.timeSlicing.failRequestsGreaterThanOne": "sharing.timeSlicing.failRequestsGreaterThanOne",
+    "sharing.timeSlicing.resources": "sharing.timeSlicing.resources",
+    "sharing.mps.renameByDefault": "sharing.mps.renameByDefault",
+    "sharing.mps.failRequestsGreaterThanOne": "sharing.mps.failRequestsGreaterThanOne",
+    "sharing.mps.resources": "sharing.mps.resources",
+    "imex.channelIDs": "plugin.imexChannelIds",
+    "imex.required": "plugin.imexRequired",
 }
 _STRATEGIES = "flags.plugin.deviceListStrategy"
 _FEATURE_DISCOVERY = "belongs to gpu-feature-discovery and has no effect here; keep that running for its labels"
@@ -162,7 +162,7 @@ class _Translator:
         self._section(members, path)
 
     def _value(self, path: str, node: yaml.Node) -> None:
-        key = schema.value_paths()[_VALUES[path][0]]
+        key = schema.value_paths()[_VALUES[path]]
         if node.value is None:
             if not key.required:  # a null sets nothing, as in JSON
                 return
@@ -178,7 +178,7 @@ class _Translator:
             node = yaml.Node([yaml.Node(node.value, node.line)], node.line)
         elif key.is_switch and isinstance(node.value, str):
             node = yaml.Node(_SWITCH_WORDS.get(node.value, node.value), node.line)
-        for ours in _VALUES[path]:
+        for ours in (_VALUES[path], *options.also(_VALUES[path])):
             self._put(ours, path, node)
 
     def _items(self, path: str, items: schema.Struct, node: yaml.Node) -> yaml.Node:
@@ -287,7 +287,7 @@ def _every_path() -> Iterator[str]:
             if (part := ".".join(parts[:depth])) not in seen:
                 seen.add(part)
                 yield part
-        if path in _VALUES and (items := schema.value_paths()[_VALUES[path][0]].items) is not None:
+        if path in _VALUES and (items := schema.value_paths()[_VALUES[path]].items) is not None:
             yield from (f"{path}[].{name}" for name in schema.keys(items))
 
 

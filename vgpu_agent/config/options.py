@@ -2,7 +2,7 @@
 
 Called by `cli` for every command that runs on the configuration. A flag that is not given leaves no trace in the
 parsed arguments, so that `load` can tell "not given" from "given as the default". The flags and variables of the
-replaced plugins are here under their own names (nvidia §1, iktos §I.1, aws §II.1, volcano-vgpu §5.3), read as Go
+replaced plugins have their own names (nvidia §1; those of one family are in its settings), read as Go
 reads them: ``--flag=value``, one dash or two, a switch alone, a list repeated or separated by commas.
 """
 
@@ -13,14 +13,13 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
-from vgpu_agent.config import foreign_variables, schema
+from vgpu_agent.config import families, foreign_variables, schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PREFIX = "VGPU_AGENT_"
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "VGPU_AGENT_CONFIG"
-VGPU_FLAG = "--vgpu"
 NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE = "--config-file", "CONFIG_FILE"
 
 # kubelet puts variables about each Service into every container; a Service named vgpu-agent… would look like a misspelt option.
@@ -45,7 +44,6 @@ class Option:
         text: the text in ``--help``.
         other_flags: more names of the flag.
         other_variables: more names of the variable; the first one that is set counts.
-        also: more keys that mean the same.
         taken_from: how the key's text is made of the option's, where the two are not the same; None where nothing can be made of it.
         expected: the expected form of such a text.
     """
@@ -57,7 +55,6 @@ class Option:
     text: str = ""
     other_flags: tuple[str, ...] = ()
     other_variables: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
     taken_from: Callable[[str], str | None] | None = None
     expected: str = ""
 
@@ -81,7 +78,7 @@ def _kubelet_directory(socket: str) -> str | None:
     return socket.removesuffix(_KUBELET_SOCKET) if socket.startswith("/") and socket.endswith(_KUBELET_SOCKET) else None
 
 
-OPTIONS: tuple[Option, ...] = (
+_OPTIONS: tuple[Option, ...] = (
     Option("nodeName", "--node-name", "NODE_NAME", "NAME", "this node's name in Kubernetes (default: the host's name)"),
     Option(
         "kubelet.directory",
@@ -143,7 +140,6 @@ OPTIONS: tuple[Option, ...] = (
         "POLICY",
         "distributed or packed",
     ),
-    # Both families read the same variable, with different defaults.
     *(
         Option(
             f"plugin.{name}Enabled",
@@ -151,7 +147,6 @@ OPTIONS: tuple[Option, ...] = (
             f"{name.upper()}_ENABLED",
             "BOOL",
             f"give containers {devices} devices",
-            also=(f"volcanoVgpu.{name}Enabled",),
         )
         for name, devices in (("gdrcopy", "GDRCopy"), ("gds", "GPUDirect Storage"), ("mofed", "Mellanox"))
     ),
@@ -190,28 +185,26 @@ OPTIONS: tuple[Option, ...] = (
     Option("namedConfig.label", "", "NODE_LABEL"),
     Option("namedConfig.default", "", "DEFAULT_CONFIG"),
     Option("namedConfig.fallbackStrategies", "", "FALLBACK_STRATEGIES"),
-    # As k8s-gpu-sharing-plugin (iktos) names it.
-    Option(
-        "iktos.resourceConfig",
-        "--resource-config",
-        "NVIDIA_DRIVER_RESOURCE_CONFIG",
-        "ENTRIES",
-        "replicas: RESOURCE:NEW-NAME:COUNT, separated by commas",
-    ),
-    # As AWS's virtual GPU device plugin names it.
-    Option("aws.vgpus", VGPU_FLAG, "VGPU_AGENT_VGPU", "COUNT", "how many containers may share one GPU, with families.aws"),
-    # As volcano-vgpu-device-plugin names it.
-    Option("volcanoVgpu.configMapNamespace", "", "DEVICE_CONFIG_NAMESPACE"),
 )
 
 
+def options() -> tuple[Option, ...]:
+    """List all options, those of the families last."""
+    return (*_OPTIONS, *(option for family in families.DECLARED for option in family.options))
+
+
+def also(path: str) -> tuple[str, ...]:
+    """List the keys that an option for the key ``path`` sets as well."""
+    return tuple(key for family in families.DECLARED for key, followed in family.follows.items() if followed == path)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` every flag of `OPTIONS` and ``--config``; `given` reads them back."""
+    """Give ``parser`` every flag of `options` and ``--config``; `given` reads them back."""
     group = parser.add_argument_group(
         "settings", "A flag beats the environment, the environment beats the file, the file beats the default."
     )
     _add(group, (CONFIG_FLAG,), metavar="FILE", help=f"the configuration file; it is watched for changes ({CONFIG_VARIABLE})")
-    for option in OPTIONS:
+    for option in options():
         if option.flag:
             key = schema.value_paths()[option.path]
             shown = f"; default {_shown_default(key)}" if key.default not in ("", ()) and option.taken_from is None else ""
@@ -259,12 +252,12 @@ def given(arguments: argparse.Namespace) -> dict[str, str]:
 
 def text_of(path: str, environment: Mapping[str, str]) -> str:
     """Return the environment's text for the key ``path``, unchecked; "" when there is none."""
-    return next((environment[name] for option in OPTIONS if option.path == path if (name := option.given_in(environment))), "")
+    return next((environment[name] for option in options() if option.path == path if (name := option.given_in(environment))), "")
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `OPTIONS`, those that look like ours, and the replaced plugins' ones with warnings in `load`."""
-    ours = _known_variables() | foreign_variables.NAMES
+    """Return the variables of `options`, those that look like ours, and the replaced plugins' ones with warnings in `load`."""
+    ours = _known_variables() | foreign_variables.names()
     return {name: value for name, value in environment.items() if name in ours or name.startswith(PREFIX)}
 
 
@@ -285,4 +278,4 @@ def our_names() -> list[str]:
 
 
 def _known_variables() -> set[str]:
-    return {variable for option in OPTIONS for variable in option.variables}
+    return {variable for option in options() for variable in option.variables}

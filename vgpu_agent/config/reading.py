@@ -14,11 +14,10 @@ import msgspec
 
 from vgpu_agent.config import checks, collisions, nvidia_plugin, options, schema, yaml
 from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
-from vgpu_agent.config.resource_names import complete_resource_name, resource_name_problem
 from vgpu_agent.config.suggestions import suggestion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.config.settings import Settings
 
@@ -99,14 +98,14 @@ class Reading:
         _lay_over(self._accepted, self._section(schema.root(), members, ""))
 
     def take_environment(self, environment: Mapping[str, str]) -> None:
-        """Accept the variables of `options.OPTIONS`; an empty one counts as not set."""
-        for option in options.OPTIONS:
+        """Accept the variables of `options.options`; an empty one counts as not set."""
+        for option in options.options():
             if name := option.given_in(environment):
                 self._take_option(option, environment[name], Place(f"environment {name}", f"environment variable {name}"))
 
     def take_flags(self, flags: Mapping[str, str]) -> None:
         """Accept the flags that were given, the empty ones too."""
-        for option in options.OPTIONS:
+        for option in options.options():
             for name in option.flags:
                 if name in flags:
                     self._take_option(option, flags[name], Place(f"flag {name}", name))
@@ -226,8 +225,8 @@ class Reading:
             self._places[path] = self._place(node.line, path)
         needed = [member.name for member in schema.keys(items).values() if member.default is msgspec.NODEFAULT]
         found = [self._item(items, item, f"{path}[{index}]") for index, item in enumerate(node.value)]
-        if key.required:
-            self._refuse_shared_twice(path, node.value, found)
+        if key.repeated is not None:
+            self._refuse_repeated(path, node.value, found, key.repeated)
         return [item for item in found if all(name in item for name in needed)]
 
     def _item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
@@ -243,22 +242,30 @@ class Reading:
         self._complete_names(items, node.value, found, path)
         return found
 
-    def _refuse_shared_twice(self, path: str, nodes: list[yaml.Node], found: list[dict[str, Any]]) -> None:
+    def _refuse_repeated(
+        self,
+        path: str,
+        nodes: list[yaml.Node],
+        found: list[dict[str, Any]],
+        repeated: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], schema.Repeated | None],
+    ) -> None:
         lines = [_line_of(node, "name") for node in nodes]
         for index, entry in enumerate(found):
-            if other := checks.shared_twice(entry, found[:index]):
+            if other := repeated(entry, found[:index]):
                 line = _line_of(nodes[index], other.key)
                 self._problem(line, f"{path}[{index}].{other.key}", other.text.format(line=lines[other.position]))
 
     def _complete_names(self, items: schema.Struct, members: Mapping[str, yaml.Node], found: dict[str, Any], path: str) -> None:
-        """Give the resource names in ``found`` their domain, and refuse those that Kubernetes would refuse."""
+        """Complete the resource names in ``found``, and refuse those that cannot be any."""
         for key in schema.keys(items).values():
-            if key.is_resource and found.get(key.name) == "" and key.default is msgspec.NODEFAULT:
-                self._problem(members[key.name].line, f"{path}.{key.name}", f'expected {key.expectation}, got ""')
-            elif key.is_resource and found.get(key.name):
-                found[key.name] = complete_resource_name(found[key.name])
-                if problem := resource_name_problem(found[key.name]):
+            if key.completed is None or key.name not in found:
+                continue
+            if found[key.name]:
+                found[key.name], problem = key.completed(found[key.name])
+                if problem:
                     self._problem(members[key.name].line, f"{path}.{key.name}", problem)
+            elif key.default is msgspec.NODEFAULT:
+                self._problem(members[key.name].line, f"{path}.{key.name}", f'expected {key.expectation}, got ""')
 
     def _take_option(self, option: options.Option, text: str, place: Place) -> None:
         taken = option.taken_from(text) if option.taken_from is not None else text
@@ -266,7 +273,7 @@ class Reading:
             self._refuse(option.path, place, f"expected {option.expected}, got {shown(text)}")
             return
         self._refused.discard(option.path)
-        for path in (option.path, *option.also):
+        for path in (option.path, *options.also(option.path)):
             if option.path not in self._refused:  # one mistake, one sentence
                 self._take_text(path, taken, place)
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import typing
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 from msgspec import Meta
 
+from vgpu_agent.config import families
 from vgpu_agent.config.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Struct = type[msgspec.Struct]
 
@@ -29,6 +31,20 @@ _LONGEST_NUMBER = 20
 
 class NotAcceptedError(ValueError):
     """A value that its key does not accept; the message is the expectation alone (``an integer ≥ 1``)."""
+
+
+class Repeated(NamedTuple):
+    """The earlier item of a list that an item contradicts.
+
+    Attributes:
+        position: of the earlier item.
+        key: the key of the later one to blame.
+        text: a sentence with a place for the line of the earlier one.
+    """
+
+    position: int
+    key: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +60,9 @@ class Key:
         default: the value without a setting; ``msgspec.NODEFAULT`` when it must be set.
         text: its text in the documentation.
         is_path: whether a relative path from the command line is completed.
-        is_resource: whether it is the name of a resource, which `load` completes.
+        completed: for the name of a resource, the function that gives the complete name and what is wrong with it ("" for nothing).
         required: for a list that must not be empty, the section that can be left out instead; else "".
+        repeated: for such a list, the function that finds the earlier item which an item contradicts.
         example: a value for a key without a default, else None.
     """
 
@@ -57,8 +74,9 @@ class Key:
     default: Any
     text: str
     is_path: bool
-    is_resource: bool
+    completed: Callable[[str], tuple[str, str]] | None
     required: str
+    repeated: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], Repeated | None] | None
     example: Any
 
     @property
@@ -121,7 +139,6 @@ def keys(section: Struct) -> dict[str, Key]:
     return {field.encode_name: _key(field) for field in msgspec.structs.fields(section)}
 
 
-_root: type[Settings] = Settings
 _STRICT: dict[str, Any] = {"frozen": True, "rename": "camel", "forbid_unknown_fields": True}
 
 
@@ -140,33 +157,22 @@ def value_paths() -> dict[str, Key]:
     return dict(below(root(), ""))
 
 
+@functools.cache
 def root() -> type[Settings]:
-    """Return the type of the whole configuration: `Settings`, with the sections that `add_family` has added."""
-    return _root
+    """Return the type of the whole configuration: `Settings`, with a switch for each family, and the families' own sections."""
+    before = type(Settings().families)
+    switches = [(family.attribute, Annotated[bool, Meta(description=family.switch)], family.on) for family in families.DECLARED]
+    own = msgspec.defstruct("Families", switches, bases=(before,), namespace={"__doc__": before.__doc__}, **_STRICT)
+    sections = itertools.chain.from_iterable(family.sections.items() for family in families.DECLARED)
+    fields: list[Any] = [(name, kind, msgspec.field(default_factory=kind)) for name, kind in (("families", own), *sections)]
+    whole = msgspec.defstruct("Settings", fields, bases=(Settings,), namespace={"__doc__": Settings.__doc__}, **_STRICT)
+    return cast("type[Settings]", whole)
 
 
-def add_family(switch: str, description: str, section: tuple[str, Struct] | None) -> None:
-    """Add a switch to the section ``families``, off by default, and a section of that family's own settings.
-
-    Called by `families.registry` for a family that does not come with this package, before any configuration is read.
-
-    Args:
-        switch: the name of the switch, as in Python.
-        description: the text of the switch in the example file.
-        section: the name of the section, as in Python, and its type; None for a family without settings.
-    """
-    global _root  # noqa: PLW0603 - one schema for the process, complete before it is used
-    described = Annotated[bool, Meta(description=description)]
-    before = type(_root().families)
-    families = msgspec.defstruct(
-        "Families", [(switch, described, False)], bases=(before,), namespace={"__doc__": before.__doc__}, **_STRICT
-    )
-    fields: list[Any] = [("families", families, msgspec.field(default_factory=families))]
-    if section is not None:
-        name, kind = section
-        fields.append((name, kind, msgspec.field(default_factory=kind)))
-    extended = msgspec.defstruct("Settings", fields, bases=(_root,), namespace={"__doc__": _root.__doc__}, **_STRICT)
-    _root = cast("type[Settings]", extended)
+def declare(family: families.FamilySettings) -> None:
+    """Add a family's part. Called by `families.registry` before a configuration is read."""
+    families.DECLARED.append(family)
+    root.cache_clear()
     value_paths.cache_clear()
 
 
@@ -196,8 +202,9 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
         default=default,
         text=next((meta.description for meta in reversed(metas) if meta.description), bare.__doc__ or ""),
         is_path=any((meta.extra or {}).get("path") for meta in metas),
-        is_resource=any((meta.extra or {}).get("resource") for meta in metas),
-        required=next((meta.extra["required"] for meta in metas if meta.extra and "required" in meta.extra), ""),
+        completed=_extra(metas, "completed", None),
+        required=_extra(metas, "required", ""),
+        repeated=_extra(metas, "repeated", None),
         example=next((meta.examples[0] for meta in metas if meta.examples), None),
     )
 
@@ -234,6 +241,10 @@ def _bare(annotation: Any) -> Any:
 
 def _metas(annotation: Any) -> list[msgspec.Meta]:
     return [meta for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+
+
+def _extra(metas: list[msgspec.Meta], name: str, default: Any) -> Any:
+    return next((meta.extra[name] for meta in metas if meta.extra and name in meta.extra), default)
 
 
 def _expectation(annotation: Any) -> str:

@@ -18,11 +18,10 @@ from msgspec import Meta
 
 from vgpu_agent.config.binding import Binding, Cluster, Families
 from vgpu_agent.config.device_answers import Cdi, Plugin
-from vgpu_agent.config.mps import Aws, Mps
+from vgpu_agent.config.hami_core import HamiCore
+from vgpu_agent.config.mps import Mps
 from vgpu_agent.config.named_config import NamedConfig
-from vgpu_agent.config.sharing import Iktos, Resources, Sharing
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
-from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
@@ -220,7 +219,7 @@ class Web(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
 
 class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Everything that can be set; `Settings()` are the defaults."""
+    """Everything that can be set and is no family's own; `schema.root` has the families' sections, too."""
 
     node_name: Annotated[
         str,
@@ -272,18 +271,12 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     kubelet: Kubelet = msgspec.field(default_factory=Kubelet)
     gpu: Gpu = msgspec.field(default_factory=Gpu)
     plugin: Plugin = msgspec.field(default_factory=Plugin)
-    resources: Resources = msgspec.field(default_factory=Resources)
-    sharing: Sharing = msgspec.field(default_factory=Sharing)
     mps: Mps = msgspec.field(default_factory=Mps)
     cdi: Cdi = msgspec.field(default_factory=Cdi)
-    iktos: Iktos = msgspec.field(default_factory=Iktos)
-    aws: Aws = msgspec.field(default_factory=Aws)
     named_config: NamedConfig = msgspec.field(default_factory=NamedConfig)
     families: Families = msgspec.field(default_factory=Families)
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)
-    volcano_vgpu: VolcanoVgpu = msgspec.field(default_factory=VolcanoVgpu)
-    volcano_gpushare: VolcanoGpushare = msgspec.field(default_factory=VolcanoGpushare)
     hami_core: HamiCore = msgspec.field(default_factory=HamiCore)
     tasks: Tasks = msgspec.field(default_factory=Tasks)
     web: Web = msgspec.field(default_factory=Web)
@@ -292,6 +285,10 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         """Return the section of that type, which belongs to one family; its defaults where that family was not added."""
         found = (getattr(self, field) for field in self.__struct_fields__)
         return next((section for section in found if isinstance(section, kind)), kind())
+
+    def is_on(self, family: str) -> bool:
+        """Tell whether ``families`` switches that family on; false for one that was not added."""
+        return bool(getattr(self.families, family.replace("-", "_"), False))
 
     @property
     def node_name_or_hostname(self) -> str:

@@ -1,4 +1,7 @@
-"""The families of this agent, in the order in which they are offered: of two that are in conflict, the first is served."""
+"""The families of this agent, in the order in which they are offered: of two that are in conflict, the first is served.
+
+Import it before a configuration is read: the families' sections and flags become known by that.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
 FAMILIES: list[FamilySpec] = [NVIDIA, AWS, VOLCANO_VGPU, VOLCANO_GPUSHARE]
 
+for _family in FAMILIES:
+    schema.declare(_family.settings)
+
 
 def register(family: FamilySpec) -> None:
     """Add a family that does not come with this package.
@@ -26,5 +32,5 @@ def register(family: FamilySpec) -> None:
     """
     if any(family.name == other.name for other in FAMILIES):
         raise ValueError(f"there is a family {family.name} already")
-    schema.add_family(family.name.replace("-", "_"), family.switch, family.settings)
+    schema.declare(family.settings)
     FAMILIES.append(family)

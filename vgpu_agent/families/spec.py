@@ -13,13 +13,13 @@ from vgpu_agent.families.device_lists import ListOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import msgspec
-
+    from vgpu_agent.config.families import FamilySettings
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.families.plugin_files import PluginFile
+    from vgpu_agent.isolation.backend import LibraryLimits
     from vgpu_agent.isolation.mps import MpsOptions
-    from vgpu_agent.model import Grant, Inventory
+    from vgpu_agent.model import ContainerUsage, GpuUsage, Grant, Inventory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class BuiltFamily:
         origins: of those that a file has set, attribute → the file.
         blocked: why its pods must not be served now; empty when they can be.
         uses_library: its containers get the library of `NodeFacts`.
+        limits: how that library limits them; None where it never does.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
@@ -76,23 +77,75 @@ class BuiltFamily:
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     blocked: str = ""
     uses_library: bool = False
+    limits: LibraryLimits | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MigTool:
+    """How GPUs are divided into MIG instances for the pods of a family.
+
+    Attributes:
+        program: nvidia-mig-parted, or a script that calls it.
+        setting: the key of the program, for messages; that of the timeout has ``TimeoutSeconds`` behind it.
+        timeout_seconds: how long one call of the program may take.
+        settle_seconds: how long after its success the driver may take to show the new instances.
+        retry_seconds: for how long a change that has failed is not tried again.
+    """
+
+    program: str
+    setting: str
+    timeout_seconds: float
+    settle_seconds: float
+    retry_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LibraryUse:
+    """The use that a family makes of the library of `isolation.hami_core`.
+
+    Attributes:
+        is_wanted: the settings → whether its containers get the library.
+        instead: what else can be done where there is none, as the end of a sentence.
+    """
+
+    is_wanted: Callable[[Settings], bool]
+    instead: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Readings:
+    """The values that a family's metrics are made of.
+
+    Attributes:
+        grants: the family's live grants.
+        inventory: the GPUs.
+        usage: of each GPU that could be read.
+        containers: the use that containers make of their devices.
+        now: unix seconds.
+    """
+
+    grants: Sequence[Grant]
+    inventory: Inventory
+    usage: Sequence[GpuUsage]
+    containers: Sequence[ContainerUsage]
+    now: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilyMetric:
-    """A gauge about the grants of one family, which exists while the family is on.
+    """A gauge of one family, which exists while the family is on.
 
     Attributes:
         name: as scraped.
         labels: label names, in the order of a row's label values.
         help: one sentence, with the unit where the name does not have it.
-        rows: the family's live grants and the inventory → label values and a number.
+        rows: label values and a number.
     """
 
     name: str
     labels: tuple[str, ...]
     help: str
-    rows: Callable[[Sequence[Grant], Inventory], Iterable[tuple[tuple[str, ...], float]]]
+    rows: Callable[[Readings], Iterable[tuple[tuple[str, ...], float]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,8 +153,7 @@ class FamilySpec:
     """What the agent has to know about a family.
 
     Attributes:
-        name: the glossary's name, e.g. ``volcano-vgpu``.
-        is_on: whether the settings offer it on this node.
+        settings: its part in the configuration, which has its name.
         build: builds it; called whether it is on or off. Never an error: problems of foreign files are named.
         needs_api_server: it cannot be offered before the API server was read, so pods are watched and Node and pods are written.
         files: the configuration files of the plugin that it replaces.
@@ -110,15 +162,17 @@ class FamilySpec:
         labels: the same of pods' labels.
         variables: a pattern of the variables of containers that it has to know of; empty for none. Names and not prefixes: a tenant could
             invent any number below a prefix.
-        settings: the section of its own settings, by its name in Python; None for a family whose section is in `config`.
-        switch: the text of its switch in ``families``; empty for a family whose switch is in `config`.
         metrics: its own metrics.
         mps: the settings → where its containers meet the MPS control daemons that it has; None where it shares nothing by MPS.
+        mig_tool: the settings → how GPUs are divided for its pods; None where none is.
+        device_modes: the settings → the kinds of other devices that its containers get, of `config.types.DEVICE_MODES`.
+        library: its use of the library of `isolation.hami_core`; None where its containers never get it. Where they may, what they use is
+            read.
+        node_annotations: annotations of the Node that are taken back at the agent's removal, as patterns for people.
         progress: annotations of pods that only show how far a start has come; others, by which schedulers count, are written first.
     """
 
-    name: str
-    is_on: Callable[[Settings], bool]
+    settings: FamilySettings
     build: Callable[[Settings, NodeFacts], BuiltFamily]
     needs_api_server: bool = False
     files: tuple[PluginFile, ...] = ()
@@ -126,8 +180,19 @@ class FamilySpec:
     annotations: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     variables: str = ""
-    settings: tuple[str, type[msgspec.Struct]] | None = None
-    switch: str = ""
     metrics: tuple[FamilyMetric, ...] = ()
     mps: Callable[[Settings], MpsOptions] | None = None
+    mig_tool: Callable[[Settings], MigTool] | None = None
+    device_modes: Callable[[Settings], tuple[str, ...]] | None = None
+    library: LibraryUse | None = None
+    node_annotations: tuple[str, ...] = ()
     progress: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The glossary's name, e.g. ``volcano-vgpu``."""
+        return self.settings.name
+
+    def is_on(self, settings: Settings) -> bool:
+        """Tell whether the settings offer it on this node."""
+        return settings.is_on(self.name)

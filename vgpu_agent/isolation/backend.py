@@ -39,6 +39,23 @@ class Target:
     unit_mib: int = 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LibraryLimits:
+    """How the library of `hami_core` limits the containers of a family, by the settings in force.
+
+    Attributes:
+        missing: why it does not; empty where it does.
+        cores: it limits compute.
+        oversubscribed: as for `Target`.
+        unit_mib: the same.
+    """
+
+    missing: str = ""
+    cores: bool = True
+    oversubscribed: bool = False
+    unit_mib: int = 1
+
+
 class Backend(Protocol):
     """One way to put a limit in force."""
 

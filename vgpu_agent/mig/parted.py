@@ -35,17 +35,19 @@ class MigParted:
     agent keeps the next agent from running a second one beside it.
     """
 
-    def __init__(self, program: str, directory: Path, *, timeout_seconds: float) -> None:
+    def __init__(self, program: str, directory: Path, *, timeout_seconds: float, setting: str) -> None:
         """Build it.
 
         Args:
             program: its name, looked for in PATH, or its path.
             directory: where its configuration is written; made if need be, and readable by the agent only.
             timeout_seconds: how long one run may take.
+            setting: the key of ``program``, for messages.
         """
         self._program = program
         self._directory = directory
         self._timeout_seconds = timeout_seconds
+        self._setting = setting
 
     async def export(self, gpus: int) -> Mapping[int, Division]:
         """Return the division of each GPU as the tool sees it, by index.
@@ -93,7 +95,7 @@ class MigParted:
             except OSError as err:
                 raise MigError(
                     f"cannot run {self._program}: {err.strerror or err}; install nvidia-mig-parted where the agent runs, or set "
-                    "volcanoVgpu.migParted"
+                    f"{self._setting}"
                 ) from err
             ended = False
             try:
@@ -104,7 +106,7 @@ class MigParted:
             except TimeoutError:
                 raise MigError(
                     f"{self._program} {command} has not ended after {self._timeout_seconds:g} s and was ended "
-                    "(volcanoVgpu.migPartedTimeoutSeconds)"
+                    f"({self._setting}TimeoutSeconds)"
                 ) from None
             finally:
                 if not ended:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.hami_usage import RegionUse, Unreadable, read_region
+from vgpu_agent.model import ContainerUsage
 from vgpu_agent.runtime.host_processes import HostProcesses
 from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.runtime.region_slots import behind
-from vgpu_agent.status import ContainerUsage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

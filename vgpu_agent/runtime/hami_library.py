@@ -31,8 +31,7 @@ from vgpu_agent.runtime.elf import AARCH64, X86_64, ElfError, SharedObject
 if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
 
-_INSTEAD = "or set volcanoVgpu.isolation to none, which shares without any limit"
-_REMEDY = f"deliver HAMi-core's libvgpu.so there, {_INSTEAD}"
+_REMEDY = "deliver HAMi-core's libvgpu.so there"
 _LARGEST = 16 << 20  # bytes; the real one has about one MiB
 
 _MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # by the output of `uname -m`
@@ -71,12 +70,15 @@ class HamiLibrary:
     Args:
         host_directory: the settings' ``hamiCore.hostDirectory``; the same path on the host and in the agent.
         library: where the operator delivers it; empty for ``libvgpu.so`` in ``host_directory``.
+        journal: where an installation is recorded.
+        instead: what else can be done, as the end of a sentence.
     """
 
-    def __init__(self, host_directory: str, library: str, journal: Journal) -> None:
+    def __init__(self, host_directory: str, library: str, journal: Journal, *, instead: str) -> None:
         self._host_directory = host_directory
         self._source = library or os.path.join(host_directory, "libvgpu.so")
         self._journal = journal
+        self._instead = instead
         self._installed: tuple[_Signature, str] | None = None
         self._locks = False
 
@@ -121,7 +123,7 @@ class HamiLibrary:
         if self._installed is not None and self._installed[0] == signature and os.path.isfile(self._installed[1]):
             return self._installed[1], ""
         content = self._read()
-        layout = _checked(content, self._source)
+        layout = _checked(content, self._source, self._instead)
         path = os.path.join(self._host_directory, f"libvgpu.so.{hashlib.sha256(content).hexdigest()[:12]}")
         _write_if_different(path, content)
         self._installed = signature, path
@@ -134,7 +136,7 @@ class HamiLibrary:
         except OSError as err:
             raise CarrierError(
                 f"no usable library at {self._source}: {err.strerror}; deliver HAMi-core's libvgpu.so there "
-                f"(hamiCore.library names the place), {_INSTEAD}"
+                f"(hamiCore.library names the place), {self._instead}"
             ) from err
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -149,9 +151,9 @@ class HamiLibrary:
         except OSError as err:
             raise host_files.trouble("read", self._source, err) from err
         if not stat.S_ISREG(status.st_mode):
-            raise CarrierError(f"{self._source} is no file; {_REMEDY}")
+            raise CarrierError(f"{self._source} is no file; {_REMEDY}, {self._instead}")
         if max(len(content), status.st_size) > _LARGEST:
-            raise CarrierError(f"{self._source} is larger than {_LARGEST >> 20} MiB; {_REMEDY}")
+            raise CarrierError(f"{self._source} is larger than {_LARGEST >> 20} MiB; {_REMEDY}, {self._instead}")
         return content
 
 
@@ -160,7 +162,7 @@ def _write_if_different(path: str, content: bytes) -> None:
         host_files.replace_file(path, content)
 
 
-def _checked(content: bytes, source: str) -> str:
+def _checked(content: bytes, source: str, instead: str) -> str:
     """The layout of the library's shared region.
 
     Raises:
@@ -171,25 +173,27 @@ def _checked(content: bytes, source: str) -> str:
         library = SharedObject(content)
         missing = [" or ".join(names) for names in _FUNCTIONS if not any(map(library.exports, names))]
     except ElfError as err:
-        raise CarrierError(f"{source} {err}; {_REMEDY}") from err
+        raise CarrierError(f"{source} {err}; {_REMEDY}, {instead}") from err
     here = platform.machine()
     if library.machine != _MACHINES.get(here, library.machine):
-        raise CarrierError(f"{source} is built for another processor (ELF machine {library.machine}) than this node's, {here}; {_REMEDY}")
+        raise CarrierError(
+            f"{source} is built for another processor (ELF machine {library.machine}) than this node's, {here}; {_REMEDY}, {instead}"
+        )
     if missing:
-        raise CarrierError(f"{source} does not export {', '.join(missing)}, so it limits nothing; {_REMEDY}")
+        raise CarrierError(f"{source} does not export {', '.join(missing)}, so it limits nothing; {_REMEDY}, {instead}")
     if _REGION_VARIABLE not in content:
-        raise CarrierError(f"{source} does not know {_REGION_VARIABLE[:-1].decode()}, so it is not HAMi-core; {_REMEDY}")
+        raise CarrierError(f"{source} does not know {_REGION_VARIABLE[:-1].decode()}, so it is not HAMi-core; {_REMEDY}, {instead}")
     # A region of the wrong layout would mean no limit at all (hami-core §0.3.10).
     for size, version in _OTHER_LAYOUTS.items():
         if _loads(library, content, size):
             raise CarrierError(
                 f"{source} is of {version}, whose shared region has another layout ({size} bytes) than {_SHOWN_LAYOUT}, and would not "
-                f"limit anything; deliver the library of HAMi 2.8.2 or newer, {_INSTEAD}"
+                f"limit anything; deliver the library of HAMi 2.8.2 or newer, {instead}"
             )
     if not _loads(library, content, _OUR_LAYOUT):
         raise CarrierError(
             f"{source} has a shared region of unknown layout: the size of layout {_SHOWN_LAYOUT}, {_OUR_LAYOUT}, is not in its code, so "
-            f"nothing shows that it reads the agent's limits; deliver a library of HAMi 2.4.1 to 2.10 other than 2.8.1, {_INSTEAD}"
+            f"nothing shows that it reads the agent's limits; deliver a library of HAMi 2.4.1 to 2.10 other than 2.8.1, {instead}"
         )
     return _SHOWN_LAYOUT
 

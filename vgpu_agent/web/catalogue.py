@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from vgpu_agent.web import readings, views
 from vgpu_agent.web.catalogue_binding import BINDING, CLUSTER
-from vgpu_agent.web.catalogue_volcano import VOLCANO
+from vgpu_agent.web.catalogue_families import of_families
 from vgpu_agent.web.metric import Kind, Metric
 from vgpu_agent.web.mps import MPS
 
@@ -328,7 +328,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     *BINDING,
     *CLUSTER,
-    *VOLCANO,
+    *of_families(),
     *MPS,
     # NVML
     Metric(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.families.spec import Readings
 from vgpu_agent.web import views
 from vgpu_agent.web.metric import Kind, Metric
 
@@ -28,6 +29,6 @@ def _reading(family: str, metric: FamilyMetric) -> Callable[[Moment], Iterable[R
         if not any(each.name == family for each in status.binding.families):
             return ()
         grants = [grant for grant in views.live_grants(status) if grant.family == family]
-        return metric.rows(grants, status.inventory)
+        return metric.rows(Readings(grants, status.inventory, status.usage, status.containers, moment.now))
 
     return read

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.errors import shortened
+from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.model import GrantState
 from vgpu_agent.web import views
 from vgpu_agent.web.moments import when
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
     from vgpu_agent.status import AgentStatus, WatchStatus
 
-# The domains of all keys that the families' vocabularies have.
-_ANNOTATIONS_OF = ("volcano.sh", "nvidia.com", "vgpu-agent.internal")
+# The domains of all keys that the families' vocabularies have, and the agent's own.
+_ANNOTATIONS_OF = (
+    *{key.partition("/")[0] for family in FAMILIES for key in (*family.resource_prefixes, *family.annotations)},
+    "vgpu-agent.internal",
+)
 _LONGEST_VALUE = 400  # characters of an annotation; a pod may bring 256 KiB of them
 
 

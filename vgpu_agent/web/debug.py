@@ -16,13 +16,14 @@ import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError
+from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.web import allocations, binding, cdi, cluster, explain, mps, uses, views
 from vgpu_agent.web.moments import when
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from vgpu_agent.status import AgentStatus
+    from vgpu_agent.status import AgentStatus, BindingStatus
 
 _logger = log.get(__name__)
 _LONGEST_ECHO = 60  # characters of a wrong value that an error repeats
@@ -242,12 +243,21 @@ def _config(asked: Question) -> dict[str, Any]:
         "named": asked.status.config_named,
         "binding": binding.view(asked.status.binding),
         "cdi": cdi.view(asked.status.cdi, asked.now),
-        "volcano_vgpu": asked.status.binding.volcano_vgpu,
-        "volcano_vgpu_from": asked.status.binding.volcano_vgpu_origins,
+        **_of_files(asked.status.binding),
         "config_map": asked.status.cluster.config_map,
         "file_problems": asked.status.binding.file_problems,
         "values": {key: {"value": value, "from": origin} for key, (value, origin) in sorted(asked.status.config.items())},
     }
+
+
+def _of_files(status: BindingStatus) -> dict[str, Any]:
+    """Show for each family with files of a replaced plugin its settings in force, and which of them a file has set."""
+    answer: dict[str, Any] = {}
+    for family in FAMILIES:
+        if family.files:
+            answer[family.settings.attribute] = status.in_force.get(family.name, {})
+            answer[f"{family.settings.attribute}_from"] = status.origins.get(family.name, {})
+    return answer
 
 
 def _tasks(asked: Question) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
-from vgpu_agent.isolation.backend import Target
+from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.isolation.backend import LibraryLimits, Target
 from vgpu_agent.isolation.hami_core import DISABLED_BY, may_be_disabled
 from vgpu_agent.isolation.hami_region import NO_CORES_LIMIT
 from vgpu_agent.model import GrantState, SharingMode
@@ -20,11 +21,11 @@ from vgpu_agent.status import MpsState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vgpu_agent.model import Grant, Share
-    from vgpu_agent.status import AgentStatus, ContainerUsage
+    from vgpu_agent.model import ContainerUsage, Grant, Share
+    from vgpu_agent.status import AgentStatus
 
-_VOLCANO_VGPU = "volcano-vgpu"
-_HAMI_CORE = "hami-core"
+_LIMITED = frozenset(family.name for family in FAMILIES if family.library)  # families whose shares the library may limit
+_OFF = LibraryLimits("the family is switched off")
 _MIG = "MIG-"
 
 
@@ -62,7 +63,7 @@ class Limits:
             return None
         if all(share.device.startswith(_MIG) for share in grant.shares):
             return Limit(LimitState.IN_FORCE, "the hardware limits a MIG instance")
-        if grant.family == _VOLCANO_VGPU:
+        if grant.family in _LIMITED:
             return self._of_region(grant)
         if all(share.exclusive for share in grant.shares):
             return Limit(LimitState.WHOLE, "nobody else has a share of it")
@@ -86,21 +87,21 @@ class Limits:
     def _of_region(self, grant: Grant) -> Limit:
         owner = grant.owner
         used = self._used.get((owner.namespace, owner.pod, owner.container), []) if owner else []
-        if not used and self._status.binding.volcano_vgpu.get("isolation") != _HAMI_CORE:
-            return Limit(LimitState.NONE, "volcanoVgpu.isolation is none")
-        if self._is_disabled(grant):
+        limits = self._status.binding.limits.get(grant.family, _OFF)
+        if not used and limits.missing:
+            return Limit(LimitState.NONE, limits.missing)
+        if self._is_disabled(grant, limits):
             return Limit(LimitState.NONE, f"the pod sets {DISABLED_BY}, and hamiCore.disableVariable lets it")
         if not used:
             return Limit(LimitState.CONFIGURED, "its region has not been read yet")
-        if weaker := next(self._weaker(grant.shares, used), ""):
+        if weaker := next(self._weaker(grant.shares, used, limits), ""):
             return Limit(LimitState.NOT_IN_FORCE, f"{weaker}, so the container can take more than its share")
         if not any(usage.processes for usage in used):
             return Limit(LimitState.CONFIGURED, "no process in the container has the library and its region open")
         return Limit(LimitState.IN_FORCE, "a process in the container has the library open, and its region holds these limits")
 
-    def _weaker(self, shares: Sequence[Share], used: Sequence[ContainerUsage]) -> Iterator[str]:
+    def _weaker(self, shares: Sequence[Share], used: Sequence[ContainerUsage], limits: LibraryLimits) -> Iterator[str]:
         """Describe how the region allows more than was configured."""
-        limits_cores = not self._status.binding.volcano_vgpu.get("disable_core_limit")
         by_device = {usage.uuid: usage for usage in used}
         for device in dict.fromkeys(share.device for share in shares):
             own = [share for share in shares if share.device == device]
@@ -115,13 +116,13 @@ class Limits:
             if memory_mib and not 0 < usage.limit_bytes <= memory_mib << 20:
                 allowed = f"{usage.limit_bytes >> 20} MiB" if usage.limit_bytes else "all memory"
                 yield f"the region allows {allowed} of {device} instead of {memory_mib} MiB"
-            if limits_cores and 0 < cores < NO_CORES_LIMIT:
+            if limits.cores and 0 < cores < NO_CORES_LIMIT:
                 if not 0 < usage.cores_limit_percent <= cores:
                     yield f"the region allows {usage.cores_limit_percent or NO_CORES_LIMIT} % of {device} instead of {cores} %"
                 elif not usage.limits_cores:
                     yield "the region's limit of compute is switched off"
 
-    def _is_disabled(self, grant: Grant) -> bool:
+    def _is_disabled(self, grant: Grant, limits: LibraryLimits) -> bool:
         """Tell whether the pod has switched its limit off, by the current settings."""
         owner = grant.owner
         container = next(
@@ -136,10 +137,15 @@ class Limits:
         )
         if owner is None or container is None or DISABLED_BY not in container.environment:
             return False
-        vgpu = self._status.binding.volcano_vgpu
         pairs = tuple((gpu, share) for share in grant.shares if (gpu := self._status.inventory.gpu(share.device)))
-        scaled = max(vgpu.get("device_memory_scaling", 1.0), vgpu.get("device_core_scaling", 1.0)) > 1
-        unit_mib = vgpu.get("gpu_memory_factor") or 1
-        target = Target(owner.pod_uid, owner.container, "", container.environment, pairs, oversubscribed=scaled, unit_mib=unit_mib)
+        target = Target(
+            owner.pod_uid,
+            owner.container,
+            "",
+            container.environment,
+            pairs,
+            oversubscribed=limits.oversubscribed,
+            unit_mib=limits.unit_mib,
+        )
         setting, _ = self._status.config.get("hamiCore.disableVariable", ("whole-gpus", ""))
         return may_be_disabled(str(setting), target)

@@ -18,7 +18,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from vgpu_agent.web.catalogue import CATALOGUE
-from vgpu_agent.web.catalogue_families import of_families
 from vgpu_agent.web.metric import Kind
 from vgpu_agent.web.readings import Moment, ProcessFacts
 
@@ -38,7 +37,7 @@ class Exposition(Collector):
 
     def __init__(self, source: Source, *, pod_names: bool = True, clock: Callable[[], float] = time.time) -> None:
         self._source = source
-        self._metrics = tuple(metric for metric in (*CATALOGUE, *of_families()) if pod_names or not _POD_LABELS.intersection(metric.labels))
+        self._metrics = tuple(metric for metric in CATALOGUE if pod_names or not _POD_LABELS.intersection(metric.labels))
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)

@@ -12,12 +12,13 @@ import msgspec
 from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
+from tests.settings import settings as settings_of
 from vgpu_agent.agent.devices.cdi import CdiSide
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.config.settings import Gpu as GpuSettings
-from vgpu_agent.config.settings import Settings, Tasks
+from vgpu_agent.config.settings import Tasks
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
@@ -41,7 +42,7 @@ class Side:
         self.tool = StandInCtk(self.node.directory)
         self.cdi = folder / "cdi"
         self.settings = msgspec.structs.replace(
-            Settings(
+            settings_of(
                 simulate=str(self.node.directory),
                 binding=Binding(cdi_directory=str(self.cdi), pod_wait_seconds=0.2),
                 gpu=GpuSettings(driver_root=str(self.node.directory), poll_seconds=0.05),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
 from tests.gpu.watched import Watched, watching
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.agent.devices.mig import MigSide
-from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.families.family import MigLayout
+from vgpu_agent.families.spec import MigTool
 from vgpu_agent.mig.parted import MigParted
 from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
 from vgpu_agent.sim.preload import preload
@@ -50,7 +51,7 @@ class Dividing:
 
 
 @contextlib.asynccontextmanager
-async def dividing(folder: Path, **changes: float) -> AsyncIterator[Dividing]:
+async def dividing(folder: Path, **changes: Any) -> AsyncIterator[Dividing]:
     """A node of two A100, watched, and a side that is quick about everything."""
 
     def prepared() -> tuple[SimulatedNode, str]:
@@ -59,10 +60,11 @@ async def dividing(folder: Path, **changes: float) -> AsyncIterator[Dividing]:
         return node, str(deliver(node.directory, folder / "nvidia-mig-parted"))
 
     node, program = await asyncio.to_thread(prepared)
-    settings = msgspec.structs.replace(VolcanoVgpu(mig_settle_seconds=PATIENCE_SECONDS, mig_retry_seconds=0.01), **changes)
+    tool = MigTool(program, "volcanoVgpu.migParted", PATIENCE_SECONDS, PATIENCE_SECONDS, 0.01)
+    tool = dataclasses.replace(tool, **changes)
     async with watching(node) as watched:
-        parted = MigParted(program, folder / "mig", timeout_seconds=settings.mig_parted_timeout_seconds)
-        side = MigSide(parted, watched.watch, settings, call_timeout_seconds=PATIENCE_SECONDS)
+        parted = MigParted(program, folder / "mig", timeout_seconds=tool.timeout_seconds, setting=tool.setting)
+        side = MigSide(parted, watched.watch, tool, call_timeout_seconds=PATIENCE_SECONDS)
         async with asyncio.TaskGroup() as group:
             loop = group.create_task(side.run())
             try:
@@ -98,7 +100,7 @@ async def test_changes_are_made_one_after_the_other(tmp_path: Path) -> None:
 
 async def test_a_gpu_on_which_somebody_works_is_not_touched(tmp_path: Path) -> None:
     """A process that no share explains: its pids are named, and the tool is asked again at once when it has gone."""
-    async with dividing(tmp_path, mig_retry_seconds=60) as side:
+    async with dividing(tmp_path, retry_seconds=60) as side:
         slot = await asyncio.to_thread(side.node.add_process, 1, 4711, ProcessUse(memory_mib=100))
         assert await side.divide() == "processes that hold no share of it work on it (host pids 4711)"
         assert await side.runs() == []
@@ -108,7 +110,7 @@ async def test_a_gpu_on_which_somebody_works_is_not_touched(tmp_path: Path) -> N
 
 async def test_a_gpu_whose_instances_cannot_be_read_is_not_touched(tmp_path: Path) -> None:
     """It may be divided already, and in use: the pod's status has the driver's word and the remedy."""
-    async with dividing(tmp_path, mig_retry_seconds=60) as side:
+    async with dividing(tmp_path, retry_seconds=60) as side:
         await asyncio.to_thread(side.node.set_mig, 1, ["7g.40gb"])
         await asyncio.to_thread(side.node.fault, "nvmlDeviceGetMaxMigDeviceCount", gpu=1, code=4)
         reason = await side.divide()
@@ -135,7 +137,7 @@ async def test_d16_whatever_goes_wrong_is_a_reason(
 ) -> None:
     """volcano-vgpu:D16: the cost falls on the pod that asked, and nothing ends."""
     monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.1)
-    times = {"mig_parted_timeout_seconds": 0.5} if what.hangs else {"mig_settle_seconds": 0.3}
+    times = {"timeout_seconds": 0.5} if what.hangs else {"settle_seconds": 0.3}
     async with dividing(tmp_path, **times) as side:
         await side.misbehave(what)
         assert expected in await side.divide()
@@ -154,7 +156,7 @@ async def test_a_tool_that_counts_the_gpus_otherwise_changes_none(tmp_path: Path
 
 async def test_a_change_that_has_failed_is_not_tried_again_at_once(tmp_path: Path) -> None:
     """The kubelet asks every quarter of a minute. A GPU is not reset as often. Another division of it is tried at once."""
-    async with dividing(tmp_path, mig_retry_seconds=60) as side:
+    async with dividing(tmp_path, retry_seconds=60) as side:
         await side.misbehave(Misbehaviour(command="apply", fails="Insufficient Resources"))
         await side.divide()
         again = await side.divide()

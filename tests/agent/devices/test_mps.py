@@ -18,16 +18,18 @@ from tests.agent.offers.test_servers import Node as Offers
 from tests.golden import U0, U1, golden_inventory
 from tests.mps.supervised import no_blocked_loop
 from tests.patience import PATIENCE_SECONDS
+from tests.settings import settings as settings_of
+from tests.settings import switches
 from tests.simulated import simulated_node
 from vgpu_agent.agent.devices.mps import MpsSide
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.config.binding import Families
-from vgpu_agent.config.collisions import ONE_DAEMON
-from vgpu_agent.config.mps import Aws, Mps
-from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.collisions import by_one_of_two
+from vgpu_agent.config.mps import Mps
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
+from vgpu_agent.families.aws.settings import Aws
 from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.nvidia.settings import Sharing
 from vgpu_agent.model import Resource, Share, SharingMode
 from vgpu_agent.mps import directories
 from vgpu_agent.mps.host_tools import HostTool
@@ -69,7 +71,7 @@ class Node:
             probe_seconds=0.05,
             backoff_min_seconds=0.05,
         )
-        self.settings = msgspec.structs.replace(Settings(), mps=mps, aws=Aws(mps="supervised"))
+        self.settings = settings_of(mps=mps, aws=Aws(mps="supervised"))
         self.side = self._side()
         offers.ledger.observe(self.inventory)
         offers.ledger.rebuilt = True
@@ -203,8 +205,8 @@ async def test_settings_that_change_no_offer_reach_the_daemon(tmp_path: Path) ->
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
         assert node.side.statuses[0].thread_percentage == 25
-        several = msgspec.structs.replace(single.sharing.mps, fail_requests_greater_than_one=False)
-        node.side.apply(msgspec.structs.replace(single, sharing=msgspec.structs.replace(single.sharing, mps=several)))
+        several = msgspec.structs.replace(single.section(Sharing).mps, fail_requests_greater_than_one=False)
+        node.side.apply(msgspec.structs.replace(single, sharing=msgspec.structs.replace(single.section(Sharing), mps=several)))
         await node.until(lambda: node.side.statuses[0].thread_percentage == 100)
 
 
@@ -227,7 +229,7 @@ async def test_one_gpu_has_one_daemon(tmp_path: Path) -> None:
         await node.until(lambda: GPU in node.offers.served)
         reason = node.withheld["nvidia.com/gpu.shared"]
         assert f"{U0} has an MPS control daemon for {GPU} already" in reason
-        assert reason.endswith(ONE_DAEMON)  # the same words as `config check`
+        assert reason.endswith(by_one_of_two())  # the same words as `config check`
 
 
 async def test_what_cannot_be_shared_by_mps_is_withheld_for_good(tmp_path: Path) -> None:
@@ -247,7 +249,7 @@ async def test_daemons_whose_files_containers_could_change_are_not_started(tmp_p
     """A container of the family aws has /tmp/nvidia-mps mounted. With a link in it, it could have the agent write anywhere."""
     async with running(tmp_path) as node:
         mps = msgspec.structs.replace(node.settings.mps, root="/tmp/nvidia-mps/ours")
-        node.side.apply(msgspec.structs.replace(node.settings, mps=mps, families=Families(aws=True)))
+        node.side.apply(msgspec.structs.replace(node.settings, mps=mps, families=switches(aws=True)))
         await node.offers.offer(_shared())
         assert node.withheld[GPU].startswith(f'{GPU}: mps.root: "/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, which aws.mps: supervised')
         assert node.tools.calls == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.settings import settings as settings_of
 from vgpu_agent.agent.offers.control_nodes import ControlNodes, find_control_nodes
 from vgpu_agent.config.device_answers import Cdi
 from vgpu_agent.config.settings import Gpu, Settings
@@ -35,7 +36,7 @@ def on_node(tmp_path: Path, *, driver_root: str, dev_root: str = "") -> Settings
     devices = f"Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n{UVM_MAJOR} nvidia-uvm\n\nBlock devices:\n  7 loop\n"
     (tmp_path / "proc" / "devices").write_text(devices)
     gpu = Gpu(driver_root=driver_root, dev_root=dev_root, proc_root=str(tmp_path / "proc"))
-    return Settings(gpu=gpu, cdi=Cdi(container_driver_root=str(tmp_path / "driver-root")))
+    return settings_of(gpu=gpu, cdi=Cdi(container_driver_root=str(tmp_path / "driver-root")))
 
 
 @pytest.mark.parametrize("dev_root", ["", "/"])

@@ -14,14 +14,16 @@ from blockbuster import BlockBuster
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.families.volcano_vgpu.mig.parts import a_gpu, mig_family
 from tests.golden import SLICES, U1, golden_inventory, golden_slices, with_slices
+from tests.settings import switches
 from vgpu_agent.allocation.context import Families as AllFamilies
 from vgpu_agent.config import settings as schema
-from vgpu_agent.config.binding import Families
 from vgpu_agent.config.collisions import without
-from vgpu_agent.config.sharing import MpsSharing, SharedResource, Sharing, TimeSlicing
-from vgpu_agent.config.volcano import HamiCore, VolcanoGpushare, VolcanoVgpu
+from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.errors import ConfigError
+from vgpu_agent.families.nvidia.settings import MpsSharing, SharedResource, Sharing, TimeSlicing
+from vgpu_agent.families.volcano_gpushare.settings import VolcanoGpushare
 from vgpu_agent.families.volcano_vgpu.mig.static import StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner
 from vgpu_agent.sim.api.server import ApiServer
 from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_BYTES, REGION_VARIABLE, deliver_stand_in_library, region_code, shared_object
@@ -43,7 +45,7 @@ def shared(replicas: int) -> Sharing:
 
 async def one_gpu_fits(folder: Path) -> schema.Settings:
     """A budget for the list of one shared GPU, but not of two."""
-    settings = await volcano_settings(folder, None, families=Families())
+    settings = await volcano_settings(folder, None, families=switches())
     kubelet = msgspec.structs.replace(settings.kubelet, message_budget_bytes=4096)
     return msgspec.structs.replace(settings, sharing=shared(REPLICAS), kubelet=kubelet)
 
@@ -104,7 +106,7 @@ async def test_one_familys_list_that_is_too_long_does_not_hold_up_the_others(tmp
     async with ApiServer() as server:
         status = {"nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": "containerd://2.1.0"}}
         server.objects.create("nodes", {"metadata": {"name": NODE}, "status": status})
-        settings = await volcano_settings(tmp_path, server, families=Families(volcano_vgpu=True), sharing=shared(30_000))
+        settings = await volcano_settings(tmp_path, server, families=switches(volcano_vgpu=True), sharing=shared(30_000))
         async with wired(settings, first_gpu()) as parts:
             await parts.families.apply(settings)
             assert parts.offered["volcano.sh/vgpu-number"] == 10
@@ -135,7 +137,7 @@ def in_mig_mode(*, both: bool) -> Inventory:
 
 async def with_mig(folder: Path, strategy: Literal["single", "mixed"], **sections: object) -> schema.Settings:
     """Settings of the `nvidia` family with that MIG strategy."""
-    settings = await volcano_settings(folder, None, families=Families(), **sections)
+    settings = await volcano_settings(folder, None, families=switches(), **sections)
     return msgspec.structs.replace(settings, plugin=msgspec.structs.replace(settings.plugin, mig_strategy=strategy))
 
 
@@ -190,7 +192,7 @@ async def test_what_is_odd_is_said_once(tmp_path: Path) -> None:
 
 async def test_a_gpu_that_nobody_can_divide_is_said_once(tmp_path: Path) -> None:
     """GPUs that families by pods leave out are reported like all others: journal, status and `/debug/resources`."""
-    async with wired(await volcano_settings(tmp_path, None, families=Families()), two_models()) as parts:
+    async with wired(await volcano_settings(tmp_path, None, families=switches()), two_models()) as parts:
         parts.families._families = AllFamilies(by_pod=(mig_family(),))
         parts.families.refresh()
         parts.families.refresh()
@@ -263,7 +265,7 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
 
 async def test_whole_gpus_are_offered_under_nvidias_and_under_volcanos_name(tmp_path: Path) -> None:
     """The ids of both are UUIDs, and a GPU serves one of the two at a time. The kubelet's status of devices is all that may be late."""
-    families = Families(nvidia=True, volcano_gpushare=True)
+    families = switches(nvidia=True, volcano_gpushare=True)
     settings = await volcano_settings(tmp_path, None, families=families, volcano_gpushare=VolcanoGpushare(strategy="number"))
     async with wired(settings) as parts:
         await parts.families.apply(settings)

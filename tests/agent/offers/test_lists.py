@@ -9,10 +9,11 @@ import pytest
 
 from tests.families.volcano_vgpu.golden import INVENTORY, U1, decided, main, pod, question
 from tests.golden import SLICES
+from tests.settings import settings as settings_of
+from tests.settings import switches
 from vgpu_agent.agent.devices.cdi import CdiFound
 from vgpu_agent.agent.offers.build import Found, build, list_options
 from vgpu_agent.cdi.imex import Channels
-from vgpu_agent.config.binding import Families as FamilySettings
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.spec import NodeFacts
@@ -23,7 +24,7 @@ from vgpu_agent.model import Share
 
 def _edits(settings: Settings, found: Found) -> Edits:
     """Return the edits with which a container of `volcano-vgpu` gets one card."""
-    settings = msgspec.structs.replace(settings, families=FamilySettings(nvidia=False, volcano_vgpu=True))
+    settings = msgspec.structs.replace(settings, families=switches(nvidia=False, volcano_vgpu=True))
     (family,) = build(settings, found).families.by_pod
     assert isinstance(family, VolcanoVgpuFamily)
     family.resources(INVENTORY)
@@ -34,14 +35,14 @@ def _edits(settings: Settings, found: Found) -> Edits:
 @pytest.mark.parametrize(("inline", "late", "by_name"), [(True, True, True), (True, False, False), (False, True, False)])
 def test_a_late_bound_grant_needs_no_nvidia_runtime_where_it_is_inlined(*, inline: bool, late: bool, by_name: bool) -> None:
     """``cdi.inline``: the card is named by CDI alone, and the carrier writes its spec; bound early, all is as configured."""
-    edits = _edits(Settings(cdi=Cdi(inline=inline)), Found(facts=NodeFacts(late=late)))
+    edits = _edits(settings_of(cdi=Cdi(inline=inline)), Found(facts=NodeFacts(late=late)))
     assert edits.cdi_names == (f"k8s.device-plugin.nvidia.com/gpu={U1}",) * by_name
     assert ("NVIDIA_VISIBLE_DEVICES" in edits.environment) is not by_name
 
 
 def test_the_toolkits_names_are_used_where_it_keeps_the_spec() -> None:
     """``cdi.source: toolkit`` is another vendor, for every family."""
-    settings = Settings(cdi=Cdi(source="toolkit"), plugin=Plugin(device_list_strategy=("cdi-cri",)))
+    settings = settings_of(cdi=Cdi(source="toolkit"), plugin=Plugin(device_list_strategy=("cdi-cri",)))
     assert _edits(settings, Found()).cdi_names == (f"nvidia.com/gpu={U1}",)
     by_index = Plugin(device_list_strategy=("envvar", "cdi-cri"), device_id_strategy="index")
     edits = _edits(msgspec.structs.replace(settings, plugin=by_index), Found())
@@ -51,7 +52,7 @@ def test_the_toolkits_names_are_used_where_it_keeps_the_spec() -> None:
 
 def test_what_was_found_on_the_node_is_told() -> None:
     """IMEX channels with the root of their device nodes, and those modes by name that have a spec."""
-    settings = Settings(plugin=Plugin(device_list_strategy=("cdi-cri",), gds_enabled=True, mofed_enabled=True))
+    settings = settings_of(plugin=Plugin(device_list_strategy=("cdi-cri",), gds_enabled=True, mofed_enabled=True))
     found = Found(cdi=CdiFound(Channels((0,), "/run/nvidia/driver"), ("gds",)))
     options = list_options(settings, found)
     assert (options.imex_channels, options.imex_root) == ((0,), "/run/nvidia/driver")
@@ -72,7 +73,7 @@ def test_what_was_found_on_the_node_is_told() -> None:
 )
 def test_what_ids_name_is_read_whichever_families_are_on(on: tuple[str, ...], resource: str, id_: str, device: str) -> None:
     """Pods from before a change of ``families`` still hold what they hold, and kubelet's records say it in the words of then."""
-    switches = {"nvidia": False, **dict.fromkeys(on, True)}
-    families = build(msgspec.structs.replace(Settings(), families=FamilySettings(**switches)), Found()).families
+    on_node = switches(**{"nvidia": False, **dict.fromkeys(on, True)})
+    families = build(settings_of(families=on_node), Found()).families
     readers = [family for family in (*families.by_ids, *families.idle) if family.owns(resource)]
     assert [[share.device for share in family.shares(resource, [id_], INVENTORY)] for family in readers] == [[device]]

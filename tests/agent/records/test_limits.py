@@ -6,9 +6,10 @@ import dataclasses
 
 from vgpu_agent.agent.records.limits import LimitsWatch
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.isolation.backend import LibraryLimits
 from vgpu_agent.journal import Journal
-from vgpu_agent.model import Grant, GrantState, Owner, Share
-from vgpu_agent.status import AgentStatus, BindingStatus, ContainerUsage, LedgerStatus
+from vgpu_agent.model import ContainerUsage, Grant, GrantState, Owner, Share
+from vgpu_agent.status import AgentStatus, BindingStatus, LedgerStatus
 
 GRANT = Grant(
     1,
@@ -25,7 +26,7 @@ GRANT = Grant(
 def test_a_limit_that_is_raised_is_told_once_for_each_grant() -> None:
     """However often the container changes its region: it would fill the journal otherwise."""
     journal = Journal()
-    status = AgentStatus(ledger=LedgerStatus(grants=(GRANT,)), binding=BindingStatus(volcano_vgpu={"isolation": "hami-core"}))
+    status = AgentStatus(ledger=LedgerStatus(grants=(GRANT,)), binding=BindingStatus(limits={"volcano-vgpu": LibraryLimits()}))
     watch = LimitsWatch(Latest(()), lambda: status, journal)
 
     def look(limit_mib: int) -> list[str]:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
+from tests.settings import settings as settings_of
 from vgpu_agent.agent.records.missing_devices import SliceMemory, VanishedDevices
-from vgpu_agent.config.settings import Settings
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Entry, Journal
 from vgpu_agent.ledger import Ledger
@@ -37,7 +37,7 @@ class Node:
         self.ledger.observe(inventory)
         self.ledger.offer([Resource(MIG, "nvidia", (DeviceId("MIG-a", "MIG-a"), DeviceId("MIG-b", "MIG-b")))])
         self.vanished = VanishedDevices(
-            Settings(state_directory=str(state)), self.ledger, inventory=lambda: self.inventory, journal=self.journal
+            settings_of(state_directory=str(state)), self.ledger, inventory=lambda: self.inventory, journal=self.journal
         )
 
     def change(self, inventory: Inventory) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.allocation.without_pods import without_pods
 from tests.golden import U0, U1, golden_inventory
+from tests.settings import settings as settings_of
 from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.offers.families import FamiliesInForce
@@ -33,7 +34,6 @@ from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.load import Contents, Sources, load_contents
-from vgpu_agent.config.settings import Settings
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
@@ -43,11 +43,11 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.claims import Claim
-from vgpu_agent.model import Decider, Inventory, Resource, Share
+from vgpu_agent.model import ContainerUsage, Decider, Inventory, Resource, Share
 from vgpu_agent.pods import Pod, PodCache
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.region_guard import RegionGuard
-from vgpu_agent.status import ContainerUsage, FamilyStatus, KubeletStatus, NvmlState, PluginState
+from vgpu_agent.status import FamilyStatus, KubeletStatus, NvmlState, PluginState
 
 VGPU = "volcano.sh/vgpu-number"
 
@@ -161,7 +161,7 @@ async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_pa
         (
             "families: {nvidia: false}\n",
             golden_inventory(),
-            "no family of resources is on; set one of families.nvidia, volcanoVgpu, volcanoGpushare, aws to true",
+            "no family of resources is on; set one of families.nvidia, aws, volcanoVgpu, volcanoGpushare to true",
         ),
     ],
 )
@@ -335,7 +335,7 @@ async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_pr
     tmp_path: Path, asked: str, complained_of: bool
 ) -> None:
     """In the two usual namespaces a missing role is as it should be. Where the ConfigMap is configured it is a mistake."""
-    cluster = ClusterSide(Settings(state_directory=str(tmp_path)), Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
+    cluster = ClusterSide(settings_of(state_directory=str(tmp_path)), Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
     cluster.config_maps["device-config.yaml"] = _config_map(asked)
     cluster.config_maps["device-config.yaml"].statuses["kube-system"].errors = 1
     (watch,) = ClusterReport(cluster).status().watches

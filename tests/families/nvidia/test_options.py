@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
 import pytest
 
-from vgpu_agent.config.settings import Settings
-from vgpu_agent.config.sharing import Iktos, MpsSharing, ResourcePattern, Resources, SharedResource, Sharing, TimeSlicing
+from tests.settings import settings as settings_of
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.ids import IKTOS_SEPARATOR, NVIDIA_SEPARATOR
 from vgpu_agent.families.nvidia.options import AUTOMATIC, NvidiaOptions, Pattern, SharedEntry
+from vgpu_agent.families.nvidia.settings import Iktos, MpsSharing, ResourcePattern, Resources, SharedResource, Sharing, TimeSlicing
 from vgpu_agent.model import SharingMode
 
 GPU, MIG = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb"
@@ -20,7 +19,7 @@ LISTS = ListOptions(id_strategy="index")
 
 def options_of(**sections: object) -> NvidiaOptions:
     """Return the options that settings with these sections yield."""
-    return NvidiaOptions.from_settings(msgspec.structs.replace(Settings(), **sections), lists=LISTS)
+    return NvidiaOptions.from_settings(settings_of(**sections), lists=LISTS)
 
 
 def test_nothing_set_is_whole_gpus() -> None:

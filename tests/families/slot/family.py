@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.family import Decision, NodeView, Ownership, Question
+from vgpu_agent.families.spec import Readings
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Grant, Inventory, Resource, Share
 from vgpu_agent.nodes import DesiredNode
@@ -74,7 +75,7 @@ class SlotFamily:
         return DesiredNode(annotations={TOTAL: str(self._per_gpu * len(view.inventory.gpus))})
 
 
-def slots_in_use(grants: Sequence[Grant], inventory: Inventory) -> Iterator[tuple[tuple[str, ...], float]]:
+def slots_in_use(readings: Readings) -> Iterator[tuple[tuple[str, ...], float]]:
     """Count the slots of each GPU that have a holder."""
-    for gpu in inventory.gpus:
-        yield (gpu.uuid,), sum(share.device == gpu.uuid for grant in grants for share in grant.shares)
+    for gpu in readings.inventory.gpus:
+        yield (gpu.uuid,), sum(share.device == gpu.uuid for grant in readings.grants for share in grant.shares)

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from tests.families.slot.family import FAMILY, GPU, RESOURCE, SERVED, STATE, SlotFamily, slots_in_use
 from tests.families.slot.settings import Slot
+from vgpu_agent.config.families import FamilySettings
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.spec import BuiltFamily, FamilyMetric, FamilySpec, NodeFacts
 
 
-def _is_on(settings: Settings) -> bool:
-    return bool(getattr(settings.families, "example_slot", False))
-
-
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     del facts
-    return BuiltFamily(by_pod=(SlotFamily(settings.section(Slot).per_gpu),)) if _is_on(settings) else BuiltFamily()
+    return BuiltFamily(by_pod=(SlotFamily(settings.section(Slot).per_gpu),)) if settings.is_on(FAMILY) else BuiltFamily()
 
 
 SPEC = FamilySpec(
-    FAMILY,
-    _is_on,
+    FamilySettings(FAMILY, "`example.com/slot`, for tests.", sections={"example_slot": Slot}),
     _build,
     needs_api_server=True,
-    settings=("example_slot", Slot),
-    switch="`example.com/slot`, for tests.",
     resource_prefixes=(RESOURCE,),
     annotations=(GPU, SERVED),
     labels=(STATE,),

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.families.plugin_files import told
 from vgpu_agent.families.volcano_vgpu.files import Overlay, come_to, read_device_config, read_node_config
 from vgpu_agent.families.volcano_vgpu.geometries import MigGroup, MigProfile, ModelGeometries
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 
 SHIPPED = """\
 nvidia:

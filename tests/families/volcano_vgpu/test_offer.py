@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.families.volcano_vgpu.golden import CORES, INVENTORY, MEMORY, NUMBER, PERCENTAGE, U0, U1, family
 from tests.patience import quickest_call
-from vgpu_agent.config.settings import Settings
+from tests.settings import settings as settings_of
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import ConfigError, RequestRefusedError
 from vgpu_agent.families.device_lists import ListOptions
@@ -20,6 +20,7 @@ from vgpu_agent.families.memory_units import list_bytes
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.files import Overlay
 from vgpu_agent.families.volcano_vgpu.requests import Names
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Gpu, Inventory, Resource
@@ -183,9 +184,11 @@ def test_records_of_todays_and_of_default_names_are_ours() -> None:
 
 def test_the_settings_are_the_options() -> None:
     """Defaults of the settings, and the GPUs that the node's own file hides."""
-    options = VolcanoVgpuOptions.from_settings(Settings(), lists=ListOptions(id_strategy="index"))
+    options = VolcanoVgpuOptions.from_settings(settings_of(), VolcanoVgpu(), lists=ListOptions(id_strategy="index"))
     assert options == VolcanoVgpuOptions(lists=ListOptions(id_strategy="index", enabled=("gdrcopy", "gds", "mofed")))
-    hiding = VolcanoVgpuOptions.from_settings(Settings(), lists=ListOptions(), node_config=Overlay({}, frozenset({U0}), frozenset({3})))
+    hiding = VolcanoVgpuOptions.from_settings(
+        settings_of(), VolcanoVgpu(), lists=ListOptions(), node_config=Overlay({}, frozenset({U0}), frozenset({3}))
+    )
     assert hiding.hidden_uuids == {U0}
     assert hiding.hidden_indices == {3}
     assert VolcanoVgpuFamily(options, NoIsolation()).name == "volcano-vgpu"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from vgpu_agent.config.binding import Families
-from vgpu_agent.config.settings import Settings
-from vgpu_agent.config.volcano import VolcanoVgpu
+from tests.settings import settings as settings_of
+from tests.settings import switches
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 from vgpu_agent.families.volcano_vgpu.spec import SPEC
 
 CONFIG_MAP, MOUNTED = SPEC.files
-ON = Families(volcano_vgpu=True)
+ON = switches(volcano_vgpu=True)
 
 
 @pytest.mark.parametrize(
@@ -24,23 +24,23 @@ ON = Families(volcano_vgpu=True)
 )
 def test_no_namespace_is_searched_twice(asked: str, namespaces: tuple[str, ...]) -> None:
     """Two watches of one object would be one too many."""
-    settings = Settings(families=ON, volcano_vgpu=VolcanoVgpu(config_map_namespace=asked))
+    settings = settings_of(families=ON, volcano_vgpu=VolcanoVgpu(config_map_namespace=asked))
     assert CONFIG_MAP.namespaces(settings) == namespaces
     assert CONFIG_MAP.asked_namespace(settings) == asked
 
 
 def test_files_of_a_family_that_is_off_are_not_read() -> None:
     """Nothing of theirs would count, and reading a ConfigMap takes rights."""
-    assert (CONFIG_MAP.namespaces(Settings()), MOUNTED.path(Settings())) == ((), "")
+    assert (CONFIG_MAP.namespaces(settings_of()), MOUNTED.path(settings_of())) == ((), "")
 
 
 def test_the_config_map_is_not_read_where_the_settings_say_so() -> None:
     """The mounted file is another matter."""
-    settings = Settings(families=ON, volcano_vgpu=VolcanoVgpu(read_config_map=False))
+    settings = settings_of(families=ON, volcano_vgpu=VolcanoVgpu(read_config_map=False))
     assert (CONFIG_MAP.namespaces(settings), MOUNTED.path(settings)) == ((), "/config/config.json")
 
 
 @pytest.mark.parametrize(("text", "sound"), [('{"nodeconfig": [{"name": "n1", "devicesplitcount": 3}]}', True), ("{", False)])
 def test_a_mounted_file_is_judged_by_this_nodes_part(text: str, sound: bool) -> None:
     """A text with an error needs the one before it."""
-    assert MOUNTED.is_sound(Settings(node_name="n1"), text) is sound
+    assert MOUNTED.is_sound(settings_of(node_name="n1"), text) is sound

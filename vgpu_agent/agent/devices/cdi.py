@@ -29,6 +29,7 @@ from vgpu_agent.config.device_answers import Cdi
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.errors import CarrierError, CdiError
 from vgpu_agent.families.device_lists import CDI_STRATEGIES
+from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider
 from vgpu_agent.status import CdiStatus, NotYet
@@ -241,8 +242,11 @@ class CdiSide:
         return self._settings.cdi.inline and resource.decided_by is not Decider.IDS and self._is_late()
 
     def _modes(self) -> tuple[str, ...]:
-        plugin, vgpu = self._settings.plugin, self._settings.volcano_vgpu
-        wanted = {*plugin.device_modes, *(vgpu.device_modes if self._settings.families.volcano_vgpu else ())}
+        settings = self._settings
+        wanted = set(settings.plugin.device_modes)
+        for family in FAMILIES:
+            if family.device_modes and family.is_on(settings):
+                wanted.update(family.device_modes(settings))
         return tuple(mode for mode in DEVICE_MODES if mode in wanted)
 
     def _want(self) -> None:

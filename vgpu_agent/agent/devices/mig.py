@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.errors import MigError
+from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.mig.parted import MigParted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.config.volcano import VolcanoVgpu
     from vgpu_agent.families.family import MigLayout
+    from vgpu_agent.families.spec import MigTool
     from vgpu_agent.gpu.source import GpuSource
     from vgpu_agent.mig.layouts import Division
     from vgpu_agent.model import Gpu, Inventory
@@ -41,29 +42,30 @@ class MigSide:
     agent is forgotten: the next container that needs it finds the GPU in that state.
     """
 
-    def __init__(self, parted: MigParted, watch: GpuSource, settings: VolcanoVgpu, *, call_timeout_seconds: float) -> None:
+    def __init__(self, parted: MigParted, watch: GpuSource, tool: MigTool, *, call_timeout_seconds: float) -> None:
         """Build it.
 
         Args:
-            parted: the tool.
+            parted: runs it.
             watch: shows the GPUs.
-            settings: how long to wait for what.
+            tool: how long to wait for what.
             call_timeout_seconds: how long the driver may take to answer.
         """
         self._parted = parted
         self._watch = watch
-        self._settings = settings
+        self._tool = tool
         self._call_timeout_seconds = call_timeout_seconds
         self._waiting: asyncio.Queue[tuple[MigLayout, Callable[[str], None]]] = asyncio.Queue()
         self._failed: dict[MigLayout, tuple[float, str]] = {}
 
     @classmethod
-    def from_settings(cls, settings: Settings, watch: GpuSource) -> MigSide:
-        """Return the divider that the configuration asks for."""
-        vgpu = settings.volcano_vgpu
-        directory = Path(settings.state_directory) / "mig"
-        parted = MigParted(vgpu.mig_parted, directory, timeout_seconds=vgpu.mig_parted_timeout_seconds)
-        return cls(parted, watch, vgpu, call_timeout_seconds=settings.gpu.call_timeout_seconds)
+    def from_settings(cls, settings: Settings, watch: GpuSource) -> MigSide | None:
+        """Return the divider that the configuration asks for; None where no family needs one."""
+        tool = next((family.mig_tool(settings) for family in FAMILIES if family.mig_tool and family.is_on(settings)), None)
+        if tool is None:
+            return None
+        parted = MigParted(tool.program, Path(settings.state_directory) / "mig", timeout_seconds=tool.timeout_seconds, setting=tool.setting)
+        return cls(parted, watch, tool, call_timeout_seconds=settings.gpu.call_timeout_seconds)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
         """See `allocation.dependencies.Divider`."""
@@ -82,7 +84,7 @@ class MigSide:
     async def _outcome(self, layout: MigLayout) -> str:
         """Divide the GPU; return why that failed, empty when it is divided so."""
         failed_at, before = self._failed.get(layout, (0.0, ""))
-        left = failed_at + self._settings.mig_retry_seconds - time.monotonic()
+        left = failed_at + self._tool.retry_seconds - time.monotonic()
         if before and left > 0:
             return f"{before} (tried again in {left:.0f} s at the earliest)"
         try:
@@ -130,13 +132,13 @@ class MigSide:
         if found is None or not _is_divided(found, layout):
             shown = ", ".join(instance.profile for instance in found.mig_instances) if found else ""
             raise MigError(
-                f"nvidia-mig-parted says that it is done, and {self._settings.mig_settle_seconds:g} s later the driver shows "
+                f"nvidia-mig-parted says that it is done, and {self._tool.settle_seconds:g} s later the driver shows "
                 f"{shown or 'no instances'}; see `nvidia-smi -L` and dmesg"
             )
 
     async def _settled(self, layout: MigLayout) -> None:
         """Look at the GPUs until the change is seen, or for as long as the settings say."""
-        until = time.monotonic() + self._settings.mig_settle_seconds
+        until = time.monotonic() + self._tool.settle_seconds
         while True:
             try:
                 await self._look()

@@ -124,13 +124,13 @@ class MpsSide:
         found: set[str] = set()
         while True:
             version = self._ledger.revision.version
-            names = {resource.name for resource in self._ledger.resources if resource.sharing is SharingMode.MPS_OF_HOST}
+            names = {resource.name: resource.family for resource in self._ledger.resources if resource.sharing is SharingMode.MPS_OF_HOST}
             reason = await self._of_host.why_not() if names else ""
-            for name in names | self._offering.cautions.keys():
-                self._offering.caution(name, f"{name}: {_without_host(reason)}" if reason and name in names else "")
-            for name in set() if reason else names - found:
+            for name in names.keys() | self._offering.cautions.keys():
+                self._offering.caution(name, f"{name}: {_without_host(reason, names[name])}" if reason and name in names else "")
+            for name in set() if reason else names.keys() - found:
                 self._journal.record("mps.host_daemon_found", resource=name, pipe=isolation.DEFAULT_PIPE_DIRECTORY)
-            found = set() if reason else names
+            found = set() if reason else set(names)
             if names:
                 await asyncio.sleep(self._probe_seconds)
             else:
@@ -154,10 +154,7 @@ class MpsSide:
             if other.name == resource.name:
                 break
             if common := devices.intersection(entry.device for entry in other.ids):
-                return (
-                    f"{min(common)} has an MPS control daemon for {other.name} already, and takes one only; "
-                    "offer it by one of the two (families, aws.mps, sharing.mps)"
-                )
+                return f"{min(common)} has an MPS control daemon for {other.name} already, and takes one only; {collisions.by_one_of_two()}"
         return ""
 
     def _shared(self) -> Iterator[Resource]:
@@ -180,10 +177,11 @@ class MpsSide:
         return frozenset(held.intersection(entry.device for entry in resource.ids))
 
 
-def _without_host(reason: str) -> str:
+def _without_host(reason: str, family: str) -> str:
+    key = next(each.settings.mps for each in FAMILIES if each.name == family)
     return (
-        f"{reason}, so its containers may take turns without limits although aws.mps is host; run the daemon on this node, and let the "
-        "agent see its pipe (components/mps-host), or set aws.mps to supervised, or to none"
+        f"{reason}, so its containers may take turns without limits although {key} is host; run the daemon on this node, and let the "
+        f"agent see its pipe (components/mps-host), or set {key} to supervised, or to none"
     )
 
 

@@ -19,7 +19,7 @@ from vgpu_agent.allocation.context import Families
 from vgpu_agent.families.device_lists import GENERATED_KIND, TOOLKIT_KIND, ListOptions
 from vgpu_agent.families.plugin_files import told
 from vgpu_agent.families.registry import FAMILIES
-from vgpu_agent.families.spec import BuiltFamily, NodeFacts
+from vgpu_agent.families.spec import NodeFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.devices.cdi import CdiFound
     from vgpu_agent.agent.offers.control_nodes import ControlNodes
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.isolation.backend import LibraryLimits
 
 
 class Library(NamedTuple):
@@ -54,11 +55,12 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Built:
-    """The families, the faults of the files they were built from, and the resulting volcano-vgpu settings.
+    """The families, the faults of the files they were built from, and the resulting settings.
 
     Attributes:
-        in_force: attribute of the volcano-vgpu settings → its value.
-        origins: of those that a file has set, attribute → the file.
+        in_force: family with such files → attribute of its settings → value.
+        origins: family → of those that a file has set, attribute → the file.
+        limits: family → how the library of the limits limits its containers.
         texts: as in `NodeFacts`, of the files on the node.
         nodes: as in `Found`.
         without_nodes: families whose containers would lack a device node that they need, see `ControlNodes.trouble`.
@@ -68,8 +70,9 @@ class Built:
 
     families: Families
     problems: tuple[str, ...] = ()
-    in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    in_force: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
+    origins: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, LibraryLimits] = dataclasses.field(default_factory=dict)
     texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     nodes: ControlNodes = NONE_FOUND
     without_nodes: frozenset[str] = frozenset()
@@ -111,7 +114,7 @@ async def look(
         library_path=library.path,
         library_trouble=library.trouble,
         library_locks=library.locks,
-        divides=await asyncio.to_thread(shutil.which, settings.volcano_vgpu.mig_parted) is not None,
+        divides=await asyncio.to_thread(_divides, settings),
         given=frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment "))),
         texts=found,
         unreadable=unreadable,
@@ -129,15 +132,16 @@ def build(settings: Settings, found: Found) -> Built:
     idle = tuple(itertools.chain.from_iterable(part.idle for part in parts))
     without_nodes: frozenset[str] = frozenset()
     if found.nodes.trouble:
-        named = [family.name for family in by_ids] if lists.names_nodes else []
-        named += [family.name for family in by_pod] if pod_lists.names_nodes else []
-        without_nodes = frozenset(named)
-    with_files = next((part for part in parts if part.in_force), BuiltFamily())
+        lacking = [family.name for family in by_ids] if lists.names_nodes else []
+        lacking += [family.name for family in by_pod] if pod_lists.names_nodes else []
+        without_nodes = frozenset(lacking)
+    named = {family.name: part for family, part in zip(FAMILIES, parts, strict=True)}
     return Built(
         Families(by_ids, by_pod, idle=idle),
         tuple(itertools.chain.from_iterable(part.problems for part in parts)),
-        with_files.in_force,
-        with_files.origins,
+        {name: part.in_force for name, part in named.items() if part.in_force},
+        {name: part.origins for name, part in named.items() if part.in_force},
+        {name: part.limits for name, part in named.items() if part.limits is not None},
         {file.name: facts.texts.get(file.name, ()) for family in FAMILIES for file in family.files if not file.config_map},
         found.nodes,
         without_nodes,
@@ -169,6 +173,11 @@ def _of_pods(settings: Settings, found: Found) -> ListOptions:
     """Return the same for families whose pods decide: bound late, a grant's own spec has what CDI names stand for (`cdi.inline`)."""
     lists = list_options(settings, found)
     return dataclasses.replace(lists, strategies=("cdi-cri",)) if settings.cdi.inline and found.facts.late else lists
+
+
+def _divides(settings: Settings) -> bool:
+    """Tell whether the program is there that divides GPUs for a family."""
+    return any(shutil.which(family.mig_tool(settings).program) for family in FAMILIES if family.mig_tool)
 
 
 def _text(path: Path) -> tuple[str | None, str]:

@@ -18,6 +18,7 @@ from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.config.collisions import without
 from vgpu_agent.errors import CarrierError, ConfigError
+from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.hami_library import HamiLibrary
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import Family, PodFamily
+    from vgpu_agent.isolation.backend import LibraryLimits
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import Inventory, Resource
 
@@ -39,8 +41,9 @@ class FamiliesInForce:
     """The families in force; brings allocator and offering in line with settings and node, one change at a time.
 
     Attributes:
-        in_force: the settings of volcano-vgpu after everything was laid over them, for ``/debug/config``.
-        origins: of those that one of their files has set, the file.
+        in_force: family → its settings after the files of the replaced plugin were laid over them, for ``/debug/config``.
+        origins: family → of those that one of the files has set, the file.
+        limits: family → how the library of the limits limits its containers.
         problems: what is wrong with the files of the plugins that are replaced.
         cautions: what will go wrong for some pods with what is offered.
     """
@@ -66,11 +69,13 @@ class FamiliesInForce:
         self._inventory = inventory
         self._journal = journal
         self._cdi = cdi
-        self._library = HamiLibrary(settings.hami_core.host_directory, settings.hami_core.library, journal)
+        instead = next((family.library.instead for family in FAMILIES if family.library), "")
+        self._library = HamiLibrary(settings.hami_core.host_directory, settings.hami_core.library, journal, instead=instead)
         self._changing = asyncio.Lock()
         self._families = Families()
-        self.in_force: Mapping[str, object] = {}
-        self.origins: Mapping[str, str] = {}
+        self.in_force: Mapping[str, Mapping[str, object]] = {}
+        self.origins: Mapping[str, Mapping[str, str]] = {}
+        self.limits: Mapping[str, LibraryLimits] = {}
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
         self._nodes = NONE_FOUND  # those that the families in force were built with
@@ -136,9 +141,11 @@ class FamiliesInForce:
                 self._journal.record("config.file_problem", level="warning", problem=problem)
         self.problems = built.problems
         if built.in_force != self.in_force:
-            self._journal.record("config.volcano_vgpu", in_force=dict(built.in_force))
+            for family in FAMILIES:
+                if family.name in built.in_force:
+                    self._journal.record(f"config.{family.settings.attribute}", in_force=dict(built.in_force[family.name]))
             self._allocator.revision.advance()  # the Node shows more than the ledger knows
-        self.in_force, self.origins = built.in_force, built.origins
+        self.in_force, self.origins, self.limits = built.in_force, built.origins, built.limits
         self._cluster.keep_texts(built.texts)
         self._nodes = built.nodes
         self._choose_mode()
@@ -229,7 +236,7 @@ class FamiliesInForce:
 
     async def _install(self, settings: Settings) -> Library:
         """Install the library where it is needed, and return it."""
-        if not settings.families.volcano_vgpu or settings.volcano_vgpu.isolation != "hami-core":
+        if not any(family.library and family.is_on(settings) and family.library.is_wanted(settings) for family in FAMILIES):
             return Library()
         trouble = ""
         try:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.journal import Journal
-    from vgpu_agent.status import AgentStatus, ContainerUsage
+    from vgpu_agent.model import ContainerUsage
+    from vgpu_agent.status import AgentStatus
 
 
 class LimitsWatch:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from vgpu_agent.gpu.source import GpuSource
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Resource
-    from vgpu_agent.status import ContainerUsage, KubeletStatus, MpsStatus, PluginStatus
+    from vgpu_agent.model import ContainerUsage, Resource
+    from vgpu_agent.status import KubeletStatus, MpsStatus, PluginStatus
 
 _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError
+from vgpu_agent.families.aws.settings import FAMILY, Aws
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Ownership, Shortfall
 from vgpu_agent.isolation import mps
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Gpu, Inventory
     from vgpu_agent.placement.mixing import Neighbours
 
-FAMILY = "aws"
 RESOURCE = "k8s.amazonaws.com/vgpu"
 
 _ID = re.compile(r"(GPU-[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12})-(0|[1-9][0-9]{0,5})")
@@ -67,10 +67,10 @@ class AwsOptions:
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> AwsOptions:
         """The options that the configuration asks for."""
-        roots = settings.mps
+        aws, roots = settings.section(Aws), settings.mps
         pipes = mps.DEFAULT_PIPE_DIRECTORY  # pods written for AWS's plugin mount them from there (aws §II.3)
         paths = MpsOptions(roots.root, roots.container_root, roots.per_container_limits, pipe_directory=pipes)
-        return cls(settings.aws.resource_name, settings.aws.vgpus, settings.aws.mps, lists, paths)
+        return cls(aws.resource_name, aws.vgpus, aws.mps, lists, paths)
 
 
 class AwsFamily:

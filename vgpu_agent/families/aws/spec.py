@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.aws.family import FAMILY, RESOURCE, AwsFamily, AwsOptions
+from vgpu_agent.families.aws.family import RESOURCE, AwsFamily, AwsOptions
+from vgpu_agent.families.aws.settings import FAMILY, SETTINGS
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
 
@@ -14,17 +15,13 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.mps import MpsOptions
 
 
-def _is_on(settings: Settings) -> bool:
-    return settings.families.aws
-
-
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     family = AwsFamily(AwsOptions.from_settings(settings, lists=facts.lists))
-    return BuiltFamily(by_ids=(family,)) if _is_on(settings) else BuiltFamily(idle=(family,))
+    return BuiltFamily(by_ids=(family,)) if settings.is_on(FAMILY) else BuiltFamily(idle=(family,))
 
 
 def _mps(settings: Settings) -> MpsOptions:
     return AwsOptions.from_settings(settings, lists=ListOptions()).paths
 
 
-SPEC = FamilySpec(FAMILY, _is_on, _build, mps=_mps, resource_prefixes=(RESOURCE,))
+SPEC = FamilySpec(SETTINGS, _build, mps=_mps, resource_prefixes=(RESOURCE,))

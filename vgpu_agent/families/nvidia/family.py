@@ -14,8 +14,9 @@ from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.device_lists import WSL_NODE, VisibleDevice, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.nvidia.ids import EVERY_GPU, devices_behind, has_replicas, one_by_one
-from vgpu_agent.families.nvidia.offers import FAMILY, Offers, offers
+from vgpu_agent.families.nvidia.offers import Offers, offers
 from vgpu_agent.families.nvidia.options import DOMAIN, GPU_RESOURCE
+from vgpu_agent.families.nvidia.settings import FAMILY
 from vgpu_agent.isolation.mps import memory_share_mib, mps_edits, thread_share
 from vgpu_agent.model import Share, SharingMode
 from vgpu_agent.placement.mixing import ALONE

@@ -15,6 +15,7 @@ from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.families.family import Shortfall
 from vgpu_agent.families.nvidia.devices import named_devices
 from vgpu_agent.families.nvidia.options import ALL, AUTOMATIC, GPU_RESOURCE
+from vgpu_agent.families.nvidia.settings import FAMILY
 from vgpu_agent.isolation.mps import why_not
 from vgpu_agent.model import Resource, SharingMode
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from vgpu_agent.families.nvidia.options import NvidiaOptions, SharedEntry
     from vgpu_agent.model import Inventory
 
-FAMILY = "nvidia"
 
 # More ids than any list that kubelet takes could hold (kubelet §10): such a list is only counted, and then refused by its length.
 _MOST_IDS = 200_000

@@ -10,9 +10,10 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.config import iktos
 from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.nvidia import iktos
 from vgpu_agent.families.nvidia.ids import IKTOS_SEPARATOR, NVIDIA_SEPARATOR
+from vgpu_agent.families.nvidia.settings import Iktos, Resources, Sharing
 from vgpu_agent.isolation.mps import MpsOptions
 from vgpu_agent.model import SharingMode
 from vgpu_agent.placement.sharing import DISTRIBUTED
@@ -105,13 +106,13 @@ class NvidiaOptions:
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions, wsl: bool = False) -> NvidiaOptions:
         """Return the configured options; if several define the sharing, iktos's words win, then MPS (nvidia G12)."""
-        plugin, sharing = settings.plugin, settings.sharing
+        plugin, sharing, resources = settings.plugin, settings.section(Sharing), settings.section(Resources)
         mps = bool(sharing.mps.resources)
         block = sharing.mps if mps else sharing.time_slicing
         options = cls(
             mig_strategy=plugin.mig_strategy,
-            gpu_patterns=tuple(Pattern(entry.pattern, entry.name) for entry in settings.resources.gpus),
-            mig_patterns=tuple(Pattern(entry.pattern, entry.name) for entry in settings.resources.mig),
+            gpu_patterns=tuple(Pattern(entry.pattern, entry.name) for entry in resources.gpus),
+            mig_patterns=tuple(Pattern(entry.pattern, entry.name) for entry in resources.mig),
             sharing=SharingMode.MPS if mps else SharingMode.TIME_SLICING,
             shared=tuple(
                 SharedEntry(entry.name, entry.replicas, entry.rename or entry.name + SHARED_SUFFIX * block.rename_by_default, entry.devices)
@@ -129,7 +130,8 @@ class NvidiaOptions:
                 single=sharing.mps.fail_requests_greater_than_one,
             ),
         )
-        entries = iktos.entries(settings.iktos.resource_config)
+        theirs = settings.section(Iktos)
+        entries = iktos.entries(theirs.resource_config)
         if not entries:
             return options
         return dataclasses.replace(
@@ -139,7 +141,7 @@ class NvidiaOptions:
             separator=IKTOS_SEPARATOR,
             suffix_always=True,
             fail_requests_greater_than_one=False,
-            unit_mib=_UNITS_MIB[settings.iktos.automatic_unit],
+            unit_mib=_UNITS_MIB[theirs.automatic_unit],
         )
 
 

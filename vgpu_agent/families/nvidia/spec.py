@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.family import NvidiaFamily
-from vgpu_agent.families.nvidia.offers import FAMILY
 from vgpu_agent.families.nvidia.options import DOMAIN, NvidiaOptions
+from vgpu_agent.families.nvidia.settings import FAMILY, SETTINGS
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
 
 if TYPE_CHECKING:
@@ -16,17 +16,13 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.mps import MpsOptions
 
 
-def _is_on(settings: Settings) -> bool:
-    return settings.families.nvidia
-
-
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     family = NvidiaFamily(NvidiaOptions.from_settings(settings, lists=facts.lists, wsl=facts.wsl))
-    return BuiltFamily(by_ids=(family,)) if _is_on(settings) else BuiltFamily(idle=(family,))
+    return BuiltFamily(by_ids=(family,)) if settings.is_on(FAMILY) else BuiltFamily(idle=(family,))
 
 
 def _mps(settings: Settings) -> MpsOptions:
     return NvidiaOptions.from_settings(settings, lists=ListOptions()).mps
 
 
-SPEC = FamilySpec(FAMILY, _is_on, _build, mps=_mps, resource_prefixes=(DOMAIN,))
+SPEC = FamilySpec(SETTINGS, _build, mps=_mps, resource_prefixes=(DOMAIN,))

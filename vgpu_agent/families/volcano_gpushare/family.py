@@ -21,6 +21,7 @@ from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_o
 from vgpu_agent.families.family import Decision, Ownership, Question
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.volcano_gpushare.numbers import first_units, parse_indices, units
+from vgpu_agent.families.volcano_gpushare.settings import FAMILY, MEMORY_RESOURCE, NUMBER, NUMBER_RESOURCE, SHARE, VolcanoGpushare
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Resource, Share
 from vgpu_agent.nodes import DesiredNode
@@ -35,18 +36,11 @@ if TYPE_CHECKING:
     from vgpu_agent.model import DeviceRoom, Gpu, Grant, Inventory
     from vgpu_agent.pods import Pod
 
-FAMILY = "volcano-gpushare"
-MEMORY_RESOURCE = "volcano.sh/gpu-memory"
-NUMBER_RESOURCE = "volcano.sh/gpu-number"
-
 GPU_INDEX = "volcano.sh/gpu-index"
 PREDICATE_TIME = "volcano.sh/predicate-time"
 GPU_ASSIGNED = "volcano.sh/gpu-assigned"
 UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
 NODE_LOCK = "gpu"
-
-SHARE = "share"
-NUMBER = "number"
 
 _ANEW = "delete the pod so that it is scheduled anew"
 _SHOWN_CHARACTERS = 60  # of an annotation in an error
@@ -76,7 +70,7 @@ class VolcanoGpushareOptions:
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
         """Return the configured options; of ``lists`` only how a card is named, for containers get nothing else."""
-        gpushare = settings.volcano_gpushare
+        gpushare = settings.section(VolcanoGpushare)
         return cls(
             strategy=gpushare.strategy,
             factor=gpushare.gpu_memory_factor,

@@ -6,34 +6,27 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
 from vgpu_agent.families.volcano_gpushare.family import (
-    FAMILY,
     GPU_ASSIGNED,
     GPU_INDEX,
-    MEMORY_RESOURCE,
-    NUMBER_RESOURCE,
     PREDICATE_TIME,
     VolcanoGpushareFamily,
     VolcanoGpushareOptions,
 )
+from vgpu_agent.families.volcano_gpushare.settings import FAMILY, MEMORY_RESOURCE, NUMBER_RESOURCE, SETTINGS
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.spec import NodeFacts
 
 
-def _is_on(settings: Settings) -> bool:
-    return settings.families.volcano_gpushare
-
-
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
-    if not _is_on(settings):
+    if not settings.is_on(FAMILY):
         return BuiltFamily()
     return BuiltFamily(by_pod=(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings, lists=facts.pod_lists)),))
 
 
 SPEC = FamilySpec(
-    FAMILY,
-    _is_on,
+    SETTINGS,
     _build,
     needs_api_server=True,
     resource_prefixes=(MEMORY_RESOURCE, NUMBER_RESOURCE),

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.family import Question
-from vgpu_agent.families.volcano_vgpu.offer import FAMILY, MIG
 from vgpu_agent.families.volcano_vgpu.pod_devices import SEGMENT_END, Assigned, DevicesTextError, Segment, parse_pod_devices
 from vgpu_agent.families.volcano_vgpu.requests import read_ask
+from vgpu_agent.families.volcano_vgpu.settings import FAMILY, MIG
 from vgpu_agent.model import Resource, Share
 from vgpu_agent.pods import ContainerKind
 

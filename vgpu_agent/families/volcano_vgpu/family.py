@@ -27,9 +27,10 @@ from vgpu_agent.families.volcano_vgpu.node_state import (
     register_text,
 )
 from vgpu_agent.families.volcano_vgpu.node_state import cleanup as leave
-from vgpu_agent.families.volcano_vgpu.offer import FAMILY, VolcanoVgpuOptions, left_out, offer_of, resources_of, shared_gpus
+from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions, left_out, offer_of, resources_of, shared_gpus
 from vgpu_agent.families.volcano_vgpu.pod_state import desired_annotations
 from vgpu_agent.families.volcano_vgpu.requests import Names, read_ask
+from vgpu_agent.families.volcano_vgpu.settings import FAMILY
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Share

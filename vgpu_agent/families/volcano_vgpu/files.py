@@ -15,8 +15,8 @@ import msgspec
 
 from vgpu_agent.config import schema, yaml
 from vgpu_agent.config.problems import shown, shown_key
-from vgpu_agent.config.volcano import VolcanoVgpu
 from vgpu_agent.families.volcano_vgpu.geometries import ModelGeometries, read_geometries
+from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -17,6 +17,7 @@ from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
 from vgpu_agent.families.volcano_vgpu.mig.layouts import groups_of
 from vgpu_agent.families.volcano_vgpu.requests import Names
+from vgpu_agent.families.volcano_vgpu.settings import FAMILY, HAMI_CORE, MIG
 from vgpu_agent.model import Decider, Resource
 
 if TYPE_CHECKING:
@@ -25,16 +26,13 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.volcano_vgpu.files import Overlay
     from vgpu_agent.families.volcano_vgpu.geometries import ModelGeometries
+    from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
     from vgpu_agent.model import Gpu, Inventory
 
-FAMILY = "volcano-vgpu"
 _SETTINGS = "volcanoVgpu"
 
 # The replaced plugin asks for all that there may be.
 ALL_MODES = ListOptions(enabled=DEVICE_MODES)
-
-# The operating modes, as written in the register annotation (volcano-vgpu §2.1).
-HAMI_CORE, MIG = "hami-core", "mig"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +101,7 @@ class VolcanoVgpuOptions:
     def from_settings(
         cls,
         settings: Settings,
+        vgpu: VolcanoVgpu,
         *,
         lists: ListOptions,
         node_config: Overlay | None = None,
@@ -111,12 +110,12 @@ class VolcanoVgpuOptions:
         """Return the configured options.
 
         Args:
-            settings: with the files of the replaced plugin already laid over ``volcano_vgpu`` (`Overlay.over`).
+            settings: those of the agent.
+            vgpu: the family's own, with the files of the replaced plugin already laid over them (`Overlay.over`).
             lists: as for every family; this family's own settings choose which further devices the NVIDIA runtime is asked for.
             node_config: the node's own file, for the GPUs that it hides.
             geometries: those of the ConfigMap.
         """
-        vgpu = settings.volcano_vgpu
         return cls(
             names=Names(vgpu.number_resource, vgpu.memory_resource, vgpu.cores_resource, vgpu.memory_percentage_resource),
             offer_percentage=vgpu.offer_memory_percentage,

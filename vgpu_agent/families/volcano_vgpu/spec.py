@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.config.collisions import static_mig_strategy
 from vgpu_agent.families.plugin_files import PluginFile
-from vgpu_agent.families.spec import BuiltFamily, FamilySpec
+from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import NO_TYPE, NO_UUID, USE_TYPE, USE_UUID, WANTED_MODE, VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu.files import (
@@ -23,23 +22,23 @@ from vgpu_agent.families.volcano_vgpu.files import (
     read_device_config,
     read_node_config,
 )
+from vgpu_agent.families.volcano_vgpu.metrics import METRICS
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
 from vgpu_agent.families.volcano_vgpu.mig.static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
-from vgpu_agent.families.volcano_vgpu.offer import FAMILY, MIG, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
-from vgpu_agent.isolation.backend import NoIsolation
+from vgpu_agent.families.volcano_vgpu.settings import FAMILY, HAMI_CORE, MIG, SETTINGS, VolcanoVgpu, static_mig_strategy
+from vgpu_agent.isolation.backend import LibraryLimits, NoIsolation
 from vgpu_agent.isolation.hami_core import HamiCore
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.config.volcano import VolcanoVgpu
     from vgpu_agent.families.family import IdFamily
     from vgpu_agent.families.spec import NodeFacts
     from vgpu_agent.families.volcano_vgpu.files import Overlay
-    from vgpu_agent.isolation.backend import Backend
+from vgpu_agent.isolation.backend import Backend
 
 _CONFIG_MAPS = {DEVICE_CONFIG: CONFIG_MAP, NODE_CONFIG: NODE_CONFIG_MAP}
-_HAMI_CORE = "hami-core"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,20 +60,17 @@ class _Files:
     problems: tuple[str, ...]
 
 
-def _is_on(settings: Settings) -> bool:
-    return settings.families.volcano_vgpu
-
-
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     # Existing instances that are not offered may still be held.
-    off = (VolcanoStaticMigFamily(StaticMigOptions(MIXED, settings.volcano_vgpu.mig_resource_prefix)),)
-    if not _is_on(settings):
+    off = (VolcanoStaticMigFamily(StaticMigOptions(MIXED, settings.section(VolcanoVgpu).mig_resource_prefix)),)
+    if not settings.is_on(FAMILY):
         return BuiltFamily(idle=off)
     files = _files(settings, facts)
     vgpu, problems = files.settings, list(files.problems)
     names = {field.name: field.encode_name for field in msgspec.structs.fields(type(vgpu))}
     options = VolcanoVgpuOptions.from_settings(
-        msgspec.structs.replace(settings, volcano_vgpu=vgpu),
+        settings,
+        vgpu,
         lists=facts.pod_lists,
         node_config=files.node_config,
         geometries=files.device_config.geometries if files.device_config else (),
@@ -94,7 +90,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         hidden = options.hidden_uuids, options.hidden_indices
         static = (VolcanoStaticMigFamily(StaticMigOptions(strategy, vgpu.mig_resource_prefix, *hidden, lists)),)
     backend: Backend = NoIsolation()
-    if vgpu.isolation == _HAMI_CORE:
+    if vgpu.isolation == HAMI_CORE:
         hami = settings.hami_core
         backend = HamiCore(hami.host_directory, facts.library_path, facts.library_locks, hami.disable_variable, late=facts.late)
     return BuiltFamily(
@@ -105,7 +101,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         in_force=msgspec.structs.asdict(vgpu),
         origins=files.origins,
         blocked=_blocked(vgpu, facts),
-        uses_library=vgpu.isolation == _HAMI_CORE and vgpu.operating_mode != MIG,
+        limits=_limits(vgpu),
+        uses_library=vgpu.isolation == HAMI_CORE and vgpu.operating_mode != MIG,
     )
 
 
@@ -113,7 +110,7 @@ def _files(settings: Settings, facts: NodeFacts) -> _Files:
     """Lay the files over the settings: the node configuration beats the ConfigMap, and flags and variables beat that."""
     problems: list[str] = []
     origins: dict[str, str] = {}
-    vgpu, device_config, node_config = settings.volcano_vgpu, None, None
+    vgpu, device_config, node_config = settings.section(VolcanoVgpu), None, None
     if texts := facts.texts.get(DEVICE_CONFIG):
         device_config = come_to(texts, read_device_config)
         prefix = "volcanoVgpu."
@@ -138,17 +135,41 @@ def _read_node_config(settings: Settings, text: str) -> Overlay:
 
 def _namespaces(settings: Settings) -> tuple[str, ...]:
     """Return the namespaces to search, in order; the operator's own is the first (``DEVICE_CONFIG_NAMESPACE``)."""
-    if not (_is_on(settings) and settings.volcano_vgpu.read_config_map):
+    if not (settings.is_on(FAMILY) and settings.section(VolcanoVgpu).read_config_map):
         return ()
     return tuple(dict.fromkeys(namespace for namespace in (_asked_namespace(settings), *NAMESPACES) if namespace))
 
 
 def _asked_namespace(settings: Settings) -> str:
-    return settings.volcano_vgpu.config_map_namespace
+    return settings.section(VolcanoVgpu).config_map_namespace
 
 
 def _node_config_path(settings: Settings) -> str:
-    return settings.volcano_vgpu.node_config_file if _is_on(settings) else ""
+    return settings.section(VolcanoVgpu).node_config_file if settings.is_on(FAMILY) else ""
+
+
+def _limits(vgpu: VolcanoVgpu) -> LibraryLimits:
+    return LibraryLimits(
+        "" if vgpu.isolation == HAMI_CORE else "volcanoVgpu.isolation is none",
+        cores=not vgpu.disable_core_limit,
+        oversubscribed=max(vgpu.device_memory_scaling, vgpu.device_core_scaling) > 1,
+        unit_mib=vgpu.gpu_memory_factor or 1,
+    )
+
+
+def _mig_tool(settings: Settings) -> MigTool:
+    vgpu = settings.section(VolcanoVgpu)
+    return MigTool(
+        vgpu.mig_parted, "volcanoVgpu.migParted", vgpu.mig_parted_timeout_seconds, vgpu.mig_settle_seconds, vgpu.mig_retry_seconds
+    )
+
+
+def _device_modes(settings: Settings) -> tuple[str, ...]:
+    return settings.section(VolcanoVgpu).device_modes
+
+
+def _wants_library(settings: Settings) -> bool:
+    return settings.section(VolcanoVgpu).isolation == HAMI_CORE
 
 
 def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
@@ -160,7 +181,7 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
             "the operating mode mig has GPUs divided before a container starts, which takes late binding: a runtime that resolves "
             "CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), or binding.mode: late"
         )
-    if vgpu.isolation != _HAMI_CORE:
+    if vgpu.isolation != HAMI_CORE:
         return ""
     if not facts.library_path and facts.library_trouble:
         return facts.library_trouble
@@ -174,8 +195,7 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
 
 
 SPEC = FamilySpec(
-    FAMILY,
-    _is_on,
+    SETTINGS,
     _build,
     needs_api_server=True,
     files=(
@@ -192,5 +212,10 @@ SPEC = FamilySpec(
     annotations=(NODE, PHASE, TIME, WANTED_MODE, IDS, TO_ALLOCATE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID, "volcano.sh/bind-time"),
     variables="CUDA_(DISABLE_CONTROL|REDIRECT|DEVICE_MEMORY_LIMIT(_\\d{1,2})?|DEVICE_SM_LIMIT(_\\d{1,2})?|DEVICE_MEMORY_SHARED_CACHE|OVERSUBSCRIBE"
     "|TASK_PRIORITY)|GPU_CORE_UTILIZATION_POLICY|ACTIVE_OOM_KILLER|LIBCUDA_LOG_LEVEL|VGPU_(DEVICE|RESOURCE)",
+    mig_tool=_mig_tool,
+    device_modes=_device_modes,
+    library=LibraryUse(_wants_library, "or set volcanoVgpu.isolation to none, which shares without any limit"),
+    metrics=METRICS,
+    node_annotations=("volcano.sh/node-vgpu-*",),
     progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
 )

@@ -10,7 +10,8 @@ from tests.families.volcano_vgpu.golden import NODE, NUMBER, U0, U1
 from vgpu_agent.families.family import Question
 from vgpu_agent.families.volcano_vgpu.files import read_device_config
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
-from vgpu_agent.families.volcano_vgpu.offer import MIG, VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
+from vgpu_agent.families.volcano_vgpu.settings import MIG
 from vgpu_agent.model import DeviceRoom, Gpu, Grant, Inventory, MigInstance, Owner, Share
 from vgpu_agent.pods import Pod
 

@@ -16,6 +16,7 @@ from vgpu_agent.errors import CapacityError
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Ownership, Shortfall
 from vgpu_agent.families.volcano_vgpu.offer import visible_gpus
+from vgpu_agent.families.volcano_vgpu.settings import MIG_FAMILY
 from vgpu_agent.model import Resource, Share
 from vgpu_agent.placement.mixing import ALONE
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Gpu, Inventory, MigInstance
     from vgpu_agent.placement.mixing import Neighbours
 
-FAMILY = "volcano-vgpu-mig"
 SINGLE, MIXED = "single", "mixed"
 _ALL_CORES = 100
 
@@ -53,7 +53,7 @@ class StaticMigOptions:
 class VolcanoStaticMigFamily:
     """The family with one id for each MIG instance, which is its holder's alone."""
 
-    name = FAMILY
+    name = MIG_FAMILY
 
     def __init__(self, options: StaticMigOptions) -> None:
         self._options = options
@@ -70,7 +70,7 @@ class VolcanoStaticMigFamily:
             offered.setdefault(self._name_of(instance), []).append(DeviceId(instance.uuid, instance.uuid, gpu.numa_node))
         if self._refusal(inventory):
             offered = {}
-        return tuple(Resource(name, FAMILY, tuple(ids)) for name, ids in sorted(offered.items()))
+        return tuple(Resource(name, MIG_FAMILY, tuple(ids)) for name, ids in sorted(offered.items()))
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
         """Instances of several sizes under the one name of `SINGLE`, and those that are left out: they share theirs, or cannot be read."""

@@ -1,6 +1,6 @@
 """The replicas of k8s-gpu-sharing-plugin (iktos): ``gpu:sharedgpu:4,mig-1g.5gb:slice:2``.
 
-`checks` calls `problems` before the text is accepted as ``iktos.resourceConfig``; the NVIDIA family calls `entries`
+`settings` calls `problems` before the text is accepted as ``iktos.resourceConfig``, and the family calls `entries`
 with the accepted text. Syntax: iktos §I.2. The replaced plugin accepts unusable entries and fails later, or never
 ends (iktos D9), so every entry is checked here.
 """
@@ -12,8 +12,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from vgpu_agent.config.problems import shown
-from vgpu_agent.config.resource_names import resource_name_problem
-from vgpu_agent.config.sharing import NVIDIA_DOMAIN
+from vgpu_agent.families.nvidia.resource_names import NVIDIA_DOMAIN, resource_name_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,17 +1,28 @@
-"""Settings of the two Volcano families and of the isolation backend `hami-core`.
+"""The settings of the family `volcano-vgpu`: its section and its rules.
 
-Part of the schema in `settings`. Defaults are those of the plugins that are replaced (volcano-vgpu §5,
-volcano-gpushare §5); their own configuration files are read by `families/volcano_vgpu/files.py` and override this.
+Defaults are those of the plugin that is replaced (volcano-vgpu §5). Its own configuration files are read by `files` and beat this section.
 """
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, Factor, OptionalPath, Program, Seconds, enabled_modes
+from vgpu_agent.config.checks import Conflict
+from vgpu_agent.config.families import FamilySettings, OfferedName, Spreading, mig_family
+from vgpu_agent.config.foreign_variables import ForeignVariable
+from vgpu_agent.config.hami_core import HamiCore
+from vgpu_agent.config.options import Option
+from vgpu_agent.config.problems import shown
+from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.types import DEVICE_MODES, Factor, OptionalPath, Program, Seconds, enabled_modes
+
+FAMILY = "volcano-vgpu"
+MIG_FAMILY = "volcano-vgpu-mig"
+HAMI_CORE, MIG = "hami-core", "mig"  # the operating modes, as written in the register annotation (volcano-vgpu §2.1)
 
 _VOLCANO_NAME = r"\Avolcano\.sh/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
 VolcanoName = Annotated[str, Meta(pattern=_VOLCANO_NAME, extra={"expected": "a resource name that begins with volcano.sh/"})]
@@ -120,47 +131,73 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         return enabled_modes(gdrcopy=self.gdrcopy_enabled, gds=self.gds_enabled, mofed=self.mofed_enabled)
 
 
-class VolcanoGpushare(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The family `volcano-gpushare`: advisory sharing, nothing limits a container."""
+def static_mig_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str]:
+    """Return how Volcano's names offer existing MIG instances, and why not as requested; empty where it is.
 
-    strategy: Annotated[
-        Literal["share", "number"],
-        Meta(description="share: offer memory (`volcano.sh/gpu-memory`). number: offer whole GPUs (`volcano.sh/gpu-number`)."),
-    ] = "share"
-    gpu_memory_factor: Annotated[
-        int, Meta(ge=0, le=65536, description="MiB in one unit of the memory resource. 0: the smallest power of two that fits, usually 1.")
-    ] = 1
-    unequal_gpus: Annotated[
-        Literal["refuse", "minimum"],
-        Meta(
-            description="GPUs of different size, which the scheduler cannot tell apart: offer nothing and say why, or offer the "
-            "smallest size of each."
-        ),
-    ] = "refuse"
-    visible_devices: Annotated[
-        Literal["index", "uuid"],
-        Meta(description="How NVIDIA_VISIBLE_DEVICES names a GPU. index is what the replaced plugin does; uuid survives renumbering."),
-    ] = "index"
+    Args:
+        settings: of the other families.
+        vgpu: with the files of the replaced plugin already laid over it.
+    """
+    other = mig_family(settings)
+    strategy = vgpu.mig_strategy or ("none" if other else settings.plugin.mig_strategy)
+    instead = ""
+    if strategy != "none" and vgpu.operating_mode == MIG:
+        instead = "in the operating mode mig instances are given through volcano.sh/vgpu-number; they are not offered by their own names"
+    elif strategy != "none" and other and settings.plugin.mig_strategy != "none":
+        instead = f"the family {other} offers the same instances (plugin.migStrategy); turn one of the two off"
+    return ("none", f"{strategy}: {instead}") if instead else (strategy, "")
 
 
-class HamiCore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The isolation backend `hami-core`: HAMi's libvgpu.so, which the operator puts onto the node."""
+def _names(settings: Settings) -> Iterator[OfferedName]:
+    vgpu = settings.section(VolcanoVgpu)
+    strategy, _ = static_mig_strategy(settings, vgpu)
+    if strategy != "none":
+        text = f"{vgpu.mig_resource_prefix}/{'gpu' if strategy == 'single' else 'mig-'}"
+        yield OfferedName(text, MIG_FAMILY, "volcanoVgpu.migResourcePrefix", prefix=strategy == "mixed", choice=2)
+    yield OfferedName(vgpu.number_resource, FAMILY, "volcanoVgpu.numberResource", choice=1)
+    yield OfferedName(vgpu.memory_resource, FAMILY, "volcanoVgpu.memoryResource", choice=1)
+    yield OfferedName(vgpu.cores_resource, FAMILY, "volcanoVgpu.coresResource", choice=1)
+    if vgpu.offer_memory_percentage:
+        yield OfferedName(vgpu.memory_percentage_resource, FAMILY, "volcanoVgpu.memoryPercentageResource", choice=1)
 
-    host_directory: Annotated[
-        Directory, Meta(description="Directory on the node for the library, ld.so.preload and the containers' regions (HOOK_PATH).")
-    ] = "/usr/local/vgpu"
-    library: Annotated[
-        OptionalPath,
-        Meta(
-            description="Where the operator's libvgpu.so is delivered; it is installed from there under a name made of its content. "
-            "Empty: `libvgpu.so` in `hostDirectory`."
-        ),
-    ] = ""
-    disable_variable: Annotated[
-        Literal["whole-gpus", "ignore", "honor"],
-        Meta(
-            description="Which pods may switch their limit off by setting the variable CUDA_DISABLE_CONTROL. whole-gpus: those that have "
-            "all memory of their GPUs, so that nobody else has a share of them. ignore: none. honor: all, as with the replaced plugin, so "
-            "that any pod can take the memory of its neighbours."
-        ),
-    ] = "whole-gpus"
+
+def _collisions(settings: Settings) -> Iterator[Conflict]:
+    """Yield the settings by which one MIG instance is offered twice, or a divided GPU as if it were whole."""
+    vgpu = settings.section(VolcanoVgpu)
+    _, problem = static_mig_strategy(settings, vgpu)
+    if problem:
+        yield Conflict((("volcanoVgpu.migStrategy", problem), ("plugin.migStrategy", problem)))
+    strategy, other = settings.plugin.mig_strategy, mig_family(settings)
+    if other and vgpu.operating_mode == MIG and strategy != "mixed":
+        why = f"the family {other} would offer a GPU that is divided for a Volcano pod as a whole one, on which work fails"
+        if strategy == "single":
+            why = f"the family {other} would offer nothing while the GPUs are divided differently"
+        yield Conflict(
+            (
+                ("plugin.migStrategy", f"expected mixed with volcanoVgpu.operatingMode: mig, got {shown(strategy)}; {why}"),
+                ("volcanoVgpu.operatingMode", f"mig goes with plugin.migStrategy: mixed, and that is {shown(strategy)}; {why}"),
+            )
+        )
+
+
+def _limited(settings: Settings) -> bool:
+    return settings.section(VolcanoVgpu).isolation == HAMI_CORE
+
+
+def _hook_path(settings: Settings) -> str:
+    return settings.section(HamiCore).host_directory
+
+
+SETTINGS = FamilySettings(
+    FAMILY,
+    "`volcano.sh/vgpu-number`, `-memory` and `-cores`, as volcano-vgpu-device-plugin offers them.",
+    sections={"volcano_vgpu": VolcanoVgpu},
+    # As volcano-vgpu-device-plugin names it.
+    options=(Option("volcanoVgpu.configMapNamespace", "", "DEVICE_CONFIG_NAMESPACE"),),
+    # Both plugins read the same variables, with different defaults.
+    follows={f"volcanoVgpu.{mode}Enabled": f"plugin.{mode}Enabled" for mode in DEVICE_MODES},
+    ignored=(ForeignVariable("HOOK_PATH", _hook_path, "set hamiCore.hostDirectory to that, and mount the path", concerns=_limited),),
+    names=_names,
+    collisions=_collisions,
+    spreading=(Spreading("binding.policy", "spread", "binpack"),),
+)

@@ -1,0 +1,151 @@
+"""The part that families have in the configuration: switches, sections, flags and rules.
+
+Each family declares its part as a `FamilySettings`, and `families.registry` adds it here before a configuration is read. `schema` makes
+the sections of it, `options` the flags, `checks` and `collisions` apply the rules. Nothing in this package knows a family by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import msgspec
+
+    from vgpu_agent.config.checks import Conflict
+    from vgpu_agent.config.foreign_variables import ForeignVariable
+    from vgpu_agent.config.options import Option
+    from vgpu_agent.config.settings import Settings
+
+
+class OfferedName(NamedTuple):
+    """A resource name that a family has on some node.
+
+    Attributes:
+        text: the name.
+        family: the family, in words for people.
+        path: the setting that it comes from.
+        prefix: all names that begin so are meant.
+        counted: the family does not offer it, and writes a number under it into the Node's capacity.
+        choice: how freely an operator can choose it, 0 is the freest. Of two equal names, the freer one is to be changed.
+    """
+
+    text: str
+    family: str
+    path: str
+    prefix: bool = False
+    counted: bool = False
+    choice: int = 3
+
+    def meets(self, other: OfferedName) -> bool:
+        """Tell whether one resource can have both names."""
+        if self.prefix and other.prefix:
+            return self.text.startswith(other.text) or other.text.startswith(self.text)
+        if self.prefix or other.prefix:
+            prefix, name = (self, other) if self.prefix else (other, self)
+            return name.text.startswith(prefix.text)
+        return self.text == other.text
+
+
+class Spreading(NamedTuple):
+    """A setting by which a family begins more GPUs than it needs.
+
+    Attributes:
+        path: the key.
+        value: its value that does so.
+        instead: the value that keeps the family on few GPUs.
+    """
+
+    path: str
+    value: str
+    instead: str
+
+
+def _no_conflicts(_: Settings) -> tuple[Conflict, ...]:
+    return ()
+
+
+def _no_sentences(_: Settings) -> tuple[str, ...]:
+    return ()
+
+
+def _no_names(_: Settings) -> tuple[OfferedName, ...]:
+    return ()
+
+
+def _no_daemons(_: Settings) -> bool:
+    return False
+
+
+def _nothing_exposed(_: Settings) -> tuple[str, str]:
+    return "", ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FamilySettings:
+    """The part of one family in the configuration.
+
+    Attributes:
+        name: the glossary's name, e.g. ``volcano-vgpu``.
+        switch: the text of its switch in ``families``.
+        on: the default of the switch.
+        sections: its own sections, by their names in Python.
+        live: beginnings of the paths of which a running agent follows a change.
+        options: its own flags and environment variables.
+        follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as well.
+        ignored: variables of the replaced plugin that are not followed.
+        conflicts: the rules that the settings break, while it is on or off. An agent does not start with them.
+        without_effect: a sentence for each setting that another one takes the effect from.
+        names: the names of its resources. Asked only while it is on, as the rest is.
+        collisions: the rules about this family beside others that the settings break. An agent starts, and withholds what is in conflict.
+        spreading: see there.
+        mps: the key by which its GPUs are shared with MPS; empty where they never are.
+        daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
+        exposed: the directory for MPS that its containers have mounted, and the setting with its value that says so; empty for none.
+        offers_mig: it offers existing MIG instances, as ``plugin.migStrategy`` says.
+    """
+
+    name: str
+    switch: str
+    on: bool = False
+    sections: Mapping[str, type[msgspec.Struct]] = dataclasses.field(default_factory=dict)
+    live: tuple[str, ...] = ()
+    options: tuple[Option, ...] = ()
+    follows: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: tuple[ForeignVariable, ...] = ()
+    conflicts: Callable[[Settings], Iterable[Conflict]] = _no_conflicts
+    without_effect: Callable[[Settings], Iterable[str]] = _no_sentences
+    names: Callable[[Settings], Iterable[OfferedName]] = _no_names
+    collisions: Callable[[Settings], Iterable[Conflict]] = _no_conflicts
+    spreading: tuple[Spreading, ...] = ()
+    mps: str = ""
+    daemons: Callable[[Settings], bool] = _no_daemons
+    exposed: Callable[[Settings], tuple[str, str]] = _nothing_exposed
+    offers_mig: bool = False
+
+    @property
+    def attribute(self) -> str:
+        """The name of its switch in Python."""
+        return self.name.replace("-", "_")
+
+    @property
+    def key(self) -> str:
+        """The path of its switch in YAML."""
+        first, *others = self.name.split("-")
+        return "families." + first + "".join(other.capitalize() for other in others)
+
+
+DECLARED: list[FamilySettings] = []
+"""All families of this process, in the order in which they are offered."""
+
+
+def switched_on(settings: Settings) -> list[FamilySettings]:
+    """List the families that the settings offer on this node."""
+    return [family for family in DECLARED if settings.is_on(family.name)]
+
+
+def mig_family(settings: Settings) -> str:
+    """Name the family that is on and offers existing MIG instances as ``plugin.migStrategy`` says; empty where none does."""
+    return next((family.name for family in switched_on(settings) if family.offers_mig), "")

@@ -1,0 +1,72 @@
+"""The settings of the family `aws`: its section, its flag, its rules. Counts: aws §II.1."""
+
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vgpu_agent.config.checks import Conflict
+from vgpu_agent.config.collisions import by_one_of_two
+from vgpu_agent.config.families import FamilySettings, OfferedName, switched_on
+from vgpu_agent.config.mps import MOST_MPS_CLIENTS
+from vgpu_agent.config.options import Option
+from vgpu_agent.config.settings import Settings
+
+FAMILY = "aws"
+_NAME = r"\A[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
+
+
+class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The family `aws`."""
+
+    resource_name: Annotated[
+        str,
+        Meta(pattern=_NAME, extra={"expected": "a resource name with a DNS name before the slash"}, description="What it is called."),
+    ] = "k8s.amazonaws.com/vgpu"
+    vgpus: Annotated[
+        int, Meta(ge=1, le=MOST_MPS_CLIENTS, description="How many containers may share one GPU; MPS serves no more than 48 clients.")
+    ] = 10
+    mps: Annotated[
+        Literal["none", "host", "supervised"],
+        Meta(
+            description="none: the agent does nothing about MPS. host: a daemon that somebody else runs at `/tmp/nvidia-mps`, with "
+            "hostIPC; the agent looks for it every `mps.probeSeconds`. supervised: the agent runs the daemon, containers need no "
+            "hostIPC."
+        ),
+    ] = "none"
+
+
+def _names(settings: Settings) -> Iterator[OfferedName]:
+    yield OfferedName(settings.section(Aws).resource_name, FAMILY, "aws.resourceName", choice=0)
+
+
+def _collisions(settings: Settings) -> Iterator[Conflict]:
+    mps = settings.section(Aws).mps
+    other = next((family.mps for family in switched_on(settings) if family.daemons(settings)), "")
+    if mps != "none" and other:
+        text = f"supervised starts an MPS control daemon on GPUs that {other} has one for already"
+        if mps == "host":
+            text = f"host needs somebody else's MPS control daemon on GPUs that {other} starts one for"
+        yield Conflict((("aws.mps", f"{text}, and a GPU takes one only; {by_one_of_two()}"),))
+
+
+def _exposed(settings: Settings) -> tuple[str, str]:
+    mps = settings.section(Aws).mps
+    # The default place of MPS's pipes.
+    return ("", "") if mps == "none" else ("/tmp/nvidia-mps", f"aws.mps: {mps}")  # noqa: S108 - a path that others have chosen
+
+
+SETTINGS = FamilySettings(
+    FAMILY,
+    "`k8s.amazonaws.com/vgpu`, as AWS's virtual GPU device plugin offers it.",
+    sections={"aws": Aws},
+    # As AWS's virtual GPU device plugin names it.
+    options=(Option("aws.vgpus", "--vgpu", "VGPU_AGENT_VGPU", "COUNT", "how many containers may share one GPU, with families.aws"),),
+    names=_names,
+    mps="aws.mps",
+    collisions=_collisions,
+    exposed=_exposed,
+)
