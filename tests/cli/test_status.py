@@ -13,7 +13,7 @@ import pytest
 from vgpu_agent.cli import status
 from vgpu_agent.errors import AgentError, ConfigError
 from vgpu_agent.model import Gpu, Grant, GrantState, Inventory, Owner, Share
-from vgpu_agent.status import AgentStatus, LedgerStatus, PluginState, PluginStatus, ReadyProblem
+from vgpu_agent.status import AgentStatus, LedgerStatus, PluginState, PluginStatus, Problem, ProblemKind
 from vgpu_agent.web.server import WebServer
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Node:
                     ),
                 )
             ),
-            not_ready=(ReadyProblem("nvidia.com/gpu", "not registered with kubelet"),),
+            not_ready=(Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "not registered with kubelet"),),
         )
 
 

@@ -152,7 +152,7 @@ def node() -> AgentStatus:
         ),
         tasks=(
             TaskReport(
-                "health", last_beat_at=NOW - 1, started_at=NOW - 3700, restarts=3, last_error="OSError: gone", stuck_after_seconds=5
+                "health", last_heartbeat_at=NOW - 1, started_at=NOW - 3700, restarts=3, last_error="OSError: gone", stuck_after_seconds=5
             ),
         ),
         events=(

@@ -1,43 +1,17 @@
-"""``/debug/mps`` and the metrics about MPS: the control daemons of the agent, and their limits.
-
-Used by `debug` and `catalogue`. A node without a resource that is shared with MPS has an empty list and no series.
-"""
+"""The metrics about the MPS control daemons. A node without a resource that is shared with MPS has none. Used by `catalogue`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vgpu_agent.status import MpsState
 from vgpu_agent.web.metric import Kind, Metric
-from vgpu_agent.web.moments import when
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vgpu_agent.status import AgentStatus, MpsStatus
+    from vgpu_agent.status import MpsStatus
     from vgpu_agent.web.readings import Moment, Row
-
-
-def answer(status: AgentStatus, now: float) -> dict[str, Any]:
-    """Every daemon."""
-    return {"daemons": [_daemon(daemon, now) for daemon in status.mps]}
-
-
-def _daemon(daemon: MpsStatus, now: float) -> dict[str, Any]:
-    return {
-        "resource": daemon.resource,
-        "state": daemon.state.value,
-        "trouble": daemon.trouble,
-        "adopted": daemon.adopted,
-        "running": when(daemon.running_since, now),
-        "limits_seen": when(daemon.limits_seen_at, now),
-        "thread_percentage": daemon.thread_percentage,
-        "memory_limit_mib": dict(daemon.limits),
-        "clients": daemon.clients,
-        "restarts": daemon.restarts,
-        "clients_lost": daemon.clients_lost,
-        "in_use_by_others": daemon.lent,
-    }
 
 
 def each_daemon(value: Callable[[MpsStatus], float]) -> Callable[[Moment], Iterator[Row]]:

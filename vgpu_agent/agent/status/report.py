@@ -18,7 +18,7 @@ from vgpu_agent import __version__
 from vgpu_agent.config import schema
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.model import Decider
-from vgpu_agent.status import AgentStatus, CdiStatus, LedgerStatus, NvmlState, PluginState, ReadyProblem
+from vgpu_agent.status import AgentStatus, CdiStatus, LedgerStatus, NvmlState, PluginState, Problem, ProblemKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -145,32 +145,34 @@ class Report:
             )
         return self._offered
 
-    def _not_ready(self) -> Iterator[ReadyProblem]:
+    def _not_ready(self) -> Iterator[Problem]:
         if self.starting:
-            yield ReadyProblem("agent", self.starting)
+            yield Problem(ProblemKind.AGENT, "", self.starting)
         nvml = self._watch.status
         if nvml.state is NvmlState.HUNG:
             on = f" of {nvml.gpu}" if nvml.gpu else ""
-            yield ReadyProblem("nvml", f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s; see dmesg")
+            yield Problem(ProblemKind.NVML, "", f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s", "see dmesg")
         elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
-            yield ReadyProblem("nvml", nvml.last_error or f"the driver is {nvml.state.value}")
+            yield Problem(ProblemKind.NVML, "", nvml.last_error or f"the driver is {nvml.state.value}")
         for resource, reason in self._offering.withheld.items():
-            yield ReadyProblem(f"resource {resource}", reason)
+            yield Problem(ProblemKind.RESOURCE, resource, reason)
         plugins = self._offering.statuses
         if not plugins and not self._offering.withheld and not self.starting:
-            yield ReadyProblem("gpus", self._why_nothing())
+            yield Problem(ProblemKind.GPUS, "", *self._why_nothing())
         for plugin in plugins:
             if not plugin.ready:
-                yield ReadyProblem(f"resource {plugin.resource}", self._why_not_ready(plugin))
+                yield Problem(ProblemKind.RESOURCE, plugin.resource, self._why_not_ready(plugin))
 
-    def _why_nothing(self) -> str:
+    def _why_nothing(self) -> tuple[str, str]:
+        """Explain why nothing is offered, and how to find out more."""
         families = self._reload.loaded.settings.families
         gpus = len(self._watch.inventory.value.gpus)
         if not any(msgspec.structs.astuple(families)):
-            return f"no family of resources is on; set one of families.{', '.join(families.__struct_encode_fields__)} to true"
+            return "no family of resources is on", f"set one of families.{', '.join(families.__struct_encode_fields__)} to true"
         if gpus:
-            return f"nothing of this node's {gpus} GPUs is offered; /debug/devices shows them, /debug/events?event=config.caution says why"
-        return "this node has no GPU to offer; /debug/devices says which cards did not answer"
+            remedy = "/debug/devices shows them, /debug/events?event=config.caution says why"
+            return f"nothing of this node's {gpus} GPUs is offered", remedy
+        return "this node has no GPU to offer", "/debug/devices says which cards did not answer"
 
     def _why_not_ready(self, plugin: PluginStatus) -> str:
         if plugin.state is PluginState.WAITING and not self._kubelet.socket_present:
@@ -178,12 +180,12 @@ class Report:
         state = "registered, but kubelet has not opened the list" if plugin.state is PluginState.REGISTERED else plugin.state.value
         return f"{state}; {plugin.last_error}" if plugin.last_error else state
 
-    def _not_alive(self) -> Iterator[ReadyProblem]:
+    def _not_alive(self) -> Iterator[Problem]:
         now = time.time()
         for report in self._supervisor.reports:
             if report.stuck_for(now):
-                silent = now - report.last_beat_at
-                yield ReadyProblem(f"task {report.name}", f"no sign of life for {silent:.0f} s; it will not come back by itself")
+                silent = now - report.last_heartbeat_at
+                yield Problem(ProblemKind.TASK, report.name, f"no sign of life for {silent:.0f} s; it will not come back by itself")
 
 
 def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
