@@ -267,14 +267,28 @@ class CdiStatus:
     names: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class WatchStatus:
-    """One watch at the API server."""
+    """One watch at the API server.
+
+    Attributes:
+        name: what is watched.
+        synced: there was a first complete list.
+        failing_since: time of the first of the failures in a row; 0 while all is well.
+        essential: binding waits for what it shows.
+        lists: complete lists that were taken over.
+        watches: watches that were begun.
+        events: additions, changes and deletions that came.
+        errors: failures of lists and watches; 410 and a clean end are none.
+        unreadable: objects that could not be read.
+        last_event_at: time of the last answer of the API server, bookmarks and lists included.
+        last_error: of the last failure; stays when it is over.
+    """
 
     name: str
     synced: bool = False
-    failing_since: float = 0.0  # 0 while all is well
-    essential: bool = True  # binding waits for what it shows
+    failing_since: float = 0.0
+    essential: bool = True
     lists: int = 0
     watches: int = 0
     events: int = 0
@@ -284,9 +298,18 @@ class WatchStatus:
     last_error: str = ""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class WriterStatus:
-    """One of the writers to the API server: requests accepted and failed, objects given up, and what waits."""
+    """The counts of one writer to the API server since the start.
+
+    Attributes:
+        name: what it writes about.
+        written: requests that the API server has accepted.
+        failed: requests that it has not, or that had no answer.
+        dropped: things given up for good.
+        pending: things that are not yet written, now.
+        oldest_pending_seconds: age of the oldest of them; 0 when there is none.
+    """
 
     name: str
     written: int = 0

@@ -18,114 +18,142 @@ from vgpu_agent import __version__
 from vgpu_agent.config import schema
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.model import Decider
-from vgpu_agent.status import AgentStatus, CdiStatus, LedgerStatus, NvmlState, PluginState, Problem, ProblemKind
+from vgpu_agent.status import (
+    AgentStatus,
+    BindingStatus,
+    CdiStatus,
+    FamilyStatus,
+    LedgerStatus,
+    NvmlState,
+    PluginState,
+    Problem,
+    ProblemKind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from vgpu_agent.agent.api_server import ClusterSide
     from vgpu_agent.agent.lag import LoopLag
+    from vgpu_agent.agent.offers.families import FamiliesInForce
     from vgpu_agent.agent.offers.servers import Offering
     from vgpu_agent.agent.records.verification import Verification
     from vgpu_agent.agent.reload import Reload
-    from vgpu_agent.agent.status.binding import BindingReport
-    from vgpu_agent.agent.status.cluster import ClusterReport
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.overcommits import Overcommits
+    from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.concurrency import Latest, Supervisor
     from vgpu_agent.gpu.source import GpuSource
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Resource
+    from vgpu_agent.runtime.grants import GrantDirectory
+    from vgpu_agent.runtime.region_guard import RegionGuard
     from vgpu_agent.status import ContainerUsage, KubeletStatus, MpsStatus, PluginStatus
 
 _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
 
 
+@dataclasses.dataclass(eq=False)
 class Report:
-    """The collected status of all parts; the `Source` of `web`."""
+    """The collected status of all parts, which keep their own."""
 
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        watch: GpuSource,
-        kubelet: KubeletStatus,
-        offering: Offering,
-        verification: Verification,
-        reload: Reload,
-        supervisor: Supervisor,
-        journal: Journal,
-        lag: LoopLag,
-        binding: BindingReport,
-        cluster: ClusterReport,
-        containers: Latest[tuple[ContainerUsage, ...]],
-        mps: Callable[[], tuple[MpsStatus, ...]] = tuple,
-        cdi: Callable[[], CdiStatus] = CdiStatus,
-    ) -> None:
-        self._ledger = ledger
-        self._watch = watch
-        self._kubelet = kubelet
-        self._offering = offering
-        self._verification = verification
-        self._reload = reload
-        self._supervisor = supervisor
-        self._journal = journal
-        self._lag = lag
-        self._binding = binding
-        self._cluster = cluster
-        self._containers = containers
-        self._mps = mps
-        self._cdi = cdi
+    ledger: Ledger
+    watch: GpuSource
+    kubelet: KubeletStatus
+    allocator: Allocator
+    families: FamiliesInForce
+    offering: Offering
+    refusals: Refusals
+    overcommits: Overcommits
+    grants: GrantDirectory
+    regions: RegionGuard
+    verification: Verification
+    cluster: ClusterSide
+    reload: Reload
+    supervisor: Supervisor
+    journal: Journal
+    lag: LoopLag
+    containers: Latest[tuple[ContainerUsage, ...]]
+    mps: Callable[[], tuple[MpsStatus, ...]] = tuple
+    cdi: Callable[[], CdiStatus] = CdiStatus
+    starting: str = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
+
+    def __post_init__(self) -> None:
         self._offered = LedgerStatus()
         self._offered_at = -1
         self._started_at = time.time()
-        self.starting = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
 
     def status(self) -> AgentStatus:
         """Everything at this moment."""
-        loaded, tasks = self._reload.loaded, tuple(self._supervisor.reports)
+        loaded, tasks = self.reload.loaded, tuple(self.supervisor.reports)
         return AgentStatus(
             node=loaded.settings.node_name_or_hostname,
             version=__version__,
             commit=os.environ.get(_COMMIT_VARIABLE, ""),
-            simulated=bool(loaded.settings.simulate) or self._watch.inventory.value.simulated,
+            simulated=bool(loaded.settings.simulate) or self.watch.inventory.value.simulated,
             started_at=self._started_at,
-            inventory=self._watch.inventory.value,
-            inventory_at=self._watch.read_at,
-            usage=self._watch.usage.value,
-            usage_at=self._watch.measured_at,
-            containers=self._containers.value,
-            nvml=self._watch.status,
-            kubelet=self._kubelet,
-            plugins=self._offering.statuses,
+            inventory=self.watch.inventory.value,
+            inventory_at=self.watch.read_at,
+            usage=self.watch.usage.value,
+            usage_at=self.watch.measured_at,
+            containers=self.containers.value,
+            nvml=self.watch.status,
+            kubelet=self.kubelet,
+            plugins=self.offering.statuses,
             ledger=self._ledger_status(),
-            binding=self._binding.status(),
-            cluster=self._cluster.status(),
-            mps=self._mps(),
-            cdi=self._cdi(),
+            binding=self._binding_status(),
+            cluster=self.cluster.status(),
+            mps=self.mps(),
+            cdi=self.cdi(),
             tasks=tasks,
-            events=tuple(self._journal.entries),
-            loop_lag_seconds=self._lag.percentile_99_seconds,
-            loop_lag_max_seconds=self._lag.max_seconds,
+            events=tuple(self.journal.entries),
+            loop_lag_seconds=self.lag.percentile_99_seconds,
+            loop_lag_max_seconds=self.lag.max_seconds,
             config={path: (value, loaded.origins[path]) for path, value in schema.values(loaded.settings)},
-            config_problem=self._reload.problem,
-            config_needs_restart=self._reload.needs_restart,
-            config_collisions=self._reload.loaded.collisions,
-            config_named=self._reload.named.report if self._reload.named else {},
+            config_problem=self.reload.problem,
+            config_needs_restart=self.reload.needs_restart,
+            config_collisions=self.reload.loaded.collisions,
+            config_named=self.reload.named.report if self.reload.named else {},
             not_ready=tuple(self._not_ready()),
             not_alive=tuple(self._not_alive()),
         )
 
+    def _binding_status(self) -> BindingStatus:
+        binder, families = self.allocator.binder, self.families
+        return BindingStatus(
+            mode=self.allocator.mode,
+            families=tuple(self._family(name, by_pod=by_pod) for name, by_pod in families.on),
+            refusals=self.refusals.current,
+            ambiguities=binder.ambiguities if binder else 0,
+            wrong_guesses=binder.early.wrong_guesses if binder else 0,
+            exchanges=binder.early.exchanges if binder else 0,
+            overcommitted_starts=self.overcommits.total,
+            volcano_vgpu=dict(families.in_force),
+            volcano_vgpu_origins=dict(families.origins),
+            file_problems=families.problems,
+            cautions=(*families.cautions, *self.offering.cautions.values()),
+            left_over=dict(self.grants.left_over),
+            regions_cut=self.regions.cuts,
+        )
+
+    def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
+        offered = any(plugin.family == name for plugin in self.offering.statuses)
+        trouble = "" if offered else self.offering.blocked.get(name) or "the reason is that of its resources"
+        return FamilyStatus(name, by_pod, offered, trouble)
+
     def _ledger_status(self) -> LedgerStatus:
         return dataclasses.replace(
             self._booked(),
-            grants=self._ledger.grants,
-            drift_total=self._verification.drift_total,
-            drift_last=self._verification.drift_last,
-            verified_at=self._verification.verified_at,
+            grants=self.ledger.grants,
+            drift_total=self.verification.drift_total,
+            drift_last=self.verification.drift_last,
+            verified_at=self.verification.verified_at,
         )
 
     def _booked(self) -> LedgerStatus:
         """Return the part that changes with the ledger only: tens of thousands of ids are too many to count for every request."""
-        ledger = self._ledger
+        ledger = self.ledger
         if self._offered_at != ledger.revision.version:
             self._offered_at = ledger.revision.version
             self._offered = LedgerStatus(
@@ -148,16 +176,16 @@ class Report:
     def _not_ready(self) -> Iterator[Problem]:
         if self.starting:
             yield Problem(ProblemKind.AGENT, "", self.starting)
-        nvml = self._watch.status
+        nvml = self.watch.status
         if nvml.state is NvmlState.HUNG:
             on = f" of {nvml.gpu}" if nvml.gpu else ""
             yield Problem(ProblemKind.NVML, "", f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s", "see dmesg")
         elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
             yield Problem(ProblemKind.NVML, "", nvml.last_error or f"the driver is {nvml.state.value}")
-        for resource, reason in self._offering.withheld.items():
+        for resource, reason in self.offering.withheld.items():
             yield Problem(ProblemKind.RESOURCE, resource, reason)
-        plugins = self._offering.statuses
-        if not plugins and not self._offering.withheld and not self.starting:
+        plugins = self.offering.statuses
+        if not plugins and not self.offering.withheld and not self.starting:
             yield Problem(ProblemKind.GPUS, "", *self._why_nothing())
         for plugin in plugins:
             if not plugin.ready:
@@ -165,8 +193,8 @@ class Report:
 
     def _why_nothing(self) -> tuple[str, str]:
         """Explain why nothing is offered, and how to find out more."""
-        families = self._reload.loaded.settings.families
-        gpus = len(self._watch.inventory.value.gpus)
+        families = self.reload.loaded.settings.families
+        gpus = len(self.watch.inventory.value.gpus)
         if not any(msgspec.structs.astuple(families)):
             return "no family of resources is on", f"set one of families.{', '.join(families.__struct_encode_fields__)} to true"
         if gpus:
@@ -175,14 +203,14 @@ class Report:
         return "this node has no GPU to offer", "/debug/devices says which cards did not answer"
 
     def _why_not_ready(self, plugin: PluginStatus) -> str:
-        if plugin.state is PluginState.WAITING and not self._kubelet.socket_present:
-            return f"waiting for kubelet: there is no {self._kubelet.directory}/kubelet.sock"
+        if plugin.state is PluginState.WAITING and not self.kubelet.socket_present:
+            return f"waiting for kubelet: there is no {self.kubelet.directory}/kubelet.sock"
         state = "registered, but kubelet has not opened the list" if plugin.state is PluginState.REGISTERED else plugin.state.value
         return f"{state}; {plugin.last_error}" if plugin.last_error else state
 
     def _not_alive(self) -> Iterator[Problem]:
         now = time.time()
-        for report in self._supervisor.reports:
+        for report in self.supervisor.reports:
             if report.stuck_for(now):
                 silent = now - report.last_heartbeat_at
                 yield Problem(ProblemKind.TASK, report.name, f"no sign of life for {silent:.0f} s; it will not come back by itself")
