@@ -8,7 +8,7 @@ import socket
 import msgspec
 import pytest
 
-from tests.cli.test_status import Node
+from tests.cli.test_status import a_node
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.agent.late_web import LateWeb
 from vgpu_agent.config.settings import Settings
@@ -24,7 +24,7 @@ def port() -> int:
 
 def on(port: int) -> LateWeb:
     """A server that is to listen there."""
-    return LateWeb(Node(), msgspec.structs.replace(Settings(), listen=f"127.0.0.1:{port}", debug_listen="127.0.0.1:0"))
+    return LateWeb(a_node, msgspec.structs.replace(Settings(), listen=f"127.0.0.1:{port}", debug_listen="127.0.0.1:0"))
 
 
 async def answers(port: int) -> bool:

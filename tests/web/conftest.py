@@ -48,7 +48,7 @@ MAX_BODY_BYTES = 65536
 
 @dataclasses.dataclass
 class Snapshot:
-    """A `Source` whose answer a test can replace."""
+    """A snapshot that a test can replace."""
 
     current: AgentStatus
 
@@ -273,7 +273,7 @@ def request_timeout_seconds() -> float:
 async def web(source: Snapshot, request_timeout_seconds: float) -> AsyncIterator[WebServer]:
     """Both servers on free loopback ports."""
     server = WebServer(
-        source,
+        source.status,
         listen="127.0.0.1:0",
         debug_listen="127.0.0.1:0",
         max_body_bytes=MAX_BODY_BYTES,

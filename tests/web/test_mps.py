@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from vgpu_agent.status import AgentStatus, MpsState, MpsStatus
-from vgpu_agent.web import debug, mps
+from vgpu_agent.web import debug
+from vgpu_agent.web.catalogue_binding import MPS
 from vgpu_agent.web.readings import Moment, ProcessFacts
 
 RUNNING = MpsStatus(
@@ -36,5 +37,5 @@ def test_each_daemon_has_its_series() -> None:
     """A daemon that runs and waits for its holders with old limits does not count as up."""
     waits = dataclasses.replace(RUNNING, resource="k8s.amazonaws.com/vgpu", trouble="it gets its new limits once …")
     moment = Moment(AgentStatus(mps=(RUNNING, waits)), ProcessFacts(), 1061.0)
-    rows = {metric.name.removeprefix("vgpu_agent_mps_"): [value for _, value in metric.read(moment)] for metric in mps.MPS}
+    rows = {metric.name.removeprefix("vgpu_agent_mps_"): [value for _, value in metric.read(moment)] for metric in MPS}
     assert rows == {"daemon_up": [True, False], "restarts_total": [1, 1], "clients": [2, 2], "clients_lost_total": [3, 3]}

@@ -263,12 +263,9 @@ async def test_a_failing_probe_is_503_with_its_reason(ask: Callable[..., Awaitab
 
 def a_server(*, listen: str, debug_listen: str) -> WebServer:
     """A server on the given addresses."""
-
-    class Empty:
-        def status(self) -> AgentStatus:
-            return AgentStatus()
-
-    return WebServer(Empty(), listen=listen, debug_listen=debug_listen, max_body_bytes=1024, request_timeout_seconds=1, shutdown_seconds=1)
+    return WebServer(
+        AgentStatus, listen=listen, debug_listen=debug_listen, max_body_bytes=1024, request_timeout_seconds=1, shutdown_seconds=1
+    )
 
 
 async def test_a_port_in_use_is_an_error_that_leaves_nothing_listening() -> None:

@@ -250,7 +250,7 @@ class Agent:
             cdi=self._cdi.status,
             mps=lambda: self._mps.statuses,
         )
-        self.web = LateWeb(self._report, settings)
+        self.web = LateWeb(self._report.status, settings)
 
     async def run(self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None) -> None:
         """Start, call ``started``, run until ``stop`` is set, and stop in order.
