@@ -145,8 +145,8 @@ async def test_a_silent_loop_counts_as_stuck_until_it_beats() -> None:
     async with _supervisor() as supervisor:
         supervisor.start("watch", _forever, stuck_after_seconds=5)
         (report,) = supervisor.reports
-        assert report.stuck_for(report.last_beat_at + 4) == 0
-        assert report.stuck_for(report.last_beat_at + 7) == pytest.approx(2)
+        assert report.stuck_for(report.last_heartbeat_at + 4) == 0
+        assert report.stuck_for(report.last_heartbeat_at + 7) == pytest.approx(2)
         supervisor._beats["watch"] -= 7
         assert 1.999 < supervisor.reports[0].stuck_for(time.time()) < PATIENCE_SECONDS
         supervisor.beat("watch")

@@ -120,14 +120,14 @@ class TaskReport:
     restarts: int = 0
     last_error: str = ""
     started_at: float = 0.0
-    last_beat_at: float = 0.0
+    last_heartbeat_at: float = 0.0
     stuck_after_seconds: float | None = None
 
     def stuck_for(self, now: float) -> float:
         """Seconds by which the loop is late with its sign of life; 0 when it is on time or gives none."""
         if self.stuck_after_seconds is None or self.state is not TaskState.RUNNING:
             return 0.0
-        return max(0.0, now - self.last_beat_at - self.stuck_after_seconds)
+        return max(0.0, now - self.last_heartbeat_at - self.stuck_after_seconds)
 
 
 class Supervisor:
@@ -162,7 +162,7 @@ class Supervisor:
         """Return one report for each loop, by name, as it is now."""
         now, monotonic = time.time(), time.monotonic()
         return [
-            dataclasses.replace(report, last_beat_at=now - (monotonic - self._beats[name]))
+            dataclasses.replace(report, last_heartbeat_at=now - (monotonic - self._beats[name]))
             for name, report in sorted(self._reports.items())
         ]
 

@@ -157,10 +157,10 @@ class MpsStatus:
         trouble: why new containers must not be sent to it, with the remedy; empty while its limits were seen to be in force.
         adopted: it was running already when this agent started.
         limits_seen_at: when its limits were read back last, unix seconds.
-        limits: (GPU, MiB that each client may take), of the daemon that runs.
+        memory_limit_mib: MiB of each GPU that a client may take, of the daemon that runs.
         clients: process ids of its clients at the last query.
         clients_lost: how many clients ended with a daemon, since the agent started.
-        lent: GPUs in use by another resource now and therefore not in exclusive mode.
+        in_use_by_others: GPUs in use by another resource now and therefore not in exclusive mode.
     """
 
     resource: str
@@ -170,11 +170,11 @@ class MpsStatus:
     running_since: float = 0.0
     limits_seen_at: float = 0.0
     thread_percentage: int = 0
-    limits: tuple[tuple[str, int], ...] = ()
+    memory_limit_mib: dict[str, int] = dataclasses.field(default_factory=dict)
     clients: tuple[int, ...] = ()
     restarts: int = 0
     clients_lost: int = 0
-    lent: tuple[str, ...] = ()
+    in_use_by_others: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -244,14 +244,28 @@ class CdiStatus:
     names: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class WatchStatus:
-    """One watch at the API server."""
+    """One watch at the API server.
+
+    Attributes:
+        name: what is watched.
+        synced: there was a first complete list.
+        failing_since: time of the first of the failures in a row; 0 while all is well.
+        essential: binding waits for what it shows.
+        lists: complete lists that were taken over.
+        watches: watches that were begun.
+        events: additions, changes and deletions that came.
+        errors: failures of lists and watches; 410 and a clean end are none.
+        unreadable: objects that could not be read.
+        last_event_at: time of the last answer of the API server, bookmarks and lists included.
+        last_error: of the last failure; stays when it is over.
+    """
 
     name: str
     synced: bool = False
-    failing_since: float = 0.0  # 0 while all is well
-    essential: bool = True  # binding waits for what it shows
+    failing_since: float = 0.0
+    essential: bool = True
     lists: int = 0
     watches: int = 0
     events: int = 0
@@ -261,9 +275,18 @@ class WatchStatus:
     last_error: str = ""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class WriterStatus:
-    """One of the writers to the API server: requests accepted and failed, objects given up, and what waits."""
+    """The counts of one writer to the API server since the start.
+
+    Attributes:
+        name: what it writes about.
+        written: requests that the API server has accepted.
+        failed: requests that it has not, or that had no answer.
+        dropped: things given up for good.
+        pending: things that are not yet written, now.
+        oldest_pending_seconds: age of the oldest of them; 0 when there is none.
+    """
 
     name: str
     written: int = 0
@@ -293,12 +316,47 @@ class ClusterStatus:
     failed_while_away: int = 0  # pods that the kubelet failed before this start because no agent was there
 
 
-@dataclasses.dataclass
-class ReadyProblem:
-    """A reason why ``/readyz`` or ``/livez`` fails: which part, and a sentence with the remedy."""
+class ProblemKind(enum.StrEnum):
+    """The part of the agent or of the node that has a problem."""
 
-    part: str
-    reason: str
+    AGENT = "agent"
+    API_SERVER = "API server"
+    CONFIG = "config"
+    FILES = "files"
+    GPU = "gpu"
+    GPUS = "gpus"  # all of them
+    KUBELET = "kubelet"
+    LEDGER = "ledger"
+    NVML = "nvml"
+    RESOURCE = "resource"
+    TASK = "task"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that an operator should know; as well a reason why ``/readyz`` or ``/livez`` fails.
+
+    Attributes:
+        kind: the part that has it.
+        subject: which of several such parts: the name of a resource or a task, the index of a GPU; empty where there is one only.
+        text: what is wrong.
+        remedy: what mends it, or where more is known; empty where ``text`` says so, or nothing is to be done.
+    """
+
+    kind: ProblemKind
+    subject: str
+    text: str
+    remedy: str = ""
+
+    @property
+    def part(self) -> str:
+        """The kind and the subject in words."""
+        return f"{self.kind} {self.subject}".rstrip()
+
+    @property
+    def reason(self) -> str:
+        """The text and the remedy in one sentence."""
+        return "; ".join(filter(None, (self.text, self.remedy)))
 
 
 @dataclasses.dataclass
@@ -332,5 +390,10 @@ class AgentStatus:
     config_needs_restart: tuple[str, ...] = ()
     config_collisions: tuple[str, ...] = ()  # families that take something from each other
     config_named: dict[str, str] = dataclasses.field(default_factory=dict)  # the named configuration, empty where there are none
-    not_ready: tuple[ReadyProblem, ...] = ()
-    not_alive: tuple[ReadyProblem, ...] = ()
+    not_ready: tuple[Problem, ...] = ()
+    not_alive: tuple[Problem, ...] = ()
+
+    @property
+    def not_served(self) -> dict[str, str]:
+        """The resources of which nothing is granted now, and why."""
+        return {problem.subject: problem.reason for problem in self.not_ready if problem.kind is ProblemKind.RESOURCE}

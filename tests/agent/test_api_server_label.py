@@ -18,7 +18,6 @@ from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from tests.settings import switches
 from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.named_configuration import NamedConfiguration
-from vgpu_agent.agent.status.cluster import ClusterReport
 from vgpu_agent.concurrency import Revision, Supervisor
 from vgpu_agent.config.load import load, load_sources
 from vgpu_agent.config.named_config import NamedConfig
@@ -67,7 +66,7 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
     """An admin can still label nodes without giving the agent a right to see pods."""
     async with connected(await settings(tmp_path, server)) as cluster:
         assert (cluster.connected, cluster.needed, cluster.config_label) == (True, False, "four")
-        assert [watch.name for watch in ClusterReport(cluster).status().watches] == ["this node"]
+        assert [watch.name for watch in cluster.status().watches] == ["this node"]
         server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: None}}})
         nobody: Any = None
         cluster.write(nobody, nobody, nobody, Revision(), lambda _: ())

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tests.cli.test_status import Node
+from tests.cli.test_status import a_node
 from tests.patience import PATIENCE_SECONDS
 from tests.settings import settings as settings_of
 from vgpu_agent.agent.late_web import LateWeb
@@ -23,7 +23,7 @@ def port() -> int:
 
 def on(port: int) -> LateWeb:
     """A server that is to listen there."""
-    return LateWeb(Node(), settings_of(listen=f"127.0.0.1:{port}", debug_listen="127.0.0.1:0"))
+    return LateWeb(a_node, settings_of(listen=f"127.0.0.1:{port}", debug_listen="127.0.0.1:0"))
 
 
 async def answers(port: int) -> bool:

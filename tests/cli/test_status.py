@@ -13,39 +13,35 @@ import pytest
 from vgpu_agent.cli import status
 from vgpu_agent.errors import AgentError, ConfigError
 from vgpu_agent.model import Gpu, Grant, GrantState, Inventory, Owner, Share
-from vgpu_agent.status import AgentStatus, LedgerStatus, PluginState, PluginStatus, ReadyProblem
+from vgpu_agent.status import AgentStatus, LedgerStatus, PluginState, PluginStatus, Problem, ProblemKind
 from vgpu_agent.web.server import WebServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-class Node:
+def a_node() -> AgentStatus:
     """One simulated GPU, one pod, one problem."""
-
-    def status(self) -> AgentStatus:
-        return AgentStatus(
-            node="node-a",
-            version="0.1.0",
-            simulated=True,
-            inventory=Inventory(gpus=(Gpu("GPU-0", 0, 0, "Tesla T4", 15360),)),
-            plugins=(PluginStatus("nvidia.com/gpu", "nvidia", PluginState.SERVING, ids_sent=10),),
-            ledger=LedgerStatus(
-                grants=(
-                    Grant(
-                        1, "nvidia", "nvidia.com/gpu", ("a",), (Share("GPU-0"),), GrantState.GRANTED, Owner("main", "u", "ml", "train-0")
-                    ),
-                )
-            ),
-            not_ready=(ReadyProblem("nvidia.com/gpu", "not registered with kubelet"),),
-        )
+    return AgentStatus(
+        node="node-a",
+        version="0.1.0",
+        simulated=True,
+        inventory=Inventory(gpus=(Gpu("GPU-0", 0, 0, "Tesla T4", 15360),)),
+        plugins=(PluginStatus("nvidia.com/gpu", "nvidia", PluginState.SERVING, ids_sent=10),),
+        ledger=LedgerStatus(
+            grants=(
+                Grant(1, "nvidia", "nvidia.com/gpu", ("a",), (Share("GPU-0"),), GrantState.GRANTED, Owner("main", "u", "ml", "train-0")),
+            )
+        ),
+        not_ready=(Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "not registered with kubelet"),),
+    )
 
 
 @pytest.fixture
 async def agent() -> AsyncIterator[WebServer]:
     """A running agent's servers."""
     server = WebServer(
-        Node(), listen="127.0.0.1:0", debug_listen="127.0.0.1:0", max_body_bytes=1024, request_timeout_seconds=20, shutdown_seconds=1
+        a_node, listen="127.0.0.1:0", debug_listen="127.0.0.1:0", max_body_bytes=1024, request_timeout_seconds=20, shutdown_seconds=1
     )
     async with server:
         yield server

@@ -88,7 +88,6 @@ async def test_a_start_that_stays_refused_becomes_an_event_after_its_time() -> N
             world.refuse()
     assert world.told == [TOLD]
     assert world.evictions == []
-    assert world.reschedule.counts.refused == 1
 
 
 async def test_the_owner_reads_the_remedy_and_is_not_told_again_because_the_node_has_changed() -> None:
@@ -202,7 +201,7 @@ async def test_a_pod_is_evicted_after_its_time_and_only_this_very_pod() -> None:
     assert pod_at("a") not in world.api.objects
     assert [reason for _, reason, _ in world.told] == ["VgpuStartRefused", "VgpuEvicted"]
     assert [entry.event for entry in world.journal.entries] == ["reschedule.evicted"]
-    assert world.reschedule.counts.evicted == 1
+    assert world.reschedule.evictions["evicted"] == 1
 
 
 async def test_a_clock_that_is_set_makes_no_refusal_older() -> None:
@@ -242,8 +241,8 @@ async def test_a_disruption_budget_is_honoured() -> None:
         assert len(world.evictions) == 4
         world.api.fault = None
         await asyncio.sleep(101)
-    assert world.reschedule.counts.postponed == 4
-    assert world.reschedule.counts.evicted == 1
+    assert world.reschedule.evictions["postponed"] == 4
+    assert world.reschedule.evictions["evicted"] == 1
     assert [entry.event for entry in world.journal.entries].count("reschedule.postponed") == 1
 
 
@@ -277,7 +276,7 @@ async def test_another_pod_of_the_name_is_not_evicted() -> None:
         world.refusals.forget_absent([])
         await asyncio.sleep(600)
     assert pod_at("a") in world.api.objects
-    assert world.reschedule.counts.evicted == 0
+    assert world.reschedule.evictions["evicted"] == 0
     assert 1 <= len(world.evictions) <= 12
 
 
@@ -293,7 +292,7 @@ async def test_an_outage_of_an_hour_costs_few_requests_and_the_eviction_follows(
         world.api.fault = None
         await asyncio.sleep(31)
     assert tried < 450
-    assert world.reschedule.counts.evicted == 2
+    assert world.reschedule.evictions["evicted"] == 2
 
 
 async def test_a_missing_permission_is_named_once() -> None:

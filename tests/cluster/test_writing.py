@@ -93,7 +93,7 @@ async def test_a_refused_pod_is_told_of_and_evicted(server: ApiServer, client: A
         await until(lambda: len(book.pods) == 1)
         uid = book.pods[0].uid
         refusals.refuse(book.pods[0], "main", "volcano.sh/vgpu-number", "no GPU has 8000 MiB left")
-        await until(lambda: reschedule.counts.evicted == 1 and len(server.objects.list("events", "default")) == 2)
+        await until(lambda: reschedule.evictions["evicted"] == 1 and len(server.objects.list("events", "default")) == 2)
     told = {event["reason"]: event["involvedObject"]["uid"] for event in server.objects.list("events", "default")}
     assert told == {"VgpuStartRefused": uid, "VgpuEvicted": uid}
 

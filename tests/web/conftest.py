@@ -60,7 +60,7 @@ MAX_BODY_BYTES = 65536
 
 @dataclasses.dataclass
 class Snapshot:
-    """A `Source` whose answer a test can replace."""
+    """A snapshot that a test can replace."""
 
     current: AgentStatus
 
@@ -164,7 +164,7 @@ def node() -> AgentStatus:
         ),
         tasks=(
             TaskReport(
-                "health", last_beat_at=NOW - 1, started_at=NOW - 3700, restarts=3, last_error="OSError: gone", stuck_after_seconds=5
+                "health", last_heartbeat_at=NOW - 1, started_at=NOW - 3700, restarts=3, last_error="OSError: gone", stuck_after_seconds=5
             ),
         ),
         events=(
@@ -285,7 +285,7 @@ def request_timeout_seconds() -> float:
 async def web(source: Snapshot, request_timeout_seconds: float) -> AsyncIterator[WebServer]:
     """Both servers on free loopback ports."""
     server = WebServer(
-        source,
+        source.status,
         listen="127.0.0.1:0",
         debug_listen="127.0.0.1:0",
         max_body_bytes=MAX_BODY_BYTES,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vgpu_agent.status import CdiSpecStatus, CdiStatus, NvmlState, NvmlStatus
+from vgpu_agent.status import CdiSpecStatus, CdiStatus, NvmlState, NvmlStatus, Problem, ProblemKind
 from vgpu_agent.web import debug
 
 if TYPE_CHECKING:
@@ -200,6 +200,39 @@ def test_a_parameter_given_twice_is_refused(node: AgentStatus) -> None:
     """Choosing one of the two would be a guess."""
     with pytest.raises(debug.BadQuestionError, match="'pod' is given twice"):
         debug.question(node, NOW, [("pod", "a/b"), ("pod", "c/d")], ("pod",), "/debug/allocations")
+
+
+def test_a_problem_has_a_kind_and_a_subject_beside_the_words_for_people(node: AgentStatus) -> None:
+    """Scripts select by them; text and remedy are one sentence for who reads ``reason``."""
+    remedy = "see dmesg"
+    node.not_ready = (Problem(ProblemKind.NVML, "", "nvmlInit has not returned for 7 s", remedy), Problem(ProblemKind.RESOURCE, "a/b", "x"))
+    assert answer(node, "status")["problems"][:2] == [
+        {"part": "nvml", "reason": f"nvmlInit has not returned for 7 s; {remedy}", "kind": "nvml", "subject": "", "remedy": remedy},
+        {"part": "resource a/b", "reason": "x", "kind": "resource", "subject": "a/b", "remedy": ""},
+    ]
+
+
+WATCH = "name synced failing last_event lists watches events errors unreadable last_error"
+DAEMON = (
+    "resource state trouble adopted running limits_seen thread_percentage memory_limit_mib clients restarts clients_lost in_use_by_others"
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "keys"),
+    [
+        ("resources", "kubelet", "directory socket_present restarts_seen records_read records_trouble"),
+        ("tasks", "tasks", "name state restarts last_error started last_heartbeat stuck_after_seconds stuck_seconds"),
+        ("cluster", "watches", WATCH),
+        ("cluster", "writers", "name written failed dropped pending oldest_pending_seconds"),
+        ("mps", "daemons", DAEMON),
+    ],
+)
+def test_what_is_shown_of_a_status_is_a_promise(volcano_node: AgentStatus, path: str, part: str, keys: str) -> None:
+    """These answers have every field of a status of ours. One more there is one more for scripts, and none may go."""
+    found = answer(volcano_node, path)[part]
+    first = found if isinstance(found, dict) else found[0]
+    assert sorted(first) == sorted(keys.split())
 
 
 def test_a_node_that_just_started_can_be_asked_everything() -> None:

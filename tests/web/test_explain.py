@@ -11,7 +11,7 @@ from tests.web.conftest import MEMORY, NOW, TOKEN, VGPU, a_pod, wants_vgpus
 from vgpu_agent.ledger.accounting import Overcommit
 from vgpu_agent.model import Grant, GrantState, Health, Owner
 from vgpu_agent.pods import PodContainer
-from vgpu_agent.status import AgentStatus, ClusterStatus, PluginState, PluginStatus, ReadyProblem, WatchStatus
+from vgpu_agent.status import AgentStatus, ClusterStatus, PluginState, PluginStatus, Problem, ProblemKind, WatchStatus
 from vgpu_agent.web import explain, page, problems
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def test_a_pod_on_an_overcommitted_gpu_is_told_why_it_may_be_slow(volcano_node: 
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 3, 10),)
     said = "of GPU-0 more is given out than it has: 111 % of the compute of 100, 3 containers of 10"
     assert f"Scheduler overcommitted: {said}. Its containers share the compute" in sentences(volcano_node, "served")
-    assert problems.Problem(f"resource {VGPU}", f"scheduler overcommitted: {said}") in problems.known(volcano_node, NOW)
+    assert Problem(ProblemKind.RESOURCE, VGPU, f"scheduler overcommitted: {said}") in problems.known(volcano_node, NOW)
 
 
 def test_a_refused_start_comes_first_with_its_reason(volcano_node: AgentStatus) -> None:
@@ -151,7 +151,7 @@ def test_a_pod_whose_name_only_the_watch_knows_is_found_by_its_uid(volcano_node:
 def test_a_resource_that_is_not_served_says_why(volcano_node: AgentStatus) -> None:
     """The words of the readiness, but for the resource's name, which the sentence has already."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
-    status.not_ready = (ReadyProblem(f"resource {VGPU}", f"{VGPU}: libvgpu.so is missing"),)
+    status.not_ready = (Problem(ProblemKind.RESOURCE, VGPU, f"{VGPU}: libvgpu.so is missing"),)
     assert "Container main asks for volcano.sh/vgpu-number, which is not served now: libvgpu.so is missing." in sentences(status, "new")
 
 
@@ -227,7 +227,7 @@ def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(node:
     first, *others = node.inventory.gpus
     ill = dataclasses.replace(first, health=Health(ok=False, reason="XID 79"))
     node.inventory = dataclasses.replace(node.inventory, gpus=(ill, *others))
-    node.not_ready = (ReadyProblem("resource nvidia.com/gpu", "nvidia.com/gpu: there is no MPS control daemon at /mps"),)
+    node.not_ready = (Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "nvidia.com/gpu: there is no MPS control daemon at /mps"),)
     text = sentences(node, "train-0")
     assert "GPU 0 (GPU-0) is Unhealthy: XID 79." in text
     assert "nvidia.com/gpu is not served now: there is no MPS control daemon at /mps." in text

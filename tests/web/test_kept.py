@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vgpu_agent.web.kept import KeptAnswers
+from vgpu_agent.web.server import KeptAnswers
 
 
 class _Computing:

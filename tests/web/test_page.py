@@ -10,7 +10,7 @@ import pytest
 
 from tests.web.conftest import MEMORY
 from vgpu_agent.model import Owner
-from vgpu_agent.status import AgentStatus, PluginState, PluginStatus, ReadyProblem
+from vgpu_agent.status import AgentStatus, PluginState, PluginStatus, Problem, ProblemKind
 from vgpu_agent.web import page, views
 
 if TYPE_CHECKING:
@@ -98,11 +98,11 @@ def test_an_empty_node_says_so_instead_of_showing_empty_tables() -> None:
 
 def test_a_node_that_is_not_ready_says_so_first(node: AgentStatus) -> None:
     """In the headline in capitals, and as the first problem, once."""
-    node.not_ready = (ReadyProblem("nvidia.com/gpu", "kubelet closed\nthe stream"),)
+    node.not_ready = (Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "kubelet closed\nthe stream"),)
     node.plugins = (dataclasses.replace(node.plugins[0], state=PluginState.REGISTERED, stream_open=False),)
     lines = page.as_text(views.overview(node, NOW)).splitlines()
     assert "NOT READY" in lines[0]
-    assert lines[lines.index("Problems") + 2].split(maxsplit=1) == ["nvidia.com/gpu", "kubelet closed the stream"]
+    assert lines[lines.index("Problems") + 2].split(maxsplit=1) == ["resource", "nvidia.com/gpu  kubelet closed the stream"]
     assert any("registered, stream closed" in line for line in lines)
 
 
@@ -127,7 +127,7 @@ def test_foreign_text_cannot_become_markup(node: AgentStatus) -> None:
     grant = dataclasses.replace(node.ledger.grants[0], owner=Owner(attack, "uid", attack, attack))
     node.ledger.grants = (grant,)
     node.node = attack
-    node.not_ready = (ReadyProblem(attack, attack),)
+    node.not_ready = (Problem(ProblemKind.RESOURCE, attack, attack),)
     node.plugins = (dataclasses.replace(node.plugins[0], resource=attack),)
     rendered = page.as_html(views.overview(node, NOW))
     assert "<script" not in rendered

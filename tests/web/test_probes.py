@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import TaskReport, TaskState
-from vgpu_agent.status import NvmlState, NvmlStatus, PluginState, ReadyProblem, WatchStatus
+from vgpu_agent.status import NvmlState, NvmlStatus, PluginState, Problem, ProblemKind, WatchStatus
 from vgpu_agent.web import probes
 
 if TYPE_CHECKING:
@@ -17,23 +17,26 @@ NOW = 1_800_000_000.0
 
 def test_a_healthy_agent_says_one_word(node: AgentStatus) -> None:
     """Nothing to read when nothing is wrong."""
-    assert probes.live(node, NOW, verbose=False) == (True, "alive\n")
-    assert probes.ready(node, NOW, verbose=False) == (True, "ready\n")
+    verdict = probes.live(node, NOW, verbose=False)
+    assert (verdict.ok, verdict.text) == (True, "alive\n")
+    verdict = probes.ready(node, NOW, verbose=False)
+    assert (verdict.ok, verdict.text) == (True, "ready\n")
 
 
 def test_each_reason_is_one_line_whatever_it_quotes(node: AgentStatus) -> None:
     """A reason may quote a foreign message with line breaks."""
-    node.not_ready = (ReadyProblem("nvml", "hung in\nnvmlInit"), ReadyProblem("nvidia.com/gpu", "not registered"))
+    node.not_ready = (Problem(ProblemKind.NVML, "", "hung in\nnvmlInit"), Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "not registered"))
     verdict = probes.ready(node, NOW, verbose=False)
-    assert verdict == (False, "[-] nvml: hung in nvmlInit\n[-] nvidia.com/gpu: not registered\nnot ready\n")
+    assert (verdict.ok, verdict.text) == (False, "[-] nvml: hung in nvmlInit\n[-] resource nvidia.com/gpu: not registered\nnot ready\n")
 
 
 def test_only_a_stuck_loop_makes_the_agent_not_alive(node: AgentStatus) -> None:
     """A restart mends no driver and no kubelet, so they must not cause one."""
-    node.not_ready = (ReadyProblem("nvml", "hung"),)
+    node.not_ready = (Problem(ProblemKind.NVML, "", "hung"),)
     assert probes.live(node, NOW, verbose=False).ok
-    node.not_alive = (ReadyProblem("task health", "no sign of life for 40 s"),)
-    assert probes.live(node, NOW, verbose=False) == (False, "[-] task health: no sign of life for 40 s\nnot alive\n")
+    node.not_alive = (Problem(ProblemKind.TASK, "health", "no sign of life for 40 s"),)
+    verdict = probes.live(node, NOW, verbose=False)
+    assert (verdict.ok, verdict.text) == (False, "[-] task health: no sign of life for 40 s\nnot alive\n")
 
 
 def test_verbose_lists_every_check(node: AgentStatus) -> None:
@@ -56,7 +59,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     node.plugins = (dataclasses.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),)
     node.config_problem = "config.yaml:3: no\nlabel a/b: nor"
     node.tasks = (
-        TaskReport("health", last_beat_at=NOW - 15, stuck_after_seconds=5),
+        TaskReport("health", last_heartbeat_at=NOW - 15, stuck_after_seconds=5),
         TaskReport("watch", state=TaskState.BACKING_OFF, last_error="OSError: gone"),
     )
     verdict = probes.ready(node, NOW, verbose=True)

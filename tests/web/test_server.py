@@ -14,7 +14,7 @@ import pytest
 from tests.patience import eventually
 from vgpu_agent import log
 from vgpu_agent.errors import ListenError
-from vgpu_agent.status import AgentStatus, ReadyProblem
+from vgpu_agent.status import AgentStatus, Problem, ProblemKind
 from vgpu_agent.web.server import WebServer
 
 if TYPE_CHECKING:
@@ -256,19 +256,16 @@ async def test_the_scrape_is_served_with_its_format(ask: Callable[..., Awaitable
 
 async def test_a_failing_probe_is_503_with_its_reason(ask: Callable[..., Awaitable[Any]], source: Any) -> None:
     """The kubelet looks at the code, the operator at the text; not ready is not dead."""
-    source.current.not_ready = (ReadyProblem("nvidia.com/gpu", "not registered"),)
+    source.current.not_ready = (Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "not registered"),)
     assert ((await ask("/readyz")).status, (await ask("/livez")).status, (await ask("/healthz")).status) == (503, 200, 200)
     assert "nvidia.com/gpu: not registered" in (await ask("/readyz?verbose")).text
 
 
 def a_server(*, listen: str, debug_listen: str) -> WebServer:
     """A server on the given addresses."""
-
-    class Empty:
-        def status(self) -> AgentStatus:
-            return AgentStatus()
-
-    return WebServer(Empty(), listen=listen, debug_listen=debug_listen, max_body_bytes=1024, request_timeout_seconds=1, shutdown_seconds=1)
+    return WebServer(
+        AgentStatus, listen=listen, debug_listen=debug_listen, max_body_bytes=1024, request_timeout_seconds=1, shutdown_seconds=1
+    )
 
 
 async def test_a_port_in_use_is_an_error_that_leaves_nothing_listening() -> None:

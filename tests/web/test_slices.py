@@ -9,7 +9,7 @@ import pytest
 from tests.web.conftest import NOW, a_gpu, a_grant
 from tests.web.test_metrics import scrape
 from vgpu_agent.model import Gpu, GrantState, Health, Inventory, MigInstance
-from vgpu_agent.status import AgentStatus, ReadyProblem
+from vgpu_agent.status import AgentStatus, Problem, ProblemKind
 from vgpu_agent.web import problems, slices, views
 
 ILL = Health(ok=False, reason="XID 48")
@@ -37,7 +37,7 @@ def _with(node: AgentStatus, *gpus: Gpu) -> AgentStatus:
 )
 def test_an_instance_says_whether_it_may_be_given_away(node: AgentStatus, gpu: Gpu, reason: str) -> None:
     """Metric and debug JSON agree. Its own health counts, its GPU's, and its device nodes."""
-    view = slices.view(gpu, gpu.mig_instances[0])
+    view = slices.instance_view(gpu, gpu.mig_instances[0], NOW)
 
     assert (view.health, view.health_reason) == ("Unhealthy" if reason else "Healthy", reason)
     assert view.device_nodes == NODES
@@ -79,9 +79,9 @@ def test_before_the_driver_has_answered_no_device_is_gone(node: AgentStatus) -> 
 def test_a_resource_without_a_plugin_server_says_why(node: AgentStatus) -> None:
     """/debug/resources names what is withheld, with the reason of /readyz. What is offered and not ready is in the list already."""
     node.not_ready = (
-        ReadyProblem("resource nvidia.com/mig-1g.5gb", "the device nodes of no slice are known"),
-        ReadyProblem("resource nvidia.com/gpu", "serving, not registered"),
-        ReadyProblem("nvml", "the driver is missing"),
+        Problem(ProblemKind.RESOURCE, "nvidia.com/mig-1g.5gb", "the device nodes of no slice are known"),
+        Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "serving, not registered"),
+        Problem(ProblemKind.NVML, "", "the driver is missing"),
     )
 
     assert views.withheld(node) == {"nvidia.com/mig-1g.5gb": "the device nodes of no slice are known"}

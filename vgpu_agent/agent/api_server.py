@@ -29,9 +29,10 @@ from vgpu_agent.families.plugin_files import told
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodCache
+from vgpu_agent.status import ClusterStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.allocation.allocator import Allocator
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
     from vgpu_agent.pods import Pod
+    from vgpu_agent.status import WatchStatus
 
 _COMPONENT = "vgpu-agent"
 _NODE_TASK = "writes to this node"
@@ -136,6 +138,42 @@ class ClusterSide:
         if self.node is None:
             return "this node's Node object has not been read yet, because the API server does not answer or does not know it"
         return ""
+
+    def status(self) -> ClusterStatus:
+        """Everything at this moment. No secret gets in: of the credentials only their source."""
+        failed_pods, remembered = self.failed_pods, self.remembered
+        return ClusterStatus(
+            connected=self.connected,
+            without=self.without,
+            needed=self.needed,
+            origin=self.origin,
+            waiting_for=self.waiting_for if self.needed else "",
+            requests=self.client.requests if self.client else {},
+            watches=tuple(self._watches()),
+            writers=tuple(
+                writer.counts for writer in (self.node_publisher, self.allocatable, self.pod_publisher, self.events) if writer is not None
+            ),
+            evictions=self.reschedule.evictions if self.reschedule else {},
+            config_map=", ".join(f"{found.namespace}/{found.name}" for found in self.config_maps.values() if found.namespace),
+            remembered={}
+            if remembered is None
+            else {
+                "kubelet_version": remembered.kubelet_version,
+                "runtime_version": remembered.runtime_version,
+                "files": sorted(name for name, texts in remembered.texts.items() if texts),
+                "in_use": self.nodes is None or self.nodes.node.value is None,
+            },
+            pods=self.book.pods,
+            pods_synced=self.book.synced.is_set(),
+            failed_while_away=failed_pods.found if failed_pods else 0,
+        )
+
+    def _watches(self) -> Iterator[WatchStatus]:
+        for watch in (self.pods, self.nodes):
+            if watch is not None:
+                yield watch.status
+        for config_map in self.config_maps.values():
+            yield from (status for status in config_map.statuses.values() if status.lists or status.errors)  # others were never begun
 
     async def load_client(self) -> None:
         """Import what `connect` needs, where it will be needed; `connect` does without this, only later."""

@@ -36,9 +36,7 @@ from vgpu_agent.agent.records.reader import KubeletRecordsReader
 from vgpu_agent.agent.records.starting_pods import StartingPods
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.agent.reload import Reload
-from vgpu_agent.agent.status.binding import BindingReport
-from vgpu_agent.agent.status.cluster import ClusterReport
-from vgpu_agent.agent.status.report import Report
+from vgpu_agent.agent.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.context import Context
@@ -234,21 +232,24 @@ class Agent:
             ledger=self._ledger,
             watch=self._watch,
             kubelet=self._kubelet,
+            allocator=self._allocator,
+            families=self._families,
             offering=self._offering,
+            refusals=self._refusals,
+            overcommits=self._overcommits,
+            grants=directory,
+            regions=self._regions,
             verification=self._verification,
+            cluster=self._cluster,
             reload=self._reload,
             supervisor=self._supervisor,
             journal=self._journal,
             lag=self._lag,
-            binding=BindingReport(
-                self._allocator, self._families, self._offering, self._refusals, self._overcommits, directory, self._regions
-            ),
-            cluster=ClusterReport(self._cluster),
             containers=self._usages.usage,
             cdi=self._cdi.status,
             mps=lambda: self._mps.statuses,
         )
-        self.web = LateWeb(self._report, settings)
+        self.web = LateWeb(self._report.status, settings)
 
     async def run(self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None) -> None:
         """Start, call ``started``, run until ``stop`` is set, and stop in order.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.status import AgentStatus
     from vgpu_agent.web.server import WebServer
-    from vgpu_agent.web.source import Source
 
 _LONGEST_SECONDS = 1.0
 _LOOK_SECONDS = 0.01
@@ -33,8 +33,8 @@ class LateWeb:
     State: the server, None before `start`.
     """
 
-    def __init__(self, source: Source, settings: Settings) -> None:
-        self._source = source
+    def __init__(self, status: Callable[[], AgentStatus], settings: Settings) -> None:
+        self._status = status
         self._settings = settings
         self._server: WebServer | None = None
 
@@ -67,7 +67,7 @@ class LateWeb:
 
         settings = self._settings
         self._server = WebServer(
-            self._source,
+            self._status,
             listen=settings.listen,
             debug_listen=settings.debug_listen,
             max_body_bytes=settings.web.max_body_bytes,

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import same_quantity
-from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting
+from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
 from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.errors import ClusterError
+from vgpu_agent.status import WriterStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,7 @@ class AllocatableWriter:
         self._writes: dict[str, _Write] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._next_at = float("-inf")  # loop time at which a write would be due if all were equally far apart
-        self.counts = WriteCounts()
+        self.counts = WriterStatus("allocatable")
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Follow the lists until cancelled."""

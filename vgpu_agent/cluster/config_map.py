@@ -21,9 +21,10 @@ from vgpu_agent.concurrency import Latest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from vgpu_agent.cluster.reflector import ReflectorStatus, Source
+    from vgpu_agent.cluster.reflector import Source
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
+    from vgpu_agent.status import WatchStatus
 
 _FORBIDDEN = 403
 
@@ -59,10 +60,13 @@ class ConfigMapWatch:
         self._journal = journal
         self._said: tuple[str, tuple[str, ...]] | None = None
         self._places = [_Place(source, namespace, name, settings, journal) for namespace in namespaces]
+        for place in self._places:
+            # In one of the usual namespaces the role may be missing; in the one that was asked for that is a mistake.
+            place.reflector.status.essential = place.namespace == expected_in
 
     @property
-    def statuses(self) -> dict[str, ReflectorStatus]:
-        """The state of each watch, by namespace."""
+    def statuses(self) -> dict[str, WatchStatus]:
+        """The state of each watch, by namespace; a later namespace is not watched while an earlier one has the ConfigMap."""
         return {place.namespace: place.reflector.status for place in self._places}
 
     @property

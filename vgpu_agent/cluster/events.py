@@ -14,11 +14,12 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from vgpu_agent.cluster.api import events_path, timestamp
-from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting
+from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
 from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import Pod
+from vgpu_agent.status import WriterStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +101,7 @@ class Events:
         self._queue: collections.deque[_Event] = collections.deque()
         self._backoff = Backoff(settings)
         self._raised = Revision()
-        self.counts = WriteCounts()
+        self.counts = WriterStatus("events")
 
     def raise_event(self, regarding: Pod | Node, reason: str, message: str, kind: Literal["Warning", "Normal"] = "Warning") -> None:
         """Raise an event about a pod or a node; the same again within an hour only counts.

@@ -18,10 +18,11 @@ import msgspec
 
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import DesiredEntry, Section, capacity_patch, compared, metadata_patch, with_conditions
-from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting, slow_seconds
+from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting, slow_seconds
 from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.cluster.written import Written
 from vgpu_agent.errors import ClusterError
+from vgpu_agent.status import WriterStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ class NodePublisher:
         self._all_written = False
         self._beat: Callable[[], None] = lambda: None
         self.first = asyncio.Event()
-        self.counts = WriteCounts()
+        self.counts = WriterStatus("node")
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Publish for ever; a sign of life at least every ``look_seconds`` and before each request."""

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.cluster.api import pod_path
-from vgpu_agent.cluster.retrying import Backoff, Complaints, WriteCounts, lasting
+from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
 from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.cluster.written import Written
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import ClusterError
+from vgpu_agent.status import WriterStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -118,7 +119,7 @@ class PodPublisher:
         self._outage = Backoff(settings)  # shared by all pods, beside the one of each
         self._done = Revision()  # requests that have ended
         self._backlog = False  # whether some are due that were not begun
-        self.counts = WriteCounts()
+        self.counts = WriterStatus("pods")
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Publish for ever; a sign of life at least every ``look_seconds``."""

@@ -26,6 +26,7 @@ from vgpu_agent.cluster.lists import ListReader
 from vgpu_agent.cluster.retrying import lasting, slow_seconds
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError, shortened
+from vgpu_agent.status import WatchStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
@@ -83,35 +84,6 @@ class Sink(Protocol[Seen_contra]):
     def remove(self, item: Seen_contra, /) -> None:
         """This was deleted; here is its last state."""
         ...
-
-
-@dataclasses.dataclass(slots=True)
-class ReflectorStatus:
-    """The history of one reflector, for metrics, readiness and ``/debug``; times are unix seconds, 0 for never.
-
-    Attributes:
-        lists: complete lists that were taken over.
-        watches: watches that were begun.
-        events: additions, changes and deletions that came.
-        errors: failures of lists and watches; 410 and a clean end are none.
-        unreadable: objects that could not be read.
-        last_event_at: time of the last answer of the API server, bookmarks and lists included.
-        last_error: of the last failure; stays when it is over.
-        failing: the last list or watch failed.
-        failing_since: time of the first of the failures in a row; it stays when they are over.
-        synced: there was a first complete list.
-    """
-
-    lists: int = 0
-    watches: int = 0
-    events: int = 0
-    errors: int = 0
-    unreadable: int = 0
-    last_event_at: float = 0.0
-    last_error: str = ""
-    failing: bool = False
-    failing_since: float = 0.0
-    synced: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,7 +147,7 @@ class Reflector(Generic[T]):
             trim: those of the objects read so far that the sink would keep. A list is not held whole before it is cut.
         """
         self._trim = trim
-        self.status = ReflectorStatus()
+        self.status = WatchStatus(scope.what)
         self.synced = asyncio.Event()
         self.trouble: Latest[ClusterError | None] = Latest(None)
         self.scope = scope
@@ -304,7 +276,7 @@ class Reflector(Generic[T]):
         """Take over one line of a watch."""
         if not line:
             self._heard()
-            self.status.failing = False  # whether the watch lasts is known, and logged, with its first event
+            self.status.failing_since = 0.0  # whether the watch lasts is known, and logged, with its first event
             return
         try:
             event = decode.event(line)
@@ -357,9 +329,8 @@ class Reflector(Generic[T]):
             self._version = ""
             return
         self.status.errors += 1
-        if not self.status.failing:
-            self.status.failing_since = time.time()
-        self.status.failing, self.status.last_error = True, shortened(str(err), _LONGEST_ERROR)
+        self.status.failing_since = self.status.failing_since or time.time()
+        self.status.last_error = shortened(str(err), _LONGEST_ERROR)
         self.trouble.publish(err)
         # An outage is one line in the log, not one for each try.
         if err.status not in self._expected and (trouble := f"{err.status}") != self._said:
@@ -367,7 +338,7 @@ class Reflector(Generic[T]):
             self._journal.record("cluster.watch_failed", level="warning", watch=self.scope.what, error=str(err))
 
     def _well(self) -> None:
-        self.status.failing = False
+        self.status.failing_since = 0.0
         if self.trouble.value is not None:
             self.trouble.publish(None)
         if self._said:

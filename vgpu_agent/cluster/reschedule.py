@@ -11,7 +11,6 @@ Built and run by `agent`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster.api import pod_path
@@ -36,25 +35,6 @@ REFUSED, EVICTED, OVERCOMMITTED = "VgpuStartRefused", "VgpuEvicted", "VgpuOverco
 PERMISSION = "create pods/eviction"
 _SHORTEST_WAIT_SECONDS = 0.01
 _HOUR_SECONDS = 3600.0  # after which the API server forgets an event
-
-
-@dataclasses.dataclass(slots=True)
-class RescheduleCounts:
-    """The counts of rescheduling, for metrics.
-
-    Attributes:
-        refused: containers that may not start now.
-        told: refusals for which an event was raised.
-        evicted: pods that the API server has agreed to evict.
-        postponed: times that a PodDisruptionBudget, or a busy API server, asked us to wait.
-        failed: evictions that failed for another reason.
-    """
-
-    refused: int = 0
-    told: int = 0
-    evicted: int = 0
-    postponed: int = 0
-    failed: int = 0
 
 
 class Reschedule:
@@ -100,7 +80,7 @@ class Reschedule:
         self._evicted: set[str] = set()
         self._backoffs: dict[str, Backoff] = {}
         self._beat: Callable[[], None] = lambda: None
-        self.counts = RescheduleCounts()
+        self.evictions = {"evicted": 0, "postponed": 0, "failed": 0}
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Look for ever; a sign of life at least every ``look_seconds`` and before each request."""
@@ -116,7 +96,6 @@ class Reschedule:
         refusals, now = tuple(self._refusals()), asyncio.get_running_loop().time()
         self._forget_absent({refusal.pod.uid for refusal in refusals})
         self._seen = {key: self._seen.get(key, now) for key in map(_key, refusals)}
-        self.counts.refused = len(refusals)
         for notice in self._overcommits.take():
             self._events.raise_event(notice.pod, OVERCOMMITTED, notice.text)
         pause = self._look_seconds
@@ -139,7 +118,6 @@ class Reschedule:
         if left > 0:
             return left
         self._told[key] = (refusal.reason, now)
-        self.counts.told += 1
         self._events.raise_event(
             refusal.pod, REFUSED, f"container {refusal.container} may not start with its {refusal.resource}: {refusal.text}"
         )
@@ -164,7 +142,7 @@ class Reschedule:
             self._postponed(pod, err, backoff)
             return backoff.seconds_left
         self._evicted.add(pod.uid)
-        self.counts.evicted += 1
+        self.evictions["evicted"] += 1
         self._complaints.over("eviction")
         seconds = self._seconds(refusal)
         text = f"evicted because container {refusal.container} was not allowed to start for {seconds:.0f} s: {refusal.reason}"
@@ -179,10 +157,10 @@ class Reschedule:
     def _postponed(self, pod: Pod, err: ClusterError, backoff: Backoff) -> None:
         backoff.failed(err)
         if err.status == 429:
-            self.counts.postponed += 1
+            self.evictions["postponed"] += 1
             self._complaints.say(f"budget {pod.uid}", "reschedule.postponed", "429", level="info", pod=pod.full_name, error=str(err))
         elif err.status not in {404, 409}:  # those: it is gone or another pod has its name, and the watch will show it
-            self.counts.failed += 1
+            self.evictions["failed"] += 1
             self._complaints.failed("eviction", err, PERMISSION, pod=pod.full_name)
 
     def _forget_absent(self, uids: set[str]) -> None:

@@ -7,7 +7,6 @@ that can fail by itself.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -22,25 +21,6 @@ if TYPE_CHECKING:
 _LASTING = (400, 403, 405, 413, 422)
 # A lasting failure is tried again this many longest pauses later: permissions can be granted while the agent runs.
 _LASTING_PAUSES = 10
-
-
-@dataclasses.dataclass(slots=True)
-class WriteCounts:
-    """The counts of one writer since it was built, for metrics.
-
-    Attributes:
-        written: requests that the API server has accepted.
-        failed: requests that it has not, or that had no answer.
-        dropped: things given up for good.
-        pending: things that are not yet written, now.
-        oldest_pending_seconds: age of the oldest of them; 0 when there is none.
-    """
-
-    written: int = 0
-    failed: int = 0
-    dropped: int = 0
-    pending: int = 0
-    oldest_pending_seconds: float = 0.0
 
 
 def lasting(err: ClusterError) -> bool:

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable
 
-    from vgpu_agent.cluster.reflector import ReflectorStatus, Source
+    from vgpu_agent.cluster.reflector import Source
     from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
     from vgpu_agent.pods import Pod, PodCache
+    from vgpu_agent.status import WatchStatus
 
 _NOT_FOUND = 404
 _NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
@@ -43,7 +44,7 @@ class PodWatch:
         self._reflector = Reflector(source, scope, decode.pod, _Living(book), settings=settings, journal=journal, trim=book.fitting)
 
     @property
-    def status(self) -> ReflectorStatus:
+    def status(self) -> WatchStatus:
         """The state of the watch."""
         return self._reflector.status
 
@@ -115,7 +116,7 @@ class NodeWatch:
         self.synced: asyncio.Event = self._reflector.synced
 
     @property
-    def status(self) -> ReflectorStatus:
+    def status(self) -> WatchStatus:
         """The state of the watch."""
         return self._reflector.status
 

@@ -276,8 +276,8 @@ class Daemon:
         status.state, status.trouble, status.adopted = MpsState.RUNNING, "", adopted
         status.running_since = status.limits_seen_at = time.time()
         status.thread_percentage = plan.thread_percentage
-        status.limits = tuple((limit.uuid, limit.memory_mib) for limit in plan.devices)
-        status.lent = tuple(sorted(self._lent))
+        status.memory_limit_mib = {limit.uuid: limit.memory_mib for limit in plan.devices}
+        status.in_use_by_others = tuple(sorted(self._lent))
         await asyncio.to_thread(directories.mark, plan.directory, directories.STARTED)
         self._journal.record(
             "mps.daemon_adopted" if adopted else "mps.daemon_started",
@@ -329,7 +329,7 @@ class Daemon:
             await self._bring_modes()
         except MpsError as err:
             _logger.warning("mps.compute_mode_failed", resource=self._plan.resource, error=str(err))
-        self.status.lent = tuple(sorted(self._lent))
+        self.status.in_use_by_others = tuple(sorted(self._lent))
 
     async def _is_outdated(self) -> bool:
         """Tell whether this daemon must be replaced now. One that has to wait for its holders reports so."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import with_advice
-from vgpu_agent.web.moments import When, when
+from vgpu_agent.web.shapes import When, view
 
 if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus, BindingStatus
@@ -62,19 +62,20 @@ class RefusalView(msgspec.Struct, frozen=True):
         return f"{self.namespace}/{self.pod}"
 
 
-def view(status: BindingStatus) -> BindingView:
+def binding_view(status: BindingStatus, now: float) -> BindingView:
     """Show how grants are bound."""
     mode = status.mode
-    return BindingView(
+    families = tuple(
+        view(FamilyView, family, now, family=family.name, decided_by="pod" if family.by_pod else "ids") for family in status.families
+    )
+    return view(
+        BindingView,
+        status,
+        now,
         mode=mode_word(status),
         by_annotation=mode.by_annotation if mode else False,
         reason=mode.reason if mode else "",
-        families=tuple(
-            FamilyView(family.name, "pod" if family.by_pod else "ids", family.offered, family.trouble) for family in status.families
-        ),
-        ambiguities=status.ambiguities,
-        wrong_guesses=status.wrong_guesses,
-        exchanges=status.exchanges,
+        families=families,
     )
 
 
@@ -88,17 +89,6 @@ def mode_word(status: BindingStatus) -> str:
 def refusals(status: AgentStatus, now: float) -> tuple[RefusalView, ...]:
     """List the current refusals, the longest refused first."""
     return tuple(
-        RefusalView(
-            namespace=refusal.pod.namespace,
-            pod=refusal.pod.name,
-            pod_uid=refusal.pod.kubelet_uid,
-            container=refusal.container,
-            resource=refusal.resource,
-            reason=refusal.reason,
-            advice=refusal.advice,
-            since=when(refusal.since, now),
-            count=refusal.count,
-            final=refusal.final,
-        )
+        view(RefusalView, refusal, now, namespace=refusal.pod.namespace, pod=refusal.pod.name, pod_uid=refusal.pod.kubelet_uid)
         for refusal in status.binding.refusals
     )

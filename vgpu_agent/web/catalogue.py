@@ -11,10 +11,8 @@ with ``vgpu_agent_gpu_info`` for index and name.
 from __future__ import annotations
 
 from vgpu_agent.web import readings, views
-from vgpu_agent.web.catalogue_binding import BINDING, CLUSTER
-from vgpu_agent.web.catalogue_families import of_families
+from vgpu_agent.web.catalogue_binding import BINDING, CLUSTER, MPS
 from vgpu_agent.web.metric import Kind, Metric
-from vgpu_agent.web.mps import MPS
 
 _G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
 _GPU, _RESOURCE, _TASK = ("gpu",), ("resource",), ("task",)
@@ -328,7 +326,6 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     *BINDING,
     *CLUSTER,
-    *of_families(),
     *MPS,
     # NVML
     Metric(

@@ -1,4 +1,4 @@
-"""The part of the catalogue about grants that are bound to pods, and about the API server.
+"""The parts of the catalogue about grants that are bound to pods, the API server, and MPS control daemons.
 
 Read by `catalogue`, which puts it into its own table. A watch or a writer is named by its subject, so their series
 are few.
@@ -6,7 +6,8 @@ are few.
 
 from __future__ import annotations
 
-from vgpu_agent.web import readings, readings_binding
+from vgpu_agent.status import MpsState
+from vgpu_agent.web import readings
 from vgpu_agent.web.metric import Kind, Metric
 
 _G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
@@ -19,21 +20,21 @@ BINDING: tuple[Metric, ...] = (
         _G,
         ("mode",),
         "How grants of pods are bound: late, early, or unknown while the Node has not been read; always 1. /debug/config gives the reason.",
-        readings_binding.binding_info,
+        readings.binding_info,
     ),
     Metric(
         "vgpu_agent_family_offered",
         _G,
         _FAMILY,
         "1 while a resource of the family is served; /readyz names the reason when none is.",
-        readings_binding.family_offered,
+        readings.family_offered,
     ),
     Metric(
         "vgpu_agent_grants",
         _G,
         ("family", "state"),
         "Grants by family and state; identified says whose the share is, not that a limit holds.",
-        readings_binding.grants,
+        readings.grants,
     ),
     Metric(
         "vgpu_agent_limits",
@@ -41,14 +42,14 @@ BINDING: tuple[Metric, ...] = (
         ("family", "limit"),
         "Grants by family and by how far their limit has come: whole device, no limit, configured, in force (seen from the host) or not in "
         "force. /debug/allocations says why.",
-        readings_binding.limits,
+        readings.limits,
     ),
     Metric(
         "vgpu_agent_pre_starts_total",
         _C,
         ("resource", "result"),
         "PreStartContainer calls by result: granted or refused.",
-        readings_binding.pre_starts,
+        readings.pre_starts,
     ),
     Metric(
         "vgpu_agent_pre_start_seconds",
@@ -63,7 +64,7 @@ BINDING: tuple[Metric, ...] = (
         _G,
         ("final",),
         "Containers that may not start now; final is true when trying again cannot help. /debug/allocations names them.",
-        readings_binding.refused_starts,
+        readings.refused_starts,
     ),
     Metric(
         "vgpu_agent_files_left_over",
@@ -113,7 +114,7 @@ BINDING: tuple[Metric, ...] = (
         ("resource", "gpu", "kind"),
         "How much of a GPU schedulers have given out beyond what it has: kind cores in percent of the GPU, kind holders in containers; "
         "absent where nothing is. See binding.schedulerOvercommit.",
-        readings_binding.overcommitted,
+        readings.overcommitted,
     ),
     Metric(
         "vgpu_agent_overcommitted_starts_total",
@@ -145,76 +146,107 @@ CLUSTER: tuple[Metric, ...] = (
         _C,
         ("verb", "resource", "outcome"),
         "Requests to the API server; outcome is the HTTP status, or `no answer`.",
-        readings_binding.api_requests,
+        readings.api_requests,
     ),
     Metric(
         "vgpu_agent_watch_synced",
         _G,
         _WATCH,
         "1 once a watch has been given a complete list.",
-        readings_binding.each_watch(lambda watch, _: watch.synced),
+        readings.each_watch(lambda watch, _: watch.synced),
     ),
     Metric(
         "vgpu_agent_watch_age_seconds",
         _G,
         _WATCH,
         "How long ago a watch last heard anything, bookmarks included; absent before the first word.",
-        readings_binding.each_watch(lambda watch, now: max(0.0, now - watch.last_event_at) if watch.last_event_at else None),
+        readings.each_watch(lambda watch, now: max(0.0, now - watch.last_event_at) if watch.last_event_at else None),
     ),
     Metric(
         "vgpu_agent_watch_failing_seconds",
         _G,
         _WATCH,
         "For how long a watch has been failing; 0 while all is well.",
-        readings_binding.each_watch(lambda watch, now: max(0.0, now - watch.failing_since) if watch.failing_since else 0.0),
+        readings.each_watch(lambda watch, now: max(0.0, now - watch.failing_since) if watch.failing_since else 0.0),
     ),
     Metric(
         "vgpu_agent_watch_errors_total",
         _C,
         _WATCH,
         "Lists and watches that failed; an ordinary end is none.",
-        readings_binding.each_watch(lambda watch, _: watch.errors),
+        readings.each_watch(lambda watch, _: watch.errors),
     ),
     Metric(
         "vgpu_agent_watch_events_total",
         _C,
         _WATCH,
         "Changes that a watch was told of.",
-        readings_binding.each_watch(lambda watch, _: watch.events),
+        readings.each_watch(lambda watch, _: watch.events),
     ),
     Metric(
         "vgpu_agent_watch_unreadable_total",
         _C,
         _WATCH,
         "Objects that could not be read; the log has them as cluster.unreadable.",
-        readings_binding.each_watch(lambda watch, _: watch.unreadable),
+        readings.each_watch(lambda watch, _: watch.unreadable),
     ),
     Metric(
         "vgpu_agent_writes_total",
         _C,
         ("writer", "result"),
         "Writes about the node, its allocatable counts, pods or events: written, failed (and tried again), or dropped for good.",
-        readings_binding.writes,
+        readings.writes,
     ),
     Metric(
         "vgpu_agent_writes_pending",
         _G,
         _WRITER,
         "Things that are not written yet: pods whose annotations differ, events in the queue.",
-        readings_binding.each_writer(lambda writer: writer.pending),
+        readings.each_writer(lambda writer: writer.pending),
     ),
     Metric(
         "vgpu_agent_writes_pending_oldest_seconds",
         _G,
         _WRITER,
         "How long the oldest of them has been waiting; 0 when there is none.",
-        readings_binding.each_writer(lambda writer: writer.oldest_pending_seconds),
+        readings.each_writer(lambda writer: writer.oldest_pending_seconds),
     ),
     Metric(
         "vgpu_agent_evictions_total",
         _C,
         ("result",),
         "Evictions of pods that cannot start here: evicted, postponed (by a PodDisruptionBudget), or failed.",
-        readings_binding.evictions,
+        readings.evictions,
+    ),
+)
+
+MPS: tuple[Metric, ...] = (
+    Metric(
+        "vgpu_agent_mps_daemon_up",
+        _G,
+        _RESOURCE,
+        "1 while the resource's MPS control daemon runs and its limits were seen to be in force.",
+        readings.each_daemon(lambda daemon: daemon.state is MpsState.RUNNING and not daemon.trouble),
+    ),
+    Metric(
+        "vgpu_agent_mps_restarts_total",
+        _C,
+        _RESOURCE,
+        "How often the resource's MPS control daemon ended or went silent under the agent.",
+        readings.each_daemon(lambda daemon: daemon.restarts),
+    ),
+    Metric(
+        "vgpu_agent_mps_clients",
+        _G,
+        _RESOURCE,
+        "Processes that were clients of the daemon when it was last asked.",
+        readings.each_daemon(lambda daemon: len(daemon.clients)),
+    ),
+    Metric(
+        "vgpu_agent_mps_clients_lost_total",
+        _C,
+        _RESOURCE,
+        "Client processes whose daemon ended under them; /debug/events?event=mps names their pods.",
+        readings.each_daemon(lambda daemon: daemon.clients_lost),
     ),
 )

@@ -12,7 +12,7 @@ from vgpu_agent.errors import shortened
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.model import GrantState
 from vgpu_agent.web import views
-from vgpu_agent.web.moments import when
+from vgpu_agent.web.shapes import shown, when
 
 if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
@@ -49,18 +49,7 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
 
 def watch(one: WatchStatus, now: float) -> dict[str, Any]:
     """One watch."""
-    return {
-        "name": one.name,
-        "synced": one.synced,
-        "failing": when(one.failing_since, now),
-        "last_event": when(one.last_event_at, now),
-        "lists": one.lists,
-        "watches": one.watches,
-        "events": one.events,
-        "errors": one.errors,
-        "unreadable": one.unreadable,
-        "last_error": one.last_error,
-    }
+    return {name: value for name, value in shown(one, now).items() if name != "essential"}
 
 
 def book(status: AgentStatus, now: float) -> dict[str, Any]:
@@ -75,8 +64,7 @@ def book(status: AgentStatus, now: float) -> dict[str, Any]:
 
 def our_resources(status: AgentStatus) -> frozenset[str]:
     """The resources that this node offers, or would offer if nothing was in the way."""
-    withheld = (problem.part.removeprefix("resource ") for problem in status.not_ready if problem.part.startswith("resource "))
-    return frozenset((*status.ledger.free, *(plugin.resource for plugin in status.plugins), *withheld))
+    return frozenset((*status.ledger.free, *(plugin.resource for plugin in status.plugins), *status.not_served))
 
 
 def _pod(status: AgentStatus, pod: Pod, now: float) -> dict[str, Any]:

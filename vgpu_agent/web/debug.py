@@ -17,8 +17,8 @@ import msgspec
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.registry import FAMILIES
-from vgpu_agent.web import allocations, binding, cdi, cluster, explain, mps, uses, views
-from vgpu_agent.web.moments import when
+from vgpu_agent.web import allocations, binding, cluster, explain, uses, views
+from vgpu_agent.web.shapes import shown, when
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -142,7 +142,7 @@ def _ledger(asked: Question) -> dict[str, Any]:
         "ids_free": ledger.free,
         "rooms": ledger.rooms,
         "scheduler_overcommitted": ledger.overcommitted,
-        "uses": {use.gpu: uses.view(use, asked.now) for use in ledger.uses},
+        "uses": {use.gpu: uses.use_view(use, asked.now) for use in ledger.uses},
         "held_back": {resource: uses.held_back(asked.status, resource) for resource in ledger.held_back},
         "grants": views.grants(asked.status, asked.now),
     }
@@ -169,24 +169,13 @@ def _pods(asked: Question) -> dict[str, Any]:
     return {"pods": views.pods(asked.status, asked.now), **cluster.book(asked.status, asked.now)}
 
 
-def _cluster(asked: Question) -> dict[str, Any]:
-    return cluster.answer(asked.status, asked.now)
-
-
 def _mps(asked: Question) -> dict[str, Any]:
-    return mps.answer(asked.status, asked.now)
+    return {"daemons": [shown(daemon, asked.now) for daemon in asked.status.mps]}
 
 
 def _resources(asked: Question) -> dict[str, Any]:
-    kubelet = asked.status.kubelet
     return {
-        "kubelet": {
-            "directory": kubelet.directory,
-            "socket_present": kubelet.socket_present,
-            "restarts_seen": kubelet.restarts_seen,
-            "records_read": when(kubelet.records_read_at, asked.now),
-            "records_trouble": kubelet.records_trouble,
-        },
+        "kubelet": shown(asked.status.kubelet, asked.now),
         "resources": views.resources(asked.status, asked.now),
         "withheld": views.withheld(asked.status),
         "cautions": list(asked.status.binding.cautions),
@@ -202,11 +191,11 @@ def _events(asked: Question) -> dict[str, Any]:
         for entry in asked.status.events
         if entry.at >= since and (name is None or entry.event == name or entry.event.startswith(f"{name}."))
     ]
-    shown = matching if limit is None else matching[-limit:]
+    newest = matching if limit is None else matching[-limit:]
     return {
         "kept": len(asked.status.events),
         "matching": len(matching),
-        "events": [{**msgspec.to_builtins(when(entry.at, asked.now)), "event": entry.event, "facts": entry.facts} for entry in shown],
+        "events": [{**msgspec.to_builtins(when(entry.at, asked.now)), "event": entry.event, "facts": entry.facts} for entry in newest],
     }
 
 
@@ -241,8 +230,8 @@ def _config(asked: Question) -> dict[str, Any]:
         "problem": asked.status.config_problem,
         "needs_restart": asked.status.config_needs_restart,
         "named": asked.status.config_named,
-        "binding": binding.view(asked.status.binding),
-        "cdi": cdi.view(asked.status.cdi, asked.now),
+        "binding": binding.binding_view(asked.status.binding, asked.now),
+        "cdi": views.cdi(asked.status.cdi, asked.now),
         **_of_files(asked.status.binding),
         "config_map": asked.status.cluster.config_map,
         "file_problems": asked.status.binding.file_problems,
@@ -266,19 +255,7 @@ def _tasks(asked: Question) -> dict[str, Any]:
         "loop_lag_seconds": asked.status.loop_lag_seconds,
         "loop_lag_max_seconds": asked.status.loop_lag_max_seconds,
         "nvml": views.nvml(asked.status, now),
-        "tasks": [
-            {
-                "name": task.name,
-                "state": task.state,
-                "restarts": task.restarts,
-                "last_error": task.last_error,
-                "started": when(task.started_at, now),
-                "last_heartbeat": when(task.last_beat_at, now),
-                "stuck_after_seconds": task.stuck_after_seconds,
-                "stuck_seconds": task.stuck_for(now),
-            }
-            for task in asked.status.tasks
-        ],
+        "tasks": [{**shown(task, now), "stuck_seconds": task.stuck_for(now)} for task in asked.status.tasks],
     }
 
 
@@ -316,7 +293,12 @@ PATHS: tuple[DebugPath, ...] = (
         "/debug/explain", "Why a pod does not start, or which GPU it has and how that is known (pod=namespace/name).", ("pod",), _explain
     ),
     DebugPath("/debug/pods", "Who holds which GPU, by pod; and the pods of this node as the API server has them.", (), _pods),
-    DebugPath("/debug/cluster", "The API server: connection, watches, writers, requests, what was remembered.", (), _cluster),
+    DebugPath(
+        "/debug/cluster",
+        "The API server: connection, watches, writers, requests, what was remembered.",
+        (),
+        lambda asked: cluster.answer(asked.status, asked.now),
+    ),
     DebugPath(
         "/debug/resources", "Each plugin server: registered, stream open, ids sent, Allocate calls; and the kubelet.", (), _resources
     ),

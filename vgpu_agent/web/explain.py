@@ -12,7 +12,7 @@ import msgspec
 
 from vgpu_agent.pods import ENDED
 from vgpu_agent.web import allocations, binding, cluster, slices, uses
-from vgpu_agent.web.moments import When, when
+from vgpu_agent.web.shapes import When, when
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,9 +174,8 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
 
 def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
     """Explain why nothing of ``resource`` is granted now. Most reasons begin with its name, so it is removed."""
-    for problem in status.not_ready:
-        if problem.part == f"resource {resource}":
-            yield f"is not served now: {problem.reason.removeprefix(f'{resource}: ')}."
+    if reason := status.not_served.get(resource):
+        yield f"is not served now: {reason.removeprefix(f'{resource}: ')}."
 
 
 def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:

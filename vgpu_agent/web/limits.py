@@ -2,7 +2,7 @@
 
 *Identified* names the share's owner, and is the grant's own state. The limit of the container is another matter. It
 is *configured* once it is written where the backend reads it, and *in force* once that was seen from the host. Used
-by `views` and `readings_binding`, and by `agent` for the journal.
+by `views` and `readings`, and by `agent` for the journal.
 """
 
 from __future__ import annotations

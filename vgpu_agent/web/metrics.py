@@ -17,15 +17,19 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.families.spec import Readings
+from vgpu_agent.web import views
 from vgpu_agent.web.catalogue import CATALOGUE
-from vgpu_agent.web.metric import Kind
+from vgpu_agent.web.metric import Kind, Metric
 from vgpu_agent.web.readings import Moment, ProcessFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from vgpu_agent.web.metric import Metric
-    from vgpu_agent.web.source import Source
+    from vgpu_agent.families.spec import FamilyMetric
+    from vgpu_agent.status import AgentStatus
+    from vgpu_agent.web.readings import Row
 
 
 # In our metrics and in those of volcano-vgpu-device-plugin's monitor.
@@ -35,9 +39,11 @@ _POD_LABELS = frozenset({"namespace", "pod", "container", "podnamespace", "podna
 class Exposition(Collector):
     """The scrape: one registry of our own with one collector in it, itself; without ``pod_names``, without metrics of single pods."""
 
-    def __init__(self, source: Source, *, pod_names: bool = True, clock: Callable[[], float] = time.time) -> None:
-        self._source = source
-        self._metrics = tuple(metric for metric in CATALOGUE if pod_names or not _POD_LABELS.intersection(metric.labels))
+    def __init__(self, status: Callable[[], AgentStatus], *, pod_names: bool = True, clock: Callable[[], float] = time.time) -> None:
+        self._status = status
+        self._metrics = tuple(
+            metric for metric in (*CATALOGUE, *_of_families()) if pod_names or not _POD_LABELS.intersection(metric.labels)
+        )
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -58,7 +64,7 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield every metric of the catalogue that has a value; called by the registry."""
-        moment = Moment(self._source.status(), process_facts(), self._clock())
+        moment = Moment(self._status(), process_facts(), self._clock())
         for metric in self._metrics:
             yield _family(metric, moment)
 
@@ -72,6 +78,24 @@ def _family(metric: Metric, moment: Moment) -> Family:
         for values, value in metric.read_count(moment):
             family.add_sample(metric.name + "_count", dict(zip(metric.labels, values, strict=True)), float(value))
     return family
+
+
+def _of_families() -> Iterator[Metric]:
+    """Make a line of the catalogue of each metric that a family declares. It exists only while its family is on."""
+    for family in FAMILIES:
+        for metric in family.metrics:
+            yield Metric(metric.name, Kind.GAUGE, metric.labels, metric.help, _reading(family.name, metric))
+
+
+def _reading(family: str, metric: FamilyMetric) -> Callable[[Moment], Iterable[Row]]:
+    def read(moment: Moment) -> Iterable[Row]:
+        status = moment.status
+        if not any(each.name == family for each in status.binding.families):
+            return ()
+        grants = [grant for grant in views.live_grants(status) if grant.family == family]
+        return metric.rows(Readings(grants, status.inventory, status.usage, status.containers, moment.now))
+
+    return read
 
 
 def process_facts() -> ProcessFacts:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vgpu_agent.web.explain import Explanation
-    from vgpu_agent.web.moments import When
+    from vgpu_agent.web.shapes import When
     from vgpu_agent.web.views import GpuView, Overview
 
 _SHOWN_HOLDERS = 2  # in a line about a GPU; 80 of them would tear the table apart, and the pods have a table of their own

@@ -15,19 +15,24 @@ from vgpu_agent.status import NvmlState
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vgpu_agent.status import AgentStatus, ReadyProblem
+    from vgpu_agent.status import AgentStatus, Problem
 
 
 class Verdict(NamedTuple):
-    """The answer of a probe: whether it succeeds (200) or not (503), and the text."""
+    """The answer of a probe: whether it succeeds (200) or not (503), and for each part a line with its name and its state or fault."""
 
     ok: bool
-    text: str
+    lines: tuple[tuple[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(f"{name}: {state}\n" if state else f"{name}\n" for name, state in self.lines)
 
     @property
     def without_reasons(self) -> str:
-        """Return the text with the names of the affected parts and without reasons, because a reason may name a pod."""
-        return "".join(f"{line.partition(': ')[0]}\n" for line in self.text.splitlines())
+        """The answer with the names of the affected parts alone, because a reason may name a pod."""
+        return "".join(f"{name}\n" for name, _ in self.lines)
 
 
 class Check(NamedTuple):
@@ -49,13 +54,13 @@ def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
     return _verdict("ready", status.not_ready, checks, verbose=verbose)
 
 
-def _verdict(word: str, problems: tuple[ReadyProblem, ...], checks: tuple[Check, ...], *, verbose: bool) -> Verdict:
-    lines = [f"[-] {_one_line(problem.part)}: {_one_line(problem.reason)}" for problem in problems]
+def _verdict(word: str, problems: tuple[Problem, ...], checks: tuple[Check, ...], *, verbose: bool) -> Verdict:
+    lines = [("-", problem.part, problem.reason) for problem in problems]
     if verbose:
         # "~" marks a fault that is no reason for this probe to fail.
-        lines += [f"[{'+' if check.ok else '~'}] {_one_line(check.part)}: {_one_line(check.state)}" for check in checks]
-    lines.append(f"not {word}" if problems else word)
-    return Verdict(not problems, "\n".join(lines) + "\n")
+        lines += [("+" if check.ok else "~", check.part, check.state) for check in checks]
+    shown = ((f"[{mark}] {_one_line(part)}", _one_line(state)) for mark, part, state in lines)
+    return Verdict(not problems, (*shown, (f"not {word}" if problems else word, "")))
 
 
 def _node_checks(status: AgentStatus) -> tuple[Check, ...]:

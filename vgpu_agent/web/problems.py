@@ -10,33 +10,35 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.status import NvmlState
+from vgpu_agent.status import Problem, ProblemKind
 from vgpu_agent.web import slices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vgpu_agent.model import Inventory
-    from vgpu_agent.status import AgentStatus, ClusterStatus, LedgerStatus, NvmlStatus
+    from vgpu_agent.status import AgentStatus, ClusterStatus, LedgerStatus
 
 _SHOWN_IDS = 5
 _LATE_SECONDS = 60.0  # until then a write that waits is the normal course, e.g. while the API server restarts
 
 
-class Problem(msgspec.Struct, frozen=True):
-    """Something that an operator should know: which part, and a sentence."""
+class ProblemView(msgspec.Struct, frozen=True):
+    """A problem; ``part`` and ``reason`` are kind and subject, and text and remedy, in words."""
 
     part: str
     reason: str
+    kind: str = ""
+    subject: str = ""
+    remedy: str = ""
 
 
 def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
     """Every problem once."""
-    verdicts = [Problem(problem.part, problem.reason) for problem in (*status.not_alive, *status.not_ready)]
-    found = [*verdicts, *_gpus(status.inventory)]
-    if not any(problem.part == "nvml" for problem in verdicts):
-        found += _nvml(status.nvml, now)
-    found += [
+    found = [
+        *status.not_alive,
+        *status.not_ready,
+        *_gpus(status.inventory),
         *_kubelet(status),
         *_api_server(status.cluster, now),
         *_config(status),
@@ -50,29 +52,24 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
 def _gpus(inventory: Inventory) -> Iterator[Problem]:
     for gpu in inventory.gpus:
         if not gpu.present:
-            yield Problem(f"gpu {gpu.index}", f"{gpu.uuid} is gone: {gpu.health.reason or 'it no longer answers'}")
+            yield Problem(ProblemKind.GPU, str(gpu.index), f"{gpu.uuid} is gone: {gpu.health.reason or 'it no longer answers'}")
         elif not gpu.health.ok:
-            yield Problem(f"gpu {gpu.index}", f"{gpu.uuid} is unhealthy: {gpu.health.reason}")
+            yield Problem(ProblemKind.GPU, str(gpu.index), f"{gpu.uuid} is unhealthy: {gpu.health.reason}")
         else:
             for instance in gpu.mig_instances:
                 if reason := slices.why_withheld(gpu, instance):
-                    yield Problem(f"gpu {gpu.index}", f"MIG instance {instance.uuid} ({instance.profile}) is not given out: {reason}")
+                    text = f"MIG instance {instance.uuid} ({instance.profile}) is not given out: {reason}"
+                    yield Problem(ProblemKind.GPU, str(gpu.index), text)
     for failure in inventory.failures:
-        yield Problem("gpu", f"a GPU did not answer: {failure}")
-
-
-def _nvml(nvml: NvmlStatus, now: float) -> Iterator[Problem]:
-    if nvml.state is NvmlState.HUNG:
-        where = f" on {nvml.gpu}" if nvml.gpu else ""
-        yield Problem("nvml", f"{nvml.call}{where} has not returned for {now - nvml.since:.0f} s")
+        yield Problem(ProblemKind.GPU, "", f"a GPU did not answer: {failure}")
 
 
 def _kubelet(status: AgentStatus) -> Iterator[Problem]:
     if status.kubelet.records_trouble:
-        yield Problem("kubelet", status.kubelet.records_trouble)
+        yield Problem(ProblemKind.KUBELET, "", status.kubelet.records_trouble)
     for plugin in status.plugins:
         if plugin.complaint:
-            yield Problem(f"resource {plugin.resource}", plugin.complaint)
+            yield Problem(ProblemKind.RESOURCE, plugin.resource, plugin.complaint)
 
 
 def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
@@ -81,51 +78,48 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
     if failing:
         longest = min(failing, key=lambda watch: watch.failing_since)
         yield Problem(
-            "API server",
+            ProblemKind.API_SERVER,
+            "",
             f"the watch of {longest.name} has been failing for {now - longest.failing_since:.0f} s: {longest.last_error}; pods seen "
             "before are served, and what is to be written waits",
         )
     for writer in cluster.writers:
         if writer.oldest_pending_seconds >= _LATE_SECONDS:
             yield Problem(
-                "API server",
-                f"writes about {writer.name} wait: {writer.pending}, the oldest for {writer.oldest_pending_seconds:.0f} s; "
+                ProblemKind.API_SERVER,
+                "",
+                f"writes about {writer.name} wait: {writer.pending}, the oldest for {writer.oldest_pending_seconds:.0f} s",
                 "the log says why under node., pods. or events.",
             )
 
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
-    for problem in status.binding.file_problems:
-        yield Problem("config", problem)
-    for caution in status.binding.cautions:
-        yield Problem("config", caution)
-    for collision in status.config_collisions:
-        yield Problem("config", collision)
-    if status.config_problem:
-        for line in status.config_problem.splitlines():
-            yield Problem("config", f"the newest configuration is not in force: {line}")
+    refused = (f"the newest configuration is not in force: {line}" for line in status.config_problem.splitlines())
+    for text in (*status.binding.file_problems, *status.binding.cautions, *status.config_collisions, *refused):
+        yield Problem(ProblemKind.CONFIG, "", text)
     if status.config_needs_restart:
-        yield Problem("config", f"takes effect after a restart: {', '.join(status.config_needs_restart)}")
+        yield Problem(ProblemKind.CONFIG, "", f"takes effect after a restart: {', '.join(status.config_needs_restart)}")
 
 
 def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
     for each in ledger.overcommitted:
-        yield Problem(f"resource {each.resource}", f"scheduler overcommitted: of {each.device} more is given out than it has: {each.text}")
+        text = f"scheduler overcommitted: of {each.device} more is given out than it has: {each.text}"
+        yield Problem(ProblemKind.RESOURCE, each.resource, text)
     if ledger.unknown_ids:
         more = f" and {len(ledger.unknown_ids) - _SHOWN_IDS} more" if len(ledger.unknown_ids) > _SHOWN_IDS else ""
-        yield Problem(
-            "ledger", f"kubelet's records hold ids that this node does not offer: {', '.join(ledger.unknown_ids[:_SHOWN_IDS])}{more}"
-        )
+        ids = ", ".join(ledger.unknown_ids[:_SHOWN_IDS])
+        yield Problem(ProblemKind.LEDGER, "", f"kubelet's records hold ids that this node does not offer: {ids}{more}")
 
 
 def _left_over(status: AgentStatus) -> Iterator[Problem]:
     paths = list(status.binding.left_over)
     if paths:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        yield Problem("files", f"{paths[0]}{more}: {status.binding.left_over[paths[0]]}; an ended container has left it, remove it by hand")
+        remedy = "an ended container has left it, remove it by hand"
+        yield Problem(ProblemKind.FILES, "", f"{paths[0]}{more}: {status.binding.left_over[paths[0]]}", remedy)
 
 
 def _vanished(status: AgentStatus) -> Iterator[Problem]:
     for grant, device in slices.on_missing_devices(status):
         who = grant.owner.pod_name if grant.owner else "a container that kubelet has not named yet"
-        yield Problem(f"resource {grant.resource}", f"{who} runs on {device}, which this node no longer has")
+        yield Problem(ProblemKind.RESOURCE, grant.resource, f"{who} runs on {device}, which this node no longer has")

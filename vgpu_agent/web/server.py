@@ -15,7 +15,7 @@ import math
 import socket
 import time
 import weakref
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError
@@ -24,18 +24,18 @@ from vgpu_agent import log
 from vgpu_agent.web import debug, page, probes, views
 from vgpu_agent.web.address import Address, bind, parse
 from vgpu_agent.web.connections import Connections, bounded
-from vgpu_agent.web.kept import KeptAnswers
 from vgpu_agent.web.metrics import Exposition
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Hashable
 
     from vgpu_agent.status import AgentStatus
     from vgpu_agent.web.probes import Verdict
-    from vgpu_agent.web.source import Source
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     Probe = Callable[..., Verdict]
+
+Answer = TypeVar("Answer")
 
 _logger = log.get(__name__)
 _PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
@@ -46,13 +46,18 @@ _REQUESTS_AT_ONCE, _REQUESTS_A_SECOND = 20, 10.0
 _MOST_REQUESTS = 1000  # of one connection, which is closed then
 _LONGEST_LINE_BYTES = 8190  # of a request line or a header; paths and queries of ours are short
 _MOST_HEADERS = 64
+# Answers for any client on the network, which may ask for /metrics in a loop.
+_PART_OF_TIME = 0.05  # of the event loop's, for making answers
+_SPARE_SECONDS = 0.5  # of computing at once: dozens of answers
+_KEPT_SECONDS = 5.0
+_MOST_KEPT = 16
 
 
 class WebServer:
     """Both servers; use it as an async context, or `start` and `stop`.
 
     Args:
-        source: where every answer comes from.
+        status: the snapshot of which every answer is made; cheap, and never blocks.
         listen: address of metrics and probes, ``:9394``; port 0 takes a free one.
         debug_listen: address of ``/debug``, ``127.0.0.1:9395``; same.
         max_body_bytes: largest request body that is read.
@@ -64,7 +69,7 @@ class WebServer:
 
     def __init__(
         self,
-        source: Source,
+        status: Callable[[], AgentStatus],
         *,
         listen: str,
         debug_listen: str,
@@ -74,15 +79,15 @@ class WebServer:
         pod_names_everywhere: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._source = source
+        self._status = status
         self._listen, self._debug_listen = listen, debug_listen
         self._max_body_bytes = max_body_bytes
         self._request_timeout_seconds = request_timeout_seconds
         self._shutdown_seconds = shutdown_seconds
         self._clock = clock
         self._pod_names_everywhere = pod_names_everywhere
-        self._exposition = Exposition(source, clock=clock)
-        self._public_exposition = Exposition(source, pod_names=pod_names_everywhere, clock=clock)
+        self._exposition = Exposition(status, clock=clock)
+        self._public_exposition = Exposition(status, pod_names=pod_names_everywhere, clock=clock)
         self._kept = KeptAnswers()
         self._paces: weakref.WeakKeyDictionary[asyncio.Transport, _Pace] = weakref.WeakKeyDictionary()
         self._listening: list[tuple[web.AppRunner, Connections]] = []
@@ -184,7 +189,7 @@ class WebServer:
         return application
 
     def _snapshot(self) -> tuple[AgentStatus, float]:
-        return self._source.status(), self._clock()
+        return self._status(), self._clock()
 
     async def _page(self, request: web.Request) -> web.Response:
         as_html = "text/html" in request.headers.get(hdrs.ACCEPT, "")
@@ -279,6 +284,33 @@ class WebServer:
                 return _json(404, {"error": f"there is no {path} here{elsewhere}", "paths": known})
             case _:
                 return _error(err.status, err.reason)
+
+
+class KeptAnswers:
+    """The last answers by question. One is made anew while that takes a small part of time; who asks more often gets the last one.
+
+    State: the last answer to each question, for a few seconds; the computing time that may be spent.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._last: dict[Hashable, tuple[float, Any]] = {}
+        self._spare, self._counted_at = _SPARE_SECONDS, clock()
+
+    def answer(self, question: Hashable, make: Callable[[], Answer]) -> Answer:
+        """Return what ``make`` returns, or returned a moment ago; ``question`` names it."""
+        began = self._clock()
+        self._spare = min(_SPARE_SECONDS, self._spare + (began - self._counted_at) * _PART_OF_TIME)
+        self._counted_at = began
+        made_at, last = self._last.get(question, (float("-inf"), None))
+        if self._spare <= 0 and began - made_at < _KEPT_SECONDS:
+            return last  # type: ignore[no-any-return]  # what is kept under a question is what its `make` returned
+        made = make()
+        self._spare -= self._clock() - began
+        if question not in self._last and len(self._last) >= _MOST_KEPT:
+            self._last.clear()
+        self._last[question] = (began, made)
+        return made
 
 
 class _Pace:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.model import UNHEALTHY, GrantState
+from vgpu_agent.web.shapes import view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,20 +33,11 @@ class MigView(msgspec.Struct, frozen=True):
     device_nodes: tuple[str, ...] = ()
 
 
-def view(gpu: Gpu, instance: MigInstance) -> MigView:
+def instance_view(gpu: Gpu, instance: MigInstance, now: float) -> MigView:
     """The instance as ``/debug`` shows it."""
     reason = why_withheld(gpu, instance)
-    return MigView(
-        uuid=instance.uuid,
-        index=instance.index,
-        gpu_instance_id=instance.gpu_instance_id,
-        compute_instance_id=instance.compute_instance_id,
-        profile=instance.profile,
-        memory_mib=instance.memory_mib,
-        health=UNHEALTHY if reason else instance.health.word,
-        health_reason=reason,
-        device_nodes=instance.capability_nodes,
-    )
+    health = UNHEALTHY if reason else instance.health.word
+    return view(MigView, instance, now, health=health, health_reason=reason, device_nodes=instance.capability_nodes)
 
 
 def why_withheld(gpu: Gpu, instance: MigInstance) -> str:

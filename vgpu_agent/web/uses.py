@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import listed
-from vgpu_agent.web.moments import When, when
+from vgpu_agent.web.shapes import When, view, when
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -64,15 +64,15 @@ class HeldBackView(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...] = ()
 
 
-def view(use: GpuUse, now: float) -> UseView:
+def use_view(use: GpuUse, now: float) -> UseView:
     """One GPU."""
-    return UseView(
-        family=use.family,
-        since=when(use.since, now),
-        or_earlier=use.or_earlier,
+    return view(
+        UseView,
+        use,
+        now,
         pods=use.pods[:_MOST_PODS],
         pods_total=use.holders,
-        waiting=tuple(ClaimView(claim.pod, claim.family, claim.pod_uid, when(claim.since, now)) for claim in use.claims[:_MOST_CLAIMS]),
+        waiting=tuple(view(ClaimView, claim, now) for claim in use.claims[:_MOST_CLAIMS]),
         waiting_total=len(use.claims),
         freed_by=freed_by(use),
     )

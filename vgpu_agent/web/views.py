@@ -20,14 +20,14 @@ from vgpu_agent.web import binding as how_bound
 from vgpu_agent.web import problems, slices, uses
 from vgpu_agent.web.binding import BindingView, RefusalView
 from vgpu_agent.web.limits import Limits
-from vgpu_agent.web.moments import When, when
+from vgpu_agent.web.shapes import When, view, when
 from vgpu_agent.web.uses import HeldBackView, UseView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vgpu_agent.model import Gpu, GpuUsage, Grant
-    from vgpu_agent.status import AgentStatus, PluginStatus
+    from vgpu_agent.model import Gpu, GpuUsage, Grant, Share
+    from vgpu_agent.status import AgentStatus, CdiStatus, PluginStatus
 
 
 _SHOWN_IDS = 64
@@ -160,6 +160,24 @@ class NvmlView(msgspec.Struct, frozen=True):
     last_error: str = ""
 
 
+class CdiSpecView(msgspec.Struct, frozen=True):
+    """One spec: its path, its devices, when it was made, and why it is not as it should be."""
+
+    kind: str = ""
+    path: str = ""
+    devices: tuple[str, ...] = ()
+    made: When = When()
+    error: str = ""
+
+
+class CdiView(msgspec.Struct, frozen=True):
+    """The state of CDI; ``source`` is ``generated`` or ``toolkit``, and empty where containers receive no CDI names."""
+
+    source: str = ""
+    strategies: tuple[str, ...] = ()
+    specs: tuple[CdiSpecView, ...] = ()
+
+
 class Overview(msgspec.Struct, frozen=True):
     """The whole node on one page: ``/``, ``/debug/status`` and ``vgpu-agent status``."""
 
@@ -172,7 +190,7 @@ class Overview(msgspec.Struct, frozen=True):
     started: When = When()
     driver_version: str = ""
     cuda_version: str = ""
-    problems: tuple[problems.Problem, ...] = ()
+    problems: tuple[problems.ProblemView, ...] = ()
     gpus: tuple[GpuView, ...] = ()
     resources: tuple[ResourceView, ...] = ()
     pods: tuple[PodView, ...] = ()
@@ -201,35 +219,24 @@ def grant(status: AgentStatus, one: Grant, now: float, known: Limits | None = No
     """Show one grant; ``known`` are the snapshot's limits, for callers that show many."""
     owner, devices = one.owner, gpu_of_devices(status)
     limit = (known or Limits(status)).of(one)
-    shares = []
-    for share in one.shares:
-        gpu = devices.get(share.device)
-        shares.append(
-            ShareView(
-                share.device,
-                gpu.uuid if gpu else share.device,
-                gpu.index if gpu else None,
-                share.memory_mib,
-                share.cores_percent,
-                share.exclusive,
-            )
-        )
-    return GrantView(
-        number=one.number,
-        family=one.family,
-        resource=one.resource,
-        state=one.state.value,
+    return view(
+        GrantView,
+        one,
+        now,
         namespace=owner.namespace if owner else "",
         pod=owner.pod if owner else "",
         pod_uid=owner.pod_uid if owner else "",
         container=owner.container if owner else "",
         ids=one.ids[:_SHOWN_IDS],
         ids_total=len(one.ids),
-        shares=tuple(shares),
-        reserved=when(one.reserved_at, now),
+        shares=tuple(_share(share, devices.get(share.device), now) for share in one.shares),
         limit=limit.state.value if limit else "",
         limit_reason=limit.reason if limit else "",
     )
+
+
+def _share(share: Share, gpu: Gpu | None, now: float) -> ShareView:
+    return view(ShareView, share, now, gpu=gpu.uuid if gpu else share.device, gpu_index=gpu.index if gpu else None)
 
 
 def pods(status: AgentStatus, now: float) -> tuple[PodView, ...]:
@@ -252,7 +259,7 @@ def gpus(status: AgentStatus, now: float) -> tuple[GpuView, ...]:
         for share in grant.shares:
             holders.setdefault(share.gpu, {})[holder] = None
     usage = {used.uuid: used for used in status.usage}
-    in_use = {use.gpu: uses.view(use, now) for use in status.ledger.uses}
+    in_use = {use.gpu: uses.use_view(use, now) for use in status.ledger.uses}
     return tuple(
         _gpu(gpu, status, usage.get(gpu.uuid), tuple(holders.get(gpu.uuid, ())), in_use.get(gpu.uuid, UseView()), now)
         for gpu in status.inventory.gpus
@@ -261,39 +268,25 @@ def gpus(status: AgentStatus, now: float) -> tuple[GpuView, ...]:
 
 def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[str, ...], use: UseView, now: float) -> GpuView:
     major, minor = gpu.compute_capability
-    return GpuView(
-        uuid=gpu.uuid,
-        index=gpu.index,
-        minor=gpu.minor,
-        name=gpu.name,
-        memory_mib=gpu.memory_mib,
-        pci_bus_id=gpu.pci_bus_id,
-        numa_node=gpu.numa_node,
+    return view(
+        GpuView,
+        gpu,
+        now,
         compute_capability=f"{major}.{minor}",
-        present=gpu.present,
         health=gpu.health.word,
         health_reason=gpu.health.reason,
         health_changed=when(gpu.health.since, now),
-        usage=_usage(usage) if usage else None,
+        usage=_usage(usage, now) if usage else None,
         holders=holders,
         max_holders=max_holders(gpu, status),
-        mig_enabled=gpu.mig_enabled,
-        mig_instances=tuple(slices.view(gpu, instance) for instance in gpu.mig_instances),
+        mig_instances=tuple(slices.instance_view(gpu, instance, now) for instance in gpu.mig_instances),
         links={far: {"pci": link.pci, "nvlinks": link.nvlinks} for (near, far), link in status.inventory.links.items() if near == gpu.uuid},
         use=use,
     )
 
 
-def _usage(usage: GpuUsage) -> UsageView:
-    return UsageView(
-        memory_used_mib=usage.memory_used_mib,
-        memory_total_mib=usage.memory_total_mib,
-        utilisation_percent=usage.utilisation_percent,
-        temperature_celsius=usage.temperature_celsius,
-        power_watts=usage.power_watts,
-        ecc_uncorrected_total=usage.ecc_uncorrected_total,
-        processes=tuple({"pid": pid, "memory_mib": memory_mib} for pid, memory_mib in usage.processes),
-    )
+def _usage(usage: GpuUsage, now: float) -> UsageView:
+    return view(UsageView, usage, now, processes=tuple({"pid": pid, "memory_mib": memory_mib} for pid, memory_mib in usage.processes))
 
 
 def max_holders(gpu: Gpu, status: AgentStatus) -> int | None:
@@ -321,41 +314,21 @@ def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
 def withheld(status: AgentStatus) -> dict[str, str]:
     """The resources that have no plugin server, and why not."""
     served = {plugin.resource for plugin in status.plugins}
-    reasons = {
-        problem.part.removeprefix("resource "): problem.reason for problem in status.not_ready if problem.part.startswith("resource ")
-    }
-    return {resource: reason for resource, reason in reasons.items() if resource not in served}
+    return {resource: reason for resource, reason in status.not_served.items() if resource not in served}
 
 
 def _resource(plugin: PluginStatus, held: int, status: AgentStatus, now: float) -> ResourceView:
     ledger = status.ledger
-    return ResourceView(
-        resource=plugin.resource,
-        family=plugin.family,
+    return view(
+        ResourceView,
+        plugin,
+        now,
         sharing=ledger.sharing.get(plugin.resource, ""),
-        state=plugin.state.value,
-        ready=plugin.ready,
-        stream_open=plugin.stream_open,
-        endpoint=plugin.endpoint,
-        registered=when(plugin.registered_at, now),
-        registrations=plugin.registrations,
-        registration_failures=plugin.registration_failures,
-        streams_opened=plugin.streams_opened,
-        messages_sent=plugin.messages_sent,
-        bytes_sent=plugin.bytes_sent,
         ids=plugin.ids_sent,
         ids_healthy=plugin.healthy_sent,
         ids_held=held,
         ids_free=ledger.free.get(plugin.resource),
         ids_booked=plugin.resource not in ledger.only_counted,
-        allocations=plugin.allocations,
-        allocations_refused=plugin.allocations_refused,
-        allocate_seconds_last=plugin.allocate_seconds_last,
-        allocate_seconds_sum=plugin.allocate_seconds_sum,
-        preferred_calls=plugin.preferred_calls,
-        pre_starts=plugin.pre_starts,
-        pre_starts_refused=plugin.pre_starts_refused,
-        last_error=plugin.last_error,
         held_back=uses.held_back(status, plugin.resource),
     )
 
@@ -364,38 +337,39 @@ def nvml(status: AgentStatus, now: float) -> NvmlView:
     """The NVML thread."""
     found = status.nvml
     hung = found.state is NvmlState.HUNG
-    return NvmlView(
-        state=found.state.value,
-        library=found.library,
+    return view(
+        NvmlView,
+        found,
+        now,
         call=found.call if hung else "",
         gpu=found.gpu if hung else "",
         hung=when(found.since if hung else 0.0, now),
-        calls=found.calls,
-        errors=found.errors,
-        hangs=found.hangs,
-        last_error=found.last_error,
     )
 
 
 def overview(status: AgentStatus, now: float) -> Overview:
     """The whole node on one page."""
-    return Overview(
-        node=status.node,
-        version=status.version,
-        commit=status.commit,
+    return view(
+        Overview,
+        status,
+        now,
         simulated=is_simulated(status),
         ready=not status.not_ready,
         alive=not status.not_alive,
-        started=when(status.started_at, now),
         driver_version=status.inventory.driver_version,
         cuda_version=status.inventory.cuda_version,
-        problems=problems.known(status, now),
+        problems=tuple(view(problems.ProblemView, problem, now) for problem in problems.known(status, now)),
         gpus=gpus(status, now),
         resources=resources(status, now),
         pods=pods(status, now),
-        binding=how_bound.view(status.binding),
+        binding=how_bound.binding_view(status.binding, now),
         refusals=how_bound.refusals(status, now),
     )
+
+
+def cdi(status: CdiStatus, now: float) -> CdiView:
+    """Show how containers receive their devices."""
+    return view(CdiView, status, now, specs=tuple(view(CdiSpecView, each, now) for each in status.specs))
 
 
 def is_simulated(status: AgentStatus) -> bool:

@@ -136,7 +136,7 @@ async def test_a_shared_resource_is_served_once_its_limits_are_in_force(tmp_path
         assert {line["log_level"] for line in lines if line["event"] == "plugin.withheld"} == {"info"}  # the ordinary start is no trouble
         assert node.withheld == {}
         (status,) = node.side.statuses
-        assert (status.thread_percentage, status.limits) == (25, ((U0, 10240), (U1, 10240)))
+        assert (status.thread_percentage, status.memory_limit_mib) == (25, {U0: 10240, U1: 10240})
 
 
 async def test_a_daemon_that_dies_withholds_its_resource_until_it_is_back(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ async def test_virtual_gpus_of_aws_get_a_daemon_where_their_old_clients_look(tmp
         await node.until(lambda: "k8s.amazonaws.com/vgpu" in node.offers.served)
         started = next(call for call in node.tools.calls if call["arguments"] == ["-d"])
         assert started["environment"]["CUDA_MPS_PIPE_DIRECTORY"] == str(pipe)
-        assert node.side.statuses[0].limits == ((U0, 4096), (U1, 4096))
+        assert node.side.statuses[0].memory_limit_mib == {U0: 4096, U1: 4096}
     end_daemon(pipe)
 
 

@@ -21,9 +21,7 @@ from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.remembered import Remembered
-from vgpu_agent.agent.status.binding import BindingReport
-from vgpu_agent.agent.status.cluster import ClusterReport
-from vgpu_agent.agent.status.report import Report
+from vgpu_agent.agent.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import BindingMode
@@ -94,7 +92,14 @@ class Parts:
             ledger=self.ledger,
             watch=self.watch,
             kubelet=self.kubelet,
+            allocator=self.allocator,
+            families=self.families,
             offering=self.offering,
+            refusals=self.refusals,
+            overcommits=Overcommits(),
+            grants=self.grants,
+            regions=self.regions,
+            cluster=self.cluster,
             verification=Verification(
                 allocator=self.allocator,
                 ledger=self.ledger,
@@ -110,8 +115,6 @@ class Parts:
             supervisor=supervisor,
             journal=journal,
             lag=LoopLag(),
-            binding=BindingReport(self.allocator, self.families, self.offering, self.refusals, Overcommits(), self.grants, self.regions),
-            cluster=ClusterReport(self.cluster),
             containers=self.containers,
         )
         self.report.starting = ""
@@ -338,7 +341,7 @@ async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_pr
     cluster = ClusterSide(settings_of(state_directory=str(tmp_path)), Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
     cluster.config_maps["device-config.yaml"] = _config_map(asked)
     cluster.config_maps["device-config.yaml"].statuses["kube-system"].errors = 1
-    (watch,) = ClusterReport(cluster).status().watches
+    (watch,) = cluster.status().watches
     assert watch.essential is complained_of
 
 
@@ -353,8 +356,7 @@ async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
         cluster.remembered = Remembered(
             "node-a", "v1.30.0", "containerd://2.0.1", {"device-config.yaml": ("version: v1",), "config.json": ()}
         )
-        cluster.pods.status.failing, cluster.pods.status.failing_since = True, 17.0
-        cluster.nodes.status.failing_since = 3.0  # it is over
+        cluster.pods.status.failing_since = 17.0
         found = node.report.status().cluster
     assert [(watch.name, watch.failing_since, watch.essential) for watch in found.watches] == [
         ("pods of this node", 17.0, True),

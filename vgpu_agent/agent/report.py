@@ -1,0 +1,231 @@
+"""One status of everything for `web`, and the verdicts behind ``/readyz`` and ``/livez``.
+
+Called for every HTTP request, so it only picks up what is in memory. Ready means that pods can be admitted onto what this node offers;
+alive means that no restart of the process would help.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent import __version__
+from vgpu_agent.config import schema
+from vgpu_agent.device_ids import NumberedIds
+from vgpu_agent.model import Decider
+from vgpu_agent.status import (
+    AgentStatus,
+    BindingStatus,
+    CdiStatus,
+    FamilyStatus,
+    LedgerStatus,
+    NvmlState,
+    PluginState,
+    Problem,
+    ProblemKind,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from vgpu_agent.agent.api_server import ClusterSide
+    from vgpu_agent.agent.lag import LoopLag
+    from vgpu_agent.agent.offers.families import FamiliesInForce
+    from vgpu_agent.agent.offers.servers import Offering
+    from vgpu_agent.agent.records.verification import Verification
+    from vgpu_agent.agent.reload import Reload
+    from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.allocation.overcommits import Overcommits
+    from vgpu_agent.allocation.refusals import Refusals
+    from vgpu_agent.concurrency import Latest, Supervisor
+    from vgpu_agent.gpu.source import GpuSource
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.model import ContainerUsage, Resource
+    from vgpu_agent.runtime.grants import GrantDirectory
+    from vgpu_agent.runtime.region_guard import RegionGuard
+    from vgpu_agent.status import KubeletStatus, MpsStatus, PluginStatus
+
+_COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
+
+
+@dataclasses.dataclass(eq=False)
+class Report:
+    """The collected status of all parts, which keep their own."""
+
+    ledger: Ledger
+    watch: GpuSource
+    kubelet: KubeletStatus
+    allocator: Allocator
+    families: FamiliesInForce
+    offering: Offering
+    refusals: Refusals
+    overcommits: Overcommits
+    grants: GrantDirectory
+    regions: RegionGuard
+    verification: Verification
+    cluster: ClusterSide
+    reload: Reload
+    supervisor: Supervisor
+    journal: Journal
+    lag: LoopLag
+    containers: Latest[tuple[ContainerUsage, ...]]
+    mps: Callable[[], tuple[MpsStatus, ...]] = tuple
+    cdi: Callable[[], CdiStatus] = CdiStatus
+    starting: str = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
+
+    def __post_init__(self) -> None:
+        self._offered = LedgerStatus()
+        self._offered_at = -1
+        self._started_at = time.time()
+
+    def status(self) -> AgentStatus:
+        """Everything at this moment."""
+        loaded, tasks = self.reload.loaded, tuple(self.supervisor.reports)
+        return AgentStatus(
+            node=loaded.settings.node_name_or_hostname,
+            version=__version__,
+            commit=os.environ.get(_COMMIT_VARIABLE, ""),
+            simulated=bool(loaded.settings.simulate) or self.watch.inventory.value.simulated,
+            started_at=self._started_at,
+            inventory=self.watch.inventory.value,
+            inventory_at=self.watch.read_at,
+            usage=self.watch.usage.value,
+            usage_at=self.watch.measured_at,
+            containers=self.containers.value,
+            nvml=self.watch.status,
+            kubelet=self.kubelet,
+            plugins=self.offering.statuses,
+            ledger=self._ledger_status(),
+            binding=self._binding_status(),
+            cluster=self.cluster.status(),
+            mps=self.mps(),
+            cdi=self.cdi(),
+            tasks=tasks,
+            events=tuple(self.journal.entries),
+            loop_lag_seconds=self.lag.percentile_99_seconds,
+            loop_lag_max_seconds=self.lag.max_seconds,
+            config={path: (value, loaded.origins[path]) for path, value in schema.values(loaded.settings)},
+            config_problem=self.reload.problem,
+            config_needs_restart=self.reload.needs_restart,
+            config_collisions=self.reload.loaded.collisions,
+            config_named=self.reload.named.report if self.reload.named else {},
+            not_ready=tuple(self._not_ready()),
+            not_alive=tuple(self._not_alive()),
+        )
+
+    def _binding_status(self) -> BindingStatus:
+        allocator, families = self.allocator, self.families
+        return BindingStatus(
+            mode=allocator.mode,
+            families=tuple(self._family(name, by_pod=by_pod) for name, by_pod in families.on),
+            refusals=self.refusals.current,
+            ambiguities=allocator.late_start.ambiguities,
+            wrong_guesses=allocator.early.wrong_guesses,
+            exchanges=allocator.early.exchanges,
+            overcommitted_starts=self.overcommits.total,
+            in_force=families.in_force,
+            origins=families.origins,
+            limits=families.limits,
+            file_problems=families.problems,
+            cautions=(*families.cautions, *self.offering.cautions.values()),
+            left_over=dict(self.grants.left_over),
+            regions_cut=self.regions.cuts,
+        )
+
+    def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
+        offered = any(plugin.family == name for plugin in self.offering.statuses)
+        trouble = "" if offered else self.offering.blocked.get(name) or "the reason is that of its resources"
+        return FamilyStatus(name, by_pod, offered, trouble)
+
+    def _ledger_status(self) -> LedgerStatus:
+        return dataclasses.replace(
+            self._booked(),
+            grants=self.ledger.grants,
+            drift_total=self.verification.drift_total,
+            drift_last=self.verification.drift_last,
+            verified_at=self.verification.verified_at,
+        )
+
+    def _booked(self) -> LedgerStatus:
+        """Return the part that changes with the ledger only: tens of thousands of ids are too many to count for every request."""
+        ledger = self.ledger
+        if self._offered_at != ledger.revision.version:
+            self._offered_at = ledger.revision.version
+            self._offered = LedgerStatus(
+                revision=ledger.revision.value,
+                unknown_ids=ledger.foreign_ids,
+                capacity=_capacity(ledger.resources),
+                free={resource.name: ledger.free_ids(resource.name) for resource in ledger.resources},
+                rooms={
+                    resource.name: ledger.rooms(resource.name) for resource in ledger.resources if resource.decided_by is not Decider.NOBODY
+                },
+                only_counted=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.NOBODY),
+                sharing={resource.name: resource.sharing.value for resource in ledger.resources if resource.decided_by is Decider.IDS},
+                overcommitted=ledger.overcommitted,
+                uses=ledger.uses,
+                held_back={resource.name: found for resource in ledger.resources if (found := ledger.held_back(resource.name))},
+                decided_by_pod=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.POD),
+            )
+        return self._offered
+
+    def _not_ready(self) -> Iterator[Problem]:
+        if self.starting:
+            yield Problem(ProblemKind.AGENT, "", self.starting)
+        nvml = self.watch.status
+        if nvml.state is NvmlState.HUNG:
+            on = f" of {nvml.gpu}" if nvml.gpu else ""
+            yield Problem(ProblemKind.NVML, "", f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s", "see dmesg")
+        elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
+            yield Problem(ProblemKind.NVML, "", nvml.last_error or f"the driver is {nvml.state.value}")
+        for resource, reason in self.offering.withheld.items():
+            yield Problem(ProblemKind.RESOURCE, resource, reason)
+        plugins = self.offering.statuses
+        if not plugins and not self.offering.withheld and not self.starting:
+            yield Problem(ProblemKind.GPUS, "", *self._why_nothing())
+        for plugin in plugins:
+            if not plugin.ready:
+                yield Problem(ProblemKind.RESOURCE, plugin.resource, self._why_not_ready(plugin))
+
+    def _why_nothing(self) -> tuple[str, str]:
+        """Explain why nothing is offered, and how to find out more."""
+        families = self.reload.loaded.settings.families
+        gpus = len(self.watch.inventory.value.gpus)
+        if not any(msgspec.structs.astuple(families)):
+            return "no family of resources is on", f"set one of families.{', '.join(families.__struct_encode_fields__)} to true"
+        if gpus:
+            remedy = "/debug/devices shows them, /debug/events?event=config.caution says why"
+            return f"nothing of this node's {gpus} GPUs is offered", remedy
+        return "this node has no GPU to offer", "/debug/devices says which cards did not answer"
+
+    def _why_not_ready(self, plugin: PluginStatus) -> str:
+        if plugin.state is PluginState.WAITING and not self.kubelet.socket_present:
+            return f"waiting for kubelet: there is no {self.kubelet.directory}/kubelet.sock"
+        state = "registered, but kubelet has not opened the list" if plugin.state is PluginState.REGISTERED else plugin.state.value
+        return f"{state}; {plugin.last_error}" if plugin.last_error else state
+
+    def _not_alive(self) -> Iterator[Problem]:
+        now = time.time()
+        for report in self.supervisor.reports:
+            if report.stuck_for(now):
+                silent = now - report.last_heartbeat_at
+                yield Problem(ProblemKind.TASK, report.name, f"no sign of life for {silent:.0f} s; it will not come back by itself")
+
+
+def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
+    """Return how many holders each device may have. It serves one family at a time, so the family that allows most of them counts."""
+    by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for resource in resources:
+        if resource.decided_by is Decider.IDS and isinstance(resource.ids, NumberedIds):
+            by_family[resource.family].update({block.device: block.count for block in resource.ids.blocks})
+        elif resource.decided_by is Decider.IDS:
+            by_family[resource.family].update(entry.device for entry in resource.ids)
+        elif resource.decided_by is Decider.POD:
+            devices = resource.ids.devices if isinstance(resource.ids, NumberedIds) else {entry.device for entry in resource.ids}
+            by_family[resource.family].update(dict.fromkeys(devices, resource.holders_per_device))
+    return {device: max(held[device] for held in by_family.values()) for held in by_family.values() for device in held}

@@ -1,1 +1,0 @@
-"""The status of every part, collected for `web`."""
