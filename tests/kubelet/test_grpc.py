@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import hyperframe.frame
 import pytest
 from structlog.testing import capture_logs
 
@@ -29,19 +28,6 @@ async def test_a_call_moves_bytes_both_ways(served: Served) -> None:
 
     assert await served.channel.unary_unary(ECHO)(b"", timeout=PATIENCE_SECONDS) == b""
     assert await room.call(served.path, ECHO, request, timeout_seconds=PATIENCE_SECONDS) == request
-
-
-async def test_nothing_that_arrives_is_described_byte_by_byte(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of megabytes is not turned into digits for a trace that is off."""
-    described: list[bytes | None] = []
-
-    def describe(data: bytes | None) -> str:
-        described.append(data)
-        return ""
-
-    monkeypatch.setattr(hyperframe.frame, "_raw_data_repr", describe)
-    assert await room.call(served.path, ECHO, b"hello", timeout_seconds=PATIENCE_SECONDS) == b"hello"
-    assert described == []
 
 
 async def test_an_unknown_method_is_unimplemented(served: Served) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.agent.memory import load_http
 from vgpu_agent.agent.remembered import Memory, Remembered
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
@@ -178,7 +178,7 @@ class ClusterSide:
     async def load_client(self) -> None:
         """Import what `connect` needs, where it will be needed; `connect` does without this, only later."""
         if self.needed or self._settings.named_config.directory:
-            await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
+            await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
 
     async def connect(self, waited_seconds: float = 0.0) -> None:
         """Find credentials, start the watches and wait a while for their first answers; ``waited_seconds`` of that are over already."""
@@ -195,7 +195,7 @@ class ClusterSide:
         if self.remembered is not None:
             self._texts = {file.name: self.remembered.texts.get(file.name, ()) for file in _read_files(self._settings)}
         self.origin = found.origin
-        await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
+        await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
         from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415 - aiohttp, which most nodes need for metrics only
 
         self.client = client = ApiClient(found, cluster)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from typing import TYPE_CHECKING, Self
 
-from vgpu_agent.agent.memory import load_http
 from vgpu_agent.web.address import bind, parse
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class LateWeb:
             async with asyncio.timeout(_LONGEST_SECONDS):
                 while not registered():  # noqa: ASYNC110 - plugin servers come and go meanwhile, so there is no one event
                     await asyncio.sleep(_LOOK_SECONDS)
-        await asyncio.to_thread(load_http, "vgpu_agent.web.server")
+        await asyncio.to_thread(importlib.import_module, "vgpu_agent.web.server")
         from vgpu_agent.web.server import WebServer  # noqa: PLC0415 - see above
 
         settings = self._settings

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import os
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.agent.memory import load_http
 from vgpu_agent.agent.remembered import Memory
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.credentials import credentials
@@ -190,7 +190,7 @@ class NamedConfiguration:
         found = await asyncio.to_thread(credentials, self._settings)
         if found is None:
             raise ClusterError("there are no credentials for the API server (run with a service account, or set kubeconfig)")
-        await asyncio.to_thread(load_http, "vgpu_agent.cluster.client")
+        await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
         from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415 - aiohttp, which most nodes need for metrics only
 
         client = ApiClient(found, self._settings.cluster)

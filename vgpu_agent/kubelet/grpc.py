@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpclib
@@ -29,7 +28,6 @@ from h2.events import (
     StreamReset,
     UnknownFrameReceived,
 )
-from hyperframe.frame import Frame
 
 from vgpu_agent import log
 from vgpu_agent.errors import (
@@ -73,19 +71,6 @@ _REQUEST_SECONDS = 10.0  # from the headers to the last byte
 
 # An error text travels in an HTTP/2 header, percent-encoded; kubelet copies it into the pod's status.
 _LONGEST_TEXT = 1024
-
-
-def _say_nothing(*_: object, **__: object) -> None:
-    """Log nothing, for loggers without a reader."""
-
-
-# h2 describes each frame that it receives for a trace that is off, and hyperframe's description turns all bytes of the frame into digits:
-# about 4 % of the event loop's work in a burst of starts.
-Frame.__repr__ = object.__repr__  # type: ignore[method-assign]  # there is no setting for it
-
-# hpack describes each header field to a logger: 260 Python calls for the start of a container, a twenty-fifth of all.
-for _talkative in ("hpack.hpack", "hpack.table"):
-    logging.getLogger(_talkative).debug = _say_nothing  # type: ignore[method-assign]  # setting its level leaves the calls
 
 
 class CallError(KubeletError):
