@@ -13,12 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from vgpu_agent.config.checks import Conflict
+from vgpu_agent.config.documents import PluginDocument
 from vgpu_agent.config.families import FamilySettings, OfferedName, Spreading
 from vgpu_agent.config.options import Option
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.schema import Repeated
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.nvidia import iktos
+from vgpu_agent.families.nvidia.plugin_config import ONLY_THERE, SECTION, translate_file, translate_section
 from vgpu_agent.families.nvidia.resource_names import MIG_PREFIX, NVIDIA_GPU, completed_resource_name
 
 FAMILY = "nvidia"
@@ -262,5 +264,6 @@ SETTINGS = FamilySettings(
     spreading=(Spreading("plugin.sharedDevicesAllocationPolicy", "distributed", "auto"),),
     mps="sharing.mps",
     daemons=_daemons,
+    document=PluginDocument(SECTION, ONLY_THERE, translate_file, translate_section),
     offers_mig=True,
 )
