@@ -158,7 +158,8 @@ def nvidia_file(sources: Sources, own: bytes | None) -> str:
     if options.NVIDIA_CONFIG_FLAG in sources.flags:
         return sources.flags[options.NVIDIA_CONFIG_FLAG]
     root = None if own is None else yaml.read(own)[0]
-    directory = options.text_of("namedConfig.directory", sources.environment) or _text_at(root, "namedConfig", "directory")
+    key = families.document().directory_key
+    directory = options.text_of(key, sources.environment) or _text_at(root, *key.split("."))
     if directory:
         return ""
     if file := options.text_of("nvidiaConfigFile", sources.environment):

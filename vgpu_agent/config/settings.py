@@ -20,7 +20,6 @@ from vgpu_agent.config.binding import Binding, Cluster, Families
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.config.mps import Mps
-from vgpu_agent.config.named_config import NamedConfig
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
 
 Section = TypeVar("Section", bound=msgspec.Struct)
@@ -272,7 +271,6 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     plugin: Plugin = msgspec.field(default_factory=Plugin)
     mps: Mps = msgspec.field(default_factory=Mps)
     cdi: Cdi = msgspec.field(default_factory=Cdi)
-    named_config: NamedConfig = msgspec.field(default_factory=NamedConfig)
     families: Families = msgspec.field(default_factory=Families)
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)
