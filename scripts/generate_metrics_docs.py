@@ -13,8 +13,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vgpu_agent.web.catalogue import CATALOGUE  # noqa: E402 - the checkout need not be installed
 from vgpu_agent.web.metric import Kind, Metric  # noqa: E402 - likewise
+from vgpu_agent.web.metrics import catalogue  # noqa: E402 - the checkout need not be installed
 
 DOCUMENT = ROOT / "docs" / "metrics.md"
 
@@ -74,7 +74,7 @@ def row(metric: Metric) -> str:
 
 def document() -> str:
     """The whole file."""
-    return "\n".join([HEAD, "| name | type | labels | meaning |", "|---|---|---|---|", *map(row, CATALOGUE), TAIL])
+    return "\n".join([HEAD, "| name | type | labels | meaning |", "|---|---|---|---|", *map(row, catalogue()), TAIL])
 
 
 def main() -> int:

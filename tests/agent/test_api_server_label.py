@@ -20,8 +20,8 @@ from vgpu_agent.agent.api_server import ClusterSide
 from vgpu_agent.agent.named_configuration import NamedConfiguration
 from vgpu_agent.concurrency import Revision, Supervisor
 from vgpu_agent.config.load import load, load_sources
-from vgpu_agent.config.named_config import NamedConfig
 from vgpu_agent.config.settings import Settings
+from vgpu_agent.families.nvidia.named import NamedConfig
 from vgpu_agent.journal import Journal
 from vgpu_agent.sim.api.server import ApiServer
 

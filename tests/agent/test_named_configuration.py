@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from blockbuster import BlockBuster
 
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.agent.named_configuration import InForce, NamedConfiguration, with_named_configuration
+from vgpu_agent.agent.named_configuration import InForce, NamedConfiguration, keys_in, with_named_configuration
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.remembered import Memory, Remembered
 from vgpu_agent.config.load import Loaded, load, load_sources
@@ -290,3 +291,21 @@ async def test_a_directory_that_is_missing_ends_a_start(tmp_path: Path, server: 
     """Nothing says that the node would have been meant to do without."""
     with pytest.raises(ConfigError, match=r"namedConfig\.directory"):
         await begun(tmp_path, server)
+
+
+def test_keys_are_the_files_of_a_mounted_config_map(tmp_path: Path) -> None:
+    """The kubelet mounts links into ``..data``, itself a link. Neither that nor a directory is a key."""
+    version = tmp_path / "..2026"
+    version.mkdir()
+    (version / "a.yaml").write_text("version: v1\n")
+    os.symlink("..2026", tmp_path / "..data")
+    os.symlink("..data/a.yaml", tmp_path / "a.yaml")
+    (tmp_path / "folder").mkdir()
+    os.symlink("..data/gone", tmp_path / "gone")
+    assert keys_in(str(tmp_path)) == {"a.yaml"}
+
+
+def test_a_directory_that_is_not_there_is_told_with_its_setting(tmp_path: Path) -> None:
+    """The usual reason is a mount that was forgotten."""
+    with pytest.raises(ConfigError, match=r"namedConfig\.directory: .*/nowhere cannot be read: No such file"):
+        keys_in(str(tmp_path / "nowhere"))

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tests.component.volcano import NODE, U0, U1, VolcanoStage, volcano_stage
-from tests.families.slot.family import GPU, RESOURCE, SERVED, STATE, TOTAL
+from tests.families.slot.family import GPU, SERVED, STATE, TOTAL
+from tests.families.slot.settings import RESOURCE
 from vgpu_agent.sim.agent_process import AgentProcess
 
 ON = "families: {nvidia: true, exampleSlot: true}\nexampleSlot: {perGpu: 3}\n"
@@ -104,3 +107,29 @@ async def test_without_its_switch_an_added_family_offers_nothing(stage: VolcanoS
     assert [each["resource"] for each in (await stage.agent.get("/debug/resources"))["resources"]] == ["nvidia.com/gpu"]
     _, text = await stage.agent.get_text("/metrics")
     assert "example_slots_in_use{" not in text
+
+
+async def test_a_name_that_two_families_would_have_is_found_for_an_added_one(stage: VolcanoStage) -> None:
+    """`config check` refuses it, with the setting that can be changed most freely. Without the conflict it has nothing to say."""
+
+    async def check(more: str) -> tuple[int | None, str]:
+        stage.config.write_text(f"version: v1\n{more}")
+        words = ("-m", "tests.families.slot", "config", "check", str(stage.config))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        _, said = await process.communicate()
+        return process.returncode, said.decode()
+
+    assert await check(ON) == (0, "")
+    status, said = await check("families: {aws: true, exampleSlot: true}\naws: {resourceName: example.com/slot}\n")
+    assert status == 2
+    assert ':3: aws.resourceName: "example.com/slot" is offered by aws and by example-slot' in said
+
+
+async def test_a_live_key_of_an_added_family_is_followed(stage: VolcanoStage) -> None:
+    """The family is built anew, and the list at the kubelet changes."""
+    await start(stage)
+    await stage.offered(RESOURCE)
+    stage.configure(ON.replace("perGpu: 3", "perGpu: 2"))
+    await stage.cluster.until(lambda: stage.allocatable[RESOURCE] == "4", "two slots a GPU")

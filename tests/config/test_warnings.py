@@ -96,3 +96,14 @@ def test_a_key_of_an_earlier_version_does_not_keep_the_agent_from_starting(load_
     (warning,) = loaded.warnings
     assert "config.yaml:4: hamiCore.lockDirectory: has no effect any more; containers share no lock directory" in warning
     assert loaded.settings.hami_core.host_directory == "/opt/vgpu"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "family", "key"),
+    [("--vgpu", "4", "aws", "families.aws"), ("--resource-config", "gpu:shared:4", "nvidia", "families.nvidia")],
+)
+def test_a_flag_of_a_family_that_is_off_is_named(load_text: Load, flag: str, value: str, family: str, key: str) -> None:
+    """A DaemonSet that is moved over with its arguments would otherwise offer nothing and not say why."""
+    text = "version: v1\nfamilies: {{nvidia: {0}, aws: {0}}}\n"
+    assert load_text(text.format("false"), flags={flag: value}).warnings == (f"{flag}: has no effect without the family; set {key}: true",)
+    assert not [warning for warning in load_text(text.format("true"), flags={flag: value}).warnings if family in warning]

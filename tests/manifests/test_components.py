@@ -13,6 +13,7 @@ from tests.manifests.documents import COMPONENTS, DEFAULTS, MANIFESTS, NAME, ROO
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.config import load
+from vgpu_agent.families.nvidia.named import NamedConfig
 from vgpu_agent.isolation.mps import DEFAULT_PIPE_DIRECTORY, SHARED_MEMORY, MpsOptions
 
 
@@ -115,7 +116,7 @@ def test_named_configurations_are_mounted_whole_where_the_agent_looks() -> None:
     patched = documents_of("components/nvidia-config/daemonset.yaml")[0]["spec"]["template"]["spec"]
     (agent,), (volume,) = patched["containers"], patched["volumes"]
     (variable,), (mount,) = agent["env"], agent["volumeMounts"]
-    assert load.load({}, {variable["name"]: variable["value"]}).settings.named_config.directory == mount["mountPath"]
+    assert load.load({}, {variable["name"]: variable["value"]}).settings.section(NamedConfig).directory == mount["mountPath"]
     assert mount == {"name": volume["name"], "mountPath": mount["mountPath"], "readOnly": True}
     assert set(volume["configMap"]) == {"name"}
     guide = (ROOT / "docs" / "coming-from-nvidia-device-plugin.md").read_text()

@@ -16,9 +16,8 @@ from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.ledger.uses import GpuUse
 from vgpu_agent.model import Gpu, GpuUsage, Grant, GrantState, Inventory, Owner, Share
 from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, NvmlStatus, WatchStatus
-from vgpu_agent.web.catalogue import CATALOGUE
 from vgpu_agent.web.metric import Kind, Metric
-from vgpu_agent.web.metrics import Exposition
+from vgpu_agent.web.metrics import Exposition, catalogue
 
 NOW = 1_800_000_000.0
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -212,7 +211,7 @@ def test_openmetrics_is_served_to_those_who_ask_for_it(node: AgentStatus) -> Non
     body, content_type = Exposition(lambda: node, clock=lambda: NOW).render("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     families = list(openmetrics.text_string_to_metric_families(body.decode()))  # type: ignore[no-untyped-call]  # the library's parser is untyped
-    assert len(families) == len(CATALOGUE)
+    assert len(families) == len(catalogue())
 
 
 def test_what_schedulers_overcommitted_is_a_number_for_each_gpu(volcano_node: AgentStatus) -> None:
@@ -252,7 +251,7 @@ def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_
     volcano_node.ledger.uses = (GpuUse("GPU-0", "nvidia", NOW - 60, claims=(claim,)),)
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 12, 10),)
     expected = set()
-    for metric in CATALOGUE:
+    for metric in catalogue():
         suffixes = ("_sum", "_count") if metric.kind is Kind.SUMMARY else ("",)
         expected |= {(metric.name + suffix, *sorted(metric.labels)) for suffix in suffixes}
     assert {(name, *(label.partition("=")[0] for label in labels)) for name, *labels in scrape(volcano_node)} == expected
@@ -261,10 +260,10 @@ def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_
 def test_the_documentation_lists_exactly_the_metrics_that_exist() -> None:
     """docs/metrics.md is generated; a metric added without regenerating it fails here."""
     lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
-    assert [line.split("`")[1] for line in lines] == [metric.name for metric in CATALOGUE]
+    assert [line.split("`")[1] for line in lines] == [metric.name for metric in catalogue()]
 
 
-@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", catalogue(), ids=lambda metric: metric.name)
 def test_a_name_follows_the_conventions_of_prometheus(metric: Metric) -> None:
     """Counters end in _total and nothing else does. A help text is a sentence."""
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)

@@ -24,6 +24,7 @@ from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Revision
+from vgpu_agent.config.families import document
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.families.plugin_files import told
 from vgpu_agent.families.registry import FAMILIES
@@ -85,6 +86,7 @@ class ClusterSide:
         self._leaving_at = 0.0  # unix seconds; 0 while it stays
         self._tasks: list[str] = []
         self._settings = settings
+        self._shelf = document().shelf(settings)
         self._journal = journal
         self._supervisor = supervisor
         self.config_maps: dict[str, ConfigMapWatch] = {}  # by the file in it
@@ -111,7 +113,7 @@ class ClusterSide:
     def config_label(self) -> str | None:
         """The value of the label that names this node's configuration, empty where it has none; None while the Node is not to be read."""
         node = self.nodes.node.value if self.nodes is not None else None
-        return None if node is None else node.labels.get(self._settings.named_config.label, "")
+        return None if node is None else node.labels.get(self._shelf.label, "")
 
     @property
     def texts(self) -> Mapping[str, tuple[str, ...]]:
@@ -177,12 +179,12 @@ class ClusterSide:
 
     async def load_client(self) -> None:
         """Import what `connect` needs, where it will be needed; `connect` does without this, only later."""
-        if self.needed or self._settings.named_config.directory:
+        if self.needed or self._shelf.directory:
             await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
 
     async def connect(self, waited_seconds: float = 0.0) -> None:
         """Find credentials, start the watches and wait a while for their first answers; ``waited_seconds`` of that are over already."""
-        if not self.needed and not self._settings.named_config.directory:
+        if not self.needed and not self._shelf.directory:
             self.without = "no family that needs the API server is on"
             return
         found = await asyncio.to_thread(credentials, self._settings)

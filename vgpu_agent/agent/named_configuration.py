@@ -2,7 +2,7 @@
 
 NVIDIA's plugin has a process of its own for this, which waits for the API server at every start and does not notice new content under the
 same name (nvidia §13). Called by `composition.run` before the agent is built, because some settings hold for the life of the
-process; by `reload` before each look at the files; and by `report`. The inputs of the choice are in `config.named`.
+process; by `reload` before each look at the files; and by `report`. The family whose plugin it is makes the choice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.remembered import Memory
@@ -19,7 +20,8 @@ from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.config import load
-from vgpu_agent.config.named import Choice, Shelf, choose, keys_in
+from vgpu_agent.config.documents import Choice
+from vgpu_agent.config.families import document
 from vgpu_agent.errors import ClusterError, ConfigError
 from vgpu_agent.journal import Journal
 
@@ -56,7 +58,6 @@ class NamedConfiguration:
 
     def __init__(self, sources: Sources, settings: Settings, journal: Journal) -> None:
         """Nothing is chosen yet; ``sources`` and ``settings`` are the agent's own, without a named configuration."""
-        named = settings.named_config
         self.journal = journal
         self.choice = Choice()
         self.problem = ""
@@ -65,7 +66,7 @@ class NamedConfiguration:
         self.label: str | None = None
         self.waited_seconds = 0.0
         self._read: Callable[[], str | None] = lambda: None
-        self._shelf = Shelf(named.directory, named.label, named.default, named.fallback_strategies)
+        self._shelf = document().shelf(settings)
         self._own, self._settings = sources, settings
         self._unread = ""  # why the label has not been read
         self._before: InForce | None = None  # what an earlier agent had
@@ -98,7 +99,7 @@ class NamedConfiguration:
             if self._before is not None and (not self._before.key or self._before.key in keys):
                 self._take(Choice(self._before.key, "in force before the agent was restarted"))
             else:
-                self._take(dataclasses.replace(choose(self._shelf, "", keys), problem=""))
+                self._take(dataclasses.replace(self._shelf.choose("", keys), problem=""))
         loaded = await asyncio.to_thread(self._load)
         self.applied(loaded)
         return loaded
@@ -139,7 +140,7 @@ class NamedConfiguration:
         """Choose anew; what cannot be followed is a problem, and the choice before stays."""
         read = self._read()
         self.label = self.label if read is None else read
-        found = choose(self._shelf, self.label or "", keys)
+        found = self._shelf.choose(self.label or "", keys)
         if not found.problem:
             self._take(found)
         unread = "" if self.label is not None else self._unread
@@ -200,13 +201,30 @@ class NamedConfiguration:
             await client.close()
 
 
+def keys_in(directory: str) -> frozenset[str]:
+    """The keys of the ConfigMap that is mounted at ``directory``: its files, through links, without the kubelet's own entries (``..data``).
+
+    Blocks.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            return frozenset(entry.name for entry in entries if not entry.name.startswith("..") and Path(entry).is_file())
+    except OSError as err:
+        raise ConfigError(
+            [f"{document().directory_key}: {directory} cannot be read: {err.strerror}; mount the ConfigMap with the configurations there"]
+        ) from err
+
+
 async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfiguration | None]:
     """``loaded`` with the named configuration of this node laid over it; as it is where no directory is set.
 
     Raises:
         ConfigError: see `NamedConfiguration.begin`.
     """
-    if not loaded.settings.named_config.directory:
+    if not document().shelf(loaded.settings).directory:
         return loaded, None
     named = NamedConfiguration(loaded.sources, loaded.settings, Journal())
     return await named.begin(), named

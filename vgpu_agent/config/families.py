@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from vgpu_agent.config.checks import Conflict
+    from vgpu_agent.config.documents import PluginDocument
     from vgpu_agent.config.foreign_variables import ForeignVariable
     from vgpu_agent.config.options import Option
     from vgpu_agent.config.settings import Settings
@@ -104,6 +105,7 @@ class FamilySettings:
         mps: the key by which its GPUs are shared with MPS; empty where they never are.
         daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
         exposed: the directory for MPS that its containers have mounted, and the setting with its value that says so; empty for none.
+        document: the document that the replaced plugin is configured by, where it has values for the whole agent. One family has one.
         offers_mig: it offers existing MIG instances, as ``plugin.migStrategy`` says.
     """
 
@@ -123,6 +125,7 @@ class FamilySettings:
     mps: str = ""
     daemons: Callable[[Settings], bool] = _no_daemons
     exposed: Callable[[Settings], tuple[str, str]] = _nothing_exposed
+    document: PluginDocument | None = None
     offers_mig: bool = False
 
     @property
@@ -144,6 +147,18 @@ DECLARED: list[FamilySettings] = []
 def switched_on(settings: Settings) -> list[FamilySettings]:
     """List the families that the settings offer on this node."""
     return [family for family in DECLARED if settings.is_on(family.name)]
+
+
+def document() -> PluginDocument:
+    """Return the document of a replaced plugin that may be laid below our file.
+
+    Raises:
+        LookupError: no family has been declared that has one.
+    """
+    for family in DECLARED:
+        if family.document is not None:
+            return family.document
+    raise LookupError("no family is declared; import vgpu_agent.families.registry before a configuration is read")
 
 
 def mig_family(settings: Settings) -> str:

@@ -12,7 +12,8 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from vgpu_agent.config import checks, collisions, families, foreign_variables, nvidia_plugin, options, yaml
+from vgpu_agent.config import checks, collisions, families, foreign_variables, options, yaml
+from vgpu_agent.config.documents import Translation
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.reading import Reading
 from vgpu_agent.config.suggestions import nearest
@@ -157,7 +158,8 @@ def nvidia_file(sources: Sources, own: bytes | None) -> str:
     if options.NVIDIA_CONFIG_FLAG in sources.flags:
         return sources.flags[options.NVIDIA_CONFIG_FLAG]
     root = None if own is None else yaml.read(own)[0]
-    directory = options.text_of("namedConfig.directory", sources.environment) or _text_at(root, "namedConfig", "directory")
+    key = families.document().directory_key
+    directory = options.text_of(key, sources.environment) or _text_at(root, *key.split("."))
     if directory:
         return ""
     if file := options.text_of("nvidiaConfigFile", sources.environment):
@@ -180,19 +182,20 @@ def _text_at(root: yaml.Node | None, *path: str) -> str:
     return node.value if node is not None and isinstance(node.value, str) else ""
 
 
-def _nvidia_document(sources: Sources, contents: Contents, root: yaml.Node | None) -> tuple[str, nvidia_plugin.Translation]:
+def _nvidia_document(sources: Sources, contents: Contents, root: yaml.Node | None) -> tuple[str, Translation]:
     """Return the document of NVIDIA's plugin and its file; an empty one where there is none."""
     members = root.value if root is not None and isinstance(root.value, dict) else {}
-    section = members.get(nvidia_plugin.SECTION)
+    theirs = families.document()
+    section = members.get(theirs.section)
     if contents.nvidia is not None:
-        found = nvidia_plugin.translate_file(contents.nvidia)
+        found = theirs.translate_file(contents.nvidia)
         if section is None:
             return contents.nvidia_file, found
-        text = f"is not read, because {sources.file}:{section.line} holds one as {nvidia_plugin.SECTION}; keep one of them"
+        text = f"is not read, because {sources.file}:{section.line} holds one as {theirs.section}; keep one of them"
         return contents.nvidia_file, dataclasses.replace(found, faults=(*found.faults, yaml.Fault(1, "", text)))
     if section is None or sources.file is None:
-        return "", nvidia_plugin.Translation()
-    return sources.file, nvidia_plugin.translate_section(section)
+        return "", Translation()
+    return sources.file, theirs.translate_section(section)
 
 
 def read(file: str, named_by: str = options.CONFIG_FLAG) -> bytes:

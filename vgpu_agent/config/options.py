@@ -180,11 +180,6 @@ _OPTIONS: tuple[Option, ...] = (
     Option("cdi.featureFlags", "--cdi-feature-flags", "CDI_FEATURE_FLAGS", "FLAG", "feature flags for CDI specs; may be repeated"),
     Option("cdi.disableHooks", "--cdi-disable-hooks", "CDI_DISABLE_HOOKS", "HOOK", "hooks left out of CDI specs; may be repeated"),
     Option("mps.root", "--mps-root", "MPS_ROOT", "DIR", "directory on the node for MPS"),
-    # As NVIDIA's config-manager names them.
-    Option("namedConfig.directory", "", "CONFIG_FILE_SRCDIR"),
-    Option("namedConfig.label", "", "NODE_LABEL"),
-    Option("namedConfig.default", "", "DEFAULT_CONFIG"),
-    Option("namedConfig.fallbackStrategies", "", "FALLBACK_STRATEGIES"),
 )
 
 

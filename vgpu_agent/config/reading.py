@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vgpu_agent.config import checks, collisions, nvidia_plugin, options, schema, yaml
+from vgpu_agent.config import checks, collisions, families, options, schema, yaml
 from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
 from vgpu_agent.config.suggestions import suggestion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from vgpu_agent.config.documents import Translation
     from vgpu_agent.config.settings import Settings
 
 VERSION = "v1"
@@ -69,7 +70,7 @@ class Reading:
         """A sentence for each key that our file still has and that means nothing any more."""
         return self._retired
 
-    def take_nvidia(self, file: str, document: nvidia_plugin.Translation) -> None:
+    def take_nvidia(self, file: str, document: Translation) -> None:
         """Accept the values of a configuration of NVIDIA's plugin; sentences name its keys, not ours."""
         self._file, self._keys = file, document.keys
         for fault in document.faults:
@@ -78,7 +79,7 @@ class Reading:
         self._keys = None
 
     def take_file(self, file: str, root: yaml.Node | None, faults: Sequence[yaml.Fault]) -> None:
-        """Accept the values of our file; `nvidia_plugin.SECTION` is left out."""
+        """Accept the values of our file; a document of NVIDIA's plugin below it is left out."""
         self._file = file
         for fault in faults:
             self._problem(fault.line, fault.path, fault.text)
@@ -93,7 +94,7 @@ class Reading:
         if whole_object := yaml.kubernetes_object(root):
             self._problem(*whole_object)
             return
-        members = {name: node for name, node in root.value.items() if name != nvidia_plugin.SECTION}
+        members = {name: node for name, node in root.value.items() if name != families.document().section}
         self._check_version(members.pop("version", None), root.line)
         _lay_over(self._accepted, self._section(schema.root(), members, ""))
 
@@ -320,9 +321,10 @@ class Reading:
 def _advice(name: str, known: Iterable[str], prefix: str) -> str:
     if prefix:
         return suggestion(name, known)
-    if name in nvidia_plugin.ONLY_THERE:
-        return f"a configuration of NVIDIA's plugin is given as {options.NVIDIA_CONFIG_FLAG}, or stands below {nvidia_plugin.SECTION}"
-    return suggestion(name, ("version", *known, nvidia_plugin.SECTION))
+    document = families.document()
+    if name in document.only_there:
+        return f"a configuration of NVIDIA's plugin is given as {options.NVIDIA_CONFIG_FLAG}, or stands below {document.section}"
+    return suggestion(name, ("version", *known, document.section))
 
 
 def _plain(node: yaml.Node) -> Any:

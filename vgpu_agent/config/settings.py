@@ -1,8 +1,8 @@
 """The configuration, schema v1: every key with its unit, default and reason, in one place.
 
-The loader, ``config show``, ``config example`` and docs/configuration.md all read this file, so a key that is
-described here is complete. Keys are camelCase in YAML and snake_case in Python. `agent` passes each package its
-section. No other package reads the environment.
+The loader, ``config show``, ``config example`` and docs/configuration.md all read this file and the sections of the families (`families`), so
+a key that is described there is complete. Keys are camelCase in YAML and snake_case in Python. `agent` passes each package its section. No
+other package reads the environment.
 
 A Struct does not check itself when it is built by hand (a test may use any number); `load` checks every value against the types here.
 """
@@ -20,7 +20,6 @@ from vgpu_agent.config.binding import Binding, Cluster, Families
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.config.mps import Mps
-from vgpu_agent.config.named_config import NamedConfig
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
 
 Section = TypeVar("Section", bound=msgspec.Struct)
@@ -273,7 +272,6 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     plugin: Plugin = msgspec.field(default_factory=Plugin)
     mps: Mps = msgspec.field(default_factory=Mps)
     cdi: Cdi = msgspec.field(default_factory=Cdi)
-    named_config: NamedConfig = msgspec.field(default_factory=NamedConfig)
     families: Families = msgspec.field(default_factory=Families)
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)

@@ -1,6 +1,6 @@
 """Suggestions for unknown keys and variables: the name that was probably meant.
 
-Called by `reading` for keys of our file, by `load` for variables and by `nvidia_plugin` for keys of NVIDIA's.
+Called by `reading` for keys of our file, by `load` for variables and by `families.nvidia` for keys of NVIDIA's plugin.
 """
 
 from __future__ import annotations

@@ -41,9 +41,7 @@ class Exposition(Collector):
 
     def __init__(self, status: Callable[[], AgentStatus], *, pod_names: bool = True, clock: Callable[[], float] = time.time) -> None:
         self._status = status
-        self._metrics = tuple(
-            metric for metric in (*CATALOGUE, *_of_families()) if pod_names or not _POD_LABELS.intersection(metric.labels)
-        )
+        self._metrics = tuple(metric for metric in catalogue() if pod_names or not _POD_LABELS.intersection(metric.labels))
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -78,6 +76,11 @@ def _family(metric: Metric, moment: Moment) -> Family:
         for values, value in metric.read_count(moment):
             family.add_sample(metric.name + "_count", dict(zip(metric.labels, values, strict=True)), float(value))
     return family
+
+
+def catalogue() -> tuple[Metric, ...]:
+    """Return all metrics: the agent's own, and those that families declare."""
+    return (*CATALOGUE, *_of_families())
 
 
 def _of_families() -> Iterator[Metric]:

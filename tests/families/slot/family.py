@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from tests.families.slot.settings import FAMILY, RESOURCE
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.family import Decision, NodeView, Ownership, Question
@@ -13,8 +14,6 @@ from vgpu_agent.model import Decider, Grant, Inventory, Resource, Share
 from vgpu_agent.nodes import DesiredNode
 from vgpu_agent.pods import DesiredPod, Pod
 
-FAMILY = "example-slot"
-RESOURCE = "example.com/slot"
 GPU, SERVED = "example.com/slot-gpu", "example.com/slot-served"  # annotations: the wanted GPU, and the containers that have one
 STATE = "example.com/slot-state"  # a label
 TOTAL = "example.com/slots"  # an annotation of the Node

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from tests.families.slot.family import FAMILY, GPU, RESOURCE, SERVED, STATE, SlotFamily, slots_in_use
-from tests.families.slot.settings import Slot
-from vgpu_agent.config.families import FamilySettings
+from tests.families.slot.family import GPU, SERVED, STATE, SlotFamily, slots_in_use
+from tests.families.slot.settings import RESOURCE, SETTINGS, Slot
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.spec import BuiltFamily, FamilyMetric, FamilySpec, NodeFacts
 
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     del facts
-    return BuiltFamily(by_pod=(SlotFamily(settings.section(Slot).per_gpu),)) if settings.is_on(FAMILY) else BuiltFamily()
+    return BuiltFamily(by_pod=(SlotFamily(settings.section(Slot).per_gpu),)) if settings.is_on(SETTINGS.name) else BuiltFamily()
 
 
 SPEC = FamilySpec(
-    FamilySettings(FAMILY, "`example.com/slot`, for tests.", sections={"example_slot": Slot}),
+    SETTINGS,
     _build,
     needs_api_server=True,
     resource_prefixes=(RESOURCE,),

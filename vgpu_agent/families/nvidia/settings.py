@@ -1,4 +1,4 @@
-"""The settings of the family `nvidia`: the sections ``resources``, ``sharing`` and ``iktos``, their flags and their rules.
+"""The settings of the family `nvidia`: the sections ``resources``, ``sharing``, ``iktos`` and ``namedConfig``, their flags and their rules.
 
 Defaults and meaning: nvidia §2 and §3, iktos §I.2. What NVIDIA's plugin parses and then drops (renames, patterns, `devices`) is honoured
 here.
@@ -6,6 +6,7 @@ here.
 
 # Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -13,12 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from vgpu_agent.config.checks import Conflict
+from vgpu_agent.config.documents import PluginDocument, Shelf
 from vgpu_agent.config.families import FamilySettings, OfferedName, Spreading
 from vgpu_agent.config.options import Option
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.schema import Repeated
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.nvidia import iktos
+from vgpu_agent.families.nvidia.named import NamedConfig, choose
+from vgpu_agent.families.nvidia.plugin_config import ONLY_THERE, SECTION, translate_file, translate_section
 from vgpu_agent.families.nvidia.resource_names import MIG_PREFIX, NVIDIA_GPU, completed_resource_name
 
 FAMILY = "nvidia"
@@ -240,13 +244,23 @@ def _daemons(settings: Settings) -> bool:
     return bool(settings.section(Sharing).mps.resources) and not settings.section(Iktos).resource_config
 
 
+def _shelf(settings: Settings) -> Shelf:
+    named = settings.section(NamedConfig)
+    return Shelf(named.directory, named.label, functools.partial(choose, named))
+
+
 SETTINGS = FamilySettings(
     FAMILY,
     "`nvidia.com/gpu` and `nvidia.com/mig-*`, as NVIDIA's device plugin offers them.",
     on=True,
-    sections={"resources": Resources, "sharing": Sharing, "iktos": Iktos},
+    sections={"resources": Resources, "sharing": Sharing, "iktos": Iktos, "named_config": NamedConfig},
     live=("resources.", "sharing.", "iktos."),
     options=(
+        # As NVIDIA's config-manager names them.
+        Option("namedConfig.directory", "", "CONFIG_FILE_SRCDIR"),
+        Option("namedConfig.label", "", "NODE_LABEL"),
+        Option("namedConfig.default", "", "DEFAULT_CONFIG"),
+        Option("namedConfig.fallbackStrategies", "", "FALLBACK_STRATEGIES"),
         # As k8s-gpu-sharing-plugin (iktos) names it.
         Option(
             "iktos.resourceConfig",
@@ -262,5 +276,6 @@ SETTINGS = FamilySettings(
     spreading=(Spreading("plugin.sharedDevicesAllocationPolicy", "distributed", "auto"),),
     mps="sharing.mps",
     daemons=_daemons,
+    document=PluginDocument(SECTION, ONLY_THERE, translate_file, translate_section, "namedConfig.directory", _shelf),
     offers_mig=True,
 )

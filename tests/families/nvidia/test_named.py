@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from vgpu_agent.config.named import Choice, Shelf, choose, keys_in
-from vgpu_agent.errors import ConfigError
+from vgpu_agent.config.documents import Choice
+from vgpu_agent.families.nvidia.named import NamedConfig, choose
 
 LABEL = "nvidia.com/device-plugin.config"
-ALL = ("named", "single", "empty")
+Fallbacks = tuple[Literal["named", "single", "empty"], ...]
+ALL: Fallbacks = ("named", "single", "empty")
 
 
-def shelf(default: str = "", fallbacks: tuple[str, ...] = ALL) -> Shelf:
+def shelf(default: str = "", fallbacks: Fallbacks = ALL) -> NamedConfig:
     """A shelf at the path that NVIDIA's chart uses."""
-    return Shelf("/available-configs", LABEL, default, fallbacks)
+    return NamedConfig("/available-configs", LABEL, default, fallbacks)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def shelf(default: str = "", fallbacks: tuple[str, ...] = ALL) -> Shelf:
     ],
 )
 def test_label_then_default_then_the_fallback_strategies_in_their_order(
-    label: str, default: str, fallbacks: tuple[str, ...], keys: set[str], key: str, reason: str
+    label: str, default: str, fallbacks: Fallbacks, keys: set[str], key: str, reason: str
 ) -> None:
     """The first that fits decides, and says so."""
     assert choose(shelf(default, fallbacks), label, keys) == Choice(key, reason)
@@ -65,21 +65,3 @@ def test_many_configurations_do_not_make_a_long_sentence() -> None:
     """Ten names are enough to see what is meant."""
     choice = choose(shelf(), "typo", {f"config-{number:02}" for number in range(40)})
     assert "config-09 and 30 more;" in choice.problem
-
-
-def test_keys_are_the_files_of_a_mounted_config_map(tmp_path: Path) -> None:
-    """The kubelet mounts links into ``..data``, itself a link. Neither that nor a directory is a key."""
-    version = tmp_path / "..2026"
-    version.mkdir()
-    (version / "a.yaml").write_text("version: v1\n")
-    os.symlink("..2026", tmp_path / "..data")
-    os.symlink("..data/a.yaml", tmp_path / "a.yaml")
-    (tmp_path / "folder").mkdir()
-    os.symlink("..data/gone", tmp_path / "gone")
-    assert keys_in(str(tmp_path)) == {"a.yaml"}
-
-
-def test_a_directory_that_is_not_there_is_told_with_its_setting(tmp_path: Path) -> None:
-    """The usual reason is a mount that was forgotten."""
-    with pytest.raises(ConfigError, match=r"namedConfig\.directory: .*/nowhere cannot be read: No such file"):
-        keys_in(str(tmp_path / "nowhere"))

@@ -2,7 +2,7 @@
 
 Its document is a file of its own (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the section
 ``nvidiaConfig`` of our file. The result is the same document with our keys and its lines. `reading` judges it like
-our own; sentences about it name NVIDIA's keys. Called by `load`. Keys, defaults and edge cases: nvidia §2.
+our own; sentences about it name NVIDIA's keys. Keys, defaults and edge cases: nvidia §2.
 
 NVIDIA's plugin silently drops a key that is unknown or in the wrong section. Here each is a warning that names the
 right place (nvidia D10). Keys that it parses and drops (``resources``, ``rename``, ``devices``, one replica) count
@@ -11,12 +11,12 @@ here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from typing import TYPE_CHECKING, Final
 
 from vgpu_agent.config import options, schema, yaml
+from vgpu_agent.config.documents import Translation
 from vgpu_agent.config.problems import shown, shown_key
 from vgpu_agent.config.suggestions import nearest
 
@@ -76,23 +76,6 @@ _MOST_WARNINGS = 20
 _VERSIONS: Final = (None, "", VERSION)  # upstream: nothing means v1
 _UNSHARED: Final = (None, "", "all")  # a rename and devices that upstream does not drop
 _USUAL_NAMES: Final = (("*", "gpu"), ("*", "nvidia.com/gpu"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Translation:
-    """A document of NVIDIA's plugin with our keys.
-
-    Attributes:
-        members: as the top of a document of ours, every value with its line in theirs.
-        keys: our dotted path → theirs, for sentences about it.
-        faults: the errors, in their keys.
-        warnings: settings that are ignored, or that count only here; in their keys.
-    """
-
-    members: Mapping[str, yaml.Node] = dataclasses.field(default_factory=dict)
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    faults: tuple[yaml.Fault, ...] = ()
-    warnings: tuple[yaml.Fault, ...] = ()
 
 
 def translate_file(content: bytes) -> Translation:

@@ -1,0 +1,88 @@
+"""A configuration of a replaced plugin as a document of its own, whose values count where the agent's own file says nothing.
+
+Its family declares how it is read (`families.FamilySettings.document`); `load` finds it, and `reading` judges its values like our own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from vgpu_agent.config import yaml
+    from vgpu_agent.config.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """Such a document with our keys.
+
+    Attributes:
+        members: as the top of a document of ours, every value with its line in theirs.
+        keys: our dotted path → theirs, for sentences about it.
+        faults: the errors, in their keys.
+        warnings: settings that are ignored, or that count only here; in their keys.
+    """
+
+    members: Mapping[str, yaml.Node] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    faults: tuple[yaml.Fault, ...] = ()
+    warnings: tuple[yaml.Fault, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to "which document?".
+
+    Attributes:
+        key: the document's name; empty for none at all, which is valid where ``problem`` is empty.
+        reason: the reason of the choice, for people.
+        problem: why nothing could be chosen, with the remedy; the settings in force stay.
+    """
+
+    key: str = ""
+    reason: str = ""
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shelf:
+    """Several such documents, of which a label of the Node chooses one.
+
+    Attributes:
+        directory: where each is a file; empty where the settings ask for no choice.
+        label: the name of the label.
+        choose: the label's value (empty: no label) and the names of the documents → the choice.
+    """
+
+    directory: str
+    label: str
+    choose: Callable[[str, Collection[str]], Choice]
+
+    def path(self, key: str) -> str:
+        """The file of the document ``key``."""
+        return os.path.join(self.directory, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginDocument:
+    """How such documents are found and read.
+
+    Attributes:
+        section: the key of our file below which one may stand.
+        only_there: keys at the top of one that our file never has.
+        translate_file: the content of a file → its meaning.
+        translate_section: what stands below ``section`` → the same.
+        directory_key: the key of the directory of the shelf.
+        shelf: the settings → the documents to choose from.
+    """
+
+    section: str
+    only_there: tuple[str, ...]
+    translate_file: Callable[[bytes], Translation]
+    translate_section: Callable[[yaml.Node], Translation]
+    directory_key: str
+    shelf: Callable[[Settings], Shelf]
