@@ -94,7 +94,7 @@ class Binder:
         self._ended = EndedPods(ledger=ledger, journal=journal, dependencies=dependencies)
         self._clock = clock
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
-        self._told: dict[str, str] = {}  # token → what the journal last got about a start that is refused again and again
+        self._changes = log.ChangeFilter()  # by token, of starts that are refused again and again
         self._unmade: dict[str, str] = {}  # token → why its delivery could not be made the last time
         self.guesses = Guesses()
         self.early = EarlyProof(ledger=ledger, inventory=inventory, dependencies=dependencies, guesses=self.guesses)
@@ -141,7 +141,7 @@ class Binder:
                 text = str(advised)
                 raise type(err)(text if pod.full_name in text else f"{pod.full_name}, container {owner.container}: {text}") from err
             self._around.refusals.clear(owner.pod_uid, owner.container)
-            self._told.pop(token, None)
+            self._changes.over(token)
             self.served[*start.key, offered.name] = grant
             self._journal.record(
                 "start.bound",
@@ -178,11 +178,11 @@ class Binder:
         self.guesses.keep_only(uids)
         tokens = (
             {grant_token(grant.resource, grant.ids) for grant in self._ledger.grants}
-            if self.guesses.given or self._told or self.handed_out
+            if self.guesses.given or self._changes or self.handed_out
             else set()
         )
         self.guesses.keep_tokens(tokens)
-        self._told = {token: told for token, told in self._told.items() if token in tokens}
+        self._changes.keep_only(tokens)
         self.handed_out &= tokens
 
     def deliveries(self, families: Mapping[str, PodFamily]) -> list[tuple[GrantRecord, Provision]]:
@@ -446,8 +446,7 @@ class Binder:
 
     def _tell(self, event: str, token: str, reason: str, **facts: Any) -> None:
         """Journal why a start is refused; kubelet asks again every quarter of a minute, and once is enough while the reason stays."""
-        if self._told.get(token) != reason:
-            self._told[token] = reason
+        if self._changes.is_new(token, reason):
             self._journal.record(event, level="warning", token=token, reason=reason, **facts)
 
 

@@ -26,6 +26,7 @@ from vgpu_agent.cluster.lists import ListReader
 from vgpu_agent.cluster.retrying import lasting, slow_seconds
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError, shortened
+from vgpu_agent.log import ChangeFilter
 from vgpu_agent.status import WatchStatus
 
 if TYPE_CHECKING:
@@ -156,8 +157,8 @@ class Reflector(Generic[T]):
         self._uniform = uniform
         self._expected = frozenset(expected)
         self._version = ""
-        self._said = ""  # the trouble that was last logged
-        self._unreadable: set[str] = set()  # the objects already logged, so that a pod that changes every second is no flood
+        self._changes = ChangeFilter()
+        self._unreadable = ChangeFilter()  # of objects, so that a pod that changes every second is no flood
 
     @property
     def longest_silence_seconds(self) -> float:
@@ -313,12 +314,10 @@ class Reflector(Generic[T]):
         except ClusterError as err:
             self.status.unreadable += 1
             text = shortened(str(err), _LONGEST_ERROR)
-            if text in self._unreadable:
-                return []
-            if len(self._unreadable) >= _UNREADABLE_REMEMBERED:
-                self._unreadable.clear()
-            self._unreadable.add(text)
-            self._journal.record("cluster.unreadable", level="warning", watch=self.scope.what, error=text)
+            if self._unreadable.is_new(text):
+                if len(self._unreadable) > _UNREADABLE_REMEMBERED:
+                    self._unreadable.keep_only((text,))
+                self._journal.record("cluster.unreadable", level="warning", watch=self.scope.what, error=text)
             return []
 
     def _heard(self) -> None:
@@ -333,14 +332,12 @@ class Reflector(Generic[T]):
         self.status.last_error = shortened(str(err), _LONGEST_ERROR)
         self.trouble.publish(err)
         # An outage is one line in the log, not one for each try.
-        if err.status not in self._expected and (trouble := f"{err.status}") != self._said:
-            self._said = trouble
+        if err.status not in self._expected and self._changes.is_new("watch", err.status):
             self._journal.record("cluster.watch_failed", level="warning", watch=self.scope.what, error=str(err))
 
     def _well(self) -> None:
         self.status.failing_since = 0.0
         if self.trouble.value is not None:
             self.trouble.publish(None)
-        if self._said:
-            self._said = ""
+        if self._changes.over("watch"):
             self._journal.record("cluster.watch_recovered", watch=self.scope.what)

@@ -10,6 +10,8 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
+from vgpu_agent.log import ChangeFilter
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -65,15 +67,12 @@ class Backoff:
 
 
 class Complaints:
-    """The log of troubles: each one once, and once that it is over, however often it is met in between.
-
-    State: which troubles last, by a key of the writer's own.
-    """
+    """The log of troubles, by a key of the writer's own: each one once, and once that it is over, however often it is met in between."""
 
     def __init__(self, journal: Journal, writer: str) -> None:
         self._journal = journal
         self._writer = writer
-        self._lasting: dict[str, str] = {}
+        self._changes = ChangeFilter()
 
     def failed(self, key: str, err: ClusterError, permission: str, /, **facts: Any) -> None:
         """Note that a write named ``key`` has failed; ``permission`` is the RBAC permission it needs, e.g. ``patch nodes/status``."""
@@ -91,15 +90,14 @@ class Complaints:
 
     def say(self, key: str, event: str, trouble: str, /, *, level: str, **facts: Any) -> None:
         """Record ``event`` unless ``trouble`` is the last recorded about ``key``."""
-        if self._lasting.get(key) != trouble:
-            self._lasting[key] = trouble
+        if self._changes.is_new(key, trouble):
             self._journal.record(event, level=level, **facts)
 
     def over(self, key: str) -> None:
         """``key`` has no trouble any more."""
-        if self._lasting.pop(key, None) is not None:
+        if self._changes.over(key):
             self._journal.record(f"{self._writer}.recovered", key=key)
 
     def forget(self, part: str) -> None:
         """Forget the troubles of ``part`` of a key, which is gone, so that they neither last nor are over."""
-        self._lasting = {key: trouble for key, trouble in self._lasting.items() if part not in key}
+        self._changes.keep_only([key for key in self._changes if part not in str(key)])
