@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.lists import ListReader
-from vgpu_agent.cluster.retrying import lasting, slow_seconds
+from vgpu_agent.cluster.retrying import Backoff, slow_seconds
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError, shortened
 from vgpu_agent.log import ChangeFilter
@@ -177,24 +177,20 @@ class Reflector(Generic[T]):
         Args:
             beat: called with every sign of life.
         """
-        pause, loop = 0.0, asyncio.get_running_loop()
+        backoff, loop = Backoff(self._settings, self._uniform), asyncio.get_running_loop()
         while True:
             beat()
-            began, asked_to_wait, longest = loop.time(), 0.0, self._settings.backoff_max_seconds
+            began, failure = loop.time(), None
             try:
                 if not self._version:
                     await self._list(beat)
                 await self._watch(beat)
             except ClusterError as err:
-                asked_to_wait = err.retry_after_seconds
-                # A forbidden request stays forbidden until the role changes, and asking is a request, too.
-                longest = slow_seconds(self._settings) if lasting(err) else longest
+                failure = err
                 self._failed(err)
             if loop.time() - began > _HEALTHY_SECONDS:
-                pause = 0.0
-            pause = min(max(2 * pause, self._settings.backoff_min_seconds), longest)
-            # Jitter, so that the agents of a whole cluster do not come back in one moment.
-            await asyncio.sleep(max(pause * self._uniform(0.5, 1.0), asked_to_wait))
+                backoff.succeeded()
+            await asyncio.sleep(backoff.pause(failure))
 
     async def _list(self, beat: Callable[[], None]) -> None:
         items, version = await (self._get_one() if self.scope.name else self._get_pages(beat))
