@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.reflector import Reflector, Scope
-from vgpu_agent.cluster.waiting import Versions
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Latest, Versions
 from vgpu_agent.log import ChangeFilter
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import msgspec
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import DesiredEntry, Section, capacity_patch, compared, metadata_patch, with_conditions
 from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting, slow_seconds
-from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.cluster.written import Written
+from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.status import WriterStatus

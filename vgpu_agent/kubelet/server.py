@@ -11,13 +11,12 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
-from vgpu_agent.concurrency import Backoff
+from vgpu_agent.concurrency import Backoff, first_of, unless
 from vgpu_agent.errors import KubeletError, ListenError, RegistrationRefusedError
 from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.grpc import GrpcServer
 from vgpu_agent.kubelet.plugin import PluginService
 from vgpu_agent.kubelet.registration import ListenBackoff, NotListeningError, register
-from vgpu_agent.kubelet.waiting import first_of, unless
 from vgpu_agent.status import PluginState, PluginStatus
 
 if TYPE_CHECKING:

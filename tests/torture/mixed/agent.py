@@ -28,7 +28,7 @@ from vgpu_agent.allocation.node_families import Families
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.api import Api
-from vgpu_agent.concurrency import Latest, Revision
+from vgpu_agent.concurrency import Latest, Revision, first_of
 from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import ListedDevice
@@ -42,7 +42,6 @@ from vgpu_agent.isolation.hami_core import HamiCore
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import join
-from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Gpu, Inventory, KubeletRecords
 from vgpu_agent.nodes import Node, SentCounts
