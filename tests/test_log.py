@@ -174,3 +174,28 @@ def test_threads_that_log_at_once_get_no_error_of_the_limiter(monkeypatch: pytes
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_a_message_is_new_until_it_is_repeated() -> None:
+    """By subject: when it begins, when it changes, and when it begins again after it was over."""
+    changes = log.ChangeFilter()
+    assert [changes.is_new("a", text) for text in ("full", "full", "gone", "gone", "full")] == [True, False, True, False, True]
+    assert changes.is_new("b", "full")
+    assert (changes.over("a"), changes.over("a")) == (True, False)
+    assert changes.is_new("a", "full")
+
+
+def test_a_message_that_lasts_is_new_again_after_a_time() -> None:
+    """The time runs from the line, and not from the last repetition."""
+    changes = log.ChangeFilter(again_seconds=60)
+    assert [now for now in (0, 30, 59, 60, 100, 120) if changes.is_new("a", "full", now=now)] == [0, 60, 120]
+
+
+def test_subjects_that_are_gone_are_forgotten() -> None:
+    """A pod of the same name is another one, and memory does not grow with those that are gone."""
+    changes = log.ChangeFilter()
+    for subject in ("a", "b", "c"):
+        changes.is_new(subject)
+    changes.keep_only({"b", "d"})
+    assert len(changes) == 1
+    assert [subject for subject in ("a", "b") if changes.is_new(subject)] == ["a"]

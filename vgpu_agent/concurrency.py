@@ -1,4 +1,4 @@
-"""The pieces of asyncio that every package of the agent shares: a value that can be awaited, a back-off, and supervised loops.
+"""The pieces of asyncio that every package of the agent shares: a value that can be awaited, waits, a back-off, and supervised loops.
 
 State flows through the agent as immutable snapshots held by a `Latest`. A reader waits for "something newer than version N". So any number
 of readers (each ListAndWatch stream, metrics, the health watch) see every final state, and a slow reader cannot block others.
@@ -14,12 +14,12 @@ import dataclasses
 import enum
 import functools
 import time
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from vgpu_agent import log
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 
 T = TypeVar("T")
 
@@ -84,6 +84,58 @@ class Revision(Latest[int]):
     def advance(self) -> None:
         """Count one more change and wake all tasks that wait for it."""
         self.publish(self.value + 1)
+
+
+class Versions:
+    """The versions of some snapshots at one moment, so that no change after it is missed.
+
+    Take it before reading the snapshots: what changes while the reader is busy then ends the next wait at once.
+    """
+
+    def __init__(self, *snapshots: Latest[Any]) -> None:
+        self._snapshots = [(snapshot, snapshot.version) for snapshot in snapshots]
+
+    async def passed(self, *, timeout_seconds: float) -> bool:
+        """Wait until one of them is newer; return whether one is, before ``timeout_seconds`` were over."""
+        if any(snapshot.version > version for snapshot, version in self._snapshots):
+            return True
+        return await first_of(*(snapshot.newer_than(version) for snapshot, version in self._snapshots), timeout_seconds=timeout_seconds)
+
+
+async def first_of(*waits: Coroutine[Any, Any, object], timeout_seconds: float | None = None) -> bool:
+    """Wait until one of ``waits`` has returned, or until the time is over. The others are cancelled before this returns.
+
+    Returns:
+        Whether one of them has returned.
+    """
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return bool(done)
+
+
+async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do ``work``, but abandon it as soon as ``stopping`` is set; an exception of the work passes through.
+
+    Returns:
+        Whether the work was finished.
+    """
+    task = asyncio.ensure_future(work)
+    stop = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        task.cancel()
+        stop.cancel()
+        await asyncio.gather(task, stop, return_exceptions=True)
 
 
 class Backoff:

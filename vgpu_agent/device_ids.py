@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,3 +150,45 @@ class NumberedList(Sequence[ListedDevice]):
         if place < 0:
             raise IndexError(index)
         return self.others[place]
+
+
+_HEALTH_FIELD_BYTES = 11  # tag, length and the longer of the two words, "Unhealthy"
+
+
+def list_size_bytes(ids: Iterable[DeviceId]) -> int:
+    """Size of the largest list for the kubelet that these ids can lead to: all of them Unhealthy, two bytes more an id (kubelet §10).
+
+    Only a sum: it is asked about lists that are far too long.
+    """
+    if not isinstance(ids, NumberedIds):
+        return sum(map(element_size_bytes, ids))
+    return sum(
+        (largest - smallest) * element_size_bytes(DeviceId(f"{block.prefix}{smallest}", block.device, block.numa_node))
+        for block in ids.blocks
+        for smallest, largest in equally_long(block.count)
+    )
+
+
+def element_size_bytes(device: DeviceId) -> int:
+    """Size of one unhealthy id in such a list."""
+    size = _delimited(len(device.id.encode())) + _HEALTH_FIELD_BYTES
+    if device.numa_node is not None and device.numa_node >= 0:  # an id without a known node has no topology
+        size += _delimited(_delimited(1 + _varint_size(device.numa_node) if device.numa_node else 0))
+    return _delimited(size)
+
+
+def equally_long(count: int) -> Iterator[tuple[int, int]]:
+    """The numbers from 0 to ``count`` as ranges within which all have as many digits: [0, 10), [10, 100), …"""
+    smallest, end = 0, 10
+    while smallest < count:
+        yield smallest, min(end, count)
+        smallest, end = end, end * 10
+
+
+def _delimited(length: int) -> int:
+    """Bytes of a protobuf field of that length, with its tag."""
+    return 1 + _varint_size(length) + length
+
+
+def _varint_size(value: int) -> int:
+    return max(1, -(-value.bit_length() // 7))

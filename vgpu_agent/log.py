@@ -7,6 +7,7 @@ sentences with values in them, so that a log search written today still works ne
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from vgpu_agent.bounded import bounded
 from vgpu_agent.redaction import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container, Hashable, Iterator
 
     from structlog.typing import EventDict, ExcInfo, FilteringBoundLogger
 
@@ -219,6 +220,40 @@ def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
     error = record.exc_info[1] if record.exc_info else None
     about = "" if error is None else f"{type(error).__name__} {getattr(error, 'errno', '')}"
     return (record.name, template, record.levelname, about), _MOST_OF_A_LIBRARY
+
+
+class ChangeFilter:
+    """Tell new messages from repeated ones: what a loop meets in each round is logged when it begins, and when it changes.
+
+    State: the last message about each subject, and when it was new.
+    """
+
+    def __init__(self, *, again_seconds: float = math.inf) -> None:
+        """Count a message that lasts as new ``again_seconds`` after it was new; never without them."""
+        self._again_seconds = again_seconds
+        self._last: dict[Hashable, tuple[Hashable, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._last)
+
+    def is_new(self, subject: Hashable, message: Hashable = "", *, now: float = 0.0) -> bool:
+        """Take note of ``message`` at ``now`` (seconds of any clock); tell whether it is not the last one about ``subject``."""
+        last, at = self._last.get(subject, (None, -math.inf))
+        new = message != last or now - at >= self._again_seconds
+        if new:
+            self._last[subject] = (message, now)
+        return new
+
+    def over(self, subject: Hashable) -> bool:
+        """Forget ``subject``, whose next message is new again; tell whether there was one."""
+        return self._last.pop(subject, None) is not None
+
+    def keep_only(self, subjects: Container[Hashable]) -> None:
+        """Forget all other subjects."""
+        self._last = {subject: last for subject, last in self._last.items() if subject in subjects}
 
 
 def _shared() -> list[Any]:

@@ -371,7 +371,7 @@ async def test_a_refused_pod_that_goes_leaves_nothing_behind() -> None:
         await asyncio.sleep(5)
         world.api.delete(pod_at("a"))
         await asyncio.sleep(5)
-    assert world.publisher._complaints._lasting == {}
+    assert not world.publisher._complaints._changes
     assert world.publisher._writings == {}
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kubelet.backend import U0, U1, shared_resource
-from vgpu_agent.device_ids import DeviceId, ListedDevice
+from vgpu_agent.device_ids import DeviceId, ListedDevice, list_size_bytes
 from vgpu_agent.errors import ConfigError, KubeletError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet import codec
@@ -188,7 +188,7 @@ def test_the_size_of_the_worst_list_is_known_without_encoding_it(ids: list[Devic
     """`list_size_bytes` is exactly the length of the list in which every id is Unhealthy, and no list is longer."""
     worst = _list_of(*(ListedDevice(device, healthy=False) for device in ids))
 
-    assert codec.list_size_bytes(ids) == len(worst)
+    assert list_size_bytes(ids) == len(worst)
     assert len(_list_of(*(ListedDevice(device, healthy=True) for device in ids))) <= len(worst)
 
 
@@ -220,7 +220,7 @@ def test_a_list_above_the_budget_is_refused_with_the_factor_that_fits() -> None:
 def test_a_list_within_the_budget_passes() -> None:
     """The size itself is allowed, one byte less is not."""
     resource = shared_resource()
-    size = codec.list_size_bytes(resource.ids)
+    size = list_size_bytes(resource.ids)
 
     codec.check_budget(resource, size)
     with pytest.raises(ConfigError):

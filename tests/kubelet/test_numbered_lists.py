@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kubelet.backend import U0, U1, FakeBackend
-from vgpu_agent.device_ids import DeviceId, IdBlock, ListedDevice, NumberedIds, NumberedList
+from vgpu_agent.device_ids import DeviceId, IdBlock, ListedDevice, NumberedIds, NumberedList, list_size_bytes
 from vgpu_agent.errors import ConfigError, KubeletError
 from vgpu_agent.kubelet import codec, wire
 from vgpu_agent.kubelet.held_ids import PodResourcesReader, SeenNumbers, decode_allocatable, decode_pod_resources
@@ -47,7 +47,7 @@ def test_a_block_is_encoded_as_its_ids_would_be(blocks: list[IdBlock], healthy: 
     listed = NumberedList(tuple((block, healthy) for block in blocks), (ListedDevice(DeviceId("gone", "x"), healthy=False),))
 
     assert codec.DeviceListEncoder().encode(listed) == codec.DeviceListEncoder().encode(list(listed))
-    assert codec.list_size_bytes(NumberedIds(tuple(blocks))) == codec.list_size_bytes(list(NumberedIds(tuple(blocks))))
+    assert list_size_bytes(NumberedIds(tuple(blocks))) == list_size_bytes(list(NumberedIds(tuple(blocks))))
 
 
 def test_a_long_list_is_encoded_in_parts_without_keeping_any() -> None:

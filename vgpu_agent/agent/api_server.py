@@ -23,12 +23,11 @@ from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
-from vgpu_agent.concurrency import Revision
+from vgpu_agent.concurrency import Revision, first_of
 from vgpu_agent.config.families import document
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.families.plugin_files import told
 from vgpu_agent.families.registry import FAMILIES
-from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.pods import PodCache
 from vgpu_agent.status import ClusterStatus
 

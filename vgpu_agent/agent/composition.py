@@ -42,7 +42,7 @@ from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.context import Context
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
-from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.concurrency import Supervisor, first_of, unless
 from vgpu_agent.errors import CarrierError, SimulationError
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
@@ -53,7 +53,6 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
-from vgpu_agent.kubelet.waiting import first_of, unless
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory

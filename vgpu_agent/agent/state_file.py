@@ -42,7 +42,7 @@ class StateFile(Generic[Facts]):
         self._when_unreadable = when_unreadable
         self._remedy = f"make stateDirectory a directory with room in which the agent can write; until then {when_not_written}"
         self._written: Facts | None = None
-        self._complained = False
+        self._changes = log.ChangeFilter()
 
     async def read(self) -> Facts | None:
         """Read what was written last, by this process or an earlier one; None when there is no file or it is damaged."""
@@ -63,11 +63,11 @@ class StateFile(Generic[Facts]):
         try:
             await asyncio.to_thread(self._replace, msgspec.json.encode(facts))
         except OSError as err:
-            if not self._complained:
+            if self._changes.is_new("write"):
                 _logger.warning("state.not_written", path=str(self._path), error=str(err), remedy=self._remedy)
-            self._complained = True
             return False
-        self._written, self._complained = facts, False
+        self._changes.over("write")
+        self._written = facts
         return True
 
     def _replace(self, content: bytes) -> None:

@@ -80,8 +80,8 @@ class LateStart:
         self._identification = Identification(context)
         self._division = Division(context)
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
-        self._told: dict[str, str] = {}  # token → what the journal last got about a start that is refused again and again
-        self._unmade: dict[str, str] = {}  # token → why its delivery could not be made the last time
+        self._changes = log.ChangeFilter()  # by token, of starts that are refused again and again
+        self._unmade = log.ChangeFilter()  # by token, of deliveries that cannot be made; they are tried again and again
         self._handed_out: set[str] = set()
         self._pods_unread = False  # the pods of some holders in kubelet's records are not known yet
         self._tokens: dict[int, tuple[tuple[str, ...], str]] = {}  # number of a grant → its ids, and the token of these
@@ -140,7 +140,7 @@ class LateStart:
             except (RequestRefusedError, LedgerError, CarrierError, MigError, NotProvenError) as err:
                 raise self._refused(start, err) from err
             self._context.refusals.clear(*start.key)
-            self._told.pop(token, None)
+            self._changes.over(token)
             self.served[*start.key, offered.name] = grant
             self._context.journal.record(
                 "start.bound",
@@ -368,8 +368,7 @@ class LateStart:
 
     def _tell(self, event: str, token: str, reason: str, **facts: Any) -> None:
         """Journal why a start is refused; kubelet asks again every quarter of a minute, and once is enough while the reason stays."""
-        if self._told.get(token) != reason:
-            self._told[token] = reason
+        if self._changes.is_new(token, reason):
             self._context.journal.record(event, level="warning", token=token, reason=reason, **facts)
 
     # -- after a start --------------------------------------------------------------------------------------------------------------
@@ -383,8 +382,8 @@ class LateStart:
         self._pods_unread = False
         uids = {pod.kubelet_uid for pod in pods.pods}
         self.served = {key: grant for key, grant in self.served.items() if key[0] in uids}
-        tokens = {grant_token(grant.resource, grant.ids) for grant in ledger.grants} if self._told or self._handed_out else set()
-        self._told = {token: told for token, told in self._told.items() if token in tokens}
+        tokens = {grant_token(grant.resource, grant.ids) for grant in ledger.grants} if self._changes or self._handed_out else set()
+        self._changes.keep_only(tokens)
         self._handed_out &= tokens
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
@@ -397,7 +396,7 @@ class LateStart:
             return []
         families = {family.name: family for family in context.families.by_pod}
         known = {record.token for record in context.carrier.records}
-        wanted, unmade = [], {}
+        wanted, unmade = [], set()
         for grant in context.ledger.grants:
             family, owner = families.get(grant.family), grant.owner
             if family is None or owner is None or not grant.proven or not grant.shares:
@@ -410,13 +409,13 @@ class LateStart:
             try:
                 provision = family.provision(question(context, offered, pod, owner.container, grant.ids), grant.shares)
             except AgentError as err:  # one that cannot be made must not stop the others
-                unmade[token] = str(err)
-                if self._unmade.get(token) != unmade[token]:  # it is tried again and again
-                    _logger.warning("grants.not_restored", pod=pod.full_name, container=owner.container, error=unmade[token])
+                unmade.add(token)
+                if self._unmade.is_new(token, str(err)):
+                    _logger.warning("grants.not_restored", pod=pod.full_name, container=owner.container, error=str(err))
                 continue
             by = grant.evidence[-1] if grant.evidence else "decided before"
             wanted.append((context.record(token, len(grant.ids), owner, grant, by, provision), provision))
-        self._unmade = unmade
+        self._unmade.keep_only(unmade)
         return wanted
 
     def is_current(self, record: GrantRecord) -> bool:

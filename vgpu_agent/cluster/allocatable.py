@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import same_quantity
 from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
-from vgpu_agent.cluster.waiting import Versions
+from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.status import WriterStatus
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.reflector import Reflector, Scope
-from vgpu_agent.cluster.waiting import Versions
-from vgpu_agent.concurrency import Latest
+from vgpu_agent.concurrency import Latest, Versions
+from vgpu_agent.log import ChangeFilter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ class ConfigMapWatch:
         self.name, self._key = name, key
         self.expected_in = expected_in
         self._journal = journal
-        self._said: tuple[str, tuple[str, ...]] | None = None
+        self._changes = ChangeFilter()
         self._places = [_Place(source, namespace, name, settings, journal) for namespace in namespaces]
         for place in self._places:
             # In one of the usual namespaces the role may be missing; in the one that was asked for that is a mistake.
@@ -120,9 +120,8 @@ class ConfigMapWatch:
     def _say(self) -> None:
         """Report where the ConfigMap is, once and whenever it changes. Without one, report the places that may not be read."""
         hidden = () if self.namespace else tuple(place.namespace for place in self._places if place.forbidden)
-        if (self.namespace, hidden) == self._said:
+        if not self._changes.is_new("place", (self.namespace, hidden)):
             return
-        self._said = self.namespace, hidden
         if self.namespace:
             self._journal.record("cluster.config_map", config_map=f"{self.namespace}/{self.name}")
         else:

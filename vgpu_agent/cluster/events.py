@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vgpu_agent.cluster.api import events_path, timestamp
 from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
-from vgpu_agent.cluster.waiting import Versions
-from vgpu_agent.concurrency import Revision
+from vgpu_agent.concurrency import Revision, Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import Pod
 from vgpu_agent.status import WriterStatus

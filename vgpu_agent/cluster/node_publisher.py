@@ -19,9 +19,10 @@ import msgspec
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import DesiredEntry, Section, capacity_patch, compared, metadata_patch, with_conditions
 from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting, slow_seconds
-from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.cluster.written import Written
+from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
+from vgpu_agent.log import ChangeFilter
 from vgpu_agent.status import WriterStatus
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class NodePublisher:
         # The version of the Node after which another client has written, and until when to wait for a newer one.
         self._outdated = ("", 0.0)
         self._removed: frozenset[str] = frozenset()  # the keys that we removed from that version
-        self._held_back: dict[str, tuple[str, float]] = {}  # entry → why its write waits, and when that was recorded (loop time)
+        self._changes = ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)  # by entry, of why its write waits
         self._conflicts = 0
         self._pending_since: float | None = None
         self._all_written = False
@@ -204,10 +205,7 @@ class NodePublisher:
         why = self._refused_why(entry) or self._written.why_later(entry.name, entry.shown, entry.desired) if seconds else ""
         if not why or (seconds or 0.0) < _WORTH_A_LINE_SECONDS:
             return
-        now = asyncio.get_running_loop().time()
-        said, at = self._held_back.get(entry.name, ("", 0.0))
-        if said != why or now - at >= _SAID_AGAIN_SECONDS:
-            self._held_back[entry.name] = (why, now)
+        if self._changes.is_new(entry.name, why, now=asyncio.get_running_loop().time()):
             self._journal.record("node.write_waits", key=entry.name, reason=why, seconds=round(seconds or 0.0, 1))
 
     def _refused_why(self, entry: DesiredEntry) -> str:

@@ -25,9 +25,8 @@ import msgspec
 
 from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
-from vgpu_agent.cluster.waiting import Versions
 from vgpu_agent.cluster.written import Written
-from vgpu_agent.concurrency import Revision
+from vgpu_agent.concurrency import Revision, Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.status import WriterStatus
 

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.lists import ListReader
-from vgpu_agent.cluster.retrying import lasting, slow_seconds
+from vgpu_agent.cluster.retrying import Backoff, slow_seconds
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError, shortened
+from vgpu_agent.log import ChangeFilter
 from vgpu_agent.status import WatchStatus
 
 if TYPE_CHECKING:
@@ -156,8 +157,8 @@ class Reflector(Generic[T]):
         self._uniform = uniform
         self._expected = frozenset(expected)
         self._version = ""
-        self._said = ""  # the trouble that was last logged
-        self._unreadable: set[str] = set()  # the objects already logged, so that a pod that changes every second is no flood
+        self._changes = ChangeFilter()
+        self._unreadable = ChangeFilter()  # of objects, so that a pod that changes every second is no flood
 
     @property
     def longest_silence_seconds(self) -> float:
@@ -176,24 +177,20 @@ class Reflector(Generic[T]):
         Args:
             beat: called with every sign of life.
         """
-        pause, loop = 0.0, asyncio.get_running_loop()
+        backoff, loop = Backoff(self._settings, self._uniform), asyncio.get_running_loop()
         while True:
             beat()
-            began, asked_to_wait, longest = loop.time(), 0.0, self._settings.backoff_max_seconds
+            began, failure = loop.time(), None
             try:
                 if not self._version:
                     await self._list(beat)
                 await self._watch(beat)
             except ClusterError as err:
-                asked_to_wait = err.retry_after_seconds
-                # A forbidden request stays forbidden until the role changes, and asking is a request, too.
-                longest = slow_seconds(self._settings) if lasting(err) else longest
+                failure = err
                 self._failed(err)
             if loop.time() - began > _HEALTHY_SECONDS:
-                pause = 0.0
-            pause = min(max(2 * pause, self._settings.backoff_min_seconds), longest)
-            # Jitter, so that the agents of a whole cluster do not come back in one moment.
-            await asyncio.sleep(max(pause * self._uniform(0.5, 1.0), asked_to_wait))
+                backoff.succeeded()
+            await asyncio.sleep(backoff.pause(failure))
 
     async def _list(self, beat: Callable[[], None]) -> None:
         items, version = await (self._get_one() if self.scope.name else self._get_pages(beat))
@@ -313,12 +310,10 @@ class Reflector(Generic[T]):
         except ClusterError as err:
             self.status.unreadable += 1
             text = shortened(str(err), _LONGEST_ERROR)
-            if text in self._unreadable:
-                return []
-            if len(self._unreadable) >= _UNREADABLE_REMEMBERED:
-                self._unreadable.clear()
-            self._unreadable.add(text)
-            self._journal.record("cluster.unreadable", level="warning", watch=self.scope.what, error=text)
+            if self._unreadable.is_new(text):
+                if len(self._unreadable) > _UNREADABLE_REMEMBERED:
+                    self._unreadable.keep_only((text,))
+                self._journal.record("cluster.unreadable", level="warning", watch=self.scope.what, error=text)
             return []
 
     def _heard(self) -> None:
@@ -333,14 +328,12 @@ class Reflector(Generic[T]):
         self.status.last_error = shortened(str(err), _LONGEST_ERROR)
         self.trouble.publish(err)
         # An outage is one line in the log, not one for each try.
-        if err.status not in self._expected and (trouble := f"{err.status}") != self._said:
-            self._said = trouble
+        if err.status not in self._expected and self._changes.is_new("watch", err.status):
             self._journal.record("cluster.watch_failed", level="warning", watch=self.scope.what, error=str(err))
 
     def _well(self) -> None:
         self.status.failing_since = 0.0
         if self.trouble.value is not None:
             self.trouble.publish(None)
-        if self._said:
-            self._said = ""
+        if self._changes.over("watch"):
             self._journal.record("cluster.watch_recovered", watch=self.scope.what)

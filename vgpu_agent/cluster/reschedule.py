@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.retrying import Backoff, Complaints
-from vgpu_agent.cluster.waiting import Versions
+from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import MIRROR_POD
 

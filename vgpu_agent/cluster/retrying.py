@@ -1,7 +1,6 @@
-"""Pauses and log lines for writers when the API server is away, busy or refuses: one line about each trouble.
+"""Pauses and log lines when the API server is away, busy or refuses: one line about each trouble.
 
-Used by `node_publisher`, `pod_publisher`, `events` and `reschedule`, each with a `Backoff` for every kind of write
-that can fail by itself.
+Used by the writers, each with a `Backoff` for every kind of write that can fail by itself, and by `reflector` between its watches.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.log import ChangeFilter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,7 @@ def slow_seconds(settings: Cluster) -> float:
 
 
 class Backoff:
-    """The time at which one kind of write may be tried again.
+    """The time at which one kind of request may be tried again.
 
     State: failures in a row and the end of the pause, on the event loop's clock.
     """
@@ -50,14 +51,24 @@ class Backoff:
         """Return how long the next try must wait; 0 when it need not."""
         return max(0.0, self._until - asyncio.get_running_loop().time())
 
-    def failed(self, err: ClusterError) -> None:
-        """Take note of a failure: the pause doubles, is no shorter than the API server asked for, and long when asking again is useless."""
-        shortest, longest = self._settings.backoff_min_seconds, max(self._settings.backoff_min_seconds, self._settings.backoff_max_seconds)
-        pause = min(shortest * 2.0 ** min(self.failures, 30), longest) * self._jitter(0.5, 1.0)
-        if lasting(err):
-            pause = slow_seconds(self._settings)
+    def pause(self, err: ClusterError | None = None) -> float:
+        """Return the pause in seconds after one more try that failed with ``err``, or only ended.
+
+        It doubles, grows for longer after a lasting refusal, and is no shorter than the API server asked for.
+        """
+        # A forbidden request stays forbidden until the role changes, and asking is a request, too.
+        longest = slow_seconds(self._settings) if err is not None and lasting(err) else self._settings.backoff_max_seconds
+        shortest = self._settings.backoff_min_seconds
+        pause = min(shortest * 2.0 ** min(self.failures, 30), max(shortest, longest)) * self._jitter(0.5, 1.0)
         self.failures += 1
-        self._until = asyncio.get_running_loop().time() + max(pause, err.retry_after_seconds)
+        return max(pause, err.retry_after_seconds if err is not None else 0.0)
+
+    def failed(self, err: ClusterError) -> None:
+        """Take note of a failed write: after a lasting refusal the longest pause begins at once, because the same write is sent again."""
+        pause = self.pause(err)
+        if lasting(err):
+            pause = max(slow_seconds(self._settings), err.retry_after_seconds)
+        self._until = asyncio.get_running_loop().time() + pause
 
     def succeeded(self) -> None:
         """The next failure is the first one again."""
@@ -65,15 +76,12 @@ class Backoff:
 
 
 class Complaints:
-    """The log of troubles: each one once, and once that it is over, however often it is met in between.
-
-    State: which troubles last, by a key of the writer's own.
-    """
+    """The log of troubles, by a key of the writer's own: each one once, and once that it is over, however often it is met in between."""
 
     def __init__(self, journal: Journal, writer: str) -> None:
         self._journal = journal
         self._writer = writer
-        self._lasting: dict[str, str] = {}
+        self._changes = ChangeFilter()
 
     def failed(self, key: str, err: ClusterError, permission: str, /, **facts: Any) -> None:
         """Note that a write named ``key`` has failed; ``permission`` is the RBAC permission it needs, e.g. ``patch nodes/status``."""
@@ -91,15 +99,14 @@ class Complaints:
 
     def say(self, key: str, event: str, trouble: str, /, *, level: str, **facts: Any) -> None:
         """Record ``event`` unless ``trouble`` is the last recorded about ``key``."""
-        if self._lasting.get(key) != trouble:
-            self._lasting[key] = trouble
+        if self._changes.is_new(key, trouble):
             self._journal.record(event, level=level, **facts)
 
     def over(self, key: str) -> None:
         """``key`` has no trouble any more."""
-        if self._lasting.pop(key, None) is not None:
+        if self._changes.over(key):
             self._journal.record(f"{self._writer}.recovered", key=key)
 
     def forget(self, part: str) -> None:
         """Forget the troubles of ``part`` of a key, which is gone, so that they neither last nor are over."""
-        self._lasting = {key: trouble for key, trouble in self._lasting.items() if part not in key}
+        self._changes.keep_only([key for key in self._changes if part not in str(key)])

@@ -63,7 +63,7 @@ class _Look:
         self._last = loaded.contents
         self._named_by: tuple[load.Sources, bytes | None] | None = None
         self._nvidia_file = ""
-        self._vanished: set[str] = set()
+        self._changes = log.ChangeFilter()
 
     @property
     def has_files(self) -> bool:
@@ -107,13 +107,11 @@ class _Look:
         except ConfigError as err:
             if before is None or not isinstance(err.__cause__, FileNotFoundError):
                 raise
-            if file not in self._vanished:
+            if self._changes.is_new(file):
                 _logger.warning("config.missing", file=file, in_force="the settings from before")
-            self._vanished.add(file)
             return before
-        if file in self._vanished:
+        if self._changes.over(file):
             _logger.info("config.found", file=file)
-            self._vanished.remove(file)
         return content
 
 

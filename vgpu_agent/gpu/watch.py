@@ -90,8 +90,7 @@ class GpuWatch:
         self._links: dict[tuple[str, str], Link] = {}
         self._reopening = Reopening(settings.poll_seconds)
         self._xids: dict[DeviceEvent, tuple[float, int]] = {}  # when last recorded (monotonic), and how many of the same since
-        self._wait_trouble = ""
-        self._driver_problem = ""
+        self._changes = log.ChangeFilter()
         self._wake = asyncio.Event()
         self._polled_at = self._next_poll = self._next_usage = self._looked_at = self._next_look = 0.0  # monotonic
         self.apply(settings)
@@ -215,7 +214,7 @@ class GpuWatch:
     async def _read(self, *, reopen: bool) -> None:
         snapshot = await self._thread.call("read the GPUs", functools.partial(self._session.read, reopen=reopen))
         if reopen:
-            self._wait_trouble = ""
+            self._changes.over("events")
         self._learn(snapshot, reopened=reopen)
 
     def _learn(self, snapshot: Snapshot, *, reopened: bool = False) -> None:
@@ -229,7 +228,7 @@ class GpuWatch:
         """Judge every GPU by the snapshot and publish."""
         now = time.monotonic()
         self.read_at = time.time()
-        self._driver_problem = ""
+        self._changes.over("driver")
         if self._status.state is not NvmlState.HUNG:
             self._status.state = NvmlState.ANSWERING
         for warning in snapshot.warnings:
@@ -260,9 +259,9 @@ class GpuWatch:
 
     def _driver_failed(self, problem: str, state: NvmlState) -> None:
         """No GPU can be read: none may be given away."""
-        if problem != self._driver_problem:
+        if self._changes.is_new("driver", problem):
             self._journal.record("nvml.missing" if state is NvmlState.MISSING else "nvml.failed", level="error", problem=problem)
-        self._driver_problem = self._status.last_error = problem
+        self._status.last_error = problem
         self._status.state = state
         gpus = [dataclasses.replace(gpu, present=False) for gpu in self.inventory.value.gpus]
         for gpu in gpus:
@@ -284,7 +283,7 @@ class GpuWatch:
         self._thread.pass_on(event)
 
     def _on_event(self, event: DeviceEvent) -> None:
-        self._wait_trouble = ""
+        self._changes.over("events")
         self._want_poll()
         if event.xid is None:  # it may be about MIG instances
             self._next_look = min(self._next_look, self._looked_at + _MIG_LOOK_SECONDS * _SHORTEST_INTERVAL)
@@ -320,8 +319,7 @@ class GpuWatch:
 
     def _on_wait_failed(self, problem: str) -> None:
         """The event queue is broken: look at the cards at once, and open a new one; no GPU is ill because of it."""
-        if problem != self._wait_trouble:
-            self._wait_trouble = problem
+        if self._changes.is_new("events", problem):
             self._reopening.queue_broken = True
             self._journal.record("nvml.events_failed", level="warning", problem=problem)
             self._want_poll()

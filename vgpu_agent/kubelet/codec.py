@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.device_ids import DeviceId, NumberedIds, NumberedList
+from vgpu_agent.device_ids import NumberedIds, NumberedList, element_size_bytes, equally_long, list_size_bytes
 from vgpu_agent.errors import CheckpointError, ConfigError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet import wire
@@ -76,7 +76,7 @@ class DeviceListEncoder:
 
     def _block(self, block: IdBlock, *, healthy: bool) -> Iterator[bytes]:
         """Encode a block. Ids with equally long numbers differ in nothing else, so the bytes between two numbers are constant."""
-        for smallest, largest in _equally_long(block.count):
+        for smallest, largest in equally_long(block.count):
             for start in range(smallest, largest, IDS_IN_A_PART):
                 piece = self._piece(f"{block.prefix}{smallest}", block.numa_node, healthy)
                 suffix = self._suffix(block.numa_node, healthy=healthy)
@@ -100,17 +100,6 @@ class DeviceListEncoder:
         return suffix
 
 
-def list_size_bytes(ids: Iterable[DeviceId]) -> int:
-    """Size of the largest list that these ids can lead to: all of them Unhealthy, two bytes more an id (kubelet §10)."""
-    if not isinstance(ids, NumberedIds):
-        return sum(_element_size(device) for device in ids)
-    return sum(
-        (largest - smallest) * _element_size(DeviceId(f"{block.prefix}{smallest}", block.device, block.numa_node))
-        for block in ids.blocks
-        for smallest, largest in _equally_long(block.count)
-    )
-
-
 def check_budget(resource: Resource, budget_bytes: int) -> None:
     """Make sure that the resource's list fits into one message, before anything is registered (kubelet §10, V13).
 
@@ -127,7 +116,7 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
         raise ConfigError([f"{resource.name}: {len(resource.ids)} ids {too_long}; {remedy}"])
     # Of numbered ids the last of each block is the longest; there may be too many to check them all.
     ids = [NumberedIds((block,))[-1] for block in resource.ids.blocks] if isinstance(resource.ids, NumberedIds) else resource.ids
-    largest = max(_element_size(device) for device in ids)
+    largest = max(element_size_bytes(device) for device in ids)
     devices = len({device.device for device in ids})
     fitting = budget_bytes // (largest * devices)
     problem = (
@@ -250,14 +239,6 @@ def _options(*, pre_start_required: bool, prefers: bool) -> v1beta1.DevicePlugin
     return v1beta1.DevicePluginOptions(pre_start_required=pre_start_required, get_preferred_allocation_available=prefers)
 
 
-def _equally_long(count: int) -> Iterator[tuple[int, int]]:
-    """The numbers from 0 to ``count`` as ranges within which all have as many digits: [0, 10), [10, 100), …"""
-    smallest, end = 0, 10
-    while smallest < count:
-        yield smallest, min(end, count)
-        smallest, end = end, end * 10
-
-
 def _after_the_id(numa_node: int | None, *, healthy: bool) -> bytes:
     """The encoded Device without its id, which is field 1 and comes first."""
     message = v1beta1.Device(health=HEALTHY if healthy else UNHEALTHY)
@@ -265,19 +246,6 @@ def _after_the_id(numa_node: int | None, *, healthy: bool) -> bytes:
     if numa_node is not None and numa_node >= 0:
         message.topology = v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=numa_node)])
     return bytes(message)
-
-
-def _element_size(device: DeviceId) -> int:
-    """Length of an unhealthy element, without building it: this is asked about lists that are far too long."""
-    size = _length_delimited_size(len(device.id.encode())) + _length_delimited_size(len(UNHEALTHY))
-    if device.numa_node is not None and device.numa_node >= 0:
-        numa_node = 1 + len(wire.varint(device.numa_node)) if device.numa_node else 0
-        size += _length_delimited_size(_length_delimited_size(numa_node))
-    return _length_delimited_size(size)
-
-
-def _length_delimited_size(length: int) -> int:
-    return 1 + len(wire.varint(length)) + length
 
 
 def _container_response(edits: Edits) -> v1beta1.ContainerAllocateResponse:

@@ -58,10 +58,9 @@ class DirectoryWatch:
         self._status = status
         self._status.directory = str(directory)
         self._woken = asyncio.Event()
-        self._warned = False
+        self._changes = log.ChangeFilter()
         self._known_kubelet: SocketIdentity | None = None
         self._missing_since: float | None = None  # loop time
-        self._waiting_noted = False
 
     async def run(self, beat: Callable[[], None] = lambda: None) -> None:
         """Watch until cancelled; ``beat`` is called after each look, at least every ``poll_seconds``."""
@@ -128,19 +127,18 @@ class DirectoryWatch:
     def _note_waiting(self) -> None:
         """Log once that there is no kubelet: at the start at once, later when it is gone for longer than a restart takes."""
         if self.state.value.kubelet_socket is not None:
-            self._missing_since, self._waiting_noted = None, False
+            self._missing_since = None
+            self._changes.over("kubelet")
             return
         now = asyncio.get_running_loop().time()
         if self._missing_since is None:
             self._missing_since = now
         long_enough = self._known_kubelet is None or now - self._missing_since >= self._poll_seconds
-        if long_enough and not self._waiting_noted:
-            self._waiting_noted = True
+        if long_enough and self._changes.is_new("kubelet"):
             self._journal.record("kubelet.waiting", socket=str(self.directory / sockets.KUBELET_SOCKET))
 
     def _warn(self, err: OSError) -> None:
-        if not self._warned:
-            self._warned = True
+        if self._changes.is_new("inotify"):
             _logger.warning(
                 "kubelet.inotify_unavailable",
                 error=str(err),

@@ -12,7 +12,7 @@ from vgpu_agent.pods import is_container_name, is_object_name, is_uid
 
 _logger = log.get(__name__)
 _MOST_LOGGED = 32
-_logged: set[tuple[str, str, str]] = set()  # the file is read before every start
+_changes = log.ChangeFilter()  # the file is read before every start
 
 
 def is_entry(pod_uid: str, container: str) -> bool:
@@ -27,8 +27,6 @@ def is_listed(namespace: str, pod: str, container: str) -> bool:
 
 
 def _skip(record: str, pod: str, container: str) -> bool:
-    said = (record, pod[:256], container[:256])
-    if said not in _logged and len(_logged) < _MOST_LOGGED:
-        _logged.add(said)
+    if len(_changes) < _MOST_LOGGED and _changes.is_new((record, pod[:256], container[:256])):
         _logger.warning("kubelet.entry_skipped", record=record, pod=quoted(pod), container=quoted(container))
     return False

@@ -13,12 +13,11 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent import log
-from vgpu_agent.concurrency import Revision
+from vgpu_agent.concurrency import Revision, first_of
 from vgpu_agent.device_ids import NumberedIds, NumberedList
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.kubelet import codec
 from vgpu_agent.kubelet.held_ids import SeenNumbers
-from vgpu_agent.kubelet.waiting import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -11,13 +11,12 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
-from vgpu_agent.concurrency import Backoff
+from vgpu_agent.concurrency import Backoff, first_of, unless
 from vgpu_agent.errors import KubeletError, ListenError, RegistrationRefusedError
 from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.grpc import GrpcServer
 from vgpu_agent.kubelet.plugin import PluginService
 from vgpu_agent.kubelet.registration import ListenBackoff, NotListeningError, register
-from vgpu_agent.kubelet.waiting import first_of, unless
 from vgpu_agent.status import PluginState, PluginStatus
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class DevicePlugin:
         self._ended.set()
         self._registered: _Instance | None = None
         self._listening = ListenBackoff(settings.retry_max_seconds)
-        self._said: tuple[str, SocketIdentity | None, float] = ("", None, 0.0)  # the last recorded reason, its kubelet, and the time
+        self._changes = log.ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)
 
     @property
     def told(self) -> Told | None:
@@ -148,10 +147,7 @@ class DevicePlugin:
     def _say(self, reason: str, kubelet: SocketIdentity) -> None:
         """Record why there is no registration: once for each kubelet, when the reason changes, and now and then while it lasts."""
         self.status.last_error = reason
-        now = asyncio.get_running_loop().time()
-        said, of, at = self._said
-        if (reason, kubelet) != (said, of) or now - at >= _SAID_AGAIN_SECONDS:
-            self._said = (reason, kubelet, now)
+        if self._changes.is_new("registration", (reason, kubelet), now=asyncio.get_running_loop().time()):
             self._journal.record("plugin.registering_again", level="warning", resource=self.resource.name, reason=reason)
 
     async def _register(self, instance: _Instance, kubelet: SocketIdentity) -> None:
@@ -193,7 +189,7 @@ class DevicePlugin:
             self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
             self.status.registrations += 1
             self.status.last_error = self.status.complaint
-            self._said = ("", None, 0.0)
+            self._changes.over("registration")
             ids = len(self._backend.listing(self.resource.name))
             self._journal.record("plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=ids)
             self._registered = instance

@@ -78,7 +78,7 @@ class Daemon:
         )
         self._tail: LogTail | None = None
         self._servers: tuple[int, ...] = ()
-        self._not_given_back = ""
+        self._changes = log.ChangeFilter()
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
 
     def want(self, plan: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
@@ -266,9 +266,10 @@ class Daemon:
         wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
         known = [limit.uuid for limit in self._plan.devices]
         trouble = await self._modes.bring([uuid for uuid in known if uuid in wanted], self._lent, known)
-        if trouble and trouble != self._not_given_back:
+        if not trouble:
+            self._changes.over("modes")
+        elif self._changes.is_new("modes", trouble):
             _logger.warning("mps.gpu_not_given_back", resource=self._plan.resource, error=trouble)
-        self._not_given_back = trouble
 
     async def _up(self, *, adopted: bool) -> None:
         plan, status = self._plan, self.status

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.hami_usage import RegionUse, Unreadable, read_region
+from vgpu_agent.log import ChangeFilter
 from vgpu_agent.model import ContainerUsage
 from vgpu_agent.runtime.host_processes import HostProcesses
 from vgpu_agent.runtime.own_thread import OwnThread
@@ -32,6 +33,7 @@ DIRECTORY_BEFORE_1_12 = "/tmp/vgpu/containers"  # noqa: S108 - a fact about that
 
 _REGION_SUFFIX = ".cache"
 _MAX_FILES = 32  # of one directory; the container may fill it as it likes
+_HANGS = "hangs"
 _DEADLINE_SECONDS = 30.0
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -63,9 +65,8 @@ class ContainerUsages:
         self._journal = journal
         self._pause_seconds = pause_seconds
         self._processes = HostProcesses(proc_root)
-        self._said: set[str] = set()
+        self._changes = ChangeFilter()  # of regions, and of reading them
         self._own_thread = OwnThread("container usage")
-        self._hangs = ""
 
     async def run(self) -> None:
         """Look for ever."""
@@ -79,11 +80,10 @@ class ContainerUsages:
         try:
             found = await self._own_thread.run("the regions of containers", lambda: self._read(names), seconds=_DEADLINE_SECONDS)
         except CarrierError as err:
-            if not self._hangs:
+            if self._changes.is_new(_HANGS):
                 self._journal.record("region.read_hangs", level="warning", error=str(err))
-            self._hangs = str(err)
             return
-        self._hangs = ""
+        self._changes.over(_HANGS)
         self._say(names, {name: outcome.reason for name, outcome in found.items() if isinstance(outcome, Unreadable)})
         # A pod is there twice while another of its name takes its place; the one that was bound later has the name.
         usage = {
@@ -108,12 +108,12 @@ class ContainerUsages:
     def _say(self, names: _Names, troubles: Mapping[str, str]) -> None:
         """Log one line for each unreadable region of a live container. Later texts are the container's own choice."""
         for name, reason in troubles.items():
-            if name not in self._said:
+            if self._changes.is_new(name):
                 pod, container = names[name]
                 self._journal.record(
                     "region.unreadable", level="warning", pod=pod.full_name, container=container, directory=name, reason=reason
                 )
-        self._said = {name for name in (*self._said, *troubles) if name in names}
+        self._changes.keep_only(names)
 
     def _read(self, names: _Names) -> dict[str, RegionUse | Unreadable]:
         """Runs in a thread."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.log import ChangeFilter
 from vgpu_agent.runtime import cdi, host_files, removal
 from vgpu_agent.runtime.mounts import MountTables, Use
 from vgpu_agent.runtime.own_thread import NotReturnedError, OwnThread
@@ -98,7 +99,7 @@ class GrantDirectory:
         self._locks = tuple(threading.Lock() for _ in range(_LOCKS))
         self._path_locks = tuple(threading.Lock() for _ in range(_LOCKS))
         self._left: set[str] = set()  # directories of grants whose ids another container has got; `sweep` knows them after a restart
-        self._said: dict[str, dict[str, str]] = {}  # event → what failed the last time → why
+        self._changes: dict[str, ChangeFilter] = {}  # by event
         self._swept = tuple(swept)
         self._make_room = make_room
         self._made = made
@@ -297,11 +298,11 @@ class GrantDirectory:
 
     def _say(self, event: str, level: str, failed: Mapping[str, Mapping[str, str]]) -> None:
         """Journal what has failed otherwise than the last time: many pods would push all else out of the journal within minutes."""
-        before = self._said.get(event, {})
+        changes = self._changes.setdefault(event, ChangeFilter())
         for what, facts in failed.items():
-            if before.get(what) != facts["error"]:
+            if changes.is_new(what, facts["error"]):
                 self._journal.record(event.partition(" ")[0], level=level, **facts)
-        self._said[event] = {what: facts["error"] for what, facts in failed.items()}
+        changes.keep_only(failed)
 
     def _is_outdated(self, record: GrantRecord) -> bool:
         return bool(self._earlier) and record.collected.startswith(f"{self._earlier}/")

@@ -72,10 +72,9 @@ class RegionGuard:
         self._watches: dict[int, str] = {}  # of inotify → path
         self._changing = threading.Lock()
         self._inotify = -1
-        self._unwatched = False  # whether the kernel has refused to watch one, which is logged once
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looked = threading.Event()
-        self._told: set[str] = set()
+        self._changes = log.ChangeFilter()  # of regions that were cut, and of the two ways to look at them
         self._rests_until: dict[str, float] = {}  # path → until when it is left as it is (monotonic seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -85,15 +84,13 @@ class RegionGuard:
         self._loop = asyncio.get_running_loop()
         if self._thread is None:
             self._begin()
-        trouble = ""
         while True:
             try:
                 await self._own_thread.run(self._directory, self.look, seconds=_DEADLINE_SECONDS)
-                trouble = ""
+                self._changes.over("read")
             except CarrierError as err:
-                if not trouble:
+                if self._changes.is_new("read"):
                     _logger.warning("regions.not_read", directory=self._directory, error=str(err))
-                trouble = str(err)
             await asyncio.sleep(self._pause_seconds)
 
     def look(self) -> None:
@@ -104,7 +101,7 @@ class RegionGuard:
         for path in gone:
             with self._changing:
                 self._let_go(path)
-            self._told.discard(path)
+            self._changes.over(path)
             self._rests_until.pop(path, None)
         for path in found:
             self.take(path)
@@ -130,8 +127,7 @@ class RegionGuard:
                 watch = _libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{descriptor}".encode(), _MODIFIED)
                 if watch >= 0:
                     self._watches[watch] = path
-                elif not self._unwatched:
-                    self._unwatched = True
+                elif self._changes.is_new("watch"):
                     reason = os.strerror(ctypes.get_errno())
                     _logger.warning("regions.not_watched", path=path, error=reason, remedy="raise fs.inotify.max_user_watches")
 
@@ -246,8 +242,7 @@ class RegionGuard:
 
     def _note(self, path: str) -> None:
         self.cuts += 1
-        if path not in self._told:
-            self._told.add(path)
+        if self._changes.is_new(path):
             self._journal.record(
                 "region.cut",
                 level="warning",

@@ -103,7 +103,7 @@ class RegionSlots:
         self._parent = directory_beside(regions)
         self._taking = threading.Lock()
         self._next = 0
-        self._told = False
+        self._changes = log.ChangeFilter()
 
     def take(self, path: str) -> bool:
         """Make ``path``, a container's directory that is not there yet, a link into a free slot, or keep it so.
@@ -169,8 +169,7 @@ class RegionSlots:
                 if _is_mounted(slot) and _is_unused(slot):
                     self._next = (self._next + place + 1) % len(slots)
                     return slot
-        if slots and not self._told:
-            self._told = True
+        if slots and self._changes.is_new("no slot"):
             _logger.warning(
                 "regions.no_slot",
                 slots=len(slots),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vgpu_agent.agent.offers.long_status import cautions
+from vgpu_agent.agent.offers.families import long_status_cautions
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.model import Decider, Resource
 
@@ -24,7 +24,7 @@ def memory(count: int, prefix: str = f"{U0}-memory-") -> Resource:
 )
 def test_a_gpu_with_more_units_than_a_status_can_hold_is_named(count: int, version: str, times: str) -> None:
     """With the number that fits and how much coarser the unit must be. On a real kubelet 22,000 were written and 23,028 were not."""
-    (caution,) = cautions([memory(count)], version)
+    (caution,) = long_status_cautions([memory(count)], version)
     assert caution.startswith(f"{MEMORY}: a GPU has {count} ids, and a pod that asks for more than about 21212 never shows Ready")
     assert f"at least {times} times as coarse (volcanoVgpu.gpuMemoryFactor)" in caution
 
@@ -32,15 +32,15 @@ def test_a_gpu_with_more_units_than_a_status_can_hold_is_named(count: int, versi
 @pytest.mark.parametrize(("count", "version"), [(16_384, "v1.36.3"), (81_920, "v1.35.9"), (81_920, ""), (81_920, "unknown")])
 def test_where_it_cannot_happen_nothing_is_said(count: int, version: str) -> None:
     """Few units, or a kubelet that writes none of them into the status, or is not known to."""
-    assert list(cautions([memory(count)], version)) == []
+    assert list(long_status_cautions([memory(count)], version)) == []
 
 
 def test_short_ids_leave_room_for_more() -> None:
     """GPU share's ids are ``0-17``, so the same status holds three times as many."""
-    assert list(cautions([memory(49_152, prefix="0-")], "v1.36.3")) == []
+    assert list(long_status_cautions([memory(49_152, prefix="0-")], "v1.36.3")) == []
 
 
 def test_ids_of_whole_gpus_and_of_replicas_are_never_that_many() -> None:
     """They are kept one by one, and thousands are never needed."""
     ids = tuple(DeviceId(f"{U0}::{number}", U0) for number in range(10))
-    assert list(cautions([Resource("nvidia.com/gpu", "nvidia", ids), Resource(MEMORY, "f", NumberedIds(()))], "v1.36.3")) == []
+    assert list(long_status_cautions([Resource("nvidia.com/gpu", "nvidia", ids), Resource(MEMORY, "f", NumberedIds(()))], "v1.36.3")) == []

@@ -30,11 +30,10 @@ from tests.families.volcano_gpushare.parts import (
     view_of,
 )
 from vgpu_agent.config.load import Contents, Sources, load_contents
-from vgpu_agent.device_ids import IdBlock, NumberedIds
+from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareOptions
-from vgpu_agent.kubelet.codec import list_size_bytes
 from vgpu_agent.model import Decider, Gpu, Health, Inventory, Owner, Resource, Share
 from vgpu_agent.nodes import Node
 

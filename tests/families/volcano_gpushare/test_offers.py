@@ -8,10 +8,10 @@ import pytest
 
 from tests.families.volcano_gpushare.parts import MEMORY, NUMBER, UNHEALTHY, family_of, offer_of, view_of
 from tests.golden import golden_inventory
+from vgpu_agent.device_ids import list_size_bytes
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.family import NodeView, Ownership
 from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
-from vgpu_agent.kubelet.codec import list_size_bytes
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Inventory
 from vgpu_agent.nodes import Node

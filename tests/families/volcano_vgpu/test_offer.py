@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from tests.families.volcano_vgpu.golden import CORES, INVENTORY, MEMORY, NUMBER, PERCENTAGE, U0, U1, family
 from tests.patience import quickest_call
 from tests.settings import settings as settings_of
-from vgpu_agent.device_ids import NumberedIds
+from vgpu_agent.device_ids import NumberedIds, list_size_bytes
 from vgpu_agent.errors import ConfigError, RequestRefusedError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import Ownership
-from vgpu_agent.families.memory_units import list_bytes
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.files import Overlay
 from vgpu_agent.families.volcano_vgpu.requests import Names
@@ -118,7 +117,7 @@ def test_the_unit_grows_until_the_list_fits(count: int, memory_mib: int, factor:
     memory = _offered(inventory, factor=0)[MEMORY]
     assert len(memory.ids) == count * (memory_mib // factor)
     assert isinstance(memory.ids, NumberedIds)
-    assert list_bytes(memory.ids) <= BUDGET
+    assert list_size_bytes(memory.ids) <= BUDGET
     with pytest.raises(ConfigError) if factor > 1 else contextlib.nullcontext():
         family(factor=max(1, factor // 2)).resources(inventory)
 
@@ -163,7 +162,7 @@ def test_whatever_the_node_the_chosen_unit_fits(count: int, memory_mib: int, bud
         assert budget < 4 * 10 * 70  # not even the ten ids of the cores
         return
     assert isinstance(memory.ids, NumberedIds)
-    assert list_bytes(memory.ids) <= budget
+    assert list_size_bytes(memory.ids) <= budget
 
 
 def test_more_gpus_than_there_are_is_refused_at_once() -> None:

@@ -27,7 +27,7 @@ from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.api import Api
-from vgpu_agent.concurrency import Latest, Revision
+from vgpu_agent.concurrency import Latest, Revision, first_of
 from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import ListedDevice
@@ -41,7 +41,6 @@ from vgpu_agent.isolation.hami_core import HamiCore
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import join
-from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Gpu, Inventory, KubeletRecords
 from vgpu_agent.nodes import Node, SentCounts

@@ -7,23 +7,25 @@ that come and go. Called by `composition`, by `reload` and by the loops that wat
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.devices.cdi import NO_CDI
-from vgpu_agent.agent.offers import long_status
 from vgpu_agent.agent.offers.build import Library, build, look
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.agent.offers.servers import check_offer
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.config.collisions import without
+from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import CarrierError, ConfigError
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.hami_library import HamiLibrary
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
     from vgpu_agent.agent.api_server import ClusterSide
     from vgpu_agent.agent.devices.cdi import CdiSide
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.backend import LibraryLimits
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import Inventory, Resource
+
+_IDS_IN_STATUS_SINCE = (1, 36)
+_KUBELET_VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})")
+# The part of etcd's 1.5 MiB that the rest of a pod leaves to ids, and what each takes besides itself: lengths, tags and the word "Healthy".
+_STATUS_ROOM_BYTES = 1_400_000
+_BESIDES_AN_ID_BYTES = 13
 
 
 class FamiliesInForce:
@@ -206,7 +214,7 @@ class FamiliesInForce:
             for one, other, _ in alike(offered)
         )
         library = (self._outdated,) if self._outdated and not self._offering.blocked else ()
-        found = (*long_status.cautions(offered, node.kubelet_version if node else ""), *others, *same, *library)
+        found = (*long_status_cautions(offered, node.kubelet_version if node else ""), *others, *same, *library)
         for text in found:
             if text not in self.cautions:
                 self._journal.record("config.caution", level="warning", problem=text)
@@ -265,3 +273,32 @@ def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> No
         raise ConfigError(
             [f"{name}: {err}; {without(resource.family)}" for name, resource in {resource.name: resource for resource in more}.items()]
         ) from err
+
+
+def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) -> Iterator[str]:
+    """A sentence for each resource of which a single GPU has more ids than a pod's status can hold.
+
+    From 1.36 on the kubelet writes each device id that a container holds into the pod's status (feature ResourceHealthStatus, on by
+    default), and etcd takes requests of 1.5 MiB. Under any device plugin such a pod runs and never shows Ready, and one that may not start
+    cannot even be deleted, because the kubelet cannot write that it has ended. Seen on a kubelet 1.36.3: 22,000 ids of 53 bytes are
+    written, 23,028 are not.
+
+    Args:
+        resources: those that are offered.
+        kubelet_version: ``status.nodeInfo.kubeletVersion``; an unknown one is taken for an old one.
+    """
+    found = _KUBELET_VERSION.match(kubelet_version)
+    if found is None or (int(found[1]), int(found[2])) < _IDS_IN_STATUS_SINCE:
+        return
+    for resource in resources:
+        if not isinstance(resource.ids, NumberedIds) or not resource.ids.blocks:
+            continue
+        block = max(resource.ids.blocks, key=lambda block: block.count)
+        fits = _STATUS_ROOM_BYTES // (len(block.prefix) + len(str(block.count)) + _BESIDES_AN_ID_BYTES)
+        if block.count > fits:
+            yield (
+                f"{resource.name}: a GPU has {block.count} ids, and a pod that asks for more than about {fits} never shows Ready and is "
+                f"hard to delete: this kubelet ({kubelet_version}) writes each id into the pod's status, which then is too large for the "
+                f"API server. Make the unit at least {math.ceil(block.count / fits)} times as coarse ({resource.unit}), and divide what "
+                "pods ask for by as much"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from vgpu_agent.kubelet.waiting import first_of
+from vgpu_agent.concurrency import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

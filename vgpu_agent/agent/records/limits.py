@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vgpu_agent.log import ChangeFilter
 from vgpu_agent.web.limits import Limits, LimitState
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class LimitsWatch:
         self._usage = usage
         self._status = status
         self._journal = journal
-        self._told: set[int] = set()
+        self._changes = ChangeFilter()
 
     async def run(self) -> None:
         """Compare after each change of the regions, until cancelled; a loop for the supervisor."""
@@ -41,12 +42,11 @@ class LimitsWatch:
         """Record each limit that is not in force for the first time."""
         status = self._status()
         limits = Limits(status)
-        self._told &= {grant.number for grant in status.ledger.grants}
+        self._changes.keep_only({grant.number for grant in status.ledger.grants})
         for grant in status.ledger.grants:
             owner, limit = grant.owner, limits.of(grant)
-            if grant.number in self._told or owner is None or limit is None or limit.state is not LimitState.NOT_IN_FORCE:
+            if owner is None or limit is None or limit.state is not LimitState.NOT_IN_FORCE or not self._changes.is_new(grant.number):
                 continue
-            self._told.add(grant.number)
             self._journal.record(
                 "limit.not_in_force",
                 level="warning",

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from vgpu_agent.agent import memory
 from vgpu_agent.agent.records.advertised import ListedIds
 from vgpu_agent.agent.records.pod_ends import PodEnds
+from vgpu_agent.concurrency import first_of
 from vgpu_agent.kubelet.checkpoint import let_go_of_memory
 from vgpu_agent.kubelet.records import read_records, unlisted
-from vgpu_agent.kubelet.waiting import first_of
 from vgpu_agent.model import Decider, Holding, Owner
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds, list_size_bytes
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, Question
-from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
+from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
 from vgpu_agent.families.volcano_gpushare.numbers import first_units, parse_indices, units
 from vgpu_agent.families.volcano_gpushare.settings import FAMILY, MEMORY_RESOURCE, NUMBER, NUMBER_RESOURCE, SHARE, VolcanoGpushare
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -275,7 +275,7 @@ class VolcanoGpushareFamily:
             size = _size_mib(numbered)
             problem = f"{MEMORY_RESOURCE}: a unit of {factor} MiB is more than a GPU has, {size} MiB"
             raise ConfigError([f"{problem}; set volcanoGpushare.gpuMemoryFactor to {size} or less"])
-        if (size := list_bytes(ids)) > budget:
+        if (size := list_size_bytes(ids)) > budget:
             fitting = self._fitting_factor(numbered)
             remedy = f"volcanoGpushare.gpuMemoryFactor: {fitting} would fit (0: chosen by the agent)" if fitting else "raise the budget"
             problem = f"{len(ids)} ids of {factor} MiB make a device list of {size} bytes, and kubelet.messageBudgetBytes allows {budget}"
@@ -288,7 +288,7 @@ class VolcanoGpushareFamily:
         return 1 if self._options.strategy == NUMBER else self._fitting_factor(inventory.numbered) or LARGEST_FACTOR
 
     def _fitting_factor(self, numbered: Mapping[int, Gpu]) -> int | None:
-        return smallest_fitting_factor(lambda factor: list_bytes(_memory_ids(numbered, factor)), self._options.message_budget_bytes)
+        return smallest_fitting_factor(lambda factor: list_size_bytes(_memory_ids(numbered, factor)), self._options.message_budget_bytes)
 
     def _most_units(self, inventory: Inventory) -> int:
         """Return what a pod can have at most: the cards, or the units of one card."""

@@ -11,10 +11,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.config.types import DEVICE_MODES
-from vgpu_agent.device_ids import IdBlock, NumberedIds
+from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.device_lists import ListOptions
-from vgpu_agent.families.memory_units import LARGEST_FACTOR, list_bytes, smallest_fitting_factor
+from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
 from vgpu_agent.families.volcano_vgpu.mig.layouts import groups_of
 from vgpu_agent.families.volcano_vgpu.requests import Names
 from vgpu_agent.families.volcano_vgpu.settings import FAMILY, HAMI_CORE, MIG
@@ -247,7 +247,7 @@ def _ids(gpus: Sequence[Gpu], infix: str, count: Callable[[Gpu], int]) -> Number
 
 def _fitting_factor(gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> int | None:
     def size_bytes(factor: int) -> int:
-        return list_bytes(_ids(gpus, "-memory-", lambda gpu: _units(gpu, options.memory_scaling, factor)))
+        return list_size_bytes(_ids(gpus, "-memory-", lambda gpu: _units(gpu, options.memory_scaling, factor)))
 
     return smallest_fitting_factor(size_bytes, options.message_budget_bytes)
 
@@ -256,7 +256,7 @@ def _check_lists(resources: Sequence[Resource], gpus: Sequence[Gpu], options: Vo
     problems = []
     for resource in resources:
         ids = resource.ids
-        size = list_bytes(ids) if isinstance(ids, NumberedIds) else 0
+        size = list_size_bytes(ids) if isinstance(ids, NumberedIds) else 0
         if size <= options.message_budget_bytes:
             continue
         remedy = f"{resource.unit}: choose less"
