@@ -66,8 +66,8 @@ def _texts(node: ast.AST) -> list[str]:
             return [text]
         case ast.keyword(arg=str(text)) | ast.arg(arg=text) | ast.ImportFrom(module=str(text)):
             return [text]
-        case ast.Import(names=names):
-            return [alias.name for alias in names]
+        case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text) | ast.alias(name=text):
+            return [text]
         case _:
             return []
 

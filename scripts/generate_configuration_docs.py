@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TARGET = ROOT / "docs" / "configuration.md"
 
 INTRODUCTION = """\
-<!-- Written by scripts/generate_configuration_docs.py from vgpu_agent/config; change those. -->
+<!-- Written by scripts/generate_configuration_docs.py from vgpu_agent/config and vgpu_agent/families; change those. -->
 # Configuration
 
 Nothing needs to be configured: without a file the agent offers every GPU whole, as `nvidia.com/gpu`. What you want otherwise goes

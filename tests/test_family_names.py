@@ -32,6 +32,8 @@ def script() -> ModuleType:
         ('startswith("volcano.sh/")', "volcano.sh/"),
         ('"k8s.amazonaws.com/vgpu" in limits', "k8s.amazonaws.com/"),
         ("import vgpu_agent.families.aws.settings", "aws"),
+        ("from vgpu_agent.families import volcano_vgpu", "volcano_vgpu"),
+        ("def volcano_vgpu(): pass", "volcano_vgpu"),
     ],
 )
 def test_a_name_or_a_domain_of_a_family_is_found(script: ModuleType, code: str, found: str) -> None:

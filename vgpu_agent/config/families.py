@@ -150,8 +150,15 @@ def switched_on(settings: Settings) -> list[FamilySettings]:
 
 
 def document() -> PluginDocument:
-    """Return the document of a replaced plugin that may be laid below our file."""
-    return next(family.document for family in DECLARED if family.document is not None)
+    """Return the document of a replaced plugin that may be laid below our file.
+
+    Raises:
+        LookupError: no family has been declared that has one.
+    """
+    for family in DECLARED:
+        if family.document is not None:
+            return family.document
+    raise LookupError("no family is declared; import vgpu_agent.families.registry before a configuration is read")
 
 
 def mig_family(settings: Settings) -> str:

@@ -1,8 +1,8 @@
 """The configuration, schema v1: every key with its unit, default and reason, in one place.
 
-The loader, ``config show``, ``config example`` and docs/configuration.md all read this file, so a key that is
-described here is complete. Keys are camelCase in YAML and snake_case in Python. `agent` passes each package its
-section. No other package reads the environment.
+The loader, ``config show``, ``config example`` and docs/configuration.md all read this file and the sections of the
+families (`families`), so a key that is described there is complete. Keys are camelCase in YAML and snake_case in
+Python. `agent` passes each package its section. No other package reads the environment.
 
 A Struct does not check itself when it is built by hand (a test may use any number); `load` checks every value against the types here.
 """
