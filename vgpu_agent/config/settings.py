@@ -1,8 +1,8 @@
 """The configuration, schema v1: every key with its unit, default and reason, in one place.
 
-The loader, ``config show``, ``config example`` and docs/configuration.md all read this file and the sections of the families (`families`),
-so a key that is described there is complete. Keys are camelCase in YAML and snake_case in Python. `agent` passes each package its section. No
-other package reads the environment.
+The loader, ``config show``, ``config example`` and docs/configuration.md all read this file and the sections of the
+families (`families`), so a key that is described there is complete. Keys are camelCase in YAML and snake_case in
+Python. `agent` passes each package its section. No other package reads the environment.
 
 A Struct does not check itself when it is built by hand (a test may use any number); `load` checks every value against the types here.
 """
@@ -242,8 +242,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         OptionalPath,
         Meta(
             description="Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a driver. "
-            "driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. Empty: real GPUs. "
-            "The simulator is part of a checkout, not of the image."
+            "driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. Empty: real GPUs."
         ),
     ] = ""
     state_directory: Annotated[
