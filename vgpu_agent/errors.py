@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from vgpu_agent.redaction import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 MOST_QUOTED = 200  # characters of a foreign value in one message
 
@@ -61,6 +61,18 @@ class ConfigError(AgentError):
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
         super().__init__("\n".join(problems))
+
+
+class OfferError(ConfigError):
+    """Resources that cannot be offered as configured.
+
+    Attributes:
+        reasons: why not, by resource. Each problem is a resource's name and its reason.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = reasons
+        super().__init__([f"{name}: {reason}" for name, reason in reasons.items()])
 
 
 class NvmlError(AgentError):

@@ -31,11 +31,11 @@ class Shortfall:
     """The configured resources that cannot be offered as they are.
 
     Attributes:
-        refused: resources that are withheld: one sentence each, which begins with the resource's name and a colon.
+        refused: resources that are withheld, and why.
         cautions: what is odd with the rest, one sentence each.
     """
 
-    refused: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cautions: tuple[str, ...] = ()
 
 
@@ -65,7 +65,7 @@ class Family(Protocol):
         """Return the resources that a node with these GPUs offers, deterministic for the same inventory.
 
         Raises:
-            ConfigError: it cannot be offered as configured; each problem begins with the resource's name and a colon.
+            OfferError: it cannot be offered as configured.
         """
         ...
 

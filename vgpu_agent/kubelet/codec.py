@@ -12,7 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import NumberedIds, NumberedList, element_size_bytes, equally_long, list_size_bytes
-from vgpu_agent.errors import CheckpointError, ConfigError, RequestRefusedError
+from vgpu_agent.errors import CheckpointError, OfferError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet import wire
 from vgpu_agent.model import HEALTHY, UNHEALTHY
@@ -104,7 +104,7 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
     """Make sure that the resource's list fits into one message, before anything is registered (kubelet §10, V13).
 
     Raises:
-        ConfigError: it does not; the message names the number of replicas that would fit, or the setting that reduces the ids.
+        OfferError: it does not; the message names the number of replicas that would fit, or the setting that reduces the ids.
     """
     size = list_size_bytes(resource.ids)
     if size <= budget_bytes:
@@ -113,17 +113,17 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
     if resource.unit:
         fewer = -(-size // budget_bytes)
         remedy = f"{resource.unit}: change it so that there are {fewer} times fewer ids"
-        raise ConfigError([f"{resource.name}: {len(resource.ids)} ids {too_long}; {remedy}"])
+        raise OfferError({resource.name: f"{len(resource.ids)} ids {too_long}; {remedy}"})
     # Of numbered ids the last of each block is the longest; there may be too many to check them all.
     ids = [NumberedIds((block,))[-1] for block in resource.ids.blocks] if isinstance(resource.ids, NumberedIds) else resource.ids
     largest = max(element_size_bytes(device) for device in ids)
     devices = len({device.device for device in ids})
     fitting = budget_bytes // (largest * devices)
     problem = (
-        f"{resource.name}: {len(resource.ids)} ids of up to {largest} bytes {too_long}; replicas: at most {fitting} for each of the"
+        f"{len(resource.ids)} ids of up to {largest} bytes {too_long}; replicas: at most {fitting} for each of the"
         f" {devices} devices would fit, {len(resource.ids) // devices} are configured"
     )
-    raise ConfigError([problem])
+    raise OfferError({resource.name: problem})
 
 
 def encode_options(*, pre_start_required: bool, prefers: bool = True) -> bytes:

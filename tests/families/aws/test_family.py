@@ -83,7 +83,7 @@ def test_a_gpu_in_mig_mode_is_left_out_and_said_to_be() -> None:
     assert {entry.device for entry in resource.ids} == {U0}
     assert len(resource.ids) == 10
     shortfall = _family().shortfall(inventory)
-    assert shortfall.refused == ()
+    assert shortfall.refused == {}
     assert [caution.split(",")[0] for caution in shortfall.cautions] == [f"k8s.amazonaws.com/vgpu: GPU 1 ({U1}) is in MIG mode"]
 
 
@@ -158,8 +158,7 @@ def test_gpus_before_volta_are_refused_under_mps_with_the_reason(mps: str) -> No
     assert "GPU 1 (Tesla P40, compute capability 6.1) is older than Volta" in family.shortfall(mixed).cautions[0]
     alone = dataclasses.replace(mixed, gpus=mixed.gpus[1:])
     assert family.resources(alone) == ()
-    (refused,) = family.shortfall(alone).refused
-    assert refused.startswith("k8s.amazonaws.com/vgpu: GPU 1 (Tesla P40")
+    assert family.shortfall(alone).refused["k8s.amazonaws.com/vgpu"].startswith("GPU 1 (Tesla P40")
     assert {entry.device for entry in _offer(family, _with_u1(compute_capability=(7, 0))).ids} == {U0, U1}
 
 

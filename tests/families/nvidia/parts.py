@@ -34,7 +34,7 @@ def only_resource(options: NvidiaOptions, inventory: Inventory) -> Resource:
 
 def refused(options: NvidiaOptions, inventory: Inventory) -> tuple[str, ...]:
     """Return the withheld resources with the reasons."""
-    return NvidiaFamily(options).shortfall(inventory).refused
+    return tuple(f"{name}: {reason}" for name, reason in NvidiaFamily(options).shortfall(inventory).refused.items())
 
 
 def cautions(options: NvidiaOptions, inventory: Inventory) -> tuple[str, ...]:

@@ -124,9 +124,9 @@ def test_awss_name_offers_nothing_of_it() -> None:
     """aws §II.2: its ids are made of a UUID, and its pods bring an MPS of their own."""
     family = AwsFamily(AwsOptions())
     assert family.resources(NODE) == ()
-    assert family.shortfall(NODE).refused == (
-        "k8s.amazonaws.com/vgpu: GPU 0 (tegra) is part of the processor and has no UUID to name it by; offer it by families.nvidia",
-    )
+    assert family.shortfall(NODE).refused == {
+        "k8s.amazonaws.com/vgpu": "GPU 0 (tegra) is part of the processor and has no UUID to name it by; offer it by families.nvidia",
+    }
 
 
 def test_the_id_of_a_tegra_node_means_nothing_under_other_names() -> None:

@@ -19,7 +19,7 @@ from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.config.collisions import without
 from vgpu_agent.device_ids import NumberedIds
-from vgpu_agent.errors import CarrierError, ConfigError
+from vgpu_agent.errors import CarrierError, OfferError
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.hami_library import HamiLibrary
@@ -100,7 +100,7 @@ class FamiliesInForce:
         """Put ``settings`` in force.
 
         Raises:
-            ConfigError: the `nvidia` family would offer more than kubelet takes; nothing has changed.
+            OfferError: the `nvidia` family would offer more than kubelet takes; nothing has changed.
         """
         async with self._changing:
             built, library = await self._build(settings)
@@ -168,25 +168,24 @@ class FamiliesInForce:
             self._cdi.observe(inventory)  # before anything of it can be given out
         offered: list[Resource] = []
         cautions: list[str] = []
-        refused: list[str] = []  # each begins with its resource's name
+        refused: dict[str, str] = {}
         by_ids, by_pod = [], []
         for family in self._families.by_ids:
             short = family.shortfall(inventory)
             cautions += short.cautions
             problems = self._add(family, inventory, offered)
-            refused += (*short.refused, *problems)
+            refused |= {**short.refused, **problems}
             by_ids += [] if problems else [family]
         for pod_family in self._families.by_pod:
             unfit = _why_unfit(pod_family, inventory)
             cautions += () if unfit else pod_family.cautions(inventory)
             problems = unfit or self._add(pod_family, inventory, offered, self._budget_bytes)
-            refused += problems
+            refused |= problems
             by_pod += [] if problems else [pod_family]
-        reasons = {problem.partition(":")[0]: problem for problem in refused}
-        self._offering.accept([*(resource.name for resource in offered), *self._refused.difference(reasons)])
-        self._refused = frozenset(reasons)
-        for name, problem in reasons.items():
-            self._offering.refuse(name, problem)
+        self._offering.accept([*(resource.name for resource in offered), *self._refused.difference(refused)])
+        self._refused = frozenset(refused)
+        for name, reason in refused.items():
+            self._offering.refuse(name, reason)
         unserved = [family for family in self._families.by_pod if family not in by_pod or family.name in self._offering.blocked]
         idle = [*self._families.idle, *(family for family in self._families.by_ids if family not in by_ids)]
         self._allocator.use_families(Families(tuple(by_ids), tuple(by_pod), tuple(unserved), tuple(idle)))
@@ -194,17 +193,17 @@ class FamiliesInForce:
         self._caution(offered, cautions)
 
     @staticmethod
-    def _add(family: Family, inventory: Inventory, offered: list[Resource], budget_bytes: int | None = None) -> list[str]:
+    def _add(family: Family, inventory: Inventory, offered: list[Resource], budget_bytes: int | None = None) -> Mapping[str, str]:
         """Add to ``offered`` what the family offers; why nothing was added, empty when something could be."""
         try:
             resources = family.resources(inventory)
             if budget_bytes is not None:
                 check_offer(resources, budget_bytes)
             _check_distinct(offered, resources)
-        except ConfigError as err:
-            return err.problems
+        except OfferError as err:
+            return err.reasons
         offered += resources
-        return []
+        return {}
 
     def _caution(self, offered: list[Resource], others: list[str]) -> None:
         node = self._cluster.node
@@ -254,15 +253,15 @@ class FamiliesInForce:
         return Library(self._library.path, trouble, self._library.locks)
 
 
-def _why_unfit(family: PodFamily, inventory: Inventory) -> list[str]:
+def _why_unfit(family: PodFamily, inventory: Inventory) -> dict[str, str]:
     """Explain why the family, which shares memory, cannot serve any of these GPUs; empty when it can."""
     if not any(gpu.integrated for gpu in inventory.gpus):
-        return []
+        return {}
     why = (
-        f"{family.name}: the GPU of this node is part of its processor and has no memory of its own to share; offer it by families.nvidia, "
+        "the GPU of this node is part of its processor and has no memory of its own to share; offer it by families.nvidia, "
         "and switch this family off here"
     )
-    return [why]
+    return {family.name: why}
 
 
 def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> None:
@@ -270,9 +269,7 @@ def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> No
     try:
         Offers().replace([*offered, *more])
     except ValueError as err:
-        raise ConfigError(
-            [f"{name}: {err}; {without(resource.family)}" for name, resource in {resource.name: resource for resource in more}.items()]
-        ) from err
+        raise OfferError({resource.name: f"{err}; {without(resource.family)}" for resource in more}) from err
 
 
 def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.errors import ConfigError
+from vgpu_agent.errors import OfferError
 from vgpu_agent.kubelet.codec import check_budget
 from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.nodes import SentCounts
@@ -33,16 +33,16 @@ def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
     """Make sure that every resource's list fits into one message.
 
     Raises:
-        ConfigError: some do not; one sentence each, with the number of replicas that would fit (kubelet V13).
+        OfferError: some do not; one sentence each, with the number of replicas that would fit (kubelet V13).
     """
-    problems: list[str] = []
+    reasons: dict[str, str] = {}
     for resource in resources:
         try:
             check_budget(resource, budget_bytes)
-        except ConfigError as err:
-            problems += err.problems
-    if problems:
-        raise ConfigError(problems)
+        except OfferError as err:
+            reasons |= err.reasons
+    if reasons:
+        raise OfferError(reasons)
 
 
 class Offering:
@@ -151,8 +151,8 @@ class Offering:
 
     def refuse(self, resource: str, reason: str) -> None:
         """Withhold a resource that cannot even be offered, until it is accepted."""
-        self._refused[resource] = reason
-        self.withhold(resource, reason)
+        self._refused[resource] = f"{resource}: {reason}"
+        self.withhold(resource, self._refused[resource])
 
     def accept(self, resources: Iterable[str]) -> None:
         """These can be offered (again)."""
@@ -203,7 +203,7 @@ class Offering:
             return False
         try:
             check_budget(resource, self._settings.message_budget_bytes)
-        except ConfigError as err:
+        except OfferError as err:
             self.withhold(resource.name, str(err))
             return False
         self.withheld.pop(resource.name, None)

@@ -103,7 +103,7 @@ class AwsFamily:
         name = self._options.resource
         reasons = [reason for gpu in inventory.gpus if (reason := self._unfit(gpu))]
         if reasons and len(reasons) == len(inventory.gpus):
-            return Shortfall(refused=(f"{name}: {'; '.join(reasons)}",))
+            return Shortfall({name: "; ".join(reasons)})
         return Shortfall(cautions=tuple(f"{name}: {reason}" for reason in reasons))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:

@@ -116,8 +116,7 @@ class _Plan:
                 self._refused[name] = reason
             elif resource.ids:
                 resources.append(resource)
-        problems = tuple(f"{name}: {reason}" for name, reason in self._refused.items())
-        return Offers(tuple(resources), Shortfall(problems, tuple(self._cautions)))
+        return Offers(tuple(resources), Shortfall(self._refused, tuple(self._cautions)))
 
     def _names_of_gpus(self) -> list[str]:
         return [name for name, devices in self._named.devices.items() if any(device.instance is None for device in devices)]

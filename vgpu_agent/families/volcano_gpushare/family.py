@@ -16,7 +16,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds, list_size_bytes
-from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError, listed, quoted
+from vgpu_agent.errors import CapacityError, OfferError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, Question
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
@@ -110,7 +110,7 @@ class VolcanoGpushareFamily:
         """Return one resource: ``<number>-<j>`` for each unit of a card's memory, or the cards' UUIDs (volcano-gpushare S1, S4, S5).
 
         Raises:
-            ConfigError: the cards differ in size, or the list of ids would not fit into a message of kubelet, or a unit into a card.
+            OfferError: the cards differ in size, or the list of ids would not fit into a message of kubelet, or a unit into a card.
         """
         numbered = inventory.numbered
         self._numbers = {gpu.uuid: number for number, gpu in numbered.items()}
@@ -264,22 +264,22 @@ class VolcanoGpushareFamily:
             return
         cards = ", ".join(f"GPU {number} ({gpu.name}) has {gpu.memory_mib} MiB" for number, gpu in numbered.items())
         problem = (
-            f"{MEMORY_RESOURCE}: the GPUs differ in size and the scheduler takes them for equal: {cards}; set volcanoGpushare.unequalGpus: "
+            f"the GPUs differ in size and the scheduler takes them for equal: {cards}; set volcanoGpushare.unequalGpus: "
             "minimum to offer the smallest size of each, or volcanoGpushare.strategy: number to offer whole GPUs"
         )
-        raise ConfigError([problem])
+        raise OfferError({MEMORY_RESOURCE: problem})
 
     def _refuse_unfitting(self, numbered: Mapping[int, Gpu], ids: NumberedIds, factor: int) -> None:
         budget = self._options.message_budget_bytes
         if not ids.blocks[0].count:
             size = _size_mib(numbered)
-            problem = f"{MEMORY_RESOURCE}: a unit of {factor} MiB is more than a GPU has, {size} MiB"
-            raise ConfigError([f"{problem}; set volcanoGpushare.gpuMemoryFactor to {size} or less"])
+            problem = f"a unit of {factor} MiB is more than a GPU has, {size} MiB"
+            raise OfferError({MEMORY_RESOURCE: f"{problem}; set volcanoGpushare.gpuMemoryFactor to {size} or less"})
         if (size := list_size_bytes(ids)) > budget:
             fitting = self._fitting_factor(numbered)
             remedy = f"volcanoGpushare.gpuMemoryFactor: {fitting} would fit (0: chosen by the agent)" if fitting else "raise the budget"
             problem = f"{len(ids)} ids of {factor} MiB make a device list of {size} bytes, and kubelet.messageBudgetBytes allows {budget}"
-            raise ConfigError([f"{MEMORY_RESOURCE}: {problem}; {remedy}"])
+            raise OfferError({MEMORY_RESOURCE: f"{problem}; {remedy}"})
 
     def _factor(self, inventory: Inventory) -> int:
         """MiB in one id. Whole cards are counted by the same rule, as the replaced plugin does."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes
-from vgpu_agent.errors import ConfigError
+from vgpu_agent.errors import OfferError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
 from vgpu_agent.families.volcano_vgpu.mig.layouts import groups_of
@@ -167,7 +167,7 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
     Only the number's ids are booked and answered; the others are there for schedulers to count (volcano-vgpu §1, §4).
 
     Raises:
-        ConfigError: a list would not fit into a message of kubelet; the text names what would (kubelet V13). Or no geometry is known for
+        OfferError: a list would not fit into a message of kubelet; the text names what would (kubelet V13). Or no geometry is known for
             any of the GPUs.
     """
     gpus, names = shared_gpus(inventory, options), options.names
@@ -205,10 +205,10 @@ def _check_geometries(inventory: Inventory, options: VolcanoVgpuOptions) -> None
         return
     models = ", ".join(dict.fromkeys(gpu.name for gpu in inventory.gpus))
     problem = (
-        f"{options.names.number}: {options.place_of('operatingMode')} is {MIG}, and knownMigGeometries of the ConfigMap "
+        f"{options.place_of('operatingMode')} is {MIG}, and knownMigGeometries of the ConfigMap "
         f"volcano-vgpu-device-config has no entry for {models}; add one, or choose {HAMI_CORE}"
     )
-    raise ConfigError([problem])
+    raise OfferError({options.names.number: problem})
 
 
 def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ def _fitting_factor(gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> int | N
 
 
 def _check_lists(resources: Sequence[Resource], gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> None:
-    problems = []
+    problems = {}
     for resource in resources:
         ids = resource.ids
         size = list_size_bytes(ids) if isinstance(ids, NumberedIds) else 0
@@ -262,9 +262,9 @@ def _check_lists(resources: Sequence[Resource], gpus: Sequence[Gpu], options: Vo
         remedy = f"{resource.unit}: choose less"
         if resource.name == options.names.memory and (fitting := _fitting_factor(gpus, options)):
             remedy = f"{resource.unit}: {fitting} would fit, or 0 to have it chosen"
-        problems.append(
-            f"{resource.name}: {len(ids)} ids make a device list of {size} bytes, and kubelet.messageBudgetBytes allows"
-            f" {options.message_budget_bytes}; {remedy}"
+        problems[resource.name] = (
+            f"{len(ids)} ids make a device list of {size} bytes, and kubelet.messageBudgetBytes allows {options.message_budget_bytes};"
+            f" {remedy}"
         )
     if problems:
-        raise ConfigError(problems)
+        raise OfferError(problems)

@@ -86,7 +86,7 @@ class VolcanoStaticMigFamily:
             for gpu in self._gpus(inventory)
             if gpu.mig_trouble
         )
-        return Shortfall((refusal,) if refusal else (), (*odd, *unread))
+        return Shortfall({self._single_name: refusal} if refusal else {}, (*odd, *unread))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Any number of instances makes sense."""
@@ -125,9 +125,13 @@ class VolcanoStaticMigFamily:
             raise CapacityError(f"{size} of {resource.name} are asked for, and {len(chosen)} can be had")
         return chosen
 
+    @property
+    def _single_name(self) -> str:
+        return f"{self._options.prefix}/gpu"
+
     def _name_of(self, instance: MigInstance) -> str:
         if self._options.strategy == SINGLE:
-            return f"{self._options.prefix}/gpu"
+            return self._single_name
         return f"{self._options.prefix}/mig-{instance.profile.replace('+', '.')}"
 
     def _refusal(self, inventory: Inventory) -> str:
@@ -135,7 +139,7 @@ class VolcanoStaticMigFamily:
         if self._options.strategy != SINGLE or len(profiles) < 2:
             return ""
         return (
-            f"{self._options.prefix}/gpu: the MIG strategy is {SINGLE}, and this node has instances of {', '.join(profiles)}, which one "
+            f"the MIG strategy is {SINGLE}, and this node has instances of {', '.join(profiles)}, which one "
             f"name cannot tell apart; make them alike, or choose {MIXED} (volcanoVgpu.migStrategy)"
         )
 
