@@ -58,14 +58,14 @@ def test_some_hundred_containers_bound_early_never_start_with_anothers_share() -
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_a_hundred_thousand_containers_bound_late_all_get_their_own_share() -> None:
     """The long run in late mode: 0 wrong, none refused for ever, nothing left over."""
     _torture(_FULL, early=False, first_seed=1000, play_many=on_all_cores)
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_a_hundred_thousand_containers_bound_early_never_start_with_anothers_share() -> None:
     """The long run in early mode: 0 wrong. Those that were refused are counted."""
     _torture(_FULL, early=True, first_seed=1000, play_many=on_all_cores)
