@@ -16,7 +16,7 @@ from blockbuster import BlockBuster
 from tests.agent.volcano_parts import NODE, volcano_settings
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from tests.settings import switches
-from vgpu_agent.agent.api_server import ClusterSide
+from vgpu_agent.agent.api_server import ClusterAccess
 from vgpu_agent.agent.named_configuration import NamedConfiguration
 from vgpu_agent.concurrency import Revision, Supervisor
 from vgpu_agent.config.load import load, load_sources
@@ -51,10 +51,12 @@ async def settings(tmp_path: Path, server: ApiServer) -> Settings:
 
 
 @contextlib.asynccontextmanager
-async def connected(settings: Settings, waited_seconds: float = 0.0, named: NamedConfiguration | None = None) -> AsyncIterator[ClusterSide]:
+async def connected(
+    settings: Settings, waited_seconds: float = 0.0, named: NamedConfiguration | None = None
+) -> AsyncIterator[ClusterAccess]:
     """A cluster side that has connected."""
     async with Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
-        cluster = ClusterSide(settings, Journal(), supervisor, named)
+        cluster = ClusterAccess(settings, Journal(), supervisor, named)
         await cluster.connect(waited_seconds)
         try:
             yield cluster

@@ -14,7 +14,7 @@ import pytest
 from tests.allocation.without_pods import without_pods
 from tests.golden import U0, U1, golden_inventory
 from tests.settings import settings as settings_of
-from vgpu_agent.agent.api_server import ClusterSide
+from vgpu_agent.agent.api_server import ClusterAccess
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
@@ -76,7 +76,7 @@ class Parts:
             patience_seconds=30,
         )
         self.containers: Latest[tuple[ContainerUsage, ...]] = Latest(())
-        self.cluster, self.refusals = ClusterSide(settings, journal, supervisor), Refusals()
+        self.cluster, self.refusals = ClusterAccess(settings, journal, supervisor), Refusals()
         self.families = FamiliesInForce(
             settings,
             origins={},
@@ -338,7 +338,9 @@ async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_pr
     tmp_path: Path, asked: str, complained_of: bool
 ) -> None:
     """In the two usual namespaces a missing role is as it should be. Where the ConfigMap is configured it is a mistake."""
-    cluster = ClusterSide(settings_of(state_directory=str(tmp_path)), Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1))
+    cluster = ClusterAccess(
+        settings_of(state_directory=str(tmp_path)), Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1)
+    )
     cluster.config_maps["device-config.yaml"] = _config_map(asked)
     cluster.config_maps["device-config.yaml"].statuses["kube-system"].errors = 1
     (watch,) = cluster.status().watches

@@ -13,7 +13,7 @@ from tests.golden import golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from tests.settings import settings as settings_of
 from tests.settings import switches
-from vgpu_agent.agent.api_server import ClusterSide
+from vgpu_agent.agent.api_server import ClusterAccess
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.allocation.allocator import Allocator
@@ -60,7 +60,7 @@ class Wired:
     def __init__(self, settings: schema.Settings, supervisor: Supervisor, inventory: Inventory | None = None) -> None:
         self.settings, self.journal, self.ledger, self.refusals = settings, Journal(), Ledger(), Refusals()
         self.inventory = inventory or golden_inventory()
-        self.cluster = ClusterSide(settings, self.journal, supervisor)
+        self.cluster = ClusterAccess(settings, self.journal, supervisor)
         self.directory = GrantDirectory(
             str(Path(settings.state_directory).parent / "cdi"), self.journal, kept_directory=f"{settings.state_directory}/grants"
         )

@@ -13,7 +13,7 @@ from vgpu_agent.device_ids import DeviceId, IdBlock, ListedDevice, NumberedIds, 
 from vgpu_agent.errors import ConfigError, KubeletError
 from vgpu_agent.kubelet import codec, wire
 from vgpu_agent.kubelet.held_ids import PodResourcesReader, SeenNumbers, decode_allocatable, decode_pod_resources
-from vgpu_agent.kubelet.plugin import PluginService, Told
+from vgpu_agent.kubelet.plugin import PluginService, SentList
 from vgpu_agent.model import Decider, Holding, Owner, Resource
 from vgpu_agent.sim.protocol import podresources_pb2 as google_resources
 from vgpu_agent.status import PluginStatus
@@ -121,11 +121,11 @@ def test_what_kubelet_lists_is_compared_by_number(topology: bool, ours: set[str]
 def test_ids_of_ill_devices_need_not_be_listed() -> None:
     """Healthy blocks count; an id that is kept for its holder only is neither missing nor strange."""
     listed = NumberedList(((IDS.blocks[0], False), (IDS.blocks[1], True)), (ListedDevice(DeviceId("gone", U0), healthy=False),))
-    told = Told(listed, seconds_ago=60)
+    sent = SentList(listed, seconds_ago=60)
 
-    assert told.offered == IDS
-    assert told.differences(_seen(_allocatable("gone", f"{U1}-memory-3"))) == (14, set())
-    assert told.differences(frozenset()) == (15, frozenset())
+    assert sent.offered == IDS
+    assert sent.differences(_seen(_allocatable("gone", f"{U1}-memory-3"))) == (14, set())
+    assert sent.differences(frozenset()) == (15, frozenset())
 
 
 def _looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:

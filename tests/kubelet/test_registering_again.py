@@ -92,16 +92,16 @@ async def test_what_kubelet_was_told_is_known_while_a_stream_is_open(kubelet: Si
     """The last list's ids, without the unhealthy ones among the healthy. Nothing before there is a stream."""
     backend = FakeBackend(shared_resource())
     plugin = node.offer(shared_resource(), backend)
-    assert plugin.told is None
+    assert plugin.last_sent is None
     await _all_offered(kubelet)
 
     backend.lose(U0)
     await _all_offered(kubelet, number=4)
 
-    assert plugin.told is not None
-    assert {entry.id.id for entry in plugin.told.devices if entry.healthy} == set(kubelet.resource(RESOURCE).healthy)
-    assert {device.id for device in plugin.told.offered} == {device.id for device in shared_resource().ids}
-    assert plugin.told.seconds_ago < PATIENCE_SECONDS
+    assert plugin.last_sent is not None
+    assert {entry.id.id for entry in plugin.last_sent.devices if entry.healthy} == set(kubelet.resource(RESOURCE).healthy)
+    assert {device.id for device in plugin.last_sent.offered} == {device.id for device in shared_resource().ids}
+    assert plugin.last_sent.seconds_ago < PATIENCE_SECONDS
 
 
 async def test_registering_again_on_request_is_a_new_server(kubelet: SimulatedKubelet, node: Node) -> None:

@@ -26,7 +26,7 @@ from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Revision, first_of
 from vgpu_agent.config.families import document
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.families.plugin_files import told
+from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.pods import PodCache
 from vgpu_agent.status import ClusterStatus
@@ -51,7 +51,7 @@ _COMPONENT = "vgpu-agent"
 _NODE_TASK = "writes to this node"
 
 
-class ClusterSide:
+class ClusterAccess:
     """Client, watches and writers.
 
     State: `book` and `changed` exist from the beginning, everything else from `connect` on. Remembered data replaces what the API server
@@ -116,12 +116,12 @@ class ClusterSide:
 
     @property
     def texts(self) -> Mapping[str, tuple[str, ...]]:
-        """The texts of the files of replaced plugins that count, by file, also from before a restart, see `plugin_files.told`."""
+        """The texts of the files of replaced plugins that count, by file, also from before a restart, see `plugin_files.texts_in_force`."""
         for file in _config_map_files(self._settings):
             watch = self.config_maps.get(file.name)
             if watch is not None and watch.synced.is_set():
                 is_sound = functools.partial(file.is_sound, self._settings)
-                self._texts[file.name] = told(self._texts.get(file.name, ()), watch.text.value, is_sound)
+                self._texts[file.name] = texts_in_force(self._texts.get(file.name, ()), watch.text.value, is_sound)
         return self._texts
 
     def keep_texts(self, texts: Mapping[str, tuple[str, ...]]) -> None:

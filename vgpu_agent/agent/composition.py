@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__, log
-from vgpu_agent.agent.api_server import ClusterSide
-from vgpu_agent.agent.devices.cdi import CdiSide
-from vgpu_agent.agent.devices.mig import MigSide
-from vgpu_agent.agent.devices.mps import MpsSide
+from vgpu_agent.agent.api_server import ClusterAccess
+from vgpu_agent.agent.devices.cdi import CdiController
+from vgpu_agent.agent.devices.mig import MigDivider
+from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.late_web import LateWeb
 from vgpu_agent.agent.memory import keep_small, settle
@@ -31,7 +31,7 @@ from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.agent.records.grant_files import GrantKeeping
 from vgpu_agent.agent.records.limits import LimitsWatch
-from vgpu_agent.agent.records.missing_devices import VanishedDevices
+from vgpu_agent.agent.records.missing_devices import MissingDevices
 from vgpu_agent.agent.records.reader import KubeletRecordsReader
 from vgpu_agent.agent.records.starting_pods import StartingPods
 from vgpu_agent.agent.records.verification import Verification
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _SETTLES_AFTER_SECONDS = 2.0
-_PODS_GATHER_SECONDS = 0.02  # a storm of pods changes the cache a hundred times in a row, and starts look at the claims themselves
+_COALESCING_SECONDS = 0.02  # a storm of pods changes the cache a hundred times in a row, and starts look at the claims themselves
 
 
 async def run(loaded: Loaded) -> None:
@@ -116,10 +116,10 @@ class Agent:
             journal=self._journal,
             status=self._kubelet,
         )
-        self._cluster = ClusterSide(settings, self._journal, self._supervisor, named)
+        self._cluster = ClusterAccess(settings, self._journal, self._supervisor, named)
         self._refusals, self._overcommits = Refusals(), Overcommits()
         self._pod_resources = PodResources(kubelet.pod_resources_socket, timeout_seconds=kubelet.pod_resources_timeout_seconds)
-        self._cdi = CdiSide(
+        self._cdi = CdiController(
             settings,
             ledger=self._ledger,
             journal=self._journal,
@@ -140,7 +140,7 @@ class Agent:
             slots=RegionSlots(grants_in[0]),
             swept=(settings.hami_core.host_directory, *grants_in, settings.state_directory),
         )
-        self._mig = MigSide.from_settings(settings, self._watch)
+        self._mig = MigDivider.from_settings(settings, self._watch)
         self._starting = StartingPods(
             self._cluster.book,
             self._ledger,
@@ -178,7 +178,7 @@ class Agent:
             patience_seconds=settings.tasks.stuck_seconds,
         )
         self._offering.gates.append(self._cdi.why_withheld)
-        self._mps = MpsSide(
+        self._mps = MpsController(
             settings,
             ledger=self._ledger,
             offering=self._offering,
@@ -216,7 +216,7 @@ class Agent:
             servers=lambda: self._offering.plugins,
             kubelet_age=functools.partial(sockets.age_seconds, kubelet.kubelet_socket),
         )
-        self._vanished = VanishedDevices(settings, self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
+        self._vanished = MissingDevices(settings, self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
         self._usages = ContainerUsages(
             self._cluster.book,
             (*grants_in, DIRECTORY_BEFORE_1_12),
@@ -441,7 +441,7 @@ class Agent:
                 self._refusals.revision.newer_than(self._refusals.revision.version),
                 timeout_seconds=self._ledger.turn_ends_in_seconds,
             )
-            await asyncio.sleep(_PODS_GATHER_SECONDS)
+            await asyncio.sleep(_COALESCING_SECONDS)
 
     async def _follow_inventory(self) -> None:
         async for _ in self._watch.inventory.changes():

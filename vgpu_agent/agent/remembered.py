@@ -17,7 +17,7 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
 
     Attributes:
         node: the Node's name they belong to.
-        texts: configuration file of a replaced plugin → those of its texts that count, see `plugin_files.told`. Some are not from the
+        texts: configuration file of a replaced plugin → those of its texts that count, see `plugin_files.texts_in_force`. Some are not from the
             API server, but can be wrong as easily.
         config_label: value of the Node's label that names its configuration, empty without the label; None when it was never read.
         named_config: the named configuration that was in force, empty for none; None when none was ever chosen.

@@ -33,7 +33,7 @@ from vgpu_agent.status import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from vgpu_agent.agent.api_server import ClusterSide
+    from vgpu_agent.agent.api_server import ClusterAccess
     from vgpu_agent.agent.lag import LoopLag
     from vgpu_agent.agent.offers.families import FamiliesInForce
     from vgpu_agent.agent.offers.servers import Offering
@@ -69,7 +69,7 @@ class Report:
     grants: GrantDirectory
     regions: RegionGuard
     verification: Verification
-    cluster: ClusterSide
+    cluster: ClusterAccess
     reload: Reload
     supervisor: Supervisor
     journal: Journal

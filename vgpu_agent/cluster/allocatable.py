@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 10.0
 # kubelet takes over a list in milliseconds, and the lists of several resources change together.
-_GATHERING_SECONDS = 0.1
+_COALESCING_SECONDS = 0.1
 # A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover is a few writes within seconds.
 _APART_SECONDS = 1.0
 _AT_ONCE = 4
@@ -111,7 +111,7 @@ class AllocatableWriter:
             versions = Versions(self._node, self._lists, self._withdrawn)
             pause = await self.write_once()
             await versions.passed(timeout_seconds=pause)
-            await asyncio.sleep(_GATHERING_SECONDS)
+            await asyncio.sleep(_COALESCING_SECONDS)
 
     async def write_once(self) -> float:
         """Write the counts that are due and may be written now; seconds after which to look again, if nothing happens before."""

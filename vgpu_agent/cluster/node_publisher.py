@@ -41,7 +41,7 @@ _WORTH_A_LINE_SECONDS = 1.0
 _SAID_AGAIN_SECONDS = 600.0
 _KUBELET_FORGETS_SECONDS = 360.0
 """kubelet goes on writing the quantities of a resource for five minutes after its plugin has gone, and forgets them with its next look."""
-_GATHERING_SECONDS = 0.1
+_COALESCING_SECONDS = 0.1
 """The coalescing time of changes. Each call of the kubelet changes the desired state, and a write takes as long as the call."""
 
 
@@ -125,7 +125,7 @@ class NodePublisher:
             versions = Versions(self._node, self._wake)
             pause = await self.publish_once()
             await versions.passed(timeout_seconds=pause)
-            await asyncio.sleep(_GATHERING_SECONDS)
+            await asyncio.sleep(_COALESCING_SECONDS)
 
     async def publish_all(self) -> None:
         """Publish until the whole desired state has been written, with as many tries as that takes; for an agent that shuts down."""

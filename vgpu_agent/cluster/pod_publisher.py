@@ -46,7 +46,7 @@ ANNOTATIONS, LABELS = "annotations", "labels"  # the parts of ``metadata`` that 
 Entry = tuple[str, str]  # one of them, and a key in it
 _SHORTEST_WAIT_SECONDS = 0.01
 # The wait for the next change of a burst, or before looking again whether pods are being started; and for a burst's end.
-_GATHERING_SECONDS, _LONGEST_GATHERING_SECONDS = 0.1, 1.0
+_COALESCING_SECONDS, _LONGEST_COALESCING_SECONDS = 0.1, 1.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -135,11 +135,11 @@ class PodPublisher:
     async def _gather(self, beat: Callable[[], None]) -> None:
         """Wait for more changes of a burst; not for long, and hardly beside a backlog."""
         loop, seen = asyncio.get_running_loop(), -1
-        end = loop.time() + (_GATHERING_SECONDS if self._backlog else _LONGEST_GATHERING_SECONDS)
+        end = loop.time() + (_COALESCING_SECONDS if self._backlog else _LONGEST_COALESCING_SECONDS)
         while seen != self._wake.version and (left := end - loop.time()) > 0:
             seen = self._wake.version
             beat()
-            await asyncio.sleep(min(_GATHERING_SECONDS, left))
+            await asyncio.sleep(min(_COALESCING_SECONDS, left))
 
     def _begin(self, requests: asyncio.TaskGroup) -> float:
         """Begin the writes that are due; seconds after which to look again, if nothing happens before."""
@@ -183,7 +183,7 @@ class PodPublisher:
         """After how many seconds to look again whether pods are still being started; 0 for what has waited for them long enough."""
         now = asyncio.get_running_loop().time()
         since = now if writing.pending_since is None else writing.pending_since
-        return max(0.0, min(_GATHERING_SECONDS, since + self._settings.starts_first_seconds - now))
+        return max(0.0, min(_COALESCING_SECONDS, since + self._settings.starts_first_seconds - now))
 
     def _compared(self, pod: Pod, desired_state: DesiredPod, writing: _Writing) -> tuple[float, Changes]:
         """Return the changes to write to ``pod`` now. Without changes, return the seconds until there may be some (0: unknown)."""

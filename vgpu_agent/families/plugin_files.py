@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
 
-# How many wrong edits in a row are kept apart, see `told`.
+# How many wrong edits in a row are kept apart, see `texts_in_force`.
 _MOST_TEXTS = 8
 
 
@@ -47,7 +47,7 @@ class PluginFile:
     asked_namespace: Callable[[Settings], str] = _nowhere
 
 
-def told(before: Sequence[str], text: str | None, is_sound: Callable[[str], bool]) -> tuple[str, ...]:
+def texts_in_force(before: Sequence[str], text: str | None, is_sound: Callable[[str], bool]) -> tuple[str, ...]:
     """List the texts of a file that count when the newest is ``text``, oldest first; none where there is no file.
 
     A sound text counts alone. One with an error needs those ``before`` it, back to the last sound one: several wrong

@@ -36,7 +36,7 @@ class NodeFacts:
         library_locks: whether that library makes a lock file, see `isolation.hami_core.uses_lock`.
         divides: the program that divides GPUs is there.
         given: dotted paths of settings that a flag or a variable has set; they beat the files of a replaced plugin.
-        texts: file of a replaced plugin → those of its texts that count, see `plugin_files.told`.
+        texts: file of a replaced plugin → those of its texts that count, see `plugin_files.texts_in_force`.
         unreadable: such a file that exists and cannot be read → why.
     """
 

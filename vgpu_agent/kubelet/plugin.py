@@ -58,7 +58,7 @@ class Backend(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class SentList:
     """The list that kubelet was last sent, and how long ago in seconds."""
 
     devices: Sequence[ListedDevice]
@@ -144,12 +144,12 @@ class PluginService:
         return self._open
 
     @property
-    def told(self) -> Told | None:
+    def last_sent(self) -> SentList | None:
         """The list that an open stream last sent; None when no stream is open or none has sent anything yet."""
         if not self._open or self._sent is None:
             return None
         devices, at = self._sent
-        return Told(devices, time.monotonic() - at)
+        return SentList(devices, time.monotonic() - at)
 
     def end_streams(self) -> None:
         """Let every stream return, which kubelet sees as a clean end."""

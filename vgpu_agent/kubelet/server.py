@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
-    from vgpu_agent.kubelet.plugin import Backend, Told
+    from vgpu_agent.kubelet.plugin import Backend, SentList
     from vgpu_agent.kubelet.sockets import SocketIdentity
     from vgpu_agent.model import Resource
 
@@ -71,9 +71,9 @@ class DevicePlugin:
         self._changes = log.ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)
 
     @property
-    def told(self) -> Told | None:
+    def last_sent(self) -> SentList | None:
         """The list that the kubelet last received over a stream that is still open; None without registration or before the first list."""
-        return self._registered.told if self._registered is not None else None
+        return self._registered.last_sent if self._registered is not None else None
 
     def register_again(self, reason: str) -> None:
         """End the current round, so that a fresh server registers; nothing to do when a new round is coming anyway."""
@@ -279,9 +279,9 @@ class _Instance:
         self._server = GrpcServer(unary=self._service.unary_methods, streams=self._service.stream_methods)
 
     @property
-    def told(self) -> Told | None:
-        """See `PluginService.told`."""
-        return self._service.told
+    def last_sent(self) -> SentList | None:
+        """See `PluginService.last_sent`."""
+        return self._service.last_sent
 
     def leave(self, reason: str) -> None:
         """Let `until_lost` return ``reason``."""

@@ -13,7 +13,7 @@ from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
 from tests.settings import settings as settings_of
-from vgpu_agent.agent.devices.cdi import CdiSide
+from vgpu_agent.agent.devices.cdi import CdiController
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.config.device_answers import Plugin
@@ -33,7 +33,7 @@ BY_NAME = Plugin(device_list_strategy=("cdi-cri",))
 
 
 class Side:
-    """A `CdiSide` on a simulated node, and what it meets."""
+    """A `CdiController` on a simulated node, and what it meets."""
 
     def __init__(
         self, folder: Path, supervisor: Supervisor, *, late: bool = True, node: SimulatedNode | None = None, **sections: Any
@@ -52,7 +52,7 @@ class Side:
             **sections,
         )
         self.journal, self.ledger = Journal(), Ledger()
-        self.side = CdiSide(self.settings, ledger=self.ledger, journal=self.journal, supervisor=supervisor, is_late=lambda: late)
+        self.side = CdiController(self.settings, ledger=self.ledger, journal=self.journal, supervisor=supervisor, is_late=lambda: late)
 
     async def begin(self, inventory: Inventory | None = None) -> None:
         """The start of an agent with these GPUs."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.gpu.watched import Watched, watching
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.agent.devices.mig import MigSide
+from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.families.family import MigLayout
 from vgpu_agent.families.spec import MigTool
 from vgpu_agent.mig.parted import MigParted
@@ -27,7 +27,7 @@ GROUP = ("3g.20gb", "2g.10gb", "1g.5gb")
 class Dividing:
     """A running side, and what came of what it was asked."""
 
-    def __init__(self, node: SimulatedNode, side: MigSide, watched: Watched) -> None:
+    def __init__(self, node: SimulatedNode, side: MigDivider, watched: Watched) -> None:
         self.node, self.side, self.watched = node, side, watched
 
     async def divide(self, gpu: int = 1, profiles: Sequence[str] = GROUP) -> str:
@@ -64,7 +64,7 @@ async def dividing(folder: Path, **changes: Any) -> AsyncIterator[Dividing]:
     tool = dataclasses.replace(tool, **changes)
     async with watching(node) as watched:
         parted = MigParted(program, folder / "mig", timeout_seconds=tool.timeout_seconds, setting=tool.setting)
-        side = MigSide(parted, watched.watch, tool, call_timeout_seconds=PATIENCE_SECONDS)
+        side = MigDivider(parted, watched.watch, tool, call_timeout_seconds=PATIENCE_SECONDS)
         async with asyncio.TaskGroup() as group:
             loop = group.create_task(side.run())
             try:

@@ -21,7 +21,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.settings import settings as settings_of
 from tests.settings import switches
 from tests.simulated import simulated_node
-from vgpu_agent.agent.devices.mps import MpsSide
+from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.collisions import by_one_of_two
 from vgpu_agent.config.mps import Mps
@@ -76,8 +76,8 @@ class Node:
         offers.ledger.observe(self.inventory)
         offers.ledger.rebuilt = True
 
-    def _side(self) -> MpsSide:
-        return MpsSide(
+    def _side(self) -> MpsController:
+        return MpsController(
             self.settings,
             ledger=self.offers.ledger,
             offering=self.offers.offering,

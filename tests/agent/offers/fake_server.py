@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vgpu_agent.device_ids import DeviceId, ListedDevice
-from vgpu_agent.kubelet.plugin import Told
+from vgpu_agent.kubelet.plugin import SentList
 from vgpu_agent.status import PluginStatus
 
 GPU = "nvidia.com/gpu"
@@ -18,7 +18,7 @@ class FakeServer:
         self.status = PluginStatus(resource, "nvidia")
         health = {**dict.fromkeys(healthy, True), **dict.fromkeys(unhealthy, False)}
         devices = [ListedDevice(DeviceId(name, name), well) for name, well in health.items()]
-        self.told: Told | None = Told(devices, seconds_ago=60.0)
+        self.last_sent: SentList | None = SentList(devices, seconds_ago=60.0)
         self.again: list[str] = []
 
     def register_again(self, reason: str) -> None:

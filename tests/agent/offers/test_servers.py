@@ -21,7 +21,7 @@ from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
-from vgpu_agent.kubelet.plugin import Told
+from vgpu_agent.kubelet.plugin import SentList
 from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Inventory, Resource
@@ -206,8 +206,8 @@ async def test_nothing_is_started_once_the_agent_stops(tmp_path: Path, turns: in
 async def test_counts_are_told_for_schedulers_where_several_families_are_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One family alone has its GPUs for itself, and kubelet's pace will do. A resource without an open stream has no count."""
     async with running(tmp_path) as node:
-        told = Told([ListedDevice(DeviceId("GPU-1::0", "GPU-1"), healthy=False)], seconds_ago=1)
-        monkeypatch.setattr(DevicePlugin, "told", property(lambda self: told if self.resource.name != "example.com/closed" else None))
+        sent = SentList([ListedDevice(DeviceId("GPU-1::0", "GPU-1"), healthy=False)], seconds_ago=1)
+        monkeypatch.setattr(DevicePlugin, "last_sent", property(lambda self: sent if self.resource.name != "example.com/closed" else None))
         one = resource("nvidia.com/gpu")
         await node.offer(one)
         assert node.offering.sent_to_several_families == {}

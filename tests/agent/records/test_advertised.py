@@ -14,7 +14,7 @@ from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.journal import Journal
-from vgpu_agent.kubelet.plugin import Told
+from vgpu_agent.kubelet.plugin import SentList
 from vgpu_agent.kubelet.pod_resources import AllocatableUnsupportedError, PodResources
 from vgpu_agent.status import KubeletStatus
 
@@ -105,10 +105,10 @@ async def test_a_list_that_was_just_sent_is_not_compared() -> None:
     """Neither is one that cannot be: no stream is open."""
     compared = Compared(FakeServer())
     compared.listed = {}
-    assert compared.servers[0].told is not None
-    compared.servers[0].told = Told(compared.servers[0].told.devices, seconds_ago=2.9)
+    assert compared.servers[0].last_sent is not None
+    compared.servers[0].last_sent = SentList(compared.servers[0].last_sent.devices, seconds_ago=2.9)
     assert await compared.look(3) == [False, False, False]
-    compared.servers[0].told = None
+    compared.servers[0].last_sent = None
     calls = compared.calls
     assert await compared.look(3) == [False, False, False]
     assert (compared.again(), compared.calls) == (0, calls)

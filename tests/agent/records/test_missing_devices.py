@@ -11,7 +11,7 @@ import pytest
 from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from tests.settings import settings as settings_of
-from vgpu_agent.agent.records.missing_devices import SliceMemory, VanishedDevices
+from vgpu_agent.agent.records.missing_devices import MissingDevices, SliceMemory
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Entry, Journal
 from vgpu_agent.ledger import Ledger
@@ -36,7 +36,7 @@ class Node:
         self.inventory, self.journal, self.ledger = inventory, Journal(), Ledger()
         self.ledger.observe(inventory)
         self.ledger.offer([Resource(MIG, "nvidia", (DeviceId("MIG-a", "MIG-a"), DeviceId("MIG-b", "MIG-b")))])
-        self.vanished = VanishedDevices(
+        self.vanished = MissingDevices(
             settings_of(state_directory=str(state)), self.ledger, inventory=lambda: self.inventory, journal=self.journal
         )
 

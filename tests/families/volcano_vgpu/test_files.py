@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgpu_agent.families.plugin_files import told
+from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.volcano_vgpu.files import Overlay, come_to, read_device_config, read_node_config
 from vgpu_agent.families.volcano_vgpu.geometries import MigGroup, MigProfile, ModelGeometries
 from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
@@ -305,14 +305,14 @@ def test_wrong_edits_in_a_row_are_remembered_back_to_the_last_right_one() -> Non
 
     texts: tuple[str, ...] = ()
     for text in (GOOD, *(f"nvidia: {{deviceSplitCount: {number}, gpuMemoryFactor: ten}}" for number in range(30, 60)), "nvidia: 3"):
-        texts = told(texts, text, is_sound)
-        assert told(texts, text, is_sound) == texts
+        texts = texts_in_force(texts, text, is_sound)
+        assert texts_in_force(texts, text, is_sound) == texts
     assert (texts[0], texts[-1], len(texts)) == (GOOD, "nvidia: 3", 8)
     overlay = come_to(texts, read_device_config)
     assert overlay.values == {"device_split_count": 59, "gpu_memory_factor": 64}
     assert overlay.problems == read_device_config("nvidia: 3").problems
-    assert told(texts, GOOD, is_sound) == (GOOD,)
-    assert told(texts, None, is_sound) == ()
+    assert texts_in_force(texts, GOOD, is_sound) == (GOOD,)
+    assert texts_in_force(texts, None, is_sound) == ()
 
 
 def test_a_right_file_owes_nothing_to_the_one_before() -> None:

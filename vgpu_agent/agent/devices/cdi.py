@@ -72,7 +72,7 @@ class CdiFound(NamedTuple):
 NO_CDI = CdiFound()
 
 
-class CdiSide:
+class CdiController:
     """The controller that keeps specs, names and offers together.
 
     State: what was found at the last look, the last inventory, and which devices have no name and are kept back for it.

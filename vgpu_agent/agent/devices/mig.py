@@ -35,7 +35,7 @@ _PAUSE_SECONDS = 0.1  # between two looks at whether the driver has answered
 _OWN_ERROR = "an error of the agent's own, which its log has"
 
 
-class MigSide:
+class MigDivider:
     """The divider of GPUs.
 
     State: the changes that wait for their turn, and which GPU's last change failed when. A change that was cut short by the end of the
@@ -59,7 +59,7 @@ class MigSide:
         self._failed: dict[MigLayout, tuple[float, str]] = {}
 
     @classmethod
-    def from_settings(cls, settings: Settings, watch: GpuSource) -> MigSide | None:
+    def from_settings(cls, settings: Settings, watch: GpuSource) -> MigDivider | None:
         """Return the divider that the configuration asks for; None where no family needs one."""
         tool = next((family.mig_tool(settings) for family in FAMILIES if family.mig_tool and family.is_on(settings)), None)
         if tool is None:

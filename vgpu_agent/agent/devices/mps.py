@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 
-class MpsSide:
+class MpsController:
     """The daemons, as the ledger's offers call for them.
 
     State: none but the supervision's and where daemons are by the settings in force.

@@ -17,7 +17,7 @@ from vgpu_agent.agent.devices.cdi import NO_CDI
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.families.device_lists import GENERATED_KIND, TOOLKIT_KIND, ListOptions
-from vgpu_agent.families.plugin_files import told
+from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.families.spec import NodeFacts
 
@@ -106,7 +106,7 @@ async def look(
         before = found.pop(file.name, ())
         if path := file.path(settings):
             text, trouble = await asyncio.to_thread(_text, Path(path))
-            found[file.name] = before if trouble else told(before, text, functools.partial(file.is_sound, settings))
+            found[file.name] = before if trouble else texts_in_force(before, text, functools.partial(file.is_sound, settings))
             unreadable |= {file.name: trouble} if trouble else {}
     facts = NodeFacts(
         late=late,

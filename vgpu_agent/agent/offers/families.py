@@ -27,8 +27,8 @@ from vgpu_agent.runtime.hami_library import HamiLibrary
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from vgpu_agent.agent.api_server import ClusterSide
-    from vgpu_agent.agent.devices.cdi import CdiSide
+    from vgpu_agent.agent.api_server import ClusterAccess
+    from vgpu_agent.agent.devices.cdi import CdiController
     from vgpu_agent.agent.offers.build import Built
     from vgpu_agent.agent.offers.servers import Offering
     from vgpu_agent.allocation.allocator import Allocator
@@ -63,10 +63,10 @@ class FamiliesInForce:
         origins: Mapping[str, str],
         allocator: Allocator,
         offering: Offering,
-        cluster: ClusterSide,
+        cluster: ClusterAccess,
         inventory: Callable[[], Inventory],
         journal: Journal,
-        cdi: CdiSide | None = None,
+        cdi: CdiController | None = None,
     ) -> None:
         self._settings = settings
         self._origins = origins

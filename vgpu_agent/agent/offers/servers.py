@@ -97,7 +97,7 @@ class Offering:
                 plugin.status.ids_sent, plugin.status.healthy_sent, min(plugin.status.healthy_sent, self._ledger.offered_ids(name))
             )
             for name, plugin in self._plugins.items()
-            if plugin.told is not None and not plugin.status.complaint  # kubelet may have another list
+            if plugin.last_sent is not None and not plugin.status.complaint  # kubelet may have another list
         }
 
     @property

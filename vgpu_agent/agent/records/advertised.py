@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.held_ids import SeenNumbers
-    from vgpu_agent.kubelet.plugin import Told
+    from vgpu_agent.kubelet.plugin import SentList
     from vgpu_agent.kubelet.pod_resources import PodResources
     from vgpu_agent.status import KubeletStatus, PluginStatus
 
@@ -44,7 +44,7 @@ class Server(Protocol):
     status: PluginStatus
 
     @property
-    def told(self) -> Told | None:
+    def last_sent(self) -> SentList | None:
         """The list last sent to the kubelet over a stream that is still open."""
 
     def register_again(self, reason: str) -> None:
@@ -94,8 +94,8 @@ class ListedIds:
 
     async def compare(self) -> bool:
         """Compare once, with at most one call to pod-resources; whether a second look should follow soon."""
-        servers = [server for server in self._servers() if server.told is not None]
-        offered = {server.status.resource: told.offered for server in servers if (told := server.told)}
+        servers = [server for server in self._servers() if server.last_sent is not None]
+        offered = {server.status.resource: sent.offered for server in servers if (sent := server.last_sent)}
         if not servers or self._silent_kubelet == self._kubelet.restarts_seen:
             return False
         try:
@@ -114,12 +114,12 @@ class ListedIds:
 
     def _look(self, server: Server, listed: frozenset[str] | SeenNumbers) -> bool:
         """Compare the kubelet's list with the one sent; tell whether to look again soon."""
-        status, told = server.status, server.told
+        status, sent = server.status, server.last_sent
         course = self._courses.setdefault(status.resource, _Course(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds)))
-        if told is None or told.seconds_ago < _SETTLING_SECONDS:
+        if sent is None or sent.seconds_ago < _SETTLING_SECONDS:
             course.doubted = False
             return False
-        missing, strangers = told.differences(listed)
+        missing, strangers = sent.differences(listed)
         if not missing and not strangers:
             self._note_fine(status, course)
             return False

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
 
-_GATHERING_SECONDS = 0.1  # a start of a container books several times, and nothing waits for these reports
+_COALESCING_SECONDS = 0.1  # a start of a container books several times, and nothing waits for these reports
 
 
 class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
@@ -67,7 +67,7 @@ class SliceMemory:
             self._written = frozenset(each.uuid for each in facts)
 
 
-class VanishedDevices:
+class MissingDevices:
     """The watch for grants whose device is gone.
 
     State: what was reported, so that each pod is named once for each device; after a restart it is reported again.
@@ -86,12 +86,12 @@ class VanishedDevices:
 
     async def run(self) -> None:
         """Look at every change of devices or grants, until cancelled; a loop for the supervisor."""
-        async for _ in self._ledger.revision.changes(coalesce_seconds=_GATHERING_SECONDS):
+        async for _ in self._ledger.revision.changes(coalesce_seconds=_COALESCING_SECONDS):
             self.look()
 
     async def remember(self) -> None:
         """Write down the MIG instances until cancelled; a loop of its own, because a disk may hang."""
-        async for _ in self._ledger.revision.changes(coalesce_seconds=_GATHERING_SECONDS):
+        async for _ in self._ledger.revision.changes(coalesce_seconds=_COALESCING_SECONDS):
             await self._memory.keep(self._ledger.slices)
 
     def look(self) -> None:

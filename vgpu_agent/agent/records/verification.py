@@ -47,7 +47,7 @@ _END_PAUSE_GROWTH = 1.25
 # A kubelet that starts admits its pods one after the other, and lists each from then on.
 _LISTS_ALL_SECONDS = 10.0
 # A start changes its pod and the ledger ten times in a row, and whether something has ended is asked after each change.
-_GATHERING_SECONDS = 0.1
+_COALESCING_SECONDS = 0.1
 
 
 class Verification:
@@ -138,7 +138,7 @@ class Verification:
                 await self._verify(ended_only=True)
             elif woken:
                 woken = False
-                await asyncio.sleep(min(_GATHERING_SECONDS, left, ends_in))
+                await asyncio.sleep(min(_COALESCING_SECONDS, left, ends_in))
             else:
                 changes = revision.newer_than(version), self._book.revision.newer_than(pods)
                 woken = await first_of(*changes, timeout_seconds=min(left, ends_in))

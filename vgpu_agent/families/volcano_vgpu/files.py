@@ -254,7 +254,7 @@ def read_node_config(text: str, node: str) -> Overlay:
 
 
 def come_to(texts: Sequence[str], read: Callable[[str], Overlay]) -> Overlay:
-    """Join the values of the texts of `plugin_files.told`, and the problems of the newest."""
+    """Join the values of the texts of `plugin_files.texts_in_force`, and the problems of the newest."""
     overlay = Overlay()
     for text in texts:
         overlay = read(text).after(overlay)
