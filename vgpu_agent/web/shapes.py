@@ -35,14 +35,18 @@ def when(unix_seconds: float, now: float) -> When:
     return When(at.replace("+00:00", "Z"), round(now - unix_seconds, 3))
 
 
-def view(kind: type[View], source: object, now: float, **others: Any) -> View:
+def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
     """Make a ``kind`` of ``others``, and for its other fields of the attributes of ``source``.
 
     An attribute has the name of its field; a moment may have ``_at`` or ``_since`` behind it.
+
+    Raises:
+        AttributeError: ``source`` has nothing for a field.
     """
-    for name, is_moment in _fields(kind):
+    for name, attribute, is_moment in _sources(kind, type(source)):  # type: ignore[arg-type]  # mypy takes classes for unhashable
         if name not in others:
-            others[name] = _moment(source, name, now) if is_moment else getattr(source, name)
+            value = getattr(source, attribute)
+            others[name] = when(value, now) if is_moment else value
     return kind(**others)
 
 
@@ -59,10 +63,12 @@ def shown(source: DataclassInstance, now: float) -> dict[str, Any]:
 
 
 @functools.cache
-def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:
-    return tuple((field.name, field.type is When) for field in msgspec.structs.fields(kind))
-
-
-def _moment(source: object, name: str, now: float) -> When:
-    names = (name, *(name + ending for ending in _MOMENTS))
-    return when(next(getattr(source, each) for each in names if hasattr(source, each)), now)
+def _sources(kind: type[msgspec.Struct], source: type) -> tuple[tuple[str, str, bool], ...]:
+    """Each field of ``kind``, the attribute of ``source`` behind it, and whether it is a moment."""
+    attributes = {*dir(source), *getattr(source, "__dataclass_fields__", ())}
+    found = []
+    for field in msgspec.structs.fields(kind):
+        is_moment = field.type is When
+        names = (field.name, *(field.name + ending for ending in _MOMENTS if is_moment))
+        found.append((field.name, next((name for name in names if name in attributes), field.name), is_moment))
+    return tuple(found)
