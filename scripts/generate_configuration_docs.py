@@ -120,7 +120,7 @@ def _names(names: tuple[str, ...]) -> str:
 def _section(section: schema.Struct, path: str) -> Iterator[str]:
     keys = schema.keys(section).values()
     if path:
-        yield f"### {path}\n\n{(section.__doc__ or '').strip()}\n\n"
+        yield f"### {path}\n\n{schema.section_text(section)}\n\n"
     if any(key.section is None for key in keys):
         yield "| key | default | accepts | live | meaning |\n|---|---|---|---|---|\n"
         for key in keys:

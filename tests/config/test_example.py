@@ -11,7 +11,7 @@ import pytest
 
 from tests.config.conftest import Load
 from tests.settings import settings as settings_of
-from vgpu_agent.config import yaml
+from vgpu_agent.config import schema, yaml
 from vgpu_agent.config.example import example, yaml_value
 from vgpu_agent.families.nvidia.settings import Sharing
 
@@ -21,6 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_example_loads_to_the_defaults(load_text: Load) -> None:
     """A person may start from it and change single lines."""
     assert load_text(example()).settings == settings_of()
+
+
+def test_a_section_is_described_the_same_however_its_docstring_is_wrapped() -> None:
+    """The text goes into a comment of the example and a paragraph of the documentation."""
+
+    class Wrapped:
+        """One sentence,
+        in two lines.
+        """
+
+    assert schema.section_text(Wrapped) == "One sentence, in two lines."
 
 
 def test_the_example_sets_every_key_but_the_sharing(load_text: Load) -> None:

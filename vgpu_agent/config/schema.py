@@ -157,6 +157,11 @@ def value_paths() -> dict[str, Key]:
     return dict(below(root(), ""))
 
 
+def section_text(section: Any) -> str:
+    """Return the docstring of ``section`` as text without line breaks, however its source is wrapped."""
+    return " ".join((section.__doc__ or "").split())
+
+
 @functools.cache
 def root() -> type[Settings]:
     """Return the type of the whole configuration: `Settings`, with a switch for each family, and the families' own sections."""
@@ -200,7 +205,7 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
         section=bare if _is_struct(bare) else None,
         items=item if _is_struct(item) else None,
         default=default,
-        text=next((meta.description for meta in reversed(metas) if meta.description), bare.__doc__ or ""),
+        text=next((meta.description for meta in reversed(metas) if meta.description), section_text(bare)),
         is_path=any((meta.extra or {}).get("path") for meta in metas),
         completed=_extra(metas, "completed", None),
         required=_extra(metas, "required", ""),
